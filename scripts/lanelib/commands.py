@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import shlex
@@ -54,6 +55,11 @@ def run_script(name: str, main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script with this docstring."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def say(text: str) -> None:

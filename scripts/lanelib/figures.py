@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lanelib.commands import parser_of
 from lanelib.paths import ROOT, write_whole
 
 FOLDER = ROOT / "benchmarks"
@@ -109,9 +110,9 @@ class Table:
         print("  ".join(sides).rstrip(), flush=True)
 
 
-def parser_of(text: str | None) -> argparse.ArgumentParser:
+def benchmark_parser(text: str | None) -> argparse.ArgumentParser:
     """Return the parser of a benchmark with this docstring: ``--quick`` and ``--json``."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(text)
     parser.add_argument("--quick", action="store_true", help="a few minutes: what is most worth knowing")
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     return parser

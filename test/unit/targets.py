@@ -78,6 +78,11 @@ def state_of(pid: int) -> str:
     return stat.state if stat else ""
 
 
+def is_gone(pid: int) -> bool:
+    """Say whether a process has ended, reaped or not."""
+    return state_of(pid) in ("", "Z", "X")
+
+
 def settle(pid: int, state: str) -> None:
     """Wait until a process's main thread is in `state`."""
     wait_until(lambda: state_of(pid) == state, f"process {pid} is in {state}")

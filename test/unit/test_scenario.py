@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from integration.scenario import held, journaled_rids, worked_on
-from sglang_crashkit.kernel import procfs
+from unit.targets import state_of
 from unit.waiting import child, wait_until
 
 FIRST = (
@@ -60,11 +60,6 @@ def test_the_requests_of_all_journals_that_are_not_answered_are_known_by_their_i
     with child(JOURNALS) as process:
         assert journaled_rids(process.pid) == {"first", "second"}
     assert journaled_rids(process.pid) == set()
-
-
-def state_of(pid: int) -> str:
-    stat = procfs.read_stat(pid)
-    return stat.state if stat else ""
 
 
 def test_those_of_a_title_are_held_until_the_block_ends() -> None:

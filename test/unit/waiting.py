@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
@@ -31,24 +31,9 @@ def wait_until(condition: Callable[[], Value], what: str, timeout_secs: float = 
 
 
 @contextlib.contextmanager
-def child(code: str, *arguments: str, title: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """Run Python `code`, which prints one line when it is ready, and end it at the end of the block.
-
-    Args:
-        code: the source; `ready()` and `pause()` are there for it.
-        arguments: its ``sys.argv[1:]``.
-        title: set with setproctitle before it begins.
-    """
-    head = "import os, signal, sys, time\n"
-    head += "def ready(text='ready'): print(text, flush=True)\ndef pause(): time.sleep(120)\n"
-    if title is not None:
-        head += f"import setproctitle; setproctitle.setproctitle({title!r})\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", head + code, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONFAULTHANDLER": ""},
-    ) as process:
+def spawned(argv: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program, which prints one line when it is ready, `first_line`, and end it at the end of the block."""
+    with subprocess.Popen(list(map(str, argv)), stdout=subprocess.PIPE, **options) as process:
         try:
             assert process.stdout is not None
             first = process.stdout.readline()
@@ -60,6 +45,24 @@ def child(code: str, *arguments: str, title: str | None = None) -> Iterator[subp
                 process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait(LONG)
+
+
+def child(
+    code: str, *arguments: str, title: str | None = None
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """Run Python `code` as `spawned` does.
+
+    Args:
+        code: the source; `ready()` and `pause()` are there for it.
+        arguments: its ``sys.argv[1:]``.
+        title: set with setproctitle before it begins.
+    """
+    head = "import os, signal, sys, time\n"
+    head += "def ready(text='ready'): print(text, flush=True)\ndef pause(): time.sleep(120)\n"
+    if title is not None:
+        head += f"import setproctitle; setproctitle.setproctitle({title!r})\n"
+    environ = os.environ | {"PYTHONFAULTHANDLER": ""}
+    return spawned([sys.executable, "-c", head + code, *arguments], stdin=subprocess.PIPE, env=environ)
 
 
 def descriptors(pid: int | str = "self") -> dict[int, str]:

@@ -29,7 +29,7 @@ from unit.capture.test_responder import impostor as impostor
 from unit.flight_dumps import document, entry, pickled
 from unit.targets import LOCK_HOLDER, SLEEPER, armed, settle
 from unit.targets import runtime as runtime
-from unit.waiting import LONG, descriptors, wait_until
+from unit.waiting import LONG, descriptors, spawned, wait_until
 
 Start = Callable[..., FlightRequest]
 CONTENT = pickled(document([entry(number, number) for number in range(50)]))
@@ -38,7 +38,7 @@ CONTENT = pickled(document([entry(number, number) for number in range(50)]))
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start a process with a recorder, and return a request for its dump."""
-    processes: list[subprocess.Popen[str]] = []
+    stack = contextlib.ExitStack()
 
     def start_recorder(
         seconds: float = 0.2,
@@ -52,22 +52,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         written = tmp_path / "content"
         written.write_bytes(content)
         pipe_stem, dump_stem = str(tmp_path / f"{stem}nccl-"), str(tmp_path / f"{stem}rank")
-        process = subprocess.Popen(
-            [sys.executable, torch_recorder.__file__, pipe_stem, dump_stem, str(rank), written, str(seconds), how],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        argv = [sys.executable, torch_recorder.__file__, pipe_stem, dump_stem, rank, written, seconds, how]
+        process = stack.enter_context(spawned(argv))
         return FlightRequest(process.pid, FlightPlace(pipe_stem, dump_stem, is_own))
 
-    yield start_recorder
-    for process in processes:
-        process.kill()
-        process.wait(LONG)
-        assert process.stdout is not None
-        process.stdout.close()
+    with stack:
+        yield start_recorder
 
 
 def receive(request: FlightRequest | GlooRequest) -> Received:

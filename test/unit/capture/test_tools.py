@@ -14,17 +14,12 @@ import pytest
 
 from sglang_crashkit.capture import tools
 from sglang_crashkit.capture.tools import run_tool
-from sglang_crashkit.kernel import procfs
+from unit.targets import is_gone
 from unit.waiting import LONG, wait_until
 
 
 def shell(script: str) -> list[str]:
     return ["sh", "-c", script]
-
-
-def is_gone(pid: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is None or stat.state in "ZX"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from unit.targets import (
     SLEEPER,
     asleep,
     functions_of,
+    is_gone,
     settle,
     settle_in_sleep,
     start_ticks,
@@ -51,11 +52,6 @@ def make_tool(folder: Path, code: str) -> str:
     )
     tool.chmod(0o755)
     return str(tool)
-
-
-def is_gone(pid: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is None or stat.state in "ZX"
 
 
 def guards() -> set[int]:

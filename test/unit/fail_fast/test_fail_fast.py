@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from sglang_crashkit.test.evidence import Death, Survivor
 from sglang_crashkit.test.fail_fast import Held, Watcher
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
 from unit.handler.driver import Server
-from unit.waiting import LONG, child, wait_until
+from unit.waiting import LONG, child, spawned, wait_until
 
 SLEEP = [sys.executable, "-c", "import time\nprint('ready', flush=True)\ntime.sleep(120)"]
 QUIET_SECS = 0.4
@@ -30,21 +31,8 @@ QUIET_SECS = 0.4
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def begin(argv: list[str] = SLEEP) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE)
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait(LONG)
-        assert process.stdout is not None
-        process.stdout.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda argv=SLEEP: stack.enter_context(spawned(argv))
 
 
 class Watch:

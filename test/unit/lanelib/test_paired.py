@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from lanelib.commands import LaneError
 from lanelib.paired import Load, Run, Switch, interval, run_pairs, spread
+from unit.waiting import spawned
 
 CODE = "def switch(is_on):\n    return True\n"
 OTHER = "def switch(is_on):\n    return False\n"
@@ -45,18 +47,9 @@ class Served:
         return [(os.getpid(), "main"), (self.pid, "sglang::scheduler")]
 
 
-def started(switch: Switch) -> subprocess.Popen[str]:
+def started(switch: Switch) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     """Return a process that the switch reaches."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | switch.env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+    return spawned([sys.executable, "-c", PROGRAM], env=os.environ | switch.env, stdin=subprocess.PIPE)
 
 
 @pytest.fixture
@@ -70,7 +63,6 @@ def server(switch: Switch) -> Iterator[Any]:
         threading.Thread(target=answers.serve_forever, daemon=True).start()
         yield Served(answers.server_address[1], process.pid)
         answers.shutdown()
-        process.kill()
 
 
 def test_a_pair_is_of_runs_with_and_without_after_one_that_does_not_count(
@@ -94,10 +86,8 @@ def test_a_request_that_is_refused_ends_it(server: Any, switch: Switch) -> None:
 def test_a_process_without_the_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lanelib.paired.TIMEOUT_S", 0.2)
     other = Switch(tmp_path, OTHER)
-    with started(other) as process:
-        with pytest.raises(LaneError, match="did not switch"):
-            other.set(process.pid, on=True)
-        process.kill()
+    with started(other) as process, pytest.raises(LaneError, match="did not switch"):
+        other.set(process.pid, on=True)
 
 
 def test_a_median_is_told_with_its_spread() -> None:

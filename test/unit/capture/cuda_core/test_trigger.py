@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, 
 from sglang_crashkit.kernel.fifo import open_files
 from unit import cuda_driver
 from unit.synthetic_core import PROGBITS, Part, elf_bytes
-from unit.waiting import LONG, wait_until
+from unit.waiting import spawned, wait_until
 
 Start = Callable[..., CoreRequest]
 
@@ -30,34 +30,23 @@ ENABLED = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start a process with a driver that answers one trigger, and return a request for its core."""
-    processes: list[subprocess.Popen[str]] = []
+    stack = contextlib.ExitStack()
 
     def start_driver(
         seconds: float = 0.5, fraction: float = 1.0, then: str = "", name: str = "corepipe.%p", pipe: str | None = None
     ) -> CoreRequest:
         written = tmp_path / name
         template = str(tmp_path / "core.cuda.%t.%p")
-        process = subprocess.Popen(
-            [sys.executable, cuda_driver.__file__, written, template, str(seconds), str(fraction), then],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        processes.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        argv = [sys.executable, cuda_driver.__file__, written, template, seconds, fraction, then]
+        process = stack.enter_context(spawned(argv, cwd=tmp_path))
         wait_until(
             lambda: [p for p in tmp_path.glob("corepipe*") if p.suffix != ".unnamed"], "the driver made its pipe"
         )
         environ = ENABLED | {"CUDA_COREDUMP_PIPE": pipe or str(written), "CUDA_COREDUMP_FILE": template}
         return CoreRequest(process.pid, environ)
 
-    yield start_driver
-    for process in processes:
-        process.kill()
-        process.wait(LONG)
-        assert process.stdout is not None
-        process.stdout.close()
+    with stack:
+        yield start_driver
 
 
 @pytest.mark.wide
