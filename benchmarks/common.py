@@ -80,8 +80,8 @@ def watching(server: Server, folder: Path, hang_secs: float, *options: str) -> I
     Gives the file with what it says; see `told_by`.
     """
     said = folder / "watch"
-    command = [tool("sglang-crashkit"), "watch", "--json", "--once", "--pid", str(server.pid), *options]
-    command += ["--hang-secs", f"{hang_secs:g}", "--output-dir", said.with_suffix(".stacks")]
+    command = [str(tool("sglang-crashkit")), "watch", "--json", "--once", "--pid", str(server.pid), *options]
+    command += ["--hang-secs", f"{hang_secs:g}", "--output-dir", str(said.with_suffix(".stacks"))]
     with said.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL) as popen:
         try:
             if not wait_for(lambda: told_by(said, "serving"), 60.0):
