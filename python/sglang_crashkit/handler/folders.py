@@ -312,8 +312,7 @@ def _is_of_a_dead_server(key: str) -> bool | None:
     pid, start_ticks, namespace = map(int, numbers)
     if namespace != own_namespace():
         return None
-    found = procfs.read_stat(pid)
-    return found is None or found.start_ticks != start_ticks or found.state in "ZX"
+    return not procfs.is_running(pid, start_ticks)
 
 
 @dataclass(frozen=True)

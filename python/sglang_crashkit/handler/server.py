@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 from sglang_crashkit.handler import folders
-from sglang_crashkit.handler.answers import ServerLog
 from sglang_crashkit.handler.folders import KeptFolder, Place
 from sglang_crashkit.handler.hang_detector import HangDetector
 from sglang_crashkit.handler.metrics import MetricsPublisher
@@ -60,15 +59,14 @@ class CrashHandler:
 
     def __init__(self, server_pid: int, mailbox: Mailbox, place: Place, settings: Settings) -> None:
         self.tree = ProcessTree(server_pid)
-        self._log = ServerLog(self.tree.root, place.runtime)
-        self.session = Session(self.tree, mailbox, place, settings, self._log.report_fault)
+        self.session = Session(self.tree, mailbox, place, settings)
         self._mailbox = mailbox
         self._place = place
-        self._hangs = HangDetector(self.tree, self.session, settings, self._log.say)
+        self._hangs = HangDetector(self.tree, self.session, settings, self.session.log.say)
         self.history: list[str] = []
         self._metrics = MetricsPublisher(self.tree, self.session, place.host_folder / "incidents", settings.disk)
         self._kept = KeptFolder(place.runtime)
-        self._prober = PeerProber(PeerLosses(self.tree, self.session, self._log.say).report)
+        self._prober = PeerProber(PeerLosses(self.tree, self.session, self.session.log.say).report)
         self._shared_memory = SharedMemory(self.tree)
         #: Pids of senders that a look did not find among the server's processes.
         self._foreign: set[int] = set()
@@ -124,9 +122,9 @@ class CrashHandler:
         if self.session.run is None:
             self.tree.recent_unexplained()
         self.tree.refresh()
-        if self.history and self._log.is_heard:
+        if self.history and self.session.log.is_heard:
             for line in self.history:
-                self._log.say(line)
+                self.session.log.say(line)
             self.history = []
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.after_incident import HtmlPage, Notices
-from sglang_crashkit.handler.answers import Answers, log_lines
+from sglang_crashkit.handler.answers import Answers, ServerLog, log_lines
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
 from sglang_crashkit.handler.collectors.received import Received, secs_before
 from sglang_crashkit.handler.folders import Place
@@ -55,10 +55,8 @@ class Subject:
 class Session:
     """The one incident that events of now belong to, if there is any.
 
-    Args:
-        report_fault: does what the server's own log is to have of a fatal signal.
-
     Attributes:
+        log: the server's own.
         run: what the incident gathered; None where nothing happened yet.
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
         begin_hang_at_end: looks for a hang, as the server is asked to end.
@@ -73,12 +71,12 @@ class Session:
         mailbox: Mailbox,
         place: Place,
         settings: Settings,
-        report_fault: Callable[[], None],
     ) -> None:
         self.triage = Triage(tree.root.pid, secs_before(settings.budget_secs))
         self.run: IncidentRun | None = None
         self.hang: IncidentRun | None = None
         self.begin_hang_at_end: Callable[[], None] = lambda: None
+        self.log = ServerLog(tree.root, place.runtime)
         self.received = Received(tree, settings)
         self.gpus = GpuEvidence(tree, place, settings)
         self.page = HtmlPage(settings.html)
@@ -87,7 +85,6 @@ class Session:
         self._mailbox = mailbox
         self._place = place
         self._settings = settings
-        self._report_fault = report_fault
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
         self._farewells: list[Message] = []
         self._sampled_again: IncidentRun | None = None
@@ -132,7 +129,7 @@ class Session:
             learn_exit_status(process, self._place.runtime)
         status = process.exit_status()
         if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
-            self._report_fault()
+            self.log.report_fault()
         seen = Seen(
             "exited",
             process.pid,

@@ -49,7 +49,7 @@ class SharedMemory:
     def clear(self) -> tuple[list[str], list[LeftSegment]]:
         """Remove what was the server's alone, unless one of its processes lives; see `shared_memory.clear`."""
         lives = any(process.exited_at is None and process.matters for process in self._tree)
-        lives = lives or any(_is_alive(pid, ticks) for pid, ticks in self._own.items())
+        lives = lives or any(procfs.is_running(pid, ticks) for pid, ticks in self._own.items())
         removed, left = shared_memory.clear(self._segments, {} if lives else self._own)
         if removed:
             logger.info("removed from %s what the server left: %s", shared_memory.FOLDER, " ".join(removed))
@@ -77,8 +77,3 @@ def left_by_others() -> str:
         f"({size:.2f} GiB; the largest is {largest.name}) {'are' if count > 1 else 'is'} of processes that are gone; "
         "next: sglang-crashkit doctor"
     )
-
-
-def _is_alive(pid: int, start_ticks: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"

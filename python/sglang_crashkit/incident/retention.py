@@ -111,8 +111,7 @@ def is_of_living_server(incident: Path, *, but: int) -> bool:
         pid, start_ticks = int(server["pid"]), int(server["start_ticks"])
     except (ValueError, TypeError, LookupError, RecursionError):
         return False
-    stat_line = procfs.read_stat(pid) if pid != but else None
-    return stat_line is not None and stat_line.start_ticks == start_ticks and stat_line.state not in "ZX"
+    return pid != but and procfs.is_running(pid, start_ticks)
 
 
 def _document_of(incident: Path) -> bytes:

@@ -194,6 +194,12 @@ def is_dead(pid: int) -> bool:
     return stat is None or stat.state in "ZX"
 
 
+def is_running(pid: int, start_ticks: int) -> bool:
+    """Say whether the process that was started as `pid` at this time lives; see `ProcStat`."""
+    stat = read_stat(pid)
+    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
+
+
 def may_inspect(pid: int) -> bool:
     """Say whether the kernel lets this process see what only a tracer may see of `pid`, such as an exit status."""
     try:

@@ -13,8 +13,9 @@ import pytest
 from sglang_crashkit.analysis import causes
 from sglang_crashkit.analysis.suspects import ONLY, suspects_of
 from sglang_crashkit.handler import findings
-from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, without_requests
-from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
+from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, incident_with_core, without_requests
+from sglang_crashkit.incident.fingerprint import read_faults
+from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.quarantine import FILE, read_entries
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.model.incident import (
@@ -388,3 +389,72 @@ def test_an_idle_handler_has_loaded_neither_rules_nor_yaml() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def stored(folder: IncidentFolder, names: list[str]) -> Incident:
+    """Return an incident in which TP1 was killed, with the stacks `names` of TP0 and one of TP1."""
+    incident = Incident(
+        folder.id, "killed", Trigger("process_exited", "t", 8, "TP1"), ServerInfo(1, "0.5.23", "0.1", "h")
+    )
+    dead = ProcessReport(8, "TP1", "scheduler", {"tp": 1}, exit=Exit(None, "SIGSEGV", "signal", "", "t"))
+    dead.evidence = [Evidence("fault_stack", "captured", folder.write_text("stacks/TP1-8.fault.txt", "x"))]
+    living = ProcessReport(9, "TP0", "scheduler", {"tp": 0}, doing=["wait (x.py:1)"])
+    living.evidence = [Evidence("proc_state", "captured"), Evidence("exception", "captured", "ranks/TP0.json")]
+    living.evidence += [Evidence("stack", "captured", folder.write_text(name, "x"), source="py-spy") for name in names]
+    incident.processes = [dead, living]
+    incident.verdict = Verdict("signal", Failure(8, "TP1"), "established", "It died.")
+    return incident
+
+
+def test_stacks_of_a_repeated_fault_are_given_up(tmp_path: Path) -> None:
+    names = ["stacks/TP0-9.txt", "stacks/TP0-9.2.txt", "stacks/TP0-9.native.txt"]
+    ids = []
+    for number in range(3):
+        folder = IncidentFolder(tmp_path, "killed", new_id(), number)
+        incident = stored(folder, names)
+        before = incident.to_json()["processes"]
+        spare = count_repeat(incident, folder, keep=2)
+        assert incident.fault.count == number + 1
+        ids.append(folder.id)
+        if number < 2:
+            assert (spare, incident.fault.repeats, incident.to_json()["processes"]) == ([], None, before)
+        folder.publish()
+    assert sorted(spare) == sorted(str(Path(name).with_suffix(end)) for name in names for end in (".txt", ".json"))
+    assert incident.fault.repeats == ids[0]
+    dead, living = incident.processes
+    assert dead.evidence[0].path == "stacks/TP1-8.fault.txt"
+    assert living.doing == ["wait (x.py:1)"]
+    state, record, *stacks = living.evidence
+    assert (state.status, record.path) == ("captured", "ranks/TP0.json")
+    assert {(piece.status, piece.path, piece.source) for piece in stacks} == {("skipped", None, None)}
+    assert stacks[0].reason == f"the same fault as in incident {ids[0]}, which has its stacks"
+
+
+def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
+    first, second = (IncidentFolder(tmp_path, "killed", new_id(), number) for number in range(2))
+    incident, repeated = stored(first, []), stored(second, [])
+    assert incident_with_core(repeated, second, keep=3) is None
+    count_repeat(incident, first, keep=3)
+    # The first one had none.
+    assert incident_with_core(repeated, second, keep=3) is None
+    incident.processes[1].evidence.append(Evidence("cuda_core", "captured", path="../../core.cuda.1.9"))
+    count_repeat(incident, first, keep=3)
+    assert incident_with_core(repeated, second, keep=3) == first.id
+    assert incident_with_core(repeated, second, keep=0) is None
+    assert incident_with_core(repeated, NullFolder("full"), keep=3) is None
+    repeated.processes[0].exit = Exit(None, "SIGBUS", "signal", "", "t")
+    assert incident_with_core(repeated, second, keep=3) is None
+    # WHEN it has made room for others
+    repeated.processes[0].exit = incident.processes[0].exit
+    first.discard()
+    assert incident_with_core(repeated, second, keep=3) is None
+
+
+def test_what_is_written_nowhere_is_not_counted(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
+    incident = stored(folder, [])
+    assert count_repeat(incident, NullFolder("full"), keep=1) == []
+    incident.verdict = None
+    assert count_repeat(incident, folder, keep=1) == []
+    assert incident.fault is None
+    assert read_faults(tmp_path) == {}

@@ -13,7 +13,6 @@ import pytest
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler import folders
-from sglang_crashkit.handler import folders as folders_module
 from sglang_crashkit.handler.folders import (
     KeptFolder,
     Place,
@@ -35,7 +34,7 @@ NAME = "core.cuda.%t.%p"
 
 @pytest.fixture(autouse=True)
 def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(folders_module, "fallback_folder", lambda: tmp_path / "fallback")
+    monkeypatch.setattr(folders, "fallback_folder", lambda: tmp_path / "fallback")
     monkeypatch.setattr(socket, "gethostname", lambda: HOST)
     monkeypatch.setenv("HOSTNAME", "host")
     before = os.umask(0)
@@ -53,18 +52,18 @@ def mode_of(folder: Path) -> int:
 
 
 def test_what_the_kit_makes_is_for_its_owner_alone(tmp_path: Path) -> None:
-    folders = make(tmp_path)
-    assert folders.host_folder == tmp_path / "crash" / "host"
-    assert folders.spool == folders.host_folder / "incidents" / ".spool-1-2-3"
-    assert {mode_of(path) for path in [folders.host_folder, *folders.host_folder.rglob("*")]} == {0o700}
-    assert folders.warnings == []
+    made = make(tmp_path)
+    assert made.host_folder == tmp_path / "crash" / "host"
+    assert made.spool == made.host_folder / "incidents" / ".spool-1-2-3"
+    assert {mode_of(path) for path in [made.host_folder, *made.host_folder.rglob("*")]} == {0o700}
+    assert made.warnings == []
 
 
 def test_an_operators_folder_keeps_its_permissions(tmp_path: Path) -> None:
     theirs = tmp_path / "crash" / "host"
     theirs.mkdir(parents=True, mode=0o755)
-    folders = make(tmp_path)
-    assert folders.host_folder == theirs
+    made = make(tmp_path)
+    assert made.host_folder == theirs
     assert mode_of(theirs) == 0o755
     assert mode_of(tmp_path / "crash") == 0o755 | (mode_of(tmp_path / "crash") & 0o022)
     assert mode_of(theirs / "incidents") == 0o700
@@ -78,9 +77,9 @@ def test_a_folder_that_cannot_be_used_is_replaced(tmp_path: Path, fallback: Path
     else:
         (tmp_path / "theirs").mkdir()
         (tmp_path / "crash" / "host").symlink_to(tmp_path / "theirs")
-    folders = make(tmp_path)
-    assert folders.host_folder == fallback / "host"
-    (warning,) = folders.warnings
+    made = make(tmp_path)
+    assert made.host_folder == fallback / "host"
+    (warning,) = made.warnings
     assert warning.startswith(
         f"crash folder {tmp_path}/crash/host cannot be used ({tmp_path}/crash/host is not a folder"
     )
@@ -90,7 +89,7 @@ def test_a_folder_that_cannot_be_used_is_replaced(tmp_path: Path, fallback: Path
 def test_a_disk_that_does_not_answer_is_waited_for_once(
     tmp_path: Path, fallback: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = folders_module.make_private_folder, tmp_path / "asked"
+    real, asked = folders.make_private_folder, tmp_path / "asked"
 
     def stand_still(folder: Path) -> Path:
         if folder.is_relative_to(tmp_path / "crash"):
@@ -99,38 +98,38 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(
             time.sleep(600)
         return real(folder)
 
-    monkeypatch.setattr(folders_module, "make_private_folder", stand_still)
+    monkeypatch.setattr(folders, "make_private_folder", stand_still)
     core_file = f"{tmp_path}/crash/%h/{NAME}"
-    folders = make(tmp_path, core_file=core_file, flight_folder=f"{tmp_path}/crash/{HOST}/flight_recorder", secs=1.0)
+    made = make(tmp_path, core_file=core_file, flight_folder=f"{tmp_path}/crash/{HOST}/flight_recorder", secs=1.0)
     assert asked.read_text() == "once\n"
-    assert folders.host_folder == fallback / "host"
-    assert folders.core_file == f"{fallback}/%h/{NAME}"
+    assert made.host_folder == fallback / "host"
+    assert made.core_file == f"{fallback}/%h/{NAME}"
     assert (fallback / HOST).is_dir()
-    assert folders.flight_folder == fallback / "host" / "flight_recorder"
-    assert "did not answer within 1 s" in folders.warnings[0]
+    assert made.flight_folder == fallback / "host" / "flight_recorder"
+    assert "did not answer within 1 s" in made.warnings[0]
 
 
 def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders_module, "make_private_folder", lambda _folder: time.sleep(600))
+    monkeypatch.setattr(folders, "make_private_folder", lambda _folder: time.sleep(600))
     with pytest.raises(OSError, match="did not answer within"):
         make(tmp_path, secs=0.2)
 
 
-def test_a_child_that_a_disk_children_is_reaped() -> None:
-    before = set(folders_module._children)
+def test_a_child_that_a_disk_holds_up_is_reaped() -> None:
+    before = set(folders._children)
     assert make_within(0.05, lambda: time.sleep(600)) == "it did not answer within 0.05 s"
-    (held,) = folders_module._children - before
+    (held,) = folders._children - before
     os.waitid(os.P_PID, held, os.WEXITED | os.WNOWAIT)
-    folders_module.reap()
-    assert held not in folders_module._children
+    folders.reap()
+    assert held not in folders._children
     with pytest.raises(ChildProcessError):
         os.waitpid(held, os.WNOHANG)
 
 
 def test_without_a_crash_folder_the_fallback_needs_no_warning(fallback: Path) -> None:
-    folders = make_work_folders(None, "1-2-3", secs=LONG)
-    assert folders.host_folder == fallback / "host"
-    assert folders.warnings == []
+    made = make_work_folders(None, "1-2-3", secs=LONG)
+    assert made.host_folder == fallback / "host"
+    assert made.warnings == []
 
 
 @pytest.mark.parametrize(
@@ -174,8 +173,8 @@ def test_the_child_holds_nothing_of_its_parent_and_leaves_nothing(tmp_path: Path
 def test_the_folder_that_cores_are_written_to_is_made(tmp_path: Path, template: str, folder: str, mode: int) -> None:
     if mode == 0o755:
         (tmp_path / folder / HOST).mkdir(parents=True, mode=mode)
-    folders = make(tmp_path, core_file=f"{tmp_path}/{template}")
-    assert (folders.core_file, folders.warnings) == (f"{tmp_path}/{template}", [])
+    made = make(tmp_path, core_file=f"{tmp_path}/{template}")
+    assert (made.core_file, made.warnings) == (f"{tmp_path}/{template}", [])
     assert mode_of(tmp_path / folder / HOST) == mode
 
 
@@ -187,19 +186,19 @@ def test_a_core_without_a_folder_needs_none(tmp_path: Path, template: str) -> No
     if template == "fifo":
         template = str(tmp_path / "fifo")
         os.mkfifo(template)
-    folders = make(tmp_path, core_file=template)
-    assert folders.warnings == []
+    made = make(tmp_path, core_file=template)
+    assert made.warnings == []
     assert not (tmp_path / "crash" / HOST).exists()
 
 
 @pytest.mark.parametrize("template", ["%p/core", "file/below/core"])
 def test_the_users_folder_that_cannot_be_made_is_named(tmp_path: Path, template: str) -> None:
     (tmp_path / "file").touch()
-    folders = make(tmp_path, core_file=f"{tmp_path}/{template}")
-    (warning,) = folders.warnings
+    made = make(tmp_path, core_file=f"{tmp_path}/{template}")
+    (warning,) = made.warnings
     # The words are upstream's.
     assert warning.startswith(f"Failed to create CUDA coredump directory {(tmp_path / template).parent}: ")
-    assert folders.core_file == f"{tmp_path}/{template}"
+    assert made.core_file == f"{tmp_path}/{template}"
 
 
 def test_a_link_in_a_shared_folder_gets_no_cores(tmp_path: Path, fallback: Path) -> None:
@@ -207,10 +206,10 @@ def test_a_link_in_a_shared_folder_gets_no_cores(tmp_path: Path, fallback: Path)
     (tmp_path / "crash").mkdir()
     (tmp_path / "crash" / HOST).symlink_to(tmp_path / "theirs")
     flight = f"{tmp_path}/crash/{HOST}/flight_recorder"
-    folders = make(tmp_path, core_file=f"{tmp_path}/crash/%h/{NAME}", flight_folder=flight)
-    assert folders.core_file == f"{fallback}/%h/{NAME}"
+    made = make(tmp_path, core_file=f"{tmp_path}/crash/%h/{NAME}", flight_folder=flight)
+    assert made.core_file == f"{fallback}/%h/{NAME}"
     assert mode_of(fallback / HOST) == 0o700
-    assert folders.flight_folder == tmp_path / "crash" / "host" / "flight_recorder"
+    assert made.flight_folder == tmp_path / "crash" / "host" / "flight_recorder"
     assert list((tmp_path / "theirs").iterdir()) == []
 
 
@@ -363,7 +362,7 @@ def test_nothing_left_behind_is_no_error(tmp_path: Path) -> None:
 
 
 def test_an_earlier_server_left_things_in_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders_module, "fallback_folder", lambda: tmp_path / "other")
+    monkeypatch.setattr(folders, "fallback_folder", lambda: tmp_path / "other")
     host_folder = tmp_path / "crash" / "host"
     place = Place(host_folder, host_folder / "incidents" / ".spool", tmp_path / "run")
     assert place.earlier() == [host_folder, tmp_path / "other" / "host", tmp_path / "other"]
@@ -419,8 +418,8 @@ def test_disks_that_do_not_answer_share_the_time_that_the_launch_waits(monkeypat
         now[0] += secs
         return "it did not answer"
 
-    monkeypatch.setattr(folders_module, "make_within", make)
-    monkeypatch.setattr(folders_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folders, "make_within", make)
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
     made = make_work_folders("/crash", "1-2-3", "/dead/core", "/dead/flight", secs=10.0)
     assert given == [10.0, 1.0, 1.0, 1.0]
     assert made.flight_folder is None

@@ -1,10 +1,11 @@
-"""The whole handler process beside a stand-in server whose ranks really beat, and really stop."""
+"""The whole handler beside a stand-in server whose ranks really beat, and really stop; also as it is asked to end."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.kernel import procfs
-from unit.handler.driver import Server
-from unit.targets import make_tool
+from unit.handler.driver import Server, events_of, report_of
+from unit.targets import make_tool, state_of
 from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -48,21 +48,10 @@ def document_of(stored: StoredIncident) -> dict[str, Any]:
     return document
 
 
-def process_of(document: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{name}"]
-    process: dict[str, Any] = found
-    return process
-
-
 def is_over(stored: StoredIncident) -> bool:
     # The summary is written after the document.
     told = "Progress returned after " in (stored.path / "summary.md").read_text()
     return told and any(entry["event"] == "progress_returned" for entry in document_of(stored)["timeline"])
-
-
-def state_of(pid: int) -> str:
-    stat = procfs.read_stat(pid)
-    return stat.state if stat else ""
 
 
 def test_a_hang_may_end_come_again_and_become_a_crash(start_server: Start) -> None:
@@ -86,13 +75,13 @@ def test_a_hang_may_end_come_again_and_become_a_crash(start_server: Start) -> No
     assert all(entry["doing"] == "the event loop, without a batch" for entry in silent)
     # Three snapshots of each, each in files of its own.
     for name in (*RANKS, "detokenizer"):
-        process = process_of(document, name)
+        process = report_of(document, name)
         paths = [piece["path"] for piece in process["evidence"] if piece["kind"] == "stack"]
         assert [Path(path).suffixes[-2:] for path in paths] == [[".txt"], [".2", ".txt"], [".3", ".txt"]]
         assert all((stored.path / path).read_text().startswith("Process ") for path in paths)
         assert len(process["looks"]) == 3
         assert process["looks"][0]["doing"] == process["doing"]
-    assert {look["state"] for look in process_of(document, "scheduler_TP1")["looks"]} == {"T"}
+    assert {look["state"] for look in report_of(document, "scheduler_TP1")["looks"]} == {"T"}
 
     # WHEN they go on THEN the incident, finished as it is, says so
     server.kill("scheduler_TP1", signal.SIGCONT)
@@ -161,7 +150,7 @@ def test_what_holds_a_rank_is_said(
     (stored,) = finished(server, 1)
     document = document_of(stored)
     assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
-    looks = process_of(document, "scheduler_TP1")["looks"]
+    looks = report_of(document, "scheduler_TP1")["looks"]
     assert [(look["state"], look["lock"]) for look in looks] == [(state, lock) for state in states]
     # Of one that goes on, nobody but py-spy tells what it does while it holds its lock.
     assert all(look["doing"][0].startswith(f"{way} (") if not tool else look["doing"] == [] for look in looks)
@@ -190,7 +179,7 @@ def test_a_hang_is_told_in_the_servers_own_log(start_server: Start, capfd: pytes
     document = document_of(stored)
     # Nobody stands out of two that do the same.
     assert (document["verdict"]["first_failure"], document["verdict"]["level"]) == (None, "unknown")
-    assert "server_exited" in [entry["event"] for entry in document["timeline"]]
+    assert "server_exited" in events_of(document)
 
 
 @pytest.mark.story
@@ -202,16 +191,16 @@ def test_a_dead_ranks_last_heartbeat_is_told(start_server: Start, victim: str) -
     server.wait_for_handler()
     (stored,) = finished(server, 1)
     document = document_of(stored)
-    dead = [name for name in RANKS if process_of(document, name)["exit"] is not None]
+    dead = [name for name in RANKS if report_of(document, name)["exit"] is not None]
     assert victim in (*dead, "the server")
     for name in dead:
-        sign = process_of(document, name)["last_sign"]
+        sign = report_of(document, name)["last_sign"]
         assert (sign["doing"], sign["batches"], sign["mode"]) == ("the event loop, without a batch", 0, "")
         assert 0 <= sign["seconds_before"] < LONG
     assert dead
     # Ranks that agree have one section.
     assert "- last sign: the event loop, without a batch, " in (stored.path / "summary.md").read_text()
-    assert process_of(document, "detokenizer")["last_sign"] is None
+    assert report_of(document, "detokenizer")["last_sign"] is None
 
 
 def test_what_compiles_is_busy_and_its_incident_is_withdrawn(
@@ -252,3 +241,155 @@ def test_what_compiles_is_busy_and_its_incident_is_withdrawn(
 
     document_id = stored.document["id"] if stored.document else ""
     wait_until(told, "the server says so itself")
+
+
+#: After so long a scheduler is silent: of a server whose health check failed, and of any other.
+UNHEALTHY_SECS, HEALTHY_SECS = 2.0, 5.0
+
+
+def stop(server: Server, *names: str) -> None:
+    for name in names:
+        server.kill(name, signal.SIGSTOP)
+
+
+def hush(server: Server, *names: str) -> None:
+    for name in names:
+        assert server.ask(f"tell {name} hush") == "silent"
+
+
+def wait_for(seconds: float) -> None:
+    threading.Event().wait(seconds + 0.2)
+
+
+def end_unhealthy(server: Server) -> dict[str, Any]:
+    """Ask a server to end whose health check failed, let it save its requests at once, and return its incident."""
+    server.ask("draining unhealthy")
+    server.ask("dump_begun")
+    assert server.ask("dump_ended") != "None"
+    (stored,) = server.incidents()
+    assert stored.finished
+    assert stored.document is not None
+    document = stored.document
+    assert (document["kind"], document["trigger"]["event"]) == ("hang", "unhealthy_at_sigterm")
+    # It does not matter how soon the requests were saved.
+    assert [len(report_of(document, name)["looks"]) for name in RANKS] == [2, 2]
+    return document
+
+
+def make_collective(folder: Path) -> Path:
+    """Return a program that is where a rank is that waits for the others; py-spy names a file with its packages."""
+    file = folder / "torch" / "distributed" / "distributed_c10d.py"
+    file.parent.mkdir(parents=True)
+    for package in (file.parent, file.parent.parent):
+        (package / "__init__.py").touch()
+    file.write_text("import time\n\n\ndef broadcast():\n    time.sleep(600)\n\n\nbroadcast()\n")
+    return file
+
+
+def named(document: dict[str, Any]) -> str | None:
+    first = document["verdict"]["first_failure"]
+    return first["title"].removeprefix("sglang::") if first else None
+
+
+# -- as it is asked to end, its health check had failed
+
+
+def test_the_rank_that_is_stopped_is_named(start_server: Start) -> None:
+    server = start_beating(start_server, environ={})
+    stop(server, "scheduler_TP1")
+    hush(server, "scheduler_TP0")
+    wait_for(UNHEALTHY_SECS)
+    document = end_unhealthy(server)
+    assert (named(document), document["verdict"]["kind"]) == ("scheduler_TP1", "hang")
+    assert "is stopped (state T)" in document["verdict"]["basis"][0]
+    silent = {entry["pid"] for entry in document["timeline"] if entry["event"] == "no_progress"}
+    assert silent == {server.ranks[name] for name in RANKS}
+
+
+@pytest.mark.parametrize("hang_secs", ["60", "0"], ids=["silent", "nobody knows whether it beats"])
+def test_the_rank_that_another_waits_for_is_named(start_server: Start, tmp_path: Path, hang_secs: str) -> None:
+    server = start_beating(start_server, environ={"SGLANG_CRASHKIT_HANG_SECS": hang_secs})
+    hush(server, *RANKS)
+    server.say("tell scheduler_TP1 spin")
+    server.say(f"tell scheduler_TP0 run {make_collective(tmp_path)}")
+    wait_for(UNHEALTHY_SECS)
+    document = end_unhealthy(server)
+    assert (named(document), document["verdict"]["level"]) == ("scheduler_TP1", "supported")
+    assert "was in spin (fake_server.py" in document["verdict"]["text"]
+
+
+def test_another_stopped_process_is_named_while_schedulers_go_on(start_server: Start) -> None:
+    server = start_beating(start_server, environ={})
+    stop(server, "detokenizer")
+    wait_for(UNHEALTHY_SECS)
+    document = end_unhealthy(server)
+    assert (named(document), document["verdict"]["level"]) == ("detokenizer", "established")
+
+
+@pytest.mark.story
+def test_nobody_is_named_where_all_go_on(start_server: Start) -> None:
+    document = end_unhealthy(start_beating(start_server, environ={}))
+    assert (named(document), document["verdict"]["level"]) == (None, "unknown")
+    assert "no process was seen to stand still" in document["verdict"]["text"]
+
+
+# -- as it is asked to end, its health check had not failed
+
+
+def hang_at_sigterm(start_server: Start) -> tuple[Server, StoredIncident]:
+    """Return a server with a stopped rank that was asked to end, and its incident."""
+    server = start_beating(start_server, environ={})
+    stop(server, "scheduler_TP1")
+    hush(server, "scheduler_TP0")
+    wait_for(HEALTHY_SECS)
+    server.ask("draining healthy")
+
+    def captured() -> list[StoredIncident]:
+        return [one for one in server.incidents() if one.document and "stacks_captured" in events_of(one.document)]
+
+    (stored,) = wait_until(captured, "the stacks are on disk")
+    return server, stored
+
+
+def test_a_silent_rank_is_named_before_the_server_is_killed(start_server: Start) -> None:
+    server, stored = hang_at_sigterm(start_server)
+    assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("hang", "silent_at_sigterm")
+    wait_until(lambda: any(one.finished for one in server.incidents()), "the incident is finished")
+    # WHEN the grace period is over
+    for pid in (server.handler.pid, server.pid):
+        os.kill(pid, signal.SIGKILL)
+    last = server.wait_for_the_end()
+    assert (named(last.document), last.document["complete"]) == ("scheduler_TP1", True)
+
+
+def tear_down(server: Server) -> None:
+    os.kill(server.pid, signal.SIGTERM)
+
+
+def let_the_ranks_end_first(server: Server) -> None:
+    server.say("tell scheduler_TP0 exit 0")
+    server.say("join scheduler_TP0")
+    server.say("leave 0")
+
+
+def go_on(server: Server) -> None:
+    server.kill("scheduler_TP1", signal.SIGCONT)
+    assert server.ask("tell scheduler_TP0 beat") == "beating"
+    wait_until(lambda: not server.incidents(), "the incident is removed")
+    server.say("leave 0")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    "end", [tear_down, lambda server: server.say("leave 0"), let_the_ranks_end_first, go_on], ids=range(4)
+)
+def test_there_was_no_hang_where_it_ends_in_order(
+    start_server: Start, end: Callable[[Server], None], finished: bool
+) -> None:
+    server, _stored = hang_at_sigterm(start_server)
+    if finished:
+        wait_until(lambda: any(one.finished for one in server.incidents()), "the incident is finished")
+    end(server)
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    assert server.incidents() == []

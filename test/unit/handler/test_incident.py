@@ -1,9 +1,13 @@
-"""The same fault again and again: each crash has one incident, most of them in short."""
+"""An incident's folder at every moment: its writer is killed at each step, and a fault comes a hundred times."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,34 +15,217 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.incident import (
-    IncidentRun,
-    add,
-    add_journal,
-    count_repeat,
-    incident_with_core,
-    requests_of,
-)
+from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.fingerprint import read_faults
-from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.retention import size_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.model.incident import (
-    Evidence,
-    Exit,
-    Failure,
-    Incident,
-    JournaledRequests,
-    ProcessReport,
-    Requests,
-    ServerInfo,
     Trigger,
-    Verdict,
     iso_time,
 )
+from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import MB, DiskLimits, Settings
+from unit.handler.driver import Server
+from unit.killing import kill_at_file_operation
 from unit.waiting import LONG, child, wait_until
+
+#: At least as many file operations as one incident takes.
+MAX_STEPS = 1000
+TIMES = ("before anything", "opened", "stacks_captured", "told of an exception", "told of the requests", "finished")
+
+
+def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str], object]) -> None:
+    """Do what the crash handler does in one incident."""
+    tree = ProcessTree(root_pid)
+    reached("before anything")
+    folder = IncidentFolder(incidents, "exception", new_id(), time.time())
+    trigger = Trigger("exception", iso_time(time.time()), root_pid, tree.root.title)
+    run = IncidentRun("exception", trigger, tree, folder, incidents, Settings.from_environ({}))
+    reached("opened")
+    run.permit(Capture.OBSERVE)
+    run.capture()
+    reached("stacks_captured")
+    run.add_exception(tree.root, time.time(), "ValueError: x", record)
+    reached("told of an exception")
+    run.set_requests({"path": "/crash.pkl", "finished": 1, "unfinished": 2})
+    reached("told of the requests")
+    run.finish()
+    reached("finished")
+    run.save()
+
+
+def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
+    """Gather an incident in a child that is killed before its file operation number `step`.
+
+    Returns:
+        Whether it was killed, and how far it got.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kill_at_file_operation(folder / "incidents", step)
+            record = folder / "incidents" / spool_of(root_pid) / f"exception-{root_pid}.json"
+            gather(root_pid, folder / "incidents", record, lambda text: (folder / "reached").write_text(text))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+    return os.WIFSIGNALED(status), (folder / "reached").read_text()
+
+
+def spool_of(pid: int) -> str:
+    stat = procfs.read_stat(pid)
+    return f".spool-{server_key(pid, stat.start_ticks)}"
+
+
+def check(folder: Path, pid: int, reached: str) -> None:
+    """Check what a killed crash handler left, before and after it is finished."""
+    incidents = folder / "incidents"
+    for found in find_incidents(incidents):
+        assert found.document is not None or found.problem == "has no incident.json"
+        assert found.document is not None or reached == "before anything"
+    left = find_incidents(incidents)
+    before = left[0].document if left else None
+    finish_abandoned(incidents)
+    records = [*incidents.glob(".spool-*/*"), *incidents.glob("*/ranks/*")]
+    assert len(records) == 1, "a rank's own record is lost, or there twice"
+    assert json.loads(records[0].read_text()) == {"traceback": ["forward (model.py:7)"]}
+    if not left:
+        return
+    (after,) = find_incidents(incidents)
+    assert after.finished
+    assert finish_abandoned(incidents) == []
+    document = after.document
+    check_pieces(after, document, pid)
+    is_whole = before is not None and before["complete"]
+    # A kill while the server's end is added to a finished one leaves a copy that nobody reads.
+    hidden = [path.name for path in after.path.rglob("*") if path.name.startswith(".")]
+    assert hidden == [] or reached == "finished"
+    assert document["complete"] is is_whole
+    assert is_whole or REASON in json.dumps(document).lower()
+    stages = TIMES.index(reached)
+    if stages >= TIMES.index("stacks_captured"):
+        (process,) = document["processes"]
+        assert "stack" in {piece["kind"] for piece in process["evidence"] if piece["status"] == "captured"}
+    if stages >= TIMES.index("told of an exception"):
+        assert document["verdict"]["first_failure"]["pid"] == pid
+        assert "ValueError: x" in document["verdict"]["text"]
+    if stages >= TIMES.index("told of the requests"):
+        assert document["requests"]["path"] == "/crash.pkl"
+
+
+def check_pieces(found: StoredIncident, document: dict[str, Any], pid: int) -> None:
+    for process in document["processes"]:
+        assert process["pid"] == pid
+        kinds = [piece["kind"] for piece in process["evidence"]]
+        assert kinds.count("stack") == 1
+        for piece in process["evidence"]:
+            assert piece["reason"] or piece["status"] == "captured"
+            assert piece["path"] is None or (found.path / piece["path"]).is_file()
+
+
+@pytest.mark.wide
+def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
+    reached = ""
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        for step in range(MAX_STEPS):
+            folder = tmp_path / str(step)
+            spool = folder / "incidents" / spool_of(process.pid)
+            spool.mkdir(parents=True)
+            record = spool / f"exception-{process.pid}.json"
+            record.write_text('{"traceback": ["forward (model.py:7)"]}')
+            was_killed, reached = gather_and_kill(process.pid, folder, step)
+            check(folder, process.pid, reached)
+            if not was_killed:
+                break
+            shutil.rmtree(folder)
+    assert reached == "finished"
+    assert step > 40
+
+
+def test_who_died_is_on_disk_before_the_others_are_captured(tmp_path: Path) -> None:
+    settings = Settings.from_environ({})
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        tree = ProcessTree(process.pid)
+        process.kill()
+        wait_until(tree.root.handle.has_exited, "the process is dead")
+        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
+        trigger = Trigger("process_exited", iso_time(time.time()), process.pid, tree.root.title)
+        run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings)
+        run.add_exit(tree.root)
+    (found,) = find_incidents(tmp_path)
+    assert found.document["verdict"]["first_failure"]["pid"] == process.pid
+    assert found.document["verdict"]["level"] == "established"
+    assert "was killed by SIGKILL" in (found.path / "summary.md").read_text()
+
+
+def test_what_was_left_in_the_fallback_is_finished_later(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    (tmp_path / "crash").write_text("in the way")
+    begun = start_server(journals=True, dump_secs=LONG)
+    begun.ask("ask only hello")
+    begun.kill("scheduler_TP1")
+    assert begun.line() == "sigquit"
+    wait_until(lambda: [found for found in begun.incidents(begun.fallback) if found.document], "the incident is begun")
+    for pid in (begun.handler.pid, begun.pid):
+        os.kill(pid, signal.SIGKILL)
+    begun.wait_for_handler()
+    begun.process.wait(LONG)
+
+    (tmp_path / "crash").unlink()
+    start_server(journals=True)
+    finished = begun.incident(begun.fallback)
+    assert finished.document["server"]["pid"] == begun.pid
+    # They were in the memory of the two that were killed.
+    assert (finished.document["requests"]["journal"], finished.document["requests"]["reason"]) == (None, REASON)
+
+
+#: An orchestrator kills so many seconds after it asked for the end.
+GRACE_SECS = 30.0
+
+
+def test_essential_evidence_is_there_before_the_grace_period_ends(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """A pod is ended in the middle of a dump that takes long; nobody, the handler included, outlives that."""
+    server = start_server(dump_secs=LONG)
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    os.kill(server.pid, signal.SIGTERM)
+    wait_until(lambda: is_told(server), "the essential evidence is on disk", GRACE_SECS)
+    for pid in (server.pid, server.handler.pid):
+        os.kill(pid, signal.SIGKILL)
+    server.wait_for_handler()
+    (partial,) = server.incidents()
+    document = partial.document
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert document["verdict"]["kind"] == "signal"
+    for process in document["processes"]:
+        assert process["exit"] is not None or (partial.path / f"stacks/{stack_of(process)}").is_file()
+
+
+def is_told(server: Server) -> bool:
+    """Say whether the server's only incident has the end or the stack of each of its processes."""
+    documents = [one.document for one in server.incidents()]
+    pieces = [
+        (process["exit"] is not None, [piece["path"] for piece in process["evidence"] if piece["kind"] == "stack"])
+        for document in documents
+        for process in (document or {"processes": []})["processes"]
+    ]
+    return bool(pieces) and all(has_ended or any(paths) for has_ended, paths in pieces)
+
+
+def stack_of(process: dict[str, Any]) -> str:
+    (piece,) = (piece for piece in process["evidence"] if piece["kind"] == "stack")
+    return str(Path(piece["path"]).name)
+
 
 FORKS = """
 import ctypes, os, signal
@@ -49,75 +236,6 @@ for number in range(3):
         signal.pause()
 ready(); pause()
 """
-
-
-def stored(folder: IncidentFolder, names: list[str]) -> Incident:
-    """Return an incident in which TP1 was killed, with the stacks `names` of TP0 and one of TP1."""
-    incident = Incident(
-        folder.id, "killed", Trigger("process_exited", "t", 8, "TP1"), ServerInfo(1, "0.5.23", "0.1", "h")
-    )
-    dead = ProcessReport(8, "TP1", "scheduler", {"tp": 1}, exit=Exit(None, "SIGSEGV", "signal", "", "t"))
-    dead.evidence = [Evidence("fault_stack", "captured", folder.write_text("stacks/TP1-8.fault.txt", "x"))]
-    living = ProcessReport(9, "TP0", "scheduler", {"tp": 0}, doing=["wait (x.py:1)"])
-    living.evidence = [Evidence("proc_state", "captured"), Evidence("exception", "captured", "ranks/TP0.json")]
-    living.evidence += [Evidence("stack", "captured", folder.write_text(name, "x"), source="py-spy") for name in names]
-    incident.processes = [dead, living]
-    incident.verdict = Verdict("signal", Failure(8, "TP1"), "established", "It died.")
-    return incident
-
-
-def test_stacks_of_a_repeated_fault_are_given_up(tmp_path: Path) -> None:
-    names = ["stacks/TP0-9.txt", "stacks/TP0-9.2.txt", "stacks/TP0-9.native.txt"]
-    ids = []
-    for number in range(3):
-        folder = IncidentFolder(tmp_path, "killed", new_id(), number)
-        incident = stored(folder, names)
-        before = incident.to_json()["processes"]
-        spare = count_repeat(incident, folder, keep=2)
-        assert incident.fault.count == number + 1
-        ids.append(folder.id)
-        if number < 2:
-            assert (spare, incident.fault.repeats, incident.to_json()["processes"]) == ([], None, before)
-        folder.publish()
-    assert sorted(spare) == sorted(str(Path(name).with_suffix(end)) for name in names for end in (".txt", ".json"))
-    assert incident.fault.repeats == ids[0]
-    dead, living = incident.processes
-    assert dead.evidence[0].path == "stacks/TP1-8.fault.txt"
-    assert living.doing == ["wait (x.py:1)"]
-    state, record, *stacks = living.evidence
-    assert (state.status, record.path) == ("captured", "ranks/TP0.json")
-    assert {(piece.status, piece.path, piece.source) for piece in stacks} == {("skipped", None, None)}
-    assert stacks[0].reason == f"the same fault as in incident {ids[0]}, which has its stacks"
-
-
-def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
-    first, second = (IncidentFolder(tmp_path, "killed", new_id(), number) for number in range(2))
-    incident, repeated = stored(first, []), stored(second, [])
-    assert incident_with_core(repeated, second, keep=3) is None
-    count_repeat(incident, first, keep=3)
-    # The first one had none.
-    assert incident_with_core(repeated, second, keep=3) is None
-    incident.processes[1].evidence.append(Evidence("cuda_core", "captured", path="../../core.cuda.1.9"))
-    count_repeat(incident, first, keep=3)
-    assert incident_with_core(repeated, second, keep=3) == first.id
-    assert incident_with_core(repeated, second, keep=0) is None
-    assert incident_with_core(repeated, NullFolder("full"), keep=3) is None
-    repeated.processes[0].exit = Exit(None, "SIGBUS", "signal", "", "t")
-    assert incident_with_core(repeated, second, keep=3) is None
-    # WHEN it has made room for others
-    repeated.processes[0].exit = incident.processes[0].exit
-    first.discard()
-    assert incident_with_core(repeated, second, keep=3) is None
-
-
-def test_what_is_written_nowhere_is_not_counted(tmp_path: Path) -> None:
-    folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
-    incident = stored(folder, [])
-    assert count_repeat(incident, NullFolder("full"), keep=1) == []
-    incident.verdict = None
-    assert count_repeat(incident, folder, keep=1) == []
-    assert incident.fault is None
-    assert read_faults(tmp_path) == {}
 
 
 @pytest.fixture(scope="module")
@@ -182,41 +300,3 @@ def number_of(found: StoredIncident) -> int:
 
 def is_short(found: StoredIncident) -> bool:
     return found.document["fault"]["repeats"] is not None
-
-
-def test_what_was_saved_has_a_path_and_counts() -> None:
-    told = requests_of({"path": "/x.pkl", "finished": 3, "unfinished": 1, "reason": "of no account"})
-    assert told == Requests(3, 1, "/x.pkl", None, "pickle")
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"error": "OSError: full", "reason": "x"}, "OSError: full"),
-        ({"reason": "x"}, "x"),
-        ({}, "there were no requests to save"),
-        ({"finished": True, "unfinished": "7"}, "there were no requests to save"),
-    ],
-)
-def test_what_was_not_saved_has_a_reason(fields: dict[str, object], reason: str) -> None:
-    assert requests_of(fields) == Requests(None, None, None, reason, None)
-
-
-def test_those_of_two_workers_are_added_up() -> None:
-    first, second = Requests(3, 1, "/a.pkl", None, "pickle"), Requests(2, 0, "/b.pkl", None, "pickle")
-    assert add(first, second) == Requests(5, 1, "/a.pkl", None, "pickle")
-    assert add(Requests(), second) == second
-    nothing = Requests(0, None, None, "there were no requests to save", None)
-    assert add(first, nothing) == first
-
-
-def test_the_journal_counts_where_the_server_did_not() -> None:
-    journal = JournaledRequests("requests/requests.jsonl", finished=4, unfinished=2)
-    by_server, by_nobody = Requests(3, 1, "/a.pkl", None, "pickle"), Requests()
-    add_journal(by_server, journal)
-    add_journal(by_nobody, journal)
-    assert (by_server.finished, by_server.source, by_server.journal) == (3, "pickle", journal)
-    assert (by_nobody.finished, by_nobody.unfinished, by_nobody.source) == (4, 2, "journal")
-    empty = Requests()
-    add_journal(empty, JournaledRequests(reason="torn"))
-    assert (empty.finished, empty.source) == (None, None)

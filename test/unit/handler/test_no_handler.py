@@ -183,3 +183,29 @@ def test_where_no_handler_is_wanted_nobody_watches(start_server: Start, switch: 
     server = start_server(with_handler=False, crash_folder=None, environ=dict.fromkeys(names, "0"))
     server.kill("scheduler_TP0")
     assert serves_on(server)
+
+
+# -- a scheduler that was asked to kill its group on an exception waits for the dump
+
+
+FLAG = "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION"
+
+
+@pytest.mark.parametrize("dump_secs", [0.0, 1.0])
+def test_without_a_handler_the_dump_is_written_before_the_kill(start_server: Start, dump_secs: float) -> None:
+    server = start_server(environ={FLAG: "1"}, dump_secs=dump_secs)
+    server.handler.send_signal(signal.SIGKILL)
+    server.wait_for_handler()
+    server.say("tell scheduler_TP1 raise odd")
+    server.process.wait(LONG)
+    assert saved(server) == b"requests"
+    wait_until(lambda: all(procfs.read_stat(pid) is None for pid in server.ranks.values()), "all ranks are gone")
+
+
+def test_a_server_that_does_not_end_is_killed(start_server: Start) -> None:
+    environ = {FLAG: "1", "SGLANG_CRASHKIT_BUDGET_SECS": "1"}
+    server = start_server(environ=environ, ends_after_dump=False)
+    server.handler.send_signal(signal.SIGKILL)
+    server.wait_for_handler()
+    server.say("tell scheduler_TP1 raise odd")
+    assert server.process.wait(LONG) == -signal.SIGKILL

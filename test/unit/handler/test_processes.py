@@ -16,7 +16,6 @@ import pytest
 
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler import processes
-from sglang_crashkit.handler import processes as processes_module
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import cgroup, procfs
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
@@ -237,7 +236,7 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     events.write_text("oom_kill 4\n")
     tree.refresh()
     assert tree.root.oom_counter is counter, "a kill of this moment is counted"
-    monkeypatch.setattr(processes_module, "_OOM_AGE_SECS", 0.0)
+    monkeypatch.setattr(processes, "_OOM_AGE_SECS", 0.0)
     tree.refresh()
     assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
     tree.refresh()

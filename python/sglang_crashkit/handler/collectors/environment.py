@@ -8,19 +8,16 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_crashkit import __version__
-from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.handler.collectors.process_evidence import write_piece
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.ring import RingError, read_blob
-from sglang_crashkit.model.incident import Evidence, iso_time
+from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.redact import redact_text, secrets_of_arguments, secrets_of_mapping
-
-if TYPE_CHECKING:
-    from sglang_crashkit.handler.incident import IncidentRun
-    from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +62,7 @@ class Surroundings:
         report.evidence = [piece for piece in report.evidence if piece.kind != "environment"]
         document = self._gather(tree, deadline)
         run.incident.environment = in_short(document)
-        try:
-            path = run.folder.write_json(PATH, document)
-            report.evidence.append(Evidence("environment", "captured", path=path))
-        except (OSError, CrashkitError) as error:
-            report.evidence.append(Evidence("environment", status_of(error), reason=f"{PATH}: {error}"))
+        report.evidence.append(write_piece("environment", run.folder.write_json, PATH, document))
 
     def close(self) -> None:
         """Give back what is held."""

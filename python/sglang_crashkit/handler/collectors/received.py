@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.environment import Surroundings
+from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
-from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.memory.log_ring import LogRecord, read_log
 from sglang_crashkit.memory.ring import is_ring
@@ -283,13 +283,14 @@ class StepRecords(HeldMemory):
                 last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
                 in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
             )
-            lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
-            path = run.folder.write_bytes(name, lines.encode(errors="backslashreplace"))
-        except (OSError, NotStepsError, CrashkitError) as error:
-            report.evidence.append(Evidence("steps", status_of(error), reason=f"{name}: {error}"))
-        else:
-            seconds = round(time.monotonic() - began, 3)
-            report.evidence.append(Evidence("steps", "captured", path, seconds=seconds))
+        except (OSError, NotStepsError) as error:
+            report.evidence.append(Evidence("steps", "failed", reason=f"{name}: {error}"))
+            return
+        lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
+        piece = write_piece("steps", run.folder.write_text, name, lines)
+        if piece.status == "captured":
+            piece.seconds = round(time.monotonic() - began, 3)
+        report.evidence.append(piece)
 
 
 class ProcessLogs(HeldMemory):
@@ -330,11 +331,11 @@ class ProcessLogs(HeldMemory):
         name = f"logs/{titles.label_of(process.title, process.pid)}.log"
         try:
             lines = format_log(read_log(held.descriptor, self._most), prompts, deadline)
-            if not lines:
-                return Evidence("log", "skipped", reason="it logged nothing")
-            return Evidence("log", "captured", path=run.folder.write_text(name, "".join(lines)))
         except (OSError, CrashkitError) as error:
-            return Evidence("log", status_of(error), reason=f"{name}: {error}")
+            return Evidence("log", "failed", reason=f"{name}: {error}")
+        if not lines:
+            return Evidence("log", "skipped", reason="it logged nothing")
+        return write_piece("log", run.folder.write_text, name, "".join(lines))
 
 
 def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: float) -> list[str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import REQUESTS
@@ -18,9 +18,6 @@ from sglang_crashkit.kernel.private_files import create_private, make_private_fo
 from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
 from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
