@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_crashkit import __version__
-from sglang_crashkit.handler.collectors.process_evidence import write_piece
+from sglang_crashkit.handler.collectors.process_evidence import set_piece, write_piece
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import procfs
@@ -58,11 +58,9 @@ class Surroundings:
             tree: the server's processes.
             deadline: what is not read by then, by the monotonic clock, is left out; ten processes take about 0.05 s.
         """
-        report = run.report(tree.root)
-        report.evidence = [piece for piece in report.evidence if piece.kind != "environment"]
         document = self._gather(tree, deadline)
         run.incident.environment = in_short(document)
-        report.evidence.append(write_piece("environment", run.folder.write_json, PATH, document))
+        set_piece(run.report(tree.root), write_piece("environment", run.folder.write_json, PATH, document))
 
     def close(self) -> None:
         """Give back what is held."""

@@ -57,6 +57,11 @@ def write_piece(
         return Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds)
 
 
+def set_piece(report: ProcessReport, piece: Evidence) -> None:
+    """Put a piece into a report, in place of that of an attempt to finish the incident which failed."""
+    report.evidence = [*(one for one in report.evidence if one.kind != piece.kind), piece]
+
+
 def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -> None:
     """Put a dead process's exit into its report, once; `raised` says that it had reported an exception before."""
     if report.exit is not None and report.exit.cause != "unknown":

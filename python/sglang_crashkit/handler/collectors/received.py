@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.environment import Surroundings
-from sglang_crashkit.handler.collectors.process_evidence import write_piece
+from sglang_crashkit.handler.collectors.process_evidence import set_piece, write_piece
 from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
 from sglang_crashkit.handler.incident import IncidentRun
@@ -254,8 +254,9 @@ class StepRecords(HeldMemory):
         No other rank is begun with after `deadline`, by the monotonic clock; one takes about 0.1 s.
         """
         for process in processes:
-            if process.role == "scheduler" or self._of(process) is not None:
-                self._add(run, process, deadline)
+            held = self._of(process)
+            if held is not None or process.role == "scheduler":
+                set_piece(run.report(process), self._piece_of(process, held, run, deadline))
 
     def _problem_of(self, descriptor: int) -> str:
         try:
@@ -264,33 +265,26 @@ class StepRecords(HeldMemory):
             return str(error)
         return ""
 
-    def _add(self, run: IncidentRun, process: TrackedProcess, deadline: float) -> None:
-        report, held = run.report(process), self._of(process)
-        report.evidence = [piece for piece in report.evidence if piece.kind != "steps"]
+    def _piece_of(self, process: TrackedProcess, held: Held | None, run: IncidentRun, deadline: float) -> Evidence:
         if held is None:
             reason = "it noted none: it had not begun its event loop, or SGLANG_CRASHKIT_STEPS is off"
-            report.evidence.append(Evidence("steps", "skipped", reason=reason))
-            return
+            return Evidence("steps", "skipped", reason=reason)
         if time.monotonic() > deadline:
-            reason = "those of other ranks took all the time that there was"
-            report.evidence.append(Evidence("steps", "failed", reason=reason))
-            return
+            return Evidence("steps", "failed", reason="those of other ranks took all the time that there was")
         began, name = time.monotonic(), f"ranks/{titles.label_of(process.title, process.pid)}.steps.jsonl"
         try:
             found = StepReader(held.descriptor, held.modes).read()
-            run.add_steps(process, found.steps)
-            report.steps = incident.LastSteps(
-                last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
-                in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
-            )
         except (OSError, NotStepsError) as error:
-            report.evidence.append(Evidence("steps", "failed", reason=f"{name}: {error}"))
-            return
+            return Evidence("steps", "failed", reason=f"{name}: {error}")
+        run.add_steps(process, found.steps)
+        run.report(process).steps = incident.LastSteps(
+            last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
+            in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
+        )
         lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
         piece = write_piece("steps", run.folder.write_text, name, lines)
-        if piece.status == "captured":
-            piece.seconds = round(time.monotonic() - began, 3)
-        report.evidence.append(piece)
+        piece.seconds = round(time.monotonic() - began, 3)
+        return piece
 
 
 class ProcessLogs(HeldMemory):
@@ -317,10 +311,7 @@ class ProcessLogs(HeldMemory):
         prompts = _prompts_in(run.path / REQUESTS)
         for process in tree:
             if process.matters:
-                report = run.report(process)
-                # Of an attempt to finish it that failed.
-                report.evidence = [piece for piece in report.evidence if piece.kind != "log"]
-                report.evidence.append(self._piece_of(process, run, prompts, deadline))
+                set_piece(run.report(process), self._piece_of(process, run, prompts, deadline))
         self.taken = [held for held in self.held if held.is_of_dead]
 
     def _piece_of(self, process: TrackedProcess, run: IncidentRun, prompts: Sequence[str], deadline: float) -> Evidence:
