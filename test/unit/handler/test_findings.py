@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,19 @@ def line_of(rid: str | None, fields: dict[str, Any]) -> str:
     return json.dumps({"rid": rid, "state": "unfinished", **fields}) + "\n"
 
 
-def finish(crash_folder: Path, lines: dict[str, dict[str, Any]]) -> Incident:
-    """Finish an incident with these requests in the step."""
-    made = incident(*lines)
+def keep(made: Incident, crash_folder: Path, lines: str, number: int = 1, begun: Collection[str] = ()) -> Incident:
+    """Count the fault of an incident that has these lines of requests, and publish it."""
     made.suspects, _left_out = suspects_of(made)
-    folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", "00000009", NOON)
-    folder.write_text(REQUESTS, "".join(line_of(rid, line) for rid, line in lines.items()))
-    count_repeat(made, folder, keep=0)
+    folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", f"{number:08}", NOON + number)
+    folder.write_text(REQUESTS, lines)
+    count_repeat(made, folder, 0, begun)
     folder.publish()
     return made
+
+
+def finish(crash_folder: Path, lines: dict[str, dict[str, Any]]) -> Incident:
+    """Finish an incident with these requests in the step."""
+    return keep(incident(*lines), crash_folder, "".join(line_of(rid, line) for rid, line in lines.items()))
 
 
 @pytest.mark.parametrize(("others", "first"), [(3, "odd"), (1, "0")])
@@ -84,13 +89,8 @@ def crash(
     made.requests.journal = JournaledRequests(REQUESTS, unfinished=len(rids) + beside)
     made.environment = {"model": "/model"}
     made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
-    made.suspects, _left_out = suspects_of(made)
-    folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", f"0000000{number}", NOON + number)
     lines = [line_of(rid, request | {"text": f"{request['text']} {place}"}) for place, rid in enumerate(rids)]
-    folder.write_text(REQUESTS, "".join(lines))
-    count_repeat(made, folder, keep=0)
-    folder.publish()
-    return made
+    return keep(made, crash_folder, "".join(lines), number)
 
 
 def test_a_request_that_comes_again_under_another_id_is_known(tmp_path: Path) -> None:
@@ -120,12 +120,9 @@ def test_between_two_batches_those_are_suspected_that_were_in_none(
     monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
     made = incident(last=[step(8, "begun")])
     made.processes[0].exit = end
-    folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", "00000001", NOON)
     states = {"begun": "unfinished", 'ea"rly': "unfinished", "late": "unfinished", "answered": "finished"}
     lines = [line_of(rid, {"state": state, "text": "x"}) for rid, state in states.items()]
-    folder.write_text(REQUESTS, "".join(lines))
-    count_repeat(made, folder, 0, {"begun"})
-    folder.publish()
+    keep(made, tmp_path, "".join(lines), begun={"begun"})
     assert [suspect.rid for suspect in made.suspects] == suspects
     assert bool(read_entries(tmp_path)) is bool(suspects)
 
@@ -133,12 +130,9 @@ def test_between_two_batches_those_are_suspected_that_were_in_none(
 def late(crash_folder: Path, rids: list[str | None]) -> Incident:
     """Finish an incident of a rank between two batches, with these requests that were not answered."""
     made = incident(last=[step(8, "begun")])
-    folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", "00000001", NOON)
     answered = line_of("answered", {"state": "finished", "text": "x"})
-    folder.write_text(REQUESTS, "".join(line_of(rid, {"text": f"of {rid}"}) for rid in rids) + answered)
-    count_repeat(made, folder, 0, {"begun"})
-    folder.publish()
-    return made
+    lines = "".join(line_of(rid, {"text": f"of {rid}"}) for rid in rids) + answered
+    return keep(made, crash_folder, lines, begun={"begun"})
 
 
 def test_of_very_many_unanswered_requests_the_newest_are_chosen(
@@ -158,12 +152,7 @@ def test_an_id_that_is_none_or_too_long_is_left_out_and_no_more(tmp_path: Path, 
 
 @pytest.mark.parametrize("text", ["{", '{"rid": 1}\n', "[]\n", '{"state": 1}\n'])
 def test_requests_that_cannot_be_read_cost_nothing_else(tmp_path: Path, text: str) -> None:
-    made = incident("a")
-    made.suspects, _left_out = suspects_of(made)
-    folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", "00000001", NOON)
-    folder.write_text(REQUESTS, text)
-    count_repeat(made, folder, keep=0)
-    folder.publish()
+    made = keep(incident("a"), tmp_path, text)
     assert made.fault is not None
     assert [suspect.rid for suspect in made.suspects] == ["a"]
 
@@ -192,10 +181,7 @@ def test_what_was_in_no_step_is_proven_where_nothing_else_was_under_way(
     for number in (1, 2):
         made = incident(last=[step(8, "begun")])
         made.requests.journal = JournaledRequests(REQUESTS, unfinished=unfinished)
-        folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", f"0000000{number}", NOON + number)
-        folder.write_text(REQUESTS, line_of("a", REQUEST))
-        count_repeat(made, folder, keep=0)
-        folder.publish()
+        keep(made, tmp_path, line_of("a", REQUEST), number)
         assert [one.rid for one in made.suspects] == ["a"]
         assert (ONLY in made.suspects[0].reasons) is (unfinished == 1)
     assert [entry.level for entry in read_entries(tmp_path)] == [listed]
@@ -207,9 +193,7 @@ def test_what_was_in_a_rank_that_somebody_stopped_is_not_in_quarantine(
     monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
     made = incident("a")
     made.processes[0].state = {"State": "T (stopped)"}
-    folder = IncidentFolder(tmp_path / "host" / "incidents", "hang", "00000001", NOON)
-    folder.write_text(REQUESTS, line_of("a", REQUEST))
-    count_repeat(made, folder, keep=0)
+    keep(made, tmp_path, line_of("a", REQUEST))
     assert made.fault is not None
     assert read_entries(tmp_path) == []
 
