@@ -10,7 +10,7 @@ import pytest
 from sglang_crashkit.analysis import causes
 from sglang_crashkit.analysis.causes import rules
 from sglang_crashkit.analysis.causes.advice import ADVICE
-from sglang_crashkit.analysis.suspects import ALONE
+from sglang_crashkit.analysis.suspects import ALONE, ONLY
 from sglang_crashkit.model.incident import Exit
 from unit.analysis.cases import TP0, TP1, hung, incident, killed, raised
 
@@ -45,6 +45,7 @@ ABORTED = killed("SIGABRT", "x")
 BUS = killed("SIGBUS", "no Python exception was reported")
 FULL_SHM = {"environment": {"shared_memory": {"used_bytes": 990, "total_bytes": 1000}}}
 ONLY_ONE = {"suspects": [{"rid": "r1", "level": "supported", "reasons": [ALONE]}]}
+WAITING = {"suspects": [{"rid": "r1", "level": "supported", "reasons": [ONLY]}]}
 OF_THREE = {"requests": {"unfinished": 3}}
 SUSPECTED = {"suspects": [{"rid": "r1", "level": "supported", "reasons": ["it was alone"]}]}
 AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
@@ -340,6 +341,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("new, and suspected", raised("IndexError: x", *FORWARD, **SUSPECTED), "poison_request", SUP),
     ("new, and alone in a server", raised("IndexError: x", *FORWARD, **ONLY_ONE), "exception_in_sglang", SUP),
     ("new, and alone in its step", raised("IndexError: x", *FORWARD, **ONLY_ONE, **OF_THREE), "poison_request", SUP),
+    ("new, and in no step yet", raised("RuntimeError: x", "act (<string>:1)", **WAITING), "exception", SUP),
+    ("begun", raised("ValueError: x", "S.prepare_for_extend (a.py:1)", **WAITING), "poison_request", SUP),
     ("SIGSEGV, and suspected", incident("signal", TP1, end=killed("SIGSEGV", "x"), **SUSPECTED), "segfault", EST),
     ("exits, and suspected", incident("exit_status", TP1, end=STATUS, **SUSPECTED), "exited", EST),
     ("hangs, and suspected", hung(TP1, **SUSPECTED), "poison_request", SUP),

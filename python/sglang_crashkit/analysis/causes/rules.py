@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from sglang_crashkit.analysis.causes import no_progress
 from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
-from sglang_crashkit.analysis.suspects import ALONE, ALONE_AT
+from sglang_crashkit.analysis.suspects import ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mappings_of
 from sglang_crashkit.model.incident import Level
 
@@ -52,7 +52,7 @@ _TIMED_OUT = (
     r"|\[?.{0,80}Watchdog caught collective operation timeout"
 )
 #: What a scheduler goes through with one request, and no batch.
-_TAKING_IN = ("handle_generate_request (*.py)", "handle_embedding_request (*.py)", "handle_tokenized_* (*.py)")
+_TAKING_IN = ("*handle_generate_request (*.py)", "*handle_embedding_request (*.py)", "*handle_tokenized_* (*.py)")
 #: Upon that the HTTP server ends with a status, and without an exception.
 _NO_BIND = re.compile(r"\S+ ERROR uvicorn\.error: \[Errno 98\] ")
 _NO_SPACE = r"\[Errno 28\] No space left on device"
@@ -240,6 +240,8 @@ def _poison(case: Case) -> Finding | None:
 
 #: What is said of any request that a server fails with whose only one it is.
 _BY_PLACE = frozenset({ALONE, ALONE_AT})
+#: Where a scheduler is at a request that was in no step yet.
+_BEGINNING = (*_TAKING_IN, "*get_new_batch_prefill* (*.py)", "*prepare_for_extend (*.py)")
 
 
 def _block(rid: str) -> str:
@@ -256,7 +258,11 @@ def _suspected(case: Case) -> Finding | None:
     which = case.suspected
     if not which or case.is_starting or (case.error is None and not case.is_hang):
         return None
-    if not case.is_beside_others and all(reason in _BY_PLACE for reason in case.suspicions):
+    by_place = _BY_PLACE
+    if case.error is not None and not any(map(case.error.came_through, _BEGINNING)):
+        # It may not even have been received.
+        by_place |= {ONLY}
+    if not case.is_beside_others and by_place.issuperset(case.suspicions):
         return None
     what = _sentence(case, case.error) if case.error is not None else str(case.verdict.get("text"))
     why = "; ".join(case.suspicions)
