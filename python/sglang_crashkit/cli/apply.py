@@ -36,7 +36,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Do what ``args.command`` says, and say what was done."""
-    # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.installer.apply import apply, revert
     from sglang_crashkit.installer.environment import open_session
     from sglang_crashkit.installer.status import Overall

@@ -28,7 +28,7 @@ command. Ctrl-C keeps what is known by then, and the same command again goes on 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = EXAMPLE
     add_incident(parser, default=None)
     parser.add_argument("--serve", metavar="COMMAND", required=True, help="starts a patched server like that one")
@@ -45,11 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Find it.
-
-    Raises:
-        CrashkitError: there is no such incident, or no server could be started.
-    """
+    """Find it."""
     from sglang_crashkit.replay import bisect
     from sglang_crashkit.replay.server import option_of, parse_command
     from sglang_crashkit.replay.trials import Plan

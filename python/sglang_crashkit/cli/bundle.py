@@ -44,7 +44,7 @@ server's arguments are in it.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = _EXAMPLES
     add_incident(parser)
     parser.add_argument(
@@ -58,15 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Write it.
-
-    Raises:
-        NothingToDoError: there is no such incident.
-        UsageError: the file's name does not say how it is to be packed.
-        RefusedError: there is such a file.
-        CrashkitError: the incident cannot be read, or the file not be written.
-    """
-    # Imported here, so that every command starts without what the others need.
+    """Write it."""
     from sglang_crashkit.cli.reporters.incident_text import report_of
     from sglang_crashkit.cli.without_prompts import MayHoldError, PromptSearch
 

@@ -15,18 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
-from sglang_crashkit.capture.server_arguments import port_of, side_of
 from sglang_crashkit.cli.argument_types import positive, seconds
-from sglang_crashkit.cli.reporters import collected
 from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
-from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
-from sglang_crashkit.kernel.discovery import Discovery, Place, find_processes
-from sglang_crashkit.kernel.private_files import make_private_folder
 
 if TYPE_CHECKING:
+    from sglang_crashkit.collect.collection import Collection
     from sglang_crashkit.collect.gather import Gathered, Reach
+    from sglang_crashkit.kernel.discovery import Discovery
 
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
@@ -47,7 +43,7 @@ _SHARE, _END_SECS = 0.9, 20.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = _EXAMPLES
     which = parser.add_argument_group("which processes")
     server = which.add_mutually_exclusive_group()
@@ -141,11 +137,7 @@ def _host_names(text: str) -> list[str]:
 
 
 def _host_names_in(path: str) -> list[str]:
-    """Return the names in a file; ``-`` is the standard input.
-
-    Raises:
-        argparse.ArgumentTypeError: it cannot be read, is no text, or longer than a list may be.
-    """
+    """Return the names in a file; ``-`` is the standard input."""
     try:
         with Path("/dev/stdin" if path == "-" else path).open(encoding="utf-8") as file:
             text = file.read(_MAX_LIST + 1)
@@ -159,14 +151,7 @@ def _host_names_in(path: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Wait, collect, and print what there is.
-
-    Raises:
-        UsageError: the configuration makes no sense.
-        NothingToDoError: there is no such process or job, or the configuration says that nothing is to be done.
-        RefusedError: there are several servers, and it is not said which.
-        CrashkitError: the output folder cannot be written to, or Slurm is not here or does not answer.
-    """
+    """Wait, collect, and print what there is."""
     wait_secs, output = _read_config(args)
     if args.no_debugger:
         _say("--no-debugger is what happens anyway, and goes with the next release; next: leave it out, or --no-native")
@@ -193,6 +178,10 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
+    from sglang_crashkit.cli.reporters import collected
+    from sglang_crashkit.collect.collection import Collection, Plan
+    from sglang_crashkit.kernel.discovery import Place, find_processes
+
     began, user = time.monotonic(), _user_of(args)
     # In a step of a Slurm job, those of another job on the same node are not asked for.
     here = Place.of_environ(os.environ) if args.pid is None else None
@@ -245,6 +234,8 @@ def debugger_secs(node_secs: float | None, used_secs: float) -> float | None:
 
 def _folder_or_substitute(output: Path) -> Path:
     """Return `output`; a temporary folder where it cannot be made, as in a container, for the snapshots are printed."""
+    from sglang_crashkit.kernel.private_files import make_private_folder
+
     try:
         return make_private_folder(output.absolute())
     except (CrashkitError, OSError):
@@ -254,6 +245,7 @@ def _folder_or_substitute(output: Path) -> Path:
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # What one host needs starts without what many do.
     from sglang_crashkit.analysis.explain import explain
+    from sglang_crashkit.cli.reporters import collected
     from sglang_crashkit.collect.gather import Limits, gather
 
     if args.pid is not None:
@@ -285,13 +277,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
 
 
 def _reach(args: argparse.Namespace) -> Reach:
-    """Return the nodes that are meant.
-
-    Raises:
-        UsageError: they are named in a way that makes no sense.
-        NothingToDoError: there is no such job.
-        CrashkitError: Slurm is not here or does not answer.
-    """
+    """Return the nodes that are meant."""
     from sglang_crashkit.collect.slurm import find_job, job_nodes
     from sglang_crashkit.collect.via import reach_hosts
 
@@ -338,6 +324,8 @@ def _remote_command(args: argparse.Namespace, reach: Reach) -> list[str]:
 
 def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
     """Return how long to wait, in seconds, and the output folder: the command line's, else the file's."""
+    from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
+
     wait_secs, template = 0.0, DEFAULT_OUTPUT
     if args.config is not None:
         config = read_debug_config(args.config)
@@ -353,11 +341,9 @@ def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
 
 
 def _require_one_server(found: Discovery) -> None:
-    """Refuse where the processes are of several servers.
+    """Refuse where the processes are of several servers."""
+    from sglang_crashkit.capture.server_arguments import port_of, side_of
 
-    Raises:
-        RefusedError: they are; it names each server, and the command for one and for all of them.
-    """
     of_server = {one.server: one for one in found.processes if one.role != "router"}
     if len(of_server) < 2:
         return
@@ -413,8 +399,10 @@ def _overview(found: Discovery) -> str:
 
 
 def _passed_over(found: Discovery) -> Iterator[str]:
+    from sglang_crashkit.cli.reporters.collected import name_of
+
     for user, pids in found.others.items():
-        name = collected.name_of(user)
+        name = name_of(user)
         which = ", ".join(str(pid) for pid in pids[:_MAX_TITLES])
         yield f"user {name}'s processes were left alone (pid {which}); next: --user {name}, or --any-user"
     for place, pids in found.elsewhere.items():

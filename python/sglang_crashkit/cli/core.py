@@ -16,7 +16,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = _EXAMPLES
     parser.add_argument("file", type=Path, help="a core that the CUDA driver wrote, see CUDA_COREDUMP_FILE")
     parser.add_argument("second", type=Path, nargs="?", help="another one of the same process, to compare")
@@ -24,13 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Read one or two.
-
-    Raises:
-        CudaCoreError: one of them is no core, or is damaged.
-        UsageError: they are of different GPUs.
-    """
-    # Imported here, so that every command starts without what the others need.
+    """Read one or two."""
     from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
     from sglang_crashkit.capture.cuda_core.text import compare, format_core
 

@@ -42,12 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Look, and print what was found; the exit status is 1 where there is a problem.
-
-    Raises:
-        UsageError: the options make no sense together.
-        NothingToDoError: there is no server with that pid.
-    """
+    """Look, and print what was found; the exit status is 1 where there is a problem."""
     if args.drill and args.pid is not None:
         raise UsageError(
             "--drill is of no server, so that --pid has no place in it", next_step="sglang-crashkit doctor --drill"

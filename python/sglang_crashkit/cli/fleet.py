@@ -67,12 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Print it.
-
-    Raises:
-        NothingToDoError: there is no incident.
-        CrashkitError: no folder can be read, or the page cannot be written.
-    """
+    """Print it."""
     from sglang_crashkit.analysis.fleet import group
     from sglang_crashkit.incident.fleet import read_fleet
     from sglang_crashkit.kernel.private_files import write_to_device

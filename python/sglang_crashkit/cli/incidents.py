@@ -37,7 +37,7 @@ Without DIR those of the servers that run here are listed, and of those that wer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "folder", metavar="DIR", type=Path, nargs="?", help="what the server was given as --crash-dump-folder"
@@ -50,13 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """List them; the exit status is 5 where some of the folders cannot be read.
-
-    Raises:
-        NothingToDoError: there is no such folder, or no incident in it.
-        CrashkitError: it cannot be read.
-    """
-    # Imported here, so that every command starts without what the others need.
+    """List them; the exit status is 5 where some of the folders cannot be read."""
     from sglang_crashkit.cli.crash_folder import require_folders, tell_unreadable
 
     folders = require_folders(args.folder)

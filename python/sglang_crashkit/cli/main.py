@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from types import ModuleType
 
 from sglang_crashkit import __version__
 from sglang_crashkit.cli.running import guarded, problem_of
@@ -40,24 +40,14 @@ exit status: 0 done, 1 failed, 2 the arguments make no sense, 3 nothing to do it
 """
 
 
-class Command(Protocol):
-    """What a module in ``sglang_crashkit.cli`` offers."""
+def load_command(name: str) -> ModuleType:
+    """Return the module of the command called `name`.
 
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's arguments to `parser`."""
-
-    def run(self, args: argparse.Namespace) -> ExitCode:
-        """Do it.
-
-        Raises:
-            CrashkitError: it could not be done; `main` prints it.
-        """
-
-
-def load_command(name: str) -> Command:
-    """Return the module of the command called `name`."""
-    module: Command = importlib.import_module(f"sglang_crashkit.cli.{_MODULES.get(name, name)}")
-    return module
+    It has ``configure(parser)``, which adds its arguments, and ``run(args)``, which returns an `ExitCode`, or raises a
+    `CrashkitError` for `main` to print. What it needs is imported when it runs, so that every command starts without
+    what the others need.
+    """
+    return importlib.import_module(f"sglang_crashkit.cli.{_MODULES.get(name, name)}")
 
 
 def build_parser(called: str | None) -> argparse.ArgumentParser:

@@ -31,7 +31,7 @@ _ACTIONS = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = EXAMPLE
     _add_json(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -65,11 +65,7 @@ def _folder_and_what(args: argparse.Namespace) -> tuple[Path, str | None]:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Do it.
-
-    Raises:
-        CrashkitError: the file cannot be read or written, or there is no such entry.
-    """
+    """Do it."""
     from sglang_crashkit.incident.quarantine import Entry, add_entry, change_entries, clear_entries, read_entries
     from sglang_crashkit.replay.bisect import Result, entry_for
 

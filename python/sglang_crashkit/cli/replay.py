@@ -26,7 +26,7 @@ EXAMPLE = """example:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = EXAMPLE
     add_incident(parser, default=None)
     parser.add_argument("--only", nargs="+", metavar="RID", help="these requests alone")
@@ -51,9 +51,6 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     Returns:
         DONE where all were answered; PARTIAL where some were not, or the server of --serve failed.
-
-    Raises:
-        CrashkitError: there is no such incident or request, or the server could not be started.
     """
     from sglang_crashkit.replay.fault import is_same_fault, words_of
     from sglang_crashkit.replay.requests import read_requests

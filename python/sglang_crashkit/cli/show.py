@@ -26,7 +26,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = _EXAMPLES
     add_incident(parser)
     part = parser.add_mutually_exclusive_group()
@@ -41,13 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Print it.
-
-    Raises:
-        UsageError: the options make no sense together.
-        NothingToDoError: there is no such incident, or it has no such part.
-        CrashkitError: it cannot be read.
-    """
+    """Print it."""
     if args.prompts and args.html is None:
         raise UsageError("--prompts is for a page", next_step="sglang-crashkit show INCIDENT --html FILE --prompts")
     incident = find_meant(args.incident, args.folder)

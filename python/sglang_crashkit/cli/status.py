@@ -38,7 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
-    # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.installer.environment import open_session
     from sglang_crashkit.installer.status import Overall, read_status
 

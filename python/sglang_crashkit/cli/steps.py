@@ -30,7 +30,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = _EXAMPLES
     add_incident(parser)
     parser.add_argument("--rank", metavar="R", help="of this rank only, such as TP1 or, of one replica, DP0_TP1")
@@ -39,13 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Print them.
-
-    Raises:
-        NothingToDoError: there is no such incident, or it has no steps.
-        UsageError: there is no such rank.
-        CrashkitError: it cannot be read.
-    """
+    """Print them."""
     return print_steps(find_meant(args.incident, args.folder), args.rank, args.last, as_json=args.json)
 
 
@@ -53,7 +47,6 @@ def print_steps(
     incident: StoredIncident, rank: str | None = None, last: int = _LAST, *, as_json: bool = False
 ) -> ExitCode:
     """Print the last steps of the ranks in an incident; see `run`."""
-    # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.incident.steps import read_steps
     from sglang_crashkit.model.checked_json import mapping_of
 

@@ -9,20 +9,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.analysis.member import describe
 from sglang_crashkit.cli.running import Terminated, terminable
-from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
-from sglang_crashkit.incident.store import find_incident_of
-from sglang_crashkit.incident.summary import headline
-from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
-from sglang_crashkit.model.checked_json import mapping_of
-from sglang_crashkit.settings import read_seconds
-from sglang_crashkit.watch.health import Address, Health, HealthProbe, read_api_key
-from sglang_crashkit.watch.server import Death, WatchedServer, find_listener, first_death, is_here
-from sglang_crashkit.watch.watching import Event, Observation, Watching
+
+if TYPE_CHECKING:
+    from sglang_crashkit.collect.collection import Collection
+    from sglang_crashkit.kernel.discovery import FoundProcess
+    from sglang_crashkit.watch.health import Health, HealthProbe
+    from sglang_crashkit.watch.server import Death, WatchedServer
+    from sglang_crashkit.watch.watching import Event, Observation
 
 _HANG_VARIABLE = "SGLANG_CRASHKIT_HANG_SECS"
 _HANG_SECS = 60.0
@@ -57,7 +54,7 @@ _NO_CRASH = ("hang", "peer_lost")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
+    """Add the arguments."""
     parser.epilog = _EXAMPLES
     which = parser.add_argument_group("which server; at least one of them")
     which.add_argument("--pid", type=int, help="the server that this process belongs to")
@@ -94,12 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Watch until the server is gone, until the first hang where that is asked for, or until it is interrupted.
-
-    Raises:
-        UsageError: the arguments make no sense.
-        NothingToDoError: there is no such process, or the server has gone.
-    """
+    """Watch until the server is gone, until the first hang where that is asked for, or until it is interrupted."""
     hang_secs = _check(args)
     if args.debugger:
         print("--debugger is called --native now, and goes with the next release", file=sys.stderr, flush=True)
@@ -116,6 +108,8 @@ def _check(args: argparse.Namespace) -> float:
     """Return after how many seconds without an answer a server hangs."""
     if args.pid is None and args.url is None:
         raise UsageError("neither --pid nor --url says which server", next_step="sglang-crashkit watch --pid PID")
+    from sglang_crashkit.settings import read_seconds
+
     # To the crash handler 0 means that hangs are not looked for, which is what this command is called to do.
     told = read_seconds(os.environ, _HANG_VARIABLE, _HANG_SECS) or _HANG_SECS
     seconds = args.hang_secs if args.hang_secs is not None else max(told, _SHORTEST_SECS)
@@ -132,6 +126,9 @@ class _Watch:
     """One run of the command."""
 
     def __init__(self, args: argparse.Namespace, hang_secs: float) -> None:
+        from sglang_crashkit.watch.health import Address, read_api_key
+        from sglang_crashkit.watch.server import is_here
+        from sglang_crashkit.watch.watching import Watching
 
         self._args, self._hang_secs = args, hang_secs
         self._tick_secs = min(_LONGEST_TICK_SECS, hang_secs / 10)
@@ -188,6 +185,7 @@ class _Watch:
                 time.sleep(self._tick_secs)
 
     def _find(self, pid: int) -> None:
+        from sglang_crashkit.watch.server import WatchedServer
 
         try:
             self._server = WatchedServer(pid)
@@ -204,6 +202,9 @@ class _Watch:
 
     def _connect(self) -> None:
         """Find by the one what of process and address was not given, as soon as it is there."""
+        from sglang_crashkit.watch.health import HealthProbe
+        from sglang_crashkit.watch.server import WatchedServer, find_listener
+
         if time.monotonic() < self._connected_at + _CONNECT_SECS:
             return
         self._connected_at = time.monotonic()
@@ -222,6 +223,7 @@ class _Watch:
                 self._probe = HealthProbe(address, interval_secs, timeout_secs, self._api_key)
 
     def _observe(self) -> Observation:
+        from sglang_crashkit.watch.watching import Observation
 
         if self._server is None or self._probe is None:
             self._connect()
@@ -249,6 +251,8 @@ class _Watch:
 
     def _capture_hang(self) -> ExitCode:
         """Take the snapshots of a hang, tell the verdict, and only then run the debugger, which takes minutes."""
+        from sglang_crashkit.kernel.discovery import find_processes
+
         found = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
         native, count = self._args.native or self._args.debugger, self._args.snapshots
         what = f"{count} snapshots of {len(found)} processes"
@@ -280,6 +284,8 @@ class _Watch:
         if not processes:
             self._tell("snapshots", f"there are no snapshots: {without_any}", files=[])
             return None
+        from sglang_crashkit.collect.collection import Collection, Plan
+
         self._folder = self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         plan = Plan(self._folder, count, self._args.interval, native=native)
         try:
@@ -325,6 +331,11 @@ class _Watch:
         """Tell once what the server's own crash handler found, where it has one, and wait while that is at work."""
         if self._server is None:
             return
+        from sglang_crashkit.incident.store import find_incident_of
+        from sglang_crashkit.incident.summary import headline
+        from sglang_crashkit.model.checked_json import mapping_of
+        from sglang_crashkit.watch.server import first_death
+
         found = find_incident_of(self._server.pid, self._began, self._server.arguments, wait_secs)
         document = found.document if found is not None else None
         if found is None or document is None or found.name in self._told_incidents:
@@ -347,6 +358,7 @@ class _Watch:
         return f"{who}{where}; {self._hang_secs:g} s without an answer are a hang"
 
     def _tell_event(self, event: Event) -> None:
+        from sglang_crashkit.analysis.member import describe
 
         more: dict[str, Any] = {"secs": round(event.secs, 1)} if event.secs else {}
         if event.kind in ("crash", "hang"):

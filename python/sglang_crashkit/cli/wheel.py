@@ -27,7 +27,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Build both and say how to install them."""
-    # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.installer.lock import load_lock
     from sglang_crashkit.installer.patches import PatchTree, find_patch_root, is_release
     from sglang_crashkit.installer.wheel import (

@@ -12,7 +12,7 @@ import json
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
@@ -203,11 +203,12 @@ class PromptSearch:
 
     def _clean_values(self, document: Any) -> Any:
         """Return a JSON value without prompts; all its texts are searched at once."""
-        texts = dict.fromkeys(text.replace(_BETWEEN, " ") for text in _texts_in(document))
+        texts = dict[str, str]()
+        _replaced(document, lambda text: texts.setdefault(text, text))
         cleaned = self._clean_text(_BETWEEN.join(texts)).split(_BETWEEN)
         if len(cleaned) != max(1, len(texts)):
             raise MayHoldError("its texts cannot be told apart")
-        return _replaced(document, dict(zip(texts, cleaned, strict=False)))
+        return _replaced(document, dict(zip(texts, cleaned, strict=False)).__getitem__)
 
     def _clean_text(self, text: str) -> str:
         return redact_spans(text, self._index.spans_in(text))
@@ -270,32 +271,16 @@ def _words_of(value: Any, name: str) -> Iterator[tuple[str, bool]]:
             yield from _words_of(one, name)
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts of a JSON value, and lists of numbers as they are written."""
+def _replaced(value: Any, replace: Callable[[str], str]) -> Any:
+    """Return a JSON value with its texts replaced; a list of numbers, where that is written anew, by a text."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _texts_in(one)
-    elif _is_numbers(value):
-        yield _written(value)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts_in(one)
-
-
-def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
-    """Return a JSON value with its texts replaced; a list of numbers by a text, where that is another."""
-    if isinstance(value, str):
-        return texts[value.replace(_BETWEEN, " ")]
+        return replace(value.replace(_BETWEEN, " "))
     if isinstance(value, dict):
-        return {name: _replaced(one, texts) for name, one in value.items()}
+        return {name: _replaced(one, replace) for name, one in value.items()}
     if _is_numbers(value):
         written = _written(value)
-        return value if texts[written] == written else texts[written]
-    if isinstance(value, list):
-        return [_replaced(one, texts) for one in value]
-    return value
+        return value if (text := replace(written)) == written else text
+    return [_replaced(one, replace) for one in value] if isinstance(value, list) else value
 
 
 def _is_numbers(value: Any) -> bool:

@@ -230,7 +230,7 @@ def test_in_the_shell_of_a_slurm_job_those_of_another_job_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Discovery(elsewhere={Place("8", "n2"): (4711, 4712)})
-    monkeypatch.setattr("sglang_crashkit.cli.collect.find_processes", lambda **_options: found)
+    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: found)
     monkeypatch.chdir(tmp_path)
     assert main(["collect", *QUICK]) == 3
     lines = capsys.readouterr().err.splitlines()
@@ -279,7 +279,7 @@ TWO = (
 def test_of_several_servers_one_must_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.collect.find_processes", lambda **_options: Discovery(TWO))
+    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
     assert main(["collect", *QUICK, "--output-dir", str(tmp_path / "out")]) == 4
     assert capsys.readouterr().err == (
         "sglang-crashkit collect: there are 2 SGLang servers on this host, and it is not said which:\n"
@@ -296,7 +296,7 @@ def test_of_several_servers_one_must_be_named(
 def test_all_servers_are_taken_where_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.collect.find_processes", lambda **_options: Discovery(TWO))
+    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
     arguments = {
         "--all-servers": ["--all-servers"],
         "--config": ["--config", job(tmp_path, "debug: {enabled: true, wait_seconds: 0}\n")],

@@ -58,6 +58,18 @@ def test_what_makes_no_sense_is_said_with_the_usage(command: str, capsys: pytest
     assert captured.err.startswith(f"usage: sglang-crashkit {command}")
 
 
+#: What takes long to load; a command does it when it runs.
+HEAVY = ("psutil", "yaml", "jinja2", "sglang_crashkit.analysis", "sglang_crashkit.capture", "sglang_crashkit.watch")
+
+
+def test_no_command_loads_much_before_it_runs() -> None:
+    code = "import argparse, json, sys; from sglang_crashkit.cli import main\n"
+    code += "for name in main.COMMANDS: main.load_command(name).configure(argparse.ArgumentParser())\n"
+    code += "print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG, check=True)
+    assert set(HEAVY) & set(json.loads(done.stdout)) == set()
+
+
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main.main(["--help"])
