@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sglang_crashkit.kernel.identity_key import key_of
 
@@ -118,16 +118,8 @@ class DiskLimits:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
         """Read them from `environ`; a value that cannot be read counts as unset."""
-        sizes = {one.name: read_seconds(environ, f"SGLANG_CRASHKIT_{one.name.upper()}_MB", -1.0) for one in fields(cls)}
+        sizes = {name.lower(): read_seconds(environ, f"SGLANG_CRASHKIT_{name}_MB", -1.0) for name in _LIMITS}
         return cls(**{name: int(megabytes * MB) for name, megabytes in sizes.items() if megabytes >= 0})
-
-
-#: What reads the variable of a setting, by the setting's type.
-_READERS: dict[Any, Callable[[Mapping[str, str], str, Any], Any]] = {
-    "bool": read_bool,
-    "float": read_seconds,
-    "int": read_number,
-}
 
 
 @dataclass(frozen=True)
@@ -203,23 +195,32 @@ class Settings:
         """Read the settings from `environ`."""
         if earlier := earlier_names_in(environ):
             environ = {name: environ[old] for old, name in earlier.items()} | dict(environ)
-        values = {
-            one.name: _READERS[one.type](environ, f"SGLANG_CRASHKIT_{one.name.upper()}", one.default)
-            for one in fields(cls)
-            if one.type in _READERS
-        }
-        # Those of which the variable has another name, or another form.
-        values |= {
-            "stacks": read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", cls.stacks),
-            "cores": read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cls.cores),
-            "core_wait_secs": read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", cls.core_wait_secs),
-            "native": _read_native(environ),
-            "journal_mb": read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", cls.journal_mb),
-            "disk": DiskLimits.from_environ(environ),
-            "keeps_exit_status": environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
-            "prompts": read_prompts(environ),
-        }
-        return cls(**values)
+        return cls(
+            enabled=read_bool(environ, "SGLANG_CRASHKIT_ENABLED", cls.enabled),
+            stacks=read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", cls.stacks),
+            cores=read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cls.cores),
+            core_wait_secs=read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", cls.core_wait_secs),
+            budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", cls.budget_secs),
+            capture_secs=read_seconds(environ, "SGLANG_CRASHKIT_CAPTURE_SECS", cls.capture_secs),
+            startup_timeout_secs=read_seconds(
+                environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", cls.startup_timeout_secs
+            ),
+            peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", cls.peer_watch),
+            end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", cls.end_secs),
+            hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", cls.hang_secs),
+            journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", cls.journal),
+            journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", cls.journal_mb),
+            steps=read_bool(environ, "SGLANG_CRASHKIT_STEPS", cls.steps),
+            log_records=read_number(environ, "SGLANG_CRASHKIT_LOG_RECORDS", cls.log_records),
+            full_per_fault=read_number(environ, "SGLANG_CRASHKIT_FULL_PER_FAULT", cls.full_per_fault),
+            exit_secs=read_seconds(environ, "SGLANG_CRASHKIT_EXIT_SECS", cls.exit_secs),
+            gpu_facts=read_bool(environ, "SGLANG_CRASHKIT_GPU_FACTS", cls.gpu_facts),
+            html=read_bool(environ, "SGLANG_CRASHKIT_HTML", cls.html),
+            native=_read_native(environ),
+            disk=DiskLimits.from_environ(environ),
+            keeps_exit_status=environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
+            prompts=read_prompts(environ),
+        )
 
 
 def _read_native(environ: Mapping[str, str]) -> bool | None:

@@ -43,11 +43,9 @@ Way = Literal["title", "command line"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where Slurm has put a process: several jobs of one user may share a node, and in tests several nodes a machine.
+    """Where Slurm has put a process: the job, and the node by Slurm's name for it.
 
-    Attributes:
-        job_id: the job.
-        node: the node, by Slurm's name for it.
+    Several jobs of one user may share a node, and in tests several nodes a machine.
     """
 
     job_id: str
@@ -65,9 +63,7 @@ class FoundProcess:
     """A process of a server.
 
     Attributes:
-        pid: process id.
-        start_ticks: start time; see `procfs.ProcStat`.
-        title: its title; see `procfs.title_of`.
+        start_ticks, title: see `procfs.ProcStat` and `procfs.title_of`.
         role: as `titles.role_of` has it, or ``router``.
         ranks: as `titles.rank_of` has them.
         server: pid of the process that launched its server, None where that has ended.

@@ -174,11 +174,7 @@ class _Helper:
         return self._owner != os.getpid()
 
     def read(self, path: Path, deadline: float) -> bytes:
-        """Return what a file holds; see `GuardedReader.read`.
-
-        Args:
-            path: the file.
-            deadline: by the monotonic clock.
+        """Return what a file holds; see `GuardedReader.read`. The deadline is by the monotonic clock.
 
         Raises:
             _GoneError: it has ended.

@@ -102,12 +102,7 @@ class ProcessHandle:
 
     @classmethod
     def of_reaped(cls, pid: int, status: ExitStatus) -> ProcessHandle:
-        """Return what stands for a process that was reaped before anybody held on to it.
-
-        Args:
-            pid: its pid, which may be another's by now.
-            status: how it ended, from who reaped it.
-        """
+        """Return what stands for a process that was reaped before anybody held on to it; its pid may be another's."""
         handle = cls.__new__(cls)
         handle.pid, handle.fd, handle.start_ticks, handle._exit = pid, -1, 0, status
         return handle

@@ -59,10 +59,7 @@ def create_private(path: Path) -> BinaryIO:
 def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Write `data` to `path` with mode 0600 in one step: readers see the old file or the new one, never a part.
 
-    Args:
-        path: the file; replaced when it is there.
-        data: the whole content.
-        sync: reach the disk before returning.
+    With `sync` it has reached the disk then.
 
     Raises:
         OSError: the folder is missing, read-only or full; nothing is left behind.

@@ -33,12 +33,9 @@ class ProcStat:
     """One line of ``/proc/PID/stat``.
 
     Attributes:
-        pid: process id.
         comm: name of the executable, at most 15 bytes.
         state: one letter; ``Z`` for a zombie, ``T`` for a stopped, ``D`` for an uninterruptible process.
-        ppid: parent's process id.
         start_ticks: start time in clock ticks since boot; with the pid it identifies a process.
-        threads: number of threads.
         cpu_ticks: CPU time of all its threads since its start, in clock ticks.
         wait_status: status as waitpid(2) would return it; meaningful for a zombie only, 0 where it may not be read.
         flags: the kernel's ``PF_*``.

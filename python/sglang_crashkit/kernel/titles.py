@@ -23,11 +23,7 @@ _ROLES = (
 
 
 def role_of(title: str, *, is_root: bool = False) -> str:
-    """Return the role of a process.
-
-    Args:
-        title: the process title.
-        is_root: it is the process that launched the server.
+    """Return the role of a process; the root is the one that launched the server.
 
     Returns:
         ``server`` for the root, the part after ``sglang::`` for SGLang's own workers, ``starting`` for a child of

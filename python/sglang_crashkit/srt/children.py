@@ -220,14 +220,9 @@ class Supervisor:
         return sorted(ended, key=lambda child: child.ended_at)
 
     def wait(self, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
-        """Wait until a child ends, or one of `others` is readable, and note the ends.
+        """Wait until a child ends, or one of `others` is readable; note the ends, and return which of `others` are.
 
-        Args:
-            seconds: the longest to wait; None for ever.
-            others: more descriptors.
-
-        Returns:
-            Those of `others` that are readable.
+        It takes `seconds` at most; None waits for ever.
         """
         living, others = self.living(), set(others)
         unseen = [child for child in living if child.pid is not None and not child.signs()]

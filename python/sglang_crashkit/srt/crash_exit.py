@@ -167,10 +167,7 @@ def is_due(*, whole: bool) -> bool:
     """Say whether this process, about to be ended by itself, ends because of a crash.
 
     Asks the crash handler where nobody here knows of one, and waits for its incident, at most
-    ``SGLANG_CRASHKIT_BUDGET_SECS``.
-
-    Args:
-        whole: this process ends itself, and not its children alone.
+    ``SGLANG_CRASHKIT_BUDGET_SECS``. It ends as a `whole` where it ends itself, and not its children alone.
     """
     settings = Settings.from_environ()
     if not settings.enabled:
@@ -194,11 +191,7 @@ def is_due(*, whole: bool) -> bool:
 
 
 def end(kill_children: Callable[[], object]) -> NoReturn:
-    """End this process, after its children.
-
-    Args:
-        kill_children: ends them; what it raises is in the log, and how long it takes is bounded by the deadline.
-    """
+    """End this process, after its children; what `kill_children` raises is in the log, and the deadline bounds it."""
     try:
         if not Settings.from_environ().keeps_exit_status:
             logger.error("crash kit: the server ends with exit status %d", _status())
@@ -212,9 +205,7 @@ def end(kill_children: Callable[[], object]) -> NoReturn:
 def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
     """Let `error`, if nobody catches it, end this process with the status of a failed start instead of 1.
 
-    Args:
-        error: about to be raised.
-        answer: what the crash handler answered.
+    What the crash handler answered may know a better one.
     """
     if not ends_with_the_server() or Settings.from_environ().keeps_exit_status:
         return

@@ -7,12 +7,7 @@ from typing import Any
 
 
 def crash_dump_flags(env_bool: Callable[[bool], Any], env_float: Callable[[float], Any]) -> dict[str, Any]:
-    """Return the fields of ``Envs`` that later releases have, with their defaults, by name.
-
-    Args:
-        env_bool: the release's ``EnvBool``.
-        env_float: the release's ``EnvFloat``.
-    """
+    """Return the fields of ``Envs`` that later releases have, with their defaults, by name."""
     return {
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": env_bool(True),
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": env_bool(True),

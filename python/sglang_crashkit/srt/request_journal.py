@@ -90,11 +90,6 @@ class JournaledStates(dict[str, Any]):
     """The requests under way by id, as ``rid_to_state`` holds them, each change of which is noted in a journal.
 
     When the journal fails it is switched off with one warning, and this is an ordinary dictionary.
-
-    Args:
-        states: the requests under way now.
-        journal: where they are noted.
-        prompts: what is kept of their prompts.
     """
 
     def __init__(self, states: Mapping[str, Any], journal: JournalWriter, prompts: Prompts = "full") -> None:
@@ -174,11 +169,7 @@ class JournaledStates(dict[str, Any]):
 
 
 class RequestReader:
-    """Reads requests as `read_request` does, and faster where a request differs from an earlier one in little.
-
-    Args:
-        prompts: what is kept of their prompts.
-    """
+    """Reads requests as `read_request` does, and faster where a request differs from an earlier one in little."""
 
     def __init__(self, prompts: Prompts = "full") -> None:
         self._prompts = prompts
@@ -231,11 +222,7 @@ class _Memo:
 
 
 class _KnownFields:
-    """The fields of requests of one class as they were met lately.
-
-    Args:
-        kind: the class.
-    """
+    """The fields of requests of one class as they were met lately."""
 
     def __init__(self, kind: type) -> None:
         names = [name for name in getattr(kind, "__dataclass_fields__", ()) if name not in _INTERNAL | _VARYING]
@@ -282,14 +269,10 @@ class _KnownFields:
 
 
 def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any], object, object]:
-    """Return what is kept of a request, its text, and its token ids.
+    """Return what is kept of one request, a ``GenerateReqInput`` or ``EmbeddingReqInput``, its text, and its token ids.
 
     Fields with their default value are left out. Images and other large inputs, and fields that this release has and
     the kit does not know, are described below ``omitted``, and so is what `prompts` keeps back; secrets are taken out.
-
-    Args:
-        request: SGLang's ``GenerateReqInput`` or ``EmbeddingReqInput``, of one request.
-        prompts: what is kept of its prompt.
     """
     kind, values = type(request), vars(request)
     fields: dict[str, Any] = {"kind": kind.__name__}

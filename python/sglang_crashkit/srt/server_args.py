@@ -42,9 +42,6 @@ def set_crash_dump_env(server_args: Any) -> None:
     ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off. ``%h`` stays in the values, as upstream has them: the driver
     expands it, by gethostname(2), in each process that uses CUDA. The driver creates no folder. The crash handler does,
     before the first process that uses CUDA is started: the disk may be one that does not answer.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``.
     """
     crash_folder, settings = getattr(server_args, "crash_dump_folder", None), Settings.from_environ()
     # Those of another server of this program, or of the one that started it.
@@ -60,9 +57,6 @@ def otlp_environment(server_args: Any) -> dict[str, str]:
     """Return what the crash handler is to know of SGLang's tracing, as variables: where it goes, and as which service.
 
     Empty where it is off. What the user set of our own variable stays as it is.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``.
     """
     endpoint = getattr(server_args, "otlp_traces_endpoint", None)
     if not getattr(server_args, "enable_trace", False) or not endpoint:

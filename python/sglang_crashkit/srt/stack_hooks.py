@@ -110,11 +110,7 @@ def on_tokenizer_worker(worker: type) -> type:
 
 @never_raises
 def install_in_worker(server_args: Any = None) -> None:
-    """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``, where they are known.
-    """
+    """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler."""
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     title = procfs.read_title(os.getpid())
     if title.startswith(_WORKER) and Settings.from_environ().enabled:

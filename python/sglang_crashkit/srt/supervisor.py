@@ -110,11 +110,9 @@ class Serving(Supervisor):
             say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
 
     def register(self, pid: int, title: str) -> None:
-        """Take in a process of the server, from any thread; nothing happens where the server did not start it.
+        """Take in a process of the server, with the title that it says it has, from any thread.
 
-        Args:
-            pid: its process id.
-            title: its title, by its own word.
+        Nothing happens where the server did not start it.
         """
         child = Child("", pid, title=title)
         with self._lock:
@@ -249,11 +247,7 @@ def begin(*, follows: bool) -> None:
 
 @never_raises
 def register(processes: Iterable[Any]) -> None:
-    """Note which processes this one started for the server, and tell the crash handler.
-
-    Args:
-        processes: as of `multiprocessing.Process`; others are passed over.
-    """
+    """Note which of `multiprocessing`'s processes this one started for the server, and tell the crash handler."""
     pids = [process.pid for process in processes or () if type(getattr(process, "pid", None)) is int]
     stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
     for first in range(0, len(stats), _MAX_AT_ONCE):
@@ -303,11 +297,7 @@ def excuse(pid: int) -> None:
 
 @never_raises
 def end_tokenizer_workers(seconds: float) -> int:
-    """Have each tokenizer worker save its requests and end, wait for that, and return how many there were.
-
-    Args:
-        seconds: the longest to wait.
-    """
+    """Have each tokenizer worker save its requests and end, within so many seconds; return how many there were."""
     serving = _known()
     workers = Supervisor(serving.tokenizer_workers() if serving is not None else [])
     try:

@@ -20,20 +20,3 @@ def test_the_kit_itself_has_the_same_defaults() -> None:
     assert settings.stacks == flags["SGLANG_PYSPY_DUMP_BEFORE_CRASH"]
     assert settings.cores == flags["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"]
     assert settings.core_wait_secs == flags["SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS"]
-
-
-def test_a_class_body_takes_them_as_its_own() -> None:
-    class Field:
-        name = ""
-
-        def __init__(self, default: object) -> None:
-            self.default = default
-
-        def __set_name__(self, owner: type, name: str) -> None:
-            self.name = name
-
-    class Envs:
-        vars().update(crash_dump_flags(Field, Field))
-
-    field = vars(Envs)["SGLANG_PYSPY_DUMP_BEFORE_CRASH"]
-    assert (field.name, field.default) == ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", True)

@@ -113,11 +113,7 @@ class PeerView(ABC):
 
 
 class PeerAnswers:
-    """Answers for one scheduler until `stop`, until nobody asks any more, or until SGLang's tables are gone.
-
-    Args:
-        view: where the peers are found.
-    """
+    """Answers for one scheduler until `stop`, until nobody asks any more, or until SGLang's tables are gone."""
 
     def __init__(self, view: PeerView) -> None:
         self._view = view

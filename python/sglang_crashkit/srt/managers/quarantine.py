@@ -52,22 +52,15 @@ class QuarantinedError(ValueError):
 
 
 class Quarantine:
-    """What is known, or suspected, to kill this server.
-
-    Args:
-        folder: the crash folder.
-        model: the model that the server was given.
-        release: its SGLang.
-    """
+    """What the crash folder has of what is known, or suspected, to kill a server of that model and SGLang's release."""
 
     def __init__(self, folder: Path, model: str, release: str) -> None:
         self.hits = 0
         self._folder, self._model, self._release = folder, model, release
         self._index = Index()
         self._innocent: set[str] = set()
-        #: How often each suspect was sent alone since the incident that it is suspected of.
+        #: By suspect and incident that it is suspected of, how often it was sent alone: to its end, and in all.
         self._turns: Counter[tuple[str, str]] = Counter()
-        #: The same, whatever became of it.
         self._sent: Counter[tuple[str, str]] = Counter()
         self._problem = ""
         self._to_log = _MAX_LOGGED
@@ -95,11 +88,7 @@ class Quarantine:
         self._index = Index(entries)
 
     def find(self, request: Any) -> Entry | None:
-        """Return what recognises a request, or one of a batch; what is proven comes first. None where nothing does.
-
-        Args:
-            request: SGLang's ``GenerateReqInput`` as it came.
-        """
+        """Return what recognises a ``GenerateReqInput`` as it came, or one of a batch, the proven first; else None."""
         index, suspected = self._index, None
         if not index:
             return None
@@ -136,25 +125,24 @@ class Quarantine:
 
         A client that gives up each time leaves it neither acquitted nor proven, and the server goes on all the same.
         """
-        turn = entry.key, entry.origin.incident
-        if len(self._sent) >= MAX_ENTRIES:
-            self._sent.clear()
-        self._sent[turn] += 1
-        return self._sent[turn] <= MAX_SENT
+        return _count(self._sent, entry) <= MAX_SENT
 
     def count_turn(self, entry: Entry) -> None:
         """Count that a suspect was sent alone and the server goes on; after a few times it is not isolated again.
 
         SGLang may fail it each time.
         """
-        turn = entry.key, entry.origin.incident
-        if len(self._turns) >= MAX_ENTRIES:
-            self._turns.clear()
-        self._turns[turn] += 1
-        if self._turns[turn] >= MAX_TURNS:
+        if _count(self._turns, entry) >= MAX_TURNS:
             # If it is suspected again, it begins anew.
-            del self._turns[turn]
+            del self._turns[entry.key, entry.origin.incident]
             self.acquit(entry)
+
+
+def _count(turns: Counter[tuple[str, str]], entry: Entry) -> int:
+    if len(turns) >= MAX_ENTRIES:
+        turns.clear()
+    turns[entry.key, entry.origin.incident] += 1
+    return turns[entry.key, entry.origin.incident]
 
 
 def _follow(its: weakref.ref[Quarantine]) -> None:
@@ -200,12 +188,9 @@ def _rest_of(get: Callable[[str], Any]) -> str | None:
 
 
 def guard_requests(manager: Any) -> None:
-    """Have a tokenizer manager refuse, or log, what is in quarantine, and send suspects alone.
+    """Have a ``TokenizerManager`` refuse, or log, what is in quarantine, and send suspects alone, where that is on.
 
-    Nothing happens where that is off.
-
-    Args:
-        manager: the ``TokenizerManager``, which has its crash folder.
+    It has its crash folder by then.
     """
     wanted, folder = read_quarantine(os.environ), getattr(manager, "crash_dump_folder", None)
     if wanted == "off":

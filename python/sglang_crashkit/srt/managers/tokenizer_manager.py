@@ -93,15 +93,12 @@ def on_crash_dump(dump: Function) -> Function:
 
 @never_raises
 def on_request_states(manager: Any) -> None:
-    """Guard the requests of a tokenizer manager, and note them in the request journal from now on; have its loop beat.
+    """Guard the requests of a ``TokenizerManager``, and note them in the journal from now on; have its loop beat.
 
     The journal has what enters and leaves ``TokenizerManager.rid_to_state``.
 
     Without ``--crash-dump-folder`` or a crash handler, or where ``SGLANG_CRASHKIT_JOURNAL`` is false, there is no
     journal.
-
-    Args:
-        manager: the ``TokenizerManager`` with its dictionary.
     """
     if crash_exit.state.is_program:
         beat_in_loop(manager)
@@ -113,11 +110,7 @@ def on_request_states(manager: Any) -> None:
 
 @never_raises
 def on_orderly_exit(manager: Any) -> None:
-    """Note that the server ends because it was asked to: the dump that follows is upstream's own, of no crash.
-
-    Args:
-        manager: the ``TokenizerManager``.
-    """
+    """Note that the server ends because it was asked to: the dump that follows is upstream's own, of no crash."""
     setattr(manager, _ORDERLY, True)
 
 

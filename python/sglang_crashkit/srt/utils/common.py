@@ -90,11 +90,7 @@ def on_kill_process_tree(kill: Function) -> Function:
 
 
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
-    """End this process's children and then itself, with the status of the crash.
-
-    Args:
-        skip_pid: a child that lives on.
-    """
+    """End this process's children, but the one to be skipped, and then itself, with the status of the crash."""
     report_faults()
     _announce_teardown(os.getpid(), whole=True)
     spared = handler_process.pid_below()

@@ -46,11 +46,7 @@ _DEAF_STATES = frozenset("TtD")
 
 
 def stand_in_for(name: str) -> None:
-    """Let ``import name`` give this very module, so that what is replaced in one is replaced in the other.
-
-    Args:
-        name: the importing module's ``__name__``.
-    """
+    """Let ``import name`` give this very module, so that what is replaced in one is replaced in the other."""
     sys.modules[name] = sys.modules[__name__]
 
 
@@ -91,10 +87,9 @@ def collect_scheduler_processes() -> list[psutil.Process]:
 
 
 def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
-    """Bring the Python stacks into the log, or, where there is a crash handler, into an incident.
+    """Bring the Python stacks of this process into the log, or, where there is a crash handler, into an incident.
 
-    Args:
-        scheduler_only: of all schedulers below this process; of this process otherwise.
+    With `scheduler_only` they are those of all schedulers below this process instead.
     """
     if _captured_by_handler():
         return
@@ -105,10 +100,9 @@ def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
 
 
 def trigger_cuda_user_coredump(scheduler_only: bool = False) -> int:
-    """Ask the CUDA driver for a GPU core by a byte in each process's pipe; return how many were asked.
+    """Ask the CUDA driver for a GPU core by a byte in this process's pipe; return how many processes were asked.
 
-    Args:
-        scheduler_only: of all schedulers below this process; of this process otherwise.
+    With `scheduler_only` all schedulers below this process are asked instead.
     """
     if crash_dump_environ().get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         logger.error(

@@ -14,10 +14,7 @@ logger = logging.getLogger(__name__)
 def on_watchdog_timeout(watchdog: Any) -> None:
     """Have the stacks of all processes captured, not only the one whose watchdog noticed.
 
-    To be called in the watchdog's own thread, before it goes on; returns after at most `CAPTURE_WAIT_SECS`.
-
-    Args:
-        watchdog: SGLang's ``WatchdogRaw``.
+    To be called in the thread of a ``WatchdogRaw``, before it goes on; returns after at most `CAPTURE_WAIT_SECS`.
     """
     answer = request(
         "watchdog_timeout",
