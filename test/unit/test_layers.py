@@ -25,7 +25,7 @@ ALLOWED = {
     "kernel": {"errors", "redact"},
     "settings": {"kernel"},
     "protocol": {"kernel"},
-    "memory": {"errors", "model", "redact"},
+    "memory": {"errors", "kernel", "model", "redact"},
     "analysis": {"model"},
     "capture": {"errors", "kernel", "model", "settings"},
     "incident": {"errors", "kernel", "model", "settings"},

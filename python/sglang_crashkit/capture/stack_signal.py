@@ -15,13 +15,13 @@ import contextlib
 import ctypes
 import os
 import re
-import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.pidfd import open_pidfd, signal_pidfd
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
@@ -77,7 +77,7 @@ def _ask(question: _Question) -> str:
     if hooks.signal == 0:
         return "faulthandler has no signal there"
     try:
-        pidfd = os.pidfd_open(hooks.pid)
+        pidfd = open_pidfd(hooks.pid)
     except OSError as error:
         return error.strerror or str(error)
     try:
@@ -117,7 +117,7 @@ def _send(pidfd: int, hooks: StackHooks, thread: int) -> None:
     # Before glibc 2.30 there is no function for it.
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
     if thread == hooks.pid or tgkill is None:
-        signal.pidfd_send_signal(pidfd, hooks.signal)
+        signal_pidfd(pidfd, hooks.signal)
     elif tgkill(hooks.pid, thread, hooks.signal):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

@@ -3,6 +3,9 @@
 A pidfd turns readable when its process exits (pidfd_open(2), Linux 5.3). How it ended is read from the zombie's stat
 line while its parent has not reaped it, and from the pidfd itself afterwards where the kernel is 6.15 or later
 (``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT``, ``linux/pidfd.h``).
+
+A Python that was built on an older system, as those of uv were until July 2026 and those of conda are, lacks the
+functions for pidfds; the system calls are there all the same.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from sglang_crashkit.kernel import procfs
 
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes)
 _PIDFD_INFO_EXIT = 1 << 3
+#: The same on every machine; ``asm-generic/unistd.h``.
+_NR_PIDFD_SEND_SIGNAL, _NR_PIDFD_OPEN = 424, 434
 _INFO = struct.Struct("=QQ3I8Ii")  # mask, cgroup id, pid, tgid, ppid, eight ids, exit status
 
 
@@ -54,6 +59,37 @@ class ExitStatus:
         return cls(code=code) if code >= 0 else cls(signal=signal_name(-code))
 
 
+def open_pidfd(pid: int) -> int:
+    """Return a pidfd of a process, which no program that this one runs inherits.
+
+    Raises:
+        OSError: there is no such process, or the kernel gives none.
+    """
+    return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else _system_call(_NR_PIDFD_OPEN, pid, 0)
+
+
+def signal_pidfd(pidfd: int, signum: int) -> None:
+    """Send a signal to the process of a pidfd.
+
+    Raises:
+        OSError: it has been reaped, or belongs to another user.
+    """
+    if hasattr(signal, "pidfd_send_signal"):
+        signal.pidfd_send_signal(pidfd, signum)
+    else:
+        _system_call(_NR_PIDFD_SEND_SIGNAL, pidfd, signum, 0, 0)
+
+
+def _system_call(number: int, *arguments: int) -> int:
+    # Here alone: it takes a megabyte.
+    import ctypes
+
+    result = ctypes.CDLL(None, use_errno=True).syscall(*map(ctypes.c_long, (number, *arguments)))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(result)
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, also of a real-time one that Python does not name."""
     try:
@@ -88,7 +124,7 @@ class ProcessHandle:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         try:
-            self.fd = os.pidfd_open(pid)
+            self.fd = open_pidfd(pid)
         except OSError as error:
             if procfs.read_stat(pid) is None:
                 raise ProcessLookupError(f"no process {pid}") from error
@@ -143,7 +179,7 @@ class ProcessHandle:
             ProcessLookupError: it has been reaped.
             PermissionError: it belongs to another user.
         """
-        signal.pidfd_send_signal(self.fd, signum)
+        signal_pidfd(self.fd, signum)
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 from sglang_crashkit.errors import CrashkitError
 
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2  # linux/memfd.h
+
 
 def make_private_folder(folder: Path) -> Path:
     """Create `folder` with mode 0700; parents that are missing too.
@@ -54,6 +56,28 @@ def create_private(path: Path) -> BinaryIO:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "wb")
+
+
+def create_in_memory(name: str) -> int:
+    """Return a descriptor of an empty file that is in memory only, and may be sealed; no program inherits it.
+
+    A Python that was built on an older system, as those of uv were until July 2026 and those of conda are, has no
+    function for it; the C library has one.
+
+    Raises:
+        OSError: there is no memory or no descriptor.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    # Here alone: it takes a megabyte.
+    import ctypes
+
+    create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
+    descriptor = -1 if create is None else int(create(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING))
+    if descriptor < 0:
+        number = errno.ENOSYS if create is None else ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return descriptor
 
 
 def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel.private_files import create_in_memory
 
 NAME = "sglang-crashkit-journal"
 
@@ -52,7 +53,9 @@ _STEP_BYTES = 256 * 1024
 _BLOCK_BYTES = 1 << 20
 #: A text that is passed on in memory, as it is longer than a datagram takes, is no longer than this, in bytes.
 MAX_BLOB_BYTES = 1 << 20
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Of ``linux/fcntl.h``, which a Python that was built on an older system lacks; see `kernel.private_files`.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 0x1 | 0x2 | 0x4  # against more seals, shrinking, growing
 
 
 class RingError(CrashkitError):
@@ -310,7 +313,7 @@ class RingReader:
 def is_ring(descriptor: int) -> bool:
     """Say whether a descriptor is of memory that is sealed as a ring's is; reading that cannot block."""
     try:
-        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
     except OSError:
         # A file, a pipe, a device.
         return False
@@ -324,10 +327,10 @@ def create_sealed(length: int, name: str) -> int:
     """
     descriptor = -1
     try:
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = create_in_memory(name)
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, length)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)

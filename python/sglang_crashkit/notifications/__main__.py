@@ -21,7 +21,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.incident.summary import mapping_of
 from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.kernel.private_files import create_in_memory, write_json
 from sglang_crashkit.notifications.messages import body_of, event_of, find_cluster, short_of
 from sglang_crashkit.notifications.plan import INCIDENT, OUTCOME, QUIET_KINDS, SECRET, WEBHOOK, Plan
 from sglang_crashkit.settings import OTLP_ENDPOINT
@@ -150,7 +150,7 @@ def _without_keys(text: str, url: str) -> str:
 
 @contextlib.contextmanager
 def _in_memory(data: bytes) -> Iterator[int]:
-    descriptor = os.memfd_create("crashkit-notification", os.MFD_CLOEXEC)
+    descriptor = create_in_memory("crashkit-notification")
     try:
         os.write(descriptor, data)
         os.lseek(descriptor, 0, os.SEEK_SET)

@@ -106,9 +106,19 @@ ctypes.CDLL(None).pthread_exit(None)
         handle.close()
 
 
-def test_a_signal_reaches_the_process_and_never_its_successor() -> None:
+@pytest.mark.parametrize("has_functions", [True, False])
+def test_a_signal_reaches_the_process_and_never_its_successor(
+    monkeypatch: pytest.MonkeyPatch, has_functions: bool
+) -> None:
+    if not has_functions:
+        # As a Python that was built on an older system, such as one of uv's.
+        monkeypatch.delattr(os, "pidfd_open")
+        monkeypatch.delattr(signal, "pidfd_send_signal")
+        with pytest.raises(ProcessLookupError):
+            ProcessHandle(2**22 + 1)
     process = subprocess.Popen(["sleep", "60"])
     handle = ProcessHandle(process.pid)
+    assert not os.get_inheritable(handle.fd)
     handle.send_signal(signal.SIGTERM)
     assert process.wait(LONG) == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):

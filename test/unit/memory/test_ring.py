@@ -201,7 +201,11 @@ def test_a_payload_cannot_hold_a_record_that_is_believed() -> None:
         assert b"believe me" not in payloads(writer.fd)
 
 
-def test_it_is_private_sealed_and_in_no_file() -> None:
+@pytest.mark.parametrize("has_function", [True, False])
+def test_it_is_private_sealed_and_in_no_file(monkeypatch: pytest.MonkeyPatch, has_function: bool) -> None:
+    if not has_function:
+        # As a Python that was built on an older system, such as one of uv's.
+        monkeypatch.delattr(os, "memfd_create")
     before = os.umask(0)
     try:
         writer = RingWriter(2**20)
@@ -213,6 +217,7 @@ def test_it_is_private_sealed_and_in_no_file() -> None:
     assert Path(f"/proc/self/fd/{writer.fd}").readlink().name.startswith("memfd:sglang-crashkit-journal")
     with pytest.raises(PermissionError):
         os.ftruncate(writer.fd, 0)
+    assert not os.get_inheritable(writer.fd)
     assert is_ring(writer.fd)
     writer.close()
 

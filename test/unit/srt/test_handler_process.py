@@ -43,6 +43,13 @@ import os, sys
 if "sglang_crashkit.handler" in sys.orig_argv:
     with open(os.environ["TMPDIR"] + "/told", "w") as file: file.write(os.environ.get("TOLD", ""))
 """
+#: What a Python lacks that was built on an older system, as those of uv were until July 2026 and those of conda are.
+OLDER_SYSTEM = """
+import fcntl, os, re, signal
+for module in (fcntl, os, signal):
+    for name in [name for name in vars(module) if re.search("pidfd|memfd|^MFD_|_SEAL", name, re.IGNORECASE)]:
+        delattr(module, name)
+"""
 BREAKS = """
 import sys
 if "sglang_crashkit.handler" in sys.orig_argv: raise SystemExit("the kit is broken")
@@ -136,8 +143,9 @@ def test_the_handler_alone_has_what_it_is_told(temporary: Path) -> None:
         assert "TOLD" not in program.environ
 
 
-def test_a_ready_handler_says_where_incidents_go(temporary: Path) -> None:
-    with started(temporary) as program:
+@pytest.mark.parametrize("sitecustomize", ["", OLDER_SYSTEM], ids=["this Python", "an older system's"])
+def test_a_ready_handler_says_where_incidents_go(temporary: Path, sitecustomize: str) -> None:
+    with started(temporary, sitecustomize) as program:
         assert program.lines == [f"INFO crash kit: incidents of this server go to {temporary}/crash/host/incidents"]
         assert program.handler is not None
         assert procfs.read_title(program.handler) == "sglang::crash_handler"

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 
 from sglang_crashkit import protocol, settings
+from sglang_crashkit.kernel.pidfd import open_pidfd
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
 from sglang_crashkit.srt.stack_hooks import report_faults
@@ -259,9 +260,8 @@ def _open_pidfd(process: Any) -> int | None:
     if not issubclass(type(process), psutil.Process):
         return None
     try:
-        pidfd = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        # A Python that was built for an older kernel has no such function.
+        pidfd = open_pidfd(process.pid)
+    except OSError:
         return None
     if still_holding_resources([process]):
         return pidfd

@@ -257,12 +257,10 @@ def test_a_sleep_ends_with_the_first_process_and_leaves_no_descriptor():
         assert descriptors().items() <= before.items()
 
 
-@pytest.mark.parametrize("code", ["EINVAL", "ESRCH", "ENOSYS", "EPERM", "EMFILE", "no such function"])
+@pytest.mark.parametrize("code", ["EINVAL", "ESRCH", "ENOSYS", "EPERM", "EMFILE"])
 def test_without_a_pidfd_it_naps(code, monkeypatch):
-    failing = mock.Mock(side_effect=OSError(getattr(errno, code, 0), code))
+    failing = mock.Mock(side_effect=OSError(getattr(errno, code), code))
     monkeypatch.setattr(os, "pidfd_open", failing)
-    if code == "no such function":
-        monkeypatch.delattr(os, "pidfd_open")
     naps = []
     hooks._sleep([psutil.Process()], 0.1, naps.append)
     assert naps == [0.1]
