@@ -105,7 +105,7 @@ _MAX_CHARACTERS = 16 << 20
 #: A shorter prompt is too likely part of an ordinary word or name.
 _LEAST = 12
 #: What of a request tells which one it is; whatever else is long may be a user's words.
-_HARMLESS = frozenset({"rid", "state", "arrived", "ended", "kind", "omitted", "truncated"})
+_HARMLESS = frozenset({"rid", "state", "arrived", "ended", "aborted", "kind", "omitted", "truncated"})
 #: What is a user's words however short it is.
 _PROMPTS = frozenset({"text", "content", "prompt", "input_ids"})
 #: What of a request is noted as left out that may have been its prompt.

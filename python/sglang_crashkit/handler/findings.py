@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
-from sglang_crashkit.analysis.suspects import is_alone, is_by_others, suspects_of
+from sglang_crashkit.analysis.suspects import GONE, is_alone, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -76,6 +76,9 @@ def count_repeat(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
     name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines), unanswered)
+    for suspect in incident.suspects:
+        if lines.get(suspect.rid, {}).get("aborted"):
+            suspect.reasons.append(GONE)
     if read_quarantine(os.environ) != "off" and may_be_a_request:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
         _quarantine(folder, lines.values(), origin, was_alone=is_alone(incident))

@@ -1,7 +1,7 @@
 """The request journal: what a process of the server was asked to do, in memory that outlives it.
 
 A request is noted when it arrives, with its inputs and sampling parameters, and again, in a few bytes, when it ends.
-The memory is a `ring`, in which an unfinished request outlives finished ones.
+The memory is a `ring`, in which an unfinished request outlives finished ones; so do the last few that were given up.
 
 Prompts are the bulk of a request: text is kept as UTF-8, token ids as integers of four bytes (eight where one does not
 fit), and everything else as one JSON object. Nothing is pickled, so that reading it runs nobody's code. What is noted
@@ -16,6 +16,7 @@ import json
 import struct
 import time
 from array import array
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,14 +25,17 @@ from sglang_crashkit.memory.ring import RingReader, RingWriter
 #: Of the requests that ended those count that did within this time before the last event, in seconds. SGLang keeps as
 #: much in memory (``TokenizerManager.record_request_for_crash_dump``).
 KEPT_SECS = 300.0
+#: So many requests that were given up are held after their end, for a server may fail by one a little later; and none
+#: that takes more than this part of the memory, so that those under way have nearly all of it.
+_GIVEN_UP, _GIVEN_UP_PART = 16, 256
 #: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
 #: a context of 128 k tokens takes, and a third of the time that noting one request may take.
 MAX_IDS, MAX_CHARACTERS = 131_072, 524_288
 
-_BEGUN, _ENDED = 1, 2
+_BEGUN, _ENDED, _ABORTED = 1, 2, 3
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
 _BEGIN = struct.Struct("<B?BxIIIQd")
-#: kind, whether it was finished, number, when.
+#: kind, whether it was finished, number, when; of an abort likewise.
 _END = struct.Struct("<B?6xQd")
 _ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
@@ -60,6 +64,9 @@ class JournalWriter(RingWriter):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._number = 0
+        #: Those under way that were given up, and those of them that have ended and are held.
+        self._aborted: set[int] = set()
+        self._given_up: deque[int] = deque()
 
     def begin(self, fields: Mapping[str, Any] | bytes, text: object = None, input_ids: object = None) -> int:
         """Note a request that arrived; see `encode_begin`.
@@ -76,6 +83,17 @@ class JournalWriter(RingWriter):
         self.append(record, hold=self._number)
         return self._number
 
+    def abort(self, number: int) -> None:
+        """Note that the client of the request that `begin` gave this number gave it up; it may not have ended yet.
+
+        Raises:
+            ValueError: the journal is closed.
+            RingError: there is no more memory.
+        """
+        if number not in self._aborted:
+            self._aborted.add(number)
+            self.append(encode_abort(number, time.time()))
+
     def end(self, number: int, *, finished: bool) -> None:
         """Note that the request that `begin` gave this number ended: it was answered, or dropped.
 
@@ -83,8 +101,21 @@ class JournalWriter(RingWriter):
             ValueError: the journal is closed.
             RingError: there is no more memory.
         """
-        self.release(number)
+        if number in self._aborted:
+            self._aborted.discard(number)
+            self._keep(number)
+        else:
+            self.release(number)
         self.append(encode_end(number, time.time(), finished=finished))
+
+    def _keep(self, number: int) -> None:
+        """Have a request that has ended outlive others, the oldest such one no longer."""
+        if self.held_bytes(number) > self.capacity // _GIVEN_UP_PART:
+            self.release(number)
+            return
+        self._given_up.append(number)
+        if len(self._given_up) > _GIVEN_UP:
+            self.release(self._given_up.popleft())
 
 
 class JournaledRequest(NamedTuple):
@@ -94,6 +125,7 @@ class JournaledRequest(NamedTuple):
         arrived, ended: since the epoch; None for the end of one that was under way.
         finished: it ended because it was answered, and was not dropped.
         offset, sequence: where its record lies; see `Record`.
+        aborted: when its client gave it up, since the epoch; None where it did not.
     """
 
     arrived: float
@@ -101,6 +133,7 @@ class JournaledRequest(NamedTuple):
     finished: bool
     offset: int
     sequence: int
+    aborted: float | None = None
 
 
 class JournalReader(RingReader):
@@ -133,6 +166,7 @@ class JournalReader(RingReader):
     def _collect(self) -> list[JournaledRequest]:
         begun: dict[int, tuple[int, int, float]] = {}
         ends: dict[int, tuple[float, bool]] = {}
+        aborts: dict[int, float] = {}
         newest = -1
         for record in self.records():
             if record.sequence > newest:
@@ -141,7 +175,9 @@ class JournalReader(RingReader):
             if head is None:
                 continue
             self.latest = max(self.latest, head.seconds)
-            if not head.begun:
+            if head.aborted:
+                aborts[head.number] = head.seconds
+            elif not head.begun:
                 ends[head.number] = head.seconds, head.finished
             elif head.number not in begun or begun[head.number][0] < record.sequence:
                 # One that was held may be there twice.
@@ -149,11 +185,13 @@ class JournalReader(RingReader):
         since = self.latest - KEPT_SECS
         unfinished, ended = [], []
         for number, (sequence, offset, arrived) in sorted(begun.items()):
-            end = ends.get(number)
+            end, aborted = ends.get(number), aborts.get(number)
             if end is None:
-                unfinished.append(JournaledRequest(arrived, None, False, offset, sequence))
+                unfinished.append(JournaledRequest(arrived, None, False, offset, sequence, aborted))
             elif end[0] > since:
-                ended.append(JournaledRequest(arrived, *end, offset, sequence))
+                # What SGLang calls finished there is the abort.
+                finished = end[1] and aborted is None
+                ended.append(JournaledRequest(arrived, end[0], finished, offset, sequence, aborted))
         return unfinished + sorted(ended, key=lambda request: request.ended or 0.0, reverse=True)
 
 
@@ -164,12 +202,14 @@ class Head(NamedTuple):
         number: which request, counted by the process that wrote it.
         seconds: when, since the epoch.
         begun: it tells of a beginning; of an end otherwise, in which the request was `finished` or dropped.
+        aborted: it tells of neither, but that the client gave the request up.
     """
 
     number: int
     seconds: float
     begun: bool
     finished: bool = False
+    aborted: bool = False
 
 
 def encode_begin(
@@ -214,14 +254,19 @@ def encode_end(number: int, seconds: float, *, finished: bool) -> bytes:
     return _END.pack(_ENDED, finished, number, seconds)
 
 
+def encode_abort(number: int, seconds: float) -> bytes:
+    """Return the record that a client gave a request up."""
+    return _END.pack(_ABORTED, False, number, seconds)
+
+
 def read_head(record: bytes) -> Head | None:
     """Return what a record says first; None where it is of another kind."""
     if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
         *_sizes, number, seconds = _BEGIN.unpack_from(record)
         return Head(number, seconds, begun=True)
-    if record[:1] == bytes([_ENDED]) and len(record) == _END.size:
-        _kind, finished, number, seconds = _END.unpack(record)
-        return Head(number, seconds, begun=False, finished=finished)
+    if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == _END.size:
+        kind, finished, number, seconds = _END.unpack(record)
+        return Head(number, seconds, begun=False, finished=finished, aborted=kind == _ABORTED)
     return None
 
 

@@ -17,7 +17,7 @@ from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.incident.summary import mapping_of
 
 #: What stands in a journal's line beside the request itself.
-_ABOUT = frozenset({"kind", "state", "arrived", "ended", "pid", "omitted", "truncated"})
+_ABOUT = frozenset({"kind", "state", "arrived", "ended", "aborted", "pid", "omitted", "truncated"})
 #: What concerns the server that took it, and is nothing to ask another one.
 _OF_THAT_SERVER = frozenset(
     {
@@ -57,6 +57,7 @@ class StoredRequest:
     body: Mapping[str, Any]  # what is sent
     lacks: tuple[str, ...] = ()  # what was not kept of it, a phrase each
     path: str = "/generate"  # where it is sent
+    gone_after: float | None = None  # how long after it arrived its client gave it up, in seconds; None where it did not
 
     @property
     def is_complete(self) -> bool:
@@ -108,7 +109,12 @@ def _of_journal(path: Path) -> Iterator[StoredRequest]:
                 lacks.append("its prompt")
             arrived = _seconds(fields.get("arrived"))
             was_running, way = fields.get("state") == "unfinished", _path_of(fields.get("kind"))
-            yield StoredRequest(str(fields.get("rid")), arrived, was_running, _body(fields), tuple(lacks), way)
+            gone_after = None
+            if fields.get("aborted"):
+                gone_after = max(0.0, _seconds(fields["aborted"]) - arrived)
+            yield StoredRequest(
+                str(fields.get("rid")), arrived, was_running, _body(fields), tuple(lacks), way, gone_after
+            )
 
 
 def _path_of(kind: object) -> str:

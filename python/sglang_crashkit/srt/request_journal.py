@@ -129,6 +129,11 @@ class JournaledStates(dict[str, Any]):
         self.update(other)
         return self
 
+    def abort(self, rid: str) -> None:
+        """Note that the client of a request under way gave it up, or asked for its end."""
+        if rid in self:
+            self._note(self._abort, rid)
+
     # Of `dict` these would pass the methods above by.
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
@@ -161,6 +166,11 @@ class JournaledStates(dict[str, Any]):
         except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
             request = {"rid": rid, "omitted": {"request": f"{type(error).__name__}: {error}"}}, None, None
         self._numbers[rid] = journal.begin(*request)
+
+    def _abort(self, journal: JournalWriter, rid: str) -> None:
+        number = self._numbers.get(rid)
+        if number is not None:
+            journal.abort(number)
 
     def _end(self, journal: JournalWriter, rid: str, state: Any) -> None:
         number = self._numbers.pop(rid, None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.analysis import causes
-from sglang_crashkit.analysis.suspects import ONLY, suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, GONE, ONLY, suspects_of
 from sglang_crashkit.handler import findings
 from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, incident_with_core, without_requests
 from sglang_crashkit.incident.fingerprint import read_faults
@@ -65,6 +65,11 @@ def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, other
     suspects = finish(tmp_path, lines).suspects
     assert (suspects[0].rid, suspects[0].level) == (first, "unknown")
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
+
+
+def test_a_suspect_says_that_its_client_had_gone(tmp_path: Path) -> None:
+    (suspect,) = finish(tmp_path, {"0": {"text": "x", "aborted": "2026-01-01T00:00:04.000000Z"}}).suspects
+    assert suspect.reasons == [ALONE, GONE]
 
 
 def test_a_few_of_many_parameters_are_named(tmp_path: Path) -> None:

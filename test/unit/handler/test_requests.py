@@ -212,6 +212,22 @@ def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> 
     assert found[0]["arrived"].endswith("Z")
 
 
+def test_what_was_given_up_says_so(tmp_path: Path) -> None:
+    writer = ring()
+    for rid in ("under way", "ended", "answered"):
+        number = writer.begin({"rid": rid})
+        if rid != "answered":
+            writer.abort(number)
+        if rid != "under way":
+            writer.end(number, finished=True)
+    export_requests([(7, writer.fd)], tmp_path, 30)
+    assert {(line["rid"], line["state"], "aborted" in line) for line in lines(tmp_path)} == {
+        ("under way", "unfinished", True),
+        ("ended", "dropped", True),
+        ("answered", "finished", False),
+    }
+
+
 def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
     # Their ids are of the time, or of a random number, by release.
     writer = ring()

@@ -108,6 +108,39 @@ def test_an_unfinished_request_outlives_any_number_of_finished_ones(writer: Jour
     assert writer.lost == 0
 
 
+def test_what_was_given_up_is_told_and_outlives_others(writer: JournalWriter, clock: Clock) -> None:
+    under_way, ended, finished = (writer.begin({"rid": rid}) for rid in ("under way", "ended", "finished"))
+    clock.now = 1001.0
+    for number in (under_way, ended, ended):
+        writer.abort(number)
+    clock.now = 1002.0
+    # SGLang calls an abort finished, too.
+    writer.end(ended, finished=True)
+    writer.end(finished, finished=True)
+    found = {(JournalReader(writer.fd).load(one) or {})["rid"]: one for one in JournalReader(writer.fd).requests}
+    assert {rid: (one.ended, one.finished, one.aborted) for rid, one in found.items()} == {
+        "under way": (None, False, 1001.0),
+        "ended": (1002.0, False, 1001.0),
+        "finished": (1002.0, True, None),
+    }
+    for number in range(500):
+        writer.end(writer.begin({"rid": str(number)}, text="x" * 10_000), finished=True)
+    kept = [(reader.load(one) or {})["rid"] for reader in [JournalReader(writer.fd)] for one in reader.requests]
+    assert "under way" in kept
+    assert "ended" in kept
+    assert "finished" not in kept
+
+
+def test_what_was_given_up_takes_little_room(writer: JournalWriter) -> None:
+    writer.begin({"rid": "stays"}, text="x" * 10_000)
+    for number in range(2000):
+        aborted = writer.begin({"rid": str(number)}, text="x" * (10_000 if number % 2 else 100))
+        writer.abort(aborted)
+        writer.end(aborted, finished=False)
+    assert "stays" in rids(writer.fd, ended=False)
+    assert writer.lost == 0
+
+
 def test_unfinished_requests_without_room_are_counted(writer: JournalWriter) -> None:
     for number in range(200):
         writer.begin({"rid": str(number)}, text="x" * 10_000)

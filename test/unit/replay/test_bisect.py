@@ -423,6 +423,21 @@ def test_replay_tells_whether_the_fault_came_back(
     assert main([*command, "-o", str(tmp_path / "none"), "--suspects"]) == 3
 
 
+def test_one_whose_client_had_gone_is_sent_and_named(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = {"state": "dropped", "ended": "2026-01-01T00:00:09Z", "aborted": "2026-01-01T00:00:04.000000Z"}
+    path = incident(tmp_path / "crash", {"text": "a", **POISON, **gone}, suspects=["0"])
+    command = ["replay", str(path), "--suspects", "--max-gap", "0", "--serve", serve(BY_PARAMETERS)]
+    assert main([*command, "-o", str(tmp_path / "replay")]) == 5
+    told = capsys.readouterr()
+    assert "the same fault: It raised." in told.out
+    assert "request 0: its client had gone after 4.0 s; it is waited for; --hang-up gives it up" in told.err
+    result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys, "--hang-up")
+    assert (result["rids"], result["hang_up_secs"]) == (["0"], [4.0])
+    assert "curl -sS -m 4 --data-binary" in (tmp_path / "out" / "reproduce.sh").read_text()
+
+
 def test_nothing_that_was_started_is_left(tmp_path: Path, serve: Any) -> None:
     path = incident(tmp_path / "crash", {"text": "a"})
     command = [sys.executable, "-m", "sglang_crashkit", "replay", str(path), "--max-gap", "0", "-o", "out"]

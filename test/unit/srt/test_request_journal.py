@@ -283,6 +283,27 @@ def test_the_manager_passes_a_wanted_journal_on(
         assert (heard["event"], heard["has_descriptor"]) == ("journal", True)
 
 
+@pytest.mark.usefixtures("listener")
+def test_what_the_manager_aborts_is_noted_and_aborted() -> None:
+    aborted = list[object]()
+    manager: Any = SimpleNamespace(crash_dump_folder="/crash", rid_to_state={})
+    manager.abort_request = lambda *args, **kwargs: aborted.append((args, kwargs))
+    on_request_states(manager)
+    for rid in "abc":
+        manager.rid_to_state[rid] = state(rid)
+
+    def given_up() -> set[str]:
+        reader = JournalReader(manager.rid_to_state._journal.fd)
+        return {(reader.load(one) or {})["rid"] for one in reader.requests if one.aborted is not None}
+
+    manager.abort_request("a")
+    manager.abort_request(rid="nobody")
+    assert given_up() == {"a"}
+    manager.abort_request(abort_all=True)
+    assert given_up() == {"a", "b", "c"}
+    assert aborted == [(("a",), {}), ((), {"rid": "nobody"}), ((), {"abort_all": True})]
+
+
 def test_the_flag_for_prompts_reaches_the_journal(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_PROMPTS", "none")
     assert listener.path.exists()

@@ -101,7 +101,8 @@ def _request_line(line: bytes, levels: Mapping[str, str]) -> str:
         f"{len(text)} characters" if isinstance(text, str) else f"{len(ids)} tokens" if isinstance(ids, list) else ""
     )
     mark = "*" if rid in levels else " "
-    words = cut(", ".join(filter(None, [prompt, *_asked(fields)])), _MAX_PARAMETERS)
+    gone = "its client had gone" if fields.get("aborted") else ""
+    words = cut(", ".join(filter(None, [gone, prompt, *_asked(fields)])), _MAX_PARAMETERS)
     return f"{mark} {fields.get('state')!s:<11} {str(fields.get('arrived'))[11:23]:<14} {rid:<33} {words}"
 
 

@@ -353,9 +353,9 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 def _request(request: Mapping[str, Any], suspect: object, *, prompts: bool) -> dict[str, Any]:
     shown = {name: cut(str(request.get(name) or ""), 100) for name in _OF_REQUEST}
-    numbers, texts = [], []
+    numbers, texts = ["its client had gone"] if request.get("aborted") else [], []
     for name, value in [*request.items(), *mapping_of(request.get("sampling_params")).items()]:
-        if name in (*_OF_REQUEST, "sampling_params", "pid") or value is None:
+        if name in (*_OF_REQUEST, "aborted", "sampling_params", "pid") or value is None:
             continue
         if isinstance(value, (bool, int, float)):
             numbers.append(f"{cut(name, 80)} {value!s:.40}")

@@ -46,9 +46,10 @@ def export_requests(
     """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
     Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
-    ``arrived`` and ``ended`` (UTC), ``pid`` of the process that took it in, ``text`` or ``input_ids``,
-    ``sampling_params``, and what else the request asked for; ``omitted`` describes what was not kept, and ``truncated``
-    says how much of a long prompt is there (see `encode_begin`). Health checks are left out.
+    ``arrived`` and ``ended`` (UTC), ``aborted`` (UTC) where its client gave it up or had gone, ``pid`` of the process
+    that took it in, ``text`` or ``input_ids``, ``sampling_params``, and what else the request asked for; ``omitted``
+    describes what was not kept, and ``truncated`` says how much of a long prompt is there (see `encode_begin`).
+    Health checks are left out.
 
     Args:
         journals: the pid of each writer and a descriptor of its journal.
@@ -152,6 +153,8 @@ def _line_of(reader: JournalReader, request: JournaledRequest, state: str, pid: 
         return None
     ended = None if request.ended is None else iso_time(request.ended)
     head = {"rid": fields.pop("rid", None), "state": state, "arrived": iso_time(request.arrived), "ended": ended}
+    if request.aborted is not None:
+        head["aborted"] = iso_time(request.aborted)
     return json.dumps({**head, "pid": pid, **fields}).encode() + b"\n"
 
 

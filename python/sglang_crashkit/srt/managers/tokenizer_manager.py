@@ -105,7 +105,16 @@ def on_request_states(manager: Any) -> None:
     guard_requests(manager)
     journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
     if journal is not None:
-        manager.rid_to_state = JournaledStates(manager.rid_to_state, journal, Settings.from_environ().prompts)
+        states = JournaledStates(manager.rid_to_state, journal, Settings.from_environ().prompts)
+        manager.rid_to_state = states
+        if abort := getattr(manager, "abort_request", None):
+            # SGLang calls it where a client has gone, too.
+            manager.abort_request = before(abort, functools.partial(_note_abort, states))
+
+
+def _note_abort(states: JournaledStates, rid: str = "", abort_all: bool = False, *_args: Any, **_kwargs: Any) -> None:
+    for one in list(states) if abort_all else [rid]:
+        states.abort(one)
 
 
 @never_raises
