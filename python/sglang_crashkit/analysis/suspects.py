@@ -9,6 +9,8 @@ not been answered. So they do beside those of a step where it may have failed by
 thread, such as one that compiles a grammar, or memory that a request took that waits. Where all were answered, those of
 the last step count: a check that runs when nothing else does finds what they left.
 
+Where it worked on a control request, such as an update of the weights, no request for an answer did it.
+
 A suspicion is not a proof; that takes a server which fails again by the request alone.
 """
 
@@ -92,7 +94,7 @@ def suspects_of(
             were in no step of any rank. They count where it was in no step.
     """
     first = _first_failure(incident)
-    if first is None or incident.kind == "peer_lost":
+    if first is None or incident.kind == "peer_lost" or _is_of_control(incident, first):
         return [], 0
     last = first.steps.last if first.steps is not None else []
     finished = [step for step in last if step.get("ended") is not None]
@@ -179,6 +181,16 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
 def _first_failure(incident: Incident) -> ProcessReport | None:
     failure = incident.verdict.first_failure if incident.verdict is not None else None
     return incident.process(failure.pid) if failure is not None else None
+
+
+def _is_of_control(incident: Incident, first: ProcessReport) -> bool:
+    """Say whether the first failure was at a control request; a GPU may report there what it computed before."""
+    if not first.control or any(map(_OF_GPU.search, _exceptions(incident, first.pid)[:1])):
+        return False
+    # Frames tell it of what was at work; the record alone, where there was nothing else in that round.
+    is_seen = bool(first.raised_through or first.samples)
+    is_alone = first.steps is None or not first.steps.last or not _received(first)
+    return is_seen or is_alone
 
 
 def _exceptions(incident: Incident, pid: int | None = None) -> list[str]:

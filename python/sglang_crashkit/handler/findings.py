@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.analysis.control import control_of
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.analysis.suspects import GONE, is_alone, is_by_others, suspects_of
@@ -120,8 +121,10 @@ def name_suspects(
     unusual: Mapping[str, str] | None = None,
     unanswered: Sequence[str] = (),
 ) -> None:
-    """Put the suspects into an incident; see `suspects_of`."""
+    """Put the suspects into an incident, see `suspects_of`, and what control request each rank worked on."""
     try:
+        for process in incident.processes:
+            process.control = control_of(process) if process.role == "scheduler" else ""
         incident.suspects, incident.suspects_left_out = suspects_of(incident, seen, unusual, unanswered)
     except Exception:
         # What is known beside it is worth more.

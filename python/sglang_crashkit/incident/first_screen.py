@@ -286,7 +286,9 @@ class _Screen:
         else:
             time, how = None, ", ".join(self._doing_of(self._first))
         in_step = ""
-        if step:
+        if control := self._first.get("control"):
+            in_step = f", while it worked on {cut(str(control), _MAX_RID)}"
+        elif step:
             batch = f"{step['mode']} of {step.get('size')}" if step.get("mode") else "not yet scheduled"
             in_step = f", in step {step.get('number')} ({batch})"
         at = f" at {_moment(time)[11:]}" if time else ""

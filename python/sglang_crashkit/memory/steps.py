@@ -3,7 +3,7 @@
 The memory is sealed (see `ring.create_sealed`), and all of it is there from the
 beginning, so that no store ever ends in SIGBUS::
 
-    header     one page: magic number; what the scheduler is about, in words of 64 bits
+    header     one page: magic number; what the scheduler is about, in words of 64 bits; a control request, by its name
     steps      `STEPS` slots of 160 bytes; the step of number n lies in slot n modulo `STEPS`
     ids        4096 slots of 64 bytes: 8 bytes of a hash of a request's id, its length, the id; a long one takes several
     data       1 MB, the newest overwrites the oldest: for each step's requests hashes of ids, and lengths
@@ -56,8 +56,9 @@ SIZE = _DATA + _DATA_BYTES
 #: Words of the header: when the last round of the event loop began; the step that it is to become, 0 for none; the step
 #: that the scheduler is at, 0 for none; whether it has nothing to do.
 _ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
-#: Behind them in the header: names of the forward modes by their number, as JSON.
-_MODES = 512
+#: Behind them in the header: length and name of the control request of this round; names of the forward modes by their
+#: number, as JSON.
+_CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
 #: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
 _ENDED, _FIXED = 8, 16
 _BODY = struct.Struct("<QdQ8I4iqqHB")
@@ -141,6 +142,7 @@ class StepWriter:
         self._lengths: int | None = None
         self._grown = 0
         self._ones = (0, 0)
+        self._has_control = False
 
     def close(self) -> None:
         """Give the memory back, unless somebody else holds it."""
@@ -161,6 +163,20 @@ class StepWriter:
         words[_OPEN] = number
         words[_AT] = 0
         words[_IDLE] = not number
+        if self._has_control:
+            self._end_control()
+
+    def begin_control(self, name: str) -> None:
+        """Note that a control request is handled in this round, before the next batch."""
+        told = name.encode(errors="replace")[:_LONGEST_CONTROL]
+        self._map[_CONTROL + 1 : _CONTROL + 1 + len(told)] = told
+        # Last, so that it is whole.
+        self._map[_CONTROL] = len(told)
+        self._has_control = True
+
+    def _end_control(self) -> None:
+        self._map[_CONTROL] = 0
+        self._has_control = False
 
     def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int], received: int) -> None:
         """Note the requests that were received for a step to come; those that were noted for it before are forgotten.
@@ -239,6 +255,8 @@ class StepWriter:
         if phase == SCHEDULED:
             words[_AT] = number
             words[_IDLE] = words[_OPEN] = 0
+            if self._has_control:
+                self._end_control()
 
     def mark(self, number: int, phase: int, mode: int = 0) -> None:
         """Note how far a step has come.
@@ -341,11 +359,13 @@ class LastSteps:
         current: the step that the scheduler is in: the one it is at, else the newest that is not done; None where it
             has nothing to do.
         round_at: when it last began a round of its event loop, in seconds of the monotonic clock.
+        control: name of the control request that came in that round, before which no batch began; empty without one.
     """
 
     steps: tuple[Step, ...]
     current: Step | None
     round_at: float
+    control: str = ""
 
 
 class StepReader:
@@ -392,7 +412,9 @@ class StepReader:
             unfinished = [step for step in kept if step.phase != PHASES[PROCESSED]]
             scheduled = [step for step in unfinished if step.phase != PHASES[RECEIVED]]
             current = (scheduled or unfinished)[-1] if unfinished and not idle else None
-        return LastSteps(kept, current, round_at)
+        size = min(data[_CONTROL], _LONGEST_CONTROL)
+        control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
+        return LastSteps(kept, current, round_at, control)
 
     def _step_at(self, data: bytes, place: int, found: _Requests) -> Step | None:
         start = _PAGE + place * _SLOT

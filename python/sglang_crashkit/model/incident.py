@@ -120,6 +120,9 @@ class ProcessReport:
     evidence: list[Evidence] = field(default_factory=list)  # every expected piece
     #: What the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     last_sign: LastSign | None = None
+    #: The control request that a scheduler worked on as it failed or hung, such as ``update_weights_from_disk``; empty
+    #: where it worked on none, or that is not known.
+    control: str = ""
     steps: LastSteps | None = None  # what a scheduler's record of its steps says; None where there is none
     #: The frames of the exception that it raised, innermost first. Not in the JSON: `doing` has the innermost, and its
     #: own record all.

@@ -12,7 +12,7 @@ from sglang_crashkit.analysis.causes import rules
 from sglang_crashkit.analysis.causes.advice import ADVICE
 from sglang_crashkit.analysis.suspects import ALONE, ONLY
 from sglang_crashkit.model.incident import Exit
-from unit.analysis.cases import TP0, TP1, hung, incident, killed, raised
+from unit.analysis.cases import PEOPLE, TP0, TP1, hung, incident, killed, raised
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
 REAPED = Exit(None, None, "unknown", "reaped", "t")
@@ -539,6 +539,22 @@ def test_the_step_that_it_died_in_is_told() -> None:
     step = {"number": 7, "mode": "decode", "size": 2, "rids": ["a", "b"]}
     next(one for one in document["processes"] if one["title"] == TP1)["steps"] = {"last": [], "in_step": step}
     assert causes.explain(document)["reasons"][1] == "It was in step 7 (decode, 2 requests, with a, b)."
+
+
+@pytest.mark.parametrize(
+    ("document", "names"),
+    [
+        (raised("ValueError: no such file", "load_model (loader.py:1)"), [TP0]),
+        (incident("signal", TP1, end=killed("SIGSEGV", "x")), [TP1]),
+        # Nobody stands out: the first that was at it.
+        (hung(), [TP0]),
+    ],
+)
+def test_a_control_request_that_it_failed_at_is_a_reason(document: dict[str, Any], names: list[str]) -> None:
+    for process in document["processes"]:
+        process["control"] = "flush_cache" if process["role"] == "scheduler" else ""
+    told = [one for one in causes.explain(document)["reasons"] if "control request" in one]
+    assert told == [f"{name} (pid {PEOPLE[name][0]}) worked on flush_cache, a control request." for name in names]
 
 
 def test_the_record_of_a_rank_tells_more_than_the_timeline() -> None:

@@ -224,6 +224,14 @@ def test_a_step_that_was_not_scheduled_is_said_to_be_so(killed: dict[str, Any], 
     assert words in " ".join(line[8:] for line in first_screen(killed))
 
 
+def test_a_control_request_is_told_in_place_of_the_step(killed: dict[str, Any]) -> None:
+    for process in killed["processes"]:
+        process["control"] = "update_weights_from_disk"
+    text = " ".join(line[8:] for line in first_screen(killed))
+    assert ", while it worked on update_weights_from_disk " in text
+    assert "in step 13 (" not in text
+
+
 def test_a_comment_goes_before_the_line_is_too_long(killed: dict[str, Any]) -> None:
     where = "1a2b3c4d --folder /var/crash/sglang"
     assert first_screen(killed, where=where)[-1] == f"next    sglang-crashkit bundle {where} --no-prompts"

@@ -66,7 +66,7 @@ def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
         "class": name,
         "words": advice.words,
         "level": finding.level,
-        "reasons": [*finding.reasons, *case.last_step],
+        "reasons": [*finding.reasons, *case.control, *case.last_step],
         "next_steps": [*_bisection(name, case, incident), *steps],
         "known_issues": [issue.to_json() for issue in case.known],
         "restart_helps": advice.restart,

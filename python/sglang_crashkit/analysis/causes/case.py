@@ -235,6 +235,13 @@ class Case:
         return any(isinstance(count, int) and count > 1 for count in counts)
 
     @property
+    def control(self) -> list[str]:
+        """At what control request the first failure, or a rank that hangs, was, in a sentence; empty where at none."""
+        ranks = [self.first] if self.first else self.schedulers if self.is_hang else []
+        names = {name: rank for rank in reversed(ranks) if (name := str(rank.get("control") or ""))}
+        return [f"{name_of(rank)} worked on {name}, a control request." for name, rank in names.items()]
+
+    @property
     def last_step(self) -> list[str]:
         """In which step the first failure was, with which requests, in a sentence; empty where that is not known."""
         step = mapping_of(mapping_of(self.first.get("steps")).get("in_step"))

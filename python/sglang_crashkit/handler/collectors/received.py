@@ -281,6 +281,7 @@ class StepRecords(HeldMemory):
             last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
             in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
         )
+        run.report(process).control = found.control
         lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
         piece = write_piece("steps", run.folder.write_text, name, lines)
         piece.seconds = round(time.monotonic() - began, 3)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +39,10 @@ _MAX_RECEIVED = 256
 _MAX_PENDING = 64
 #: What `memory.steps.DECISIONS` calls the requests that a hierarchical cache is about.
 _CACHE = {"prefetch": "ongoing_prefetch", "write_back": "ongoing_write_through"}
+#: How the classes of requests for an answer begin, and of what ends one; what the classes of all others end with.
+_NO_CONTROL = ("Tokenized", "BatchTokenized", "Abort")
+_END_OF_NAME = re.compile(r"Req(Input|uest)?$")
+_WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")
 _rid_of, _output_of, _input_of = attrgetter("rid"), attrgetter("output_ids"), attrgetter("origin_input_ids")
 
 _OFF_WARNING = "crash kit: the steps of this scheduler are not recorded any more"
@@ -94,6 +99,10 @@ class StepRecorder:
                 self._take(request)
             self.writer.begin_round(number, now)
             self.writer.receive(number, now, list(self._rids), self._lengths, self._received)
+            names = (type(request).__name__ for request in requests)
+            control = next((name for name in names if not name.startswith(_NO_CONTROL)), "")
+            if control:
+                self.writer.begin_control(name_of_control(control))
         elif self._received or scheduler.waiting_queue or scheduler.last_batch is not None:
             self.writer.begin_round(number, now)
         else:
@@ -315,6 +324,13 @@ def _gauge_of(scheduler: Any) -> Callable[[], int] | None:
             continue
         return gauge
     return None
+
+
+def name_of_control(kind: str) -> str:
+    """Return what a control request is called, such as ``update_weights_from_disk``, by the name of its class."""
+    words = "_".join(word.lower() for word in _WORDS.findall(_END_OF_NAME.sub("", kind)))
+    # What the route and the scheduler's function say.
+    return words.replace("update_weight_", "update_weights_") or kind
 
 
 def _number_of(value: Any) -> int:

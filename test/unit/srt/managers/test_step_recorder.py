@@ -348,3 +348,30 @@ def test_what_breaks_switches_it_off_with_one_warning(
     found = StepReader(recorder.writer.fd).read()
     assert (found.steps[0].phase, found.current) == ("processed", None)
     recorder.writer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
+        ("LoadLoRAAdapterReqInput", "load_lora_adapter"),
+        ("SetInternalStateReq", "set_internal_state"),
+        ("ReleaseMemoryOccupationReqInput", "release_memory_occupation"),
+        ("ProfileReq", "profile"),
+        ("_odd", "_odd"),
+    ],
+)
+def test_a_control_request_is_called_as_its_route(kind: str, name: str) -> None:
+    assert step_recorder.name_of_control(kind) == name
+
+
+def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) -> None:
+    scheduler = Scheduler()
+    step_recorder.on_received(scheduler, [TokenizedGenerateReqInput("a"), FlushCacheReqInput()])
+    assert read().control == "flush_cache"
+    step_recorder.on_received(scheduler, [])
+    assert read().control == ""
+    step_recorder.on_received(scheduler, [FlushCacheReqInput()])
+    scheduler.forward_ct = 1
+    step_recorder.on_scheduled(scheduler, batch_of(EXTEND, [A], prefix_lens=[0], extend_lens=[4]))
+    assert read().control == ""

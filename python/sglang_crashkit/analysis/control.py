@@ -1,0 +1,47 @@
+"""Which control request a scheduler worked on as it failed, such as an update of the weights; that is nobody's prompt.
+
+The frames of its main thread tell, in all releases: whatever is received is handled in one function of the scheduler.
+Of a process that died without a word there are none, and its record of steps tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from sglang_crashkit.model.incident import ProcessReport
+
+_FRAME = re.compile(r"(?:[\w<>]+\.)*(?P<name>[\w<>]+) \((?P<path>[^)]*)\)")
+#: Where a scheduler handles what it received, by the type of each.
+_RECEIVED = "process_input_requests"
+#: What stands between that and the handler, and what handles requests for an answer.
+_BETWEEN = re.compile(r"__call__|handle|\w*wrap\w*|decorate_\w+|<lambda>")
+_NO_CONTROL = re.compile(
+    r"_?(handle_(batch_)?(generate|embedding)\w*|abort_request|on_\w+|maybe_\w+|check_\w+|send_\w+)"
+)
+
+
+def control_in(frames: Sequence[str]) -> str | None:
+    """Return the name of the control request that frames, innermost first, are in.
+
+    Returns:
+        Empty where they are in something else, None where they do not reach to where that shows.
+    """
+    names = [found["name"] for frame in frames if (found := _FRAME.match(frame))]
+    if _RECEIVED not in names:
+        return None
+    inner = reversed(names[: names.index(_RECEIVED)])
+    name = next((one for one in inner if not _BETWEEN.fullmatch(one)), "")
+    return "" if _NO_CONTROL.fullmatch(name) else name
+
+
+def control_of(process: ProcessReport) -> str:
+    """Return the control request that a scheduler worked on as it failed or hung; empty where it did on none.
+
+    What it has by now is of its record, which keeps one from where it is received to where a batch or a round begins.
+    """
+    sampled = [
+        str(frame) for sample in process.samples[-1:] for thread in sample.threads[:1] for frame in thread.frames
+    ]
+    found = control_in(process.raised_through or sampled or process.doing)
+    return ("" if process.raised_through else process.control) if found is None else found
