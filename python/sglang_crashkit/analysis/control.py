@@ -35,13 +35,17 @@ def control_in(frames: Sequence[str]) -> str | None:
     return "" if _NO_CONTROL.fullmatch(name) else name
 
 
+def frames_of(process: ProcessReport) -> list[str]:
+    """Return the frames of what a process raised, or of its main thread as far as they are known, innermost first."""
+    threads = process.samples[-1].threads if process.samples else ()
+    sampled = [str(frame) for frame in threads[0].frames] if threads else []
+    return process.raised_through or sampled or process.doing
+
+
 def control_of(process: ProcessReport) -> str:
     """Return the control request that a scheduler worked on as it failed or hung; empty where it did on none.
 
     What it has by now is of its record, which keeps one from where it is received to where a batch or a round begins.
     """
-    sampled = [
-        str(frame) for sample in process.samples[-1:] for thread in sample.threads[:1] for frame in thread.frames
-    ]
-    found = control_in(process.raised_through or sampled or process.doing)
+    found = control_in(frames_of(process))
     return ("" if process.raised_through else process.control) if found is None else found

@@ -17,9 +17,11 @@ A suspicion is not a proof; that takes a server which fails again by the request
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sglang_crashkit.analysis.control import frames_of
 from sglang_crashkit.model.incident import (
     IN_LAST,
     IN_SEVERAL,
@@ -40,7 +42,7 @@ _HEALTH_CHECK = "HEALTH_CHECK"
 _SCHEDULER = "scheduler"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
 #: what others do not, does not.
-_NAMED, _SEEN, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 16, 4, 2, 1
+_NAMED, _SEEN, _ABOUT, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 24, 16, 4, 2, 1
 #: Where nothing else was under way one of these, and a suspicion before, proves a request.
 ALONE = "it was the only request of the step that was not finished"
 ALONE_AT = "it was the only request of the step in which the rank failed"
@@ -52,6 +54,19 @@ _RECEIVED_LAST = f"{_WAITED}; the rank had received it last"
 GONE = "its client had given it up before"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
+#: So many parameters are named, and of a stack so many of the innermost frames tell what it is about.
+_MAX_NAMES, _MAX_FRAMES = 4, 8
+#: What is about a parameter, by the function's name or the file's; nothing that each batch passes through.
+_PLACES = (
+    (re.compile(r".*logprob.*"), re.compile(r".*logprob")),
+    (re.compile(r"regex|json_schema|ebnf|structural_tag"), re.compile(r".*(grammar|constrained/|outlines|llguidance)")),
+    (re.compile(r"stop|stop_regex"), re.compile(r"(\w+\.)*_check_str_based_finish |.*(stop_str|stop_regex)")),
+    (re.compile(r"logit_bias"), re.compile(r".*logit_bias")),
+    (re.compile(r"min_new_tokens|stop_token_ids"), re.compile(r".*min_new_tokens")),
+    (re.compile(r"\w+_penalty"), re.compile(r".*(penaltylib|penalizer)")),
+    (re.compile(r"return_hidden_states"), re.compile(r".*return_hidden_states")),
+    (re.compile(r"lora_path"), re.compile(r".*lora")),
+)
 #: What a kernel brings about is reported by whatever comes after it. Memory is missed where it is asked for.
 _OF_GPU = re.compile(r"\b(?:CUDA|HIP|XPU|NPU|CUBLAS|NCCL)|cuDNN|AcceleratorError|DistBackendError")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory")
@@ -81,7 +96,7 @@ class _Choice(NamedTuple):
 def suspects_of(
     incident: Incident,
     seen: Mapping[str, int] | None = None,
-    unusual: Mapping[str, str] | None = None,
+    asked: Mapping[str, Collection[str]] | None = None,
     unanswered: Sequence[str] = (),
 ) -> tuple[list[Suspect], int]:
     """Return the suspects of an incident with its verdict, and how many more there are than are listed.
@@ -89,7 +104,7 @@ def suspects_of(
     Args:
         incident: with the last steps of its schedulers, and the counts of its journals.
         seen: of requests by id, in how many earlier incidents of the same fault one like it was suspected.
-        unusual: of requests by id, the parameters that no other suspect has.
+        asked: of the suspects by id, the names of the parameters that they ask for.
         unanswered: the ids of requests that were not answered, latest first, where a scheduler failed only those that
             were in no step of any rank. They count where it was in no step.
     """
@@ -102,7 +117,9 @@ def suspects_of(
     # Of a large batch the first few are listed.
     are_all = all(len(step.get("requests") or ()) >= (step.get("size") or 0) for step in finished)
     chosen, is_nobodys = _choose(incident, first, unanswered), is_by_others(incident)
-    text = " ".join(_exceptions(incident))
+    text, own = " ".join(_exceptions(incident)), _only_asked(asked or {})
+    # A GPU may report there what it computed before.
+    frames = frames_of(first) if not _OF_GPU.search(text) else []
     weighed = []
     for rid in chosen.rids:
         reasons = []
@@ -113,8 +130,10 @@ def suspects_of(
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
         if (place := chosen.places.get(rid)) and not (is_nobodys and place[0] == _ALONE):
             reasons.append(place)
-        if names := (unusual or {}).get(rid):
-            reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))
+        if names := own.get(rid):
+            where = _about(names, frames)
+            if where or len(asked or ()) > 2:
+                reasons.append((_ABOUT if where else _UNUSUAL, _unusual_in_words(names, where)))
         if are_all and finished and rid not in before and rid not in unanswered:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         weight = sum(weight for weight, _words in reasons)
@@ -123,6 +142,32 @@ def suspects_of(
     weighed.sort(key=lambda one: -one[0])
     listed = [suspect for _weight, suspect in weighed[:MAX_SUSPECTS]]
     return listed, chosen.size - len(listed)
+
+
+def _only_asked(asked: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+    """Return what of some requests, by id, no other one of them asks for; nothing where there is one."""
+    times = Counter(name for names in asked.values() for name in names)
+    own = {rid: sorted(name for name in names if times[name] == 1) for rid, names in asked.items()}
+    return {rid: names for rid, names in own.items() if names} if len(asked) > 1 else {}
+
+
+def _about(names: Sequence[str], frames: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first of parameters that a frame is about, and the frame's function; None where none is."""
+    for name in names:
+        for parameter, place in _PLACES:
+            if parameter.fullmatch(name.rpartition(".")[2]):
+                found = next((frame for frame in frames[:_MAX_FRAMES] if place.match(frame)), None)
+                if found is not None:
+                    return name, found.partition(" ")[0]
+    return None
+
+
+def _unusual_in_words(names: Sequence[str], place: tuple[str, str] | None) -> str:
+    if place is not None:
+        return f"no other one of the step asks for {place[0]}, and the rank was in {place[1]}, which is about that"
+    # A request of OpenAI's API has a value for each parameter.
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"no other one of the step asks for {', '.join(names[:_MAX_NAMES])}{more}"
 
 
 def is_by_others(incident: Incident) -> bool:

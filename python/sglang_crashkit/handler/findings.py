@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 #: Of so many requests that were not answered, the newest, the suspects are chosen.
 _MAX_UNANSWERED = 2000
-_MAX_NAMES = 4
 #: A record holds every thread's stack, and is still short of this.
 _MAX_BYTES = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
@@ -76,7 +75,7 @@ def count_repeat(
     incident.fault = count_fault(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
-    name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines), unanswered)
+    name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _asked(lines), unanswered)
     for suspect in incident.suspects:
         if lines.get(suspect.rid, {}).get("aborted"):
             suspect.reasons.append(GONE)
@@ -101,31 +100,21 @@ def _quarantine(
         logger.warning("the suspects are not in quarantine: %s", error)
 
 
-def _unusual(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return what of some requests, by id, no other one of them asks for; nothing where there are only two."""
-    asked = {rid: names_of(fields) for rid, fields in lines.items()}
-    times = Counter(name for names in asked.values() for name in names)
-    own = {rid: sorted(name for name in names if times[name] == 1) for rid, names in asked.items()}
-    return {rid: _first_few(names) for rid, names in own.items() if names} if len(lines) > 2 else {}
-
-
-def _first_few(names: Sequence[str]) -> str:
-    """Return names in words: a request of OpenAI's API has a value for each parameter."""
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+def _asked(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
+    return {rid: names_of(fields) for rid, fields in lines.items()}
 
 
 def name_suspects(
     incident: Incident,
     seen: Mapping[str, int] | None = None,
-    unusual: Mapping[str, str] | None = None,
+    asked: Mapping[str, Collection[str]] | None = None,
     unanswered: Sequence[str] = (),
 ) -> None:
     """Put the suspects into an incident, see `suspects_of`, and what control request each rank worked on."""
     try:
         for process in incident.processes:
             process.control = control_of(process) if process.role == "scheduler" else ""
-        incident.suspects, incident.suspects_left_out = suspects_of(incident, seen, unusual, unanswered)
+        incident.suspects, incident.suspects_left_out = suspects_of(incident, seen, asked, unanswered)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")

@@ -353,3 +353,32 @@ def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:
     assert [one.rid for one in suspects_of(made, unanswered=["a"])[0]] == ["a"]
     made.verdict = None
     assert suspects_of(made, unanswered=["a"]) == ([], 0)
+
+
+SEARCH = ["search (re/__init__.py:176)", "_check_str_based_finish (sglang/srt/managers/schedule_batch.py:1940)"]
+LOGPROBS = ["get_top_logprobs (sglang/srt/layers/logits_processor.py:900)", "forward (model.py:1)"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "message", "asked", "level", "told"),
+    [
+        (SEARCH, "", {"a": (), "b": ("sampling_params.stop_regex",)}, "supported", "in _check_str_based_finish, which"),
+        (LOGPROBS, "", {"a": (), "b": ("return_logprob", "x")}, "supported", "asks for return_logprob, and the rank"),
+        (["accept (sglang/srt/constrained/x.py:1)"], "", {"a": (), "b": ("sampling_params.regex",)}, "supported", ""),
+        # Somebody else asks for that, too.
+        (SEARCH, "", dict.fromkeys("ab", ("sampling_params.stop_regex",)), "unknown", "in the step"),
+        (["forward (model.py:1)"], "", {"a": (), "b": ("return_logprob",)}, "unknown", "in the step"),
+        # A kernel of before is reported anywhere.
+        (LOGPROBS, "CUDA error: an illegal access", {"a": (), "b": ("return_logprob",)}, "unknown", "in the step"),
+        # Far out in the stack.
+        ([*["f (x.py:1)"] * 8, *SEARCH], "", {"a": (), "b": ("sampling_params.stop",)}, "unknown", "in the step"),
+    ],
+)
+def test_one_that_alone_asks_for_what_the_rank_was_at_is_suspected(
+    frames: list[str], message: str, asked: dict[str, tuple[str, ...]], level: str, told: str
+) -> None:
+    made = incident("a", "b", message=message)
+    made.processes[0].doing = frames
+    found = {one.rid: one for one in suspects_of(made, None, asked)[0]}
+    assert (found["b"].level, found["a"].level) == (level, "unknown")
+    assert told in " ".join(found["b"].reasons)
