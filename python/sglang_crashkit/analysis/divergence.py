@@ -10,6 +10,7 @@ yet is no difference.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +28,7 @@ _MAX_NAMED = 3
 _TAKES_IN = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
 #: Decisions that a rank takes by what it has itself, so that who took one alone is the outlier; and those that follow
 #: from a request that all have, so that who did not take it is.
-_BY_ITSELF, _OF_REQUEST = ("retract",), ("prefetch",)
+_BY_ITSELF, _OF_REQUEST = ("retract", "timeout"), ("prefetch",)
 #: What the ranks count as they go; told where only the hash differs, for it says where to look.
 _COUNTS = ("received", "waiting", "running", "retracted", "kv_free")
 
@@ -256,6 +257,13 @@ def _decision(ours: Step, theirs: Step) -> str | None:
     return next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
 
 
+def _decided_of(decision: str, *steps: Step) -> str | None:
+    """Return the request that a decision is about, where it is in one of the steps; see ``StepRecorder._decide``."""
+    numbers = {step.decisions.get(decision) for step in steps}
+    rids = (request.rid for step in steps for request in step.requests)
+    return next((rid for rid in rids if zlib.crc32(f"{rid} ".encode(errors="surrogatepass")) in numbers), None)
+
+
 def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[DivergenceKind, str, str | None, str | None]:
     """Return in what two steps of one number differ, in words, and of which request and by which decision."""
     in_step = f"in step {ours.number:,}"
@@ -270,10 +278,13 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
     if decision is not None:
         did, did_not = (odd, rest) if ours.decisions.get(decision) else (rest, odd)
         both = ours.decisions.get(decision) and theirs.decisions.get(decision)
-        decided = f"{did} decided {'another ' if both else ''}{decision} on the way to step {ours.number:,}"
+        decided_of = None if both else _decided_of(decision, ours, theirs)
+        of = f" of request {decided_of}" if decided_of else ""
+        decided = f"{did} decided {'another ' if both else ''}{decision}{of} on the way to step {ours.number:,}"
         same = (ours.mode, ours.size, ours.tokens) == (theirs.mode, theirs.size, theirs.tokens) and not request
         than = f"{decided} {'than ' + did_not if both else 'where ' + did_not + ' did not'}"
-        return "decision", than if same else f"{than}: {apart}", request or _alone(ours, theirs), decision
+        request = decided_of or request or _alone(ours, theirs)
+        return "decision", than if same else f"{than}: {apart}", request, decision
     if ours.mode != theirs.mode:
         return "mode", apart, request or _alone(ours, theirs), None
     if mine or other or ours.size != theirs.size:

@@ -38,12 +38,12 @@ NAME = "sglang-crashkit-steps"
 STEPS = 1000
 RECEIVED, SCHEDULED, FORWARD_BEGUN, FORWARD_DONE, PROCESSED = range(len(PHASES))
 #: What is decided on the way to a step, by its place in the record.
-DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back")
+DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "timeout")
 #: More requests of one step than these are counted, and not recorded.
 MAX_REQUESTS = 2048
 ABSENT = -1
 
-_VERSION = 2
+_VERSION = 3
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
 _PAGE = 4096
 _SLOT, _ID_SLOT = 160, 64
@@ -62,7 +62,7 @@ _CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
 #: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
 _ENDED, _FIXED = 8, 16
 _BODY = struct.Struct("<QdQ8I4iqqHB")
-_DECIDED = struct.Struct("<B5Q")
+_DECIDED = struct.Struct("<B6Q")
 _NOTHING_DECIDED = bytes(_DECIDED.size)
 _BODY_BYTES = _BODY.size + _DECIDED.size
 _HASHED = struct.Struct("<QHIii")

@@ -118,6 +118,16 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             "TP0",
             "supported",
         ),
+        # By its own clock; the number tells of which request.
+        (
+            step(LAST, "decode", CD34, AB12),
+            step(LAST, "decode", CD34, AB12, decisions={"timeout": zlib.crc32(b"ab12 ")}),
+            "decision",
+            "ab12",
+            "TP0 decided timeout of request ab12 on the way to step 18,204 where TP1 did not",
+            "TP0",
+            "supported",
+        ),
         (
             step(LAST, "decode", CD34),
             step(LAST, "decode", CD34, decisions={"prefetch": 1}),

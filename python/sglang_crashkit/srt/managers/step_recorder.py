@@ -12,6 +12,7 @@ Whatever goes wrong switches the recorder off and nothing else.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -43,6 +44,13 @@ _CACHE = {"prefetch": "ongoing_prefetch", "write_back": "ongoing_write_through"}
 _NO_CONTROL = ("Tokenized", "BatchTokenized", "Abort")
 _END_OF_NAME = re.compile(r"Req(Input|uest)?$")
 _WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")
+#: What an abort says that is of a timeout.
+_TIMED_OUT = "timeout reached"
+#: Time limits of requests, what ends those that are over them by the rank's own clock, and what that looks at.
+_TIME_LIMITS: tuple[tuple[str, str, Callable[[Any], Sequence[Any]]], ...] = (
+    ("SGLANG_REQ_WAITING_TIMEOUT", "_abort_on_waiting_timeout", attrgetter("waiting_queue")),
+    ("SGLANG_REQ_RUNNING_TIMEOUT", "_abort_on_running_timeout", attrgetter("running_batch.reqs")),
+)
 _rid_of, _output_of, _input_of = attrgetter("rid"), attrgetter("output_ids"), attrgetter("origin_input_ids")
 
 _OFF_WARNING = "crash kit: the steps of this scheduler are not recorded any more"
@@ -114,7 +122,8 @@ class StepRecorder:
         rid = str(getattr(request, "rid", None) or "")
         self._received_hash = blake2b(f"{name} {rid}".encode(), key=self._received_hash, digest_size=8).digest()
         if name == "AbortReq":
-            self._decide("abort", rid)
+            # From 0.5.23 on one rank decides on timeouts, and tells all.
+            self._decide("timeout" if _TIMED_OUT in str(getattr(request, "abort_message", "")) else "abort", rid)
         elif name.startswith("BatchTokenized"):
             for one in request.batch:
                 self._take(one)
@@ -131,6 +140,32 @@ class StepRecorder:
         self._retracted += len(requests)
         for request in requests:
             self._decide("retract", request.rid)
+
+    def watch_timeouts(self, scheduler: Any) -> None:
+        """Have it noted which requests this rank ends by its own clock, as releases do where all ranks are not told.
+
+        Where no such time limit is set the scheduler is left as it is.
+        """
+        for variable, name, requests_of in _TIME_LIMITS:
+            ends = getattr(scheduler, name, None)
+            if ends is not None and os.environ.get(variable, "-1") not in ("", "-1", "0"):
+                setattr(scheduler, name, functools.partial(self._note_timeouts, ends, scheduler, requests_of))
+
+    def _note_timeouts(
+        self, ends: Callable[[], Any], scheduler: Any, requests_of: Callable[[Any], Sequence[Any]]
+    ) -> Any:
+        before = _alive(requests_of, scheduler)
+        result = ends()
+        if before:
+            try:
+                after = _alive(requests_of, scheduler)
+                for key in before if len(after) < len(before) else ():
+                    if key not in after:
+                        self._decide("timeout", before[key])
+            except Exception:
+                logger.warning(_OFF_WARNING, exc_info=True)
+                _switch_off()
+        return result
 
     def schedule(self, scheduler: Any, batch: Any) -> None:
         """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
@@ -291,6 +326,7 @@ def _begin(scheduler: Any) -> StepRecorder | None:
     except BaseException:
         writer.close()
         raise
+    recorder.watch_timeouts(scheduler)
     _recorder, _is_off = recorder, False
     return recorder
 
@@ -324,6 +360,14 @@ def _gauge_of(scheduler: Any) -> Callable[[], int] | None:
             continue
         return gauge
     return None
+
+
+def _alive(requests_of: Callable[[Any], Sequence[Any]], scheduler: Any) -> dict[int, str]:
+    """Return the ids of requests that nobody has ended, in their order, by what they are in memory."""
+    try:
+        return {id(one): one.rid for one in requests_of(scheduler) if getattr(one, "to_finish", None) is None}
+    except Exception:  # noqa: BLE001 - SGLang goes on all the same
+        return {}
 
 
 def name_of_control(kind: str) -> str:

@@ -375,3 +375,56 @@ def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) ->
     scheduler.forward_ct = 1
     step_recorder.on_scheduled(scheduler, batch_of(EXTEND, [A], prefix_lens=[0], extend_lens=[4]))
     assert read().control == ""
+
+
+class OfOwnClock(Scheduler):
+    """A scheduler of a release in which each rank ends requests that are over their time by its own clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = set[str]()
+
+    def _abort_on_waiting_timeout(self) -> str:
+        self.waiting_queue = [one for one in self.waiting_queue if one.rid not in self.late]
+        return "done"
+
+    def _abort_on_running_timeout(self) -> None:
+        for one in self.running_batch.reqs:
+            if one.rid in self.late:
+                one.to_finish = object()
+
+
+@pytest.mark.parametrize("place", ["waiting", "running"])
+@pytest.mark.parametrize("limit", ["", "5"])
+@pytest.mark.usefixtures("listener")
+def test_a_timeout_by_the_own_clock_is_a_decision(monkeypatch: pytest.MonkeyPatch, place: str, limit: str) -> None:
+    monkeypatch.setenv(f"SGLANG_REQ_{place.upper()}_TIMEOUT", limit)
+    scheduler = OfOwnClock()
+    requests = [Req("a", 4), Req("b", 7)]
+    is_waiting = place == "waiting"
+    scheduler.waiting_queue = requests if is_waiting else []
+    scheduler.running_batch = batch_of(DECODE, [] if is_waiting else requests)
+
+    def decided() -> set[str]:
+        scheduler.forward_ct += 1
+        step_recorder.on_received(scheduler, [])
+        assert scheduler._abort_on_waiting_timeout() == "done"
+        scheduler._abort_on_running_timeout()
+        step_recorder.on_scheduled(scheduler, batch_of(DECODE, [A]))
+        return set(last().decisions)
+
+    assert decided() == set()
+    scheduler.late = {"b"}
+    assert decided() == ({"timeout"} if limit else set())
+    assert decided() == set()
+
+
+@pytest.mark.parametrize(("message", "name"), [("Request waiting timeout reached.", "timeout"), (None, "abort")])
+@pytest.mark.usefixtures("listener")
+def test_a_timeout_that_all_are_told_is_one(message: str | None, name: str) -> None:
+    scheduler, abort = Scheduler(), AbortReq("a")
+    abort.abort_message = message  # type: ignore[attr-defined]
+    step_recorder.on_received(scheduler, [abort])
+    scheduler.forward_ct = 1
+    step_recorder.on_scheduled(scheduler, batch_of(DECODE, [A]))
+    assert set(last().decisions) == {name}
