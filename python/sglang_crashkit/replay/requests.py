@@ -57,7 +57,7 @@ class StoredRequest:
     body: Mapping[str, Any]  # what is sent
     lacks: tuple[str, ...] = ()  # what was not kept of it, a phrase each
     path: str = "/generate"  # where it is sent
-    gone_after: float | None = None  # how long after it arrived its client gave it up, in seconds; None where it did not
+    gone_after: float | None = None  # how long after it arrived its client gave it up, in seconds; None for never
 
     @property
     def is_complete(self) -> bool:
