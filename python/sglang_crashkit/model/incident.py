@@ -120,8 +120,8 @@ class ProcessReport:
     evidence: list[Evidence] = field(default_factory=list)  # every expected piece
     #: What the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     last_sign: LastSign | None = None
-    #: The control request that a scheduler worked on as it failed or hung, such as ``update_weights_from_disk``; empty
-    #: where it worked on none, or that is not known.
+    #: The control request that a scheduler worked on as it failed or hung, such as ``update_weights_from_disk``; empty,
+    #: and not in the JSON, where it worked on none, or that is not known.
     control: str = ""
     steps: LastSteps | None = None  # what a scheduler's record of its steps says; None where there is none
     #: The frames of the exception that it raised, innermost first. Not in the JSON: `doing` has the innermost, and its
@@ -300,6 +300,8 @@ class Incident:
         document = asdict(replace(self, processes=[replace(process, samples=[]) for process in self.processes]))
         for entry, process in zip(document["processes"], self.processes, strict=True):
             del entry["samples"], entry["raised_through"], entry["hit_in_main"]
+            if not process.control:
+                del entry["control"]
             entry["looks"] = [_look(sample) for sample in process.samples]
         document["timeline"].sort(key=lambda entry: entry["time"])
         return {"schema_version": document.pop("schema_version"), **document}
