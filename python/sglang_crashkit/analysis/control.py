@@ -14,6 +14,8 @@ from sglang_crashkit.model.incident import ProcessReport
 _FRAME = re.compile(r"(?:[\w<>]+\.)*(?P<name>[\w<>]+) \((?P<path>[^)]*)\)")
 #: Where a scheduler handles what it received, by the type of each.
 _RECEIVED = "process_input_requests"
+#: What was asked for goes on with the batches after it.
+_PROFILES = re.compile(r"_?(start|stop|init)_profile")
 #: What stands between that and the handler, and what handles requests for an answer.
 _BETWEEN = re.compile(r"__call__|handle|\w*wrap\w*|decorate_\w+|<lambda>")
 _NO_CONTROL = re.compile(
@@ -28,6 +30,8 @@ def control_in(frames: Sequence[str]) -> str | None:
         Empty where they are in something else, None where they do not reach to where that shows.
     """
     names = [found["name"] for frame in frames if (found := _FRAME.match(frame))]
+    if any(map(_PROFILES.fullmatch, names)):
+        return "profile"
     if _RECEIVED not in names:
         return None
     inner = reversed(names[: names.index(_RECEIVED)])

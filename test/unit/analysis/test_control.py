@@ -30,6 +30,10 @@ UPDATE = [
         (["compile (x.py:1)", "handle_batch_generate_request (sglang/srt/managers/scheduler.py:1)", *LOOP], ""),
         (["abort_request (sglang/srt/managers/scheduler.py:1)", *LOOP], ""),
         (LOOP, ""),
+        (
+            ["mkdir (pathlib.py:1)", "_stop_profile (sglang/profiler_manager.py:3)", "run_batch (scheduler.py:2)"],
+            "profile",
+        ),
         (["forward (model.py:1)", "run_batch (scheduler.py:2)", LOOP[-1]], None),
         ([], None),
     ],
