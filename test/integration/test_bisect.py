@@ -20,6 +20,7 @@ from integration.poison import MARK, poisoned
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
 from sglang_crashkit.analysis.suspects import GONE
+from sglang_crashkit.incident.first_screen import first_screen
 from sglang_crashkit.incident.quarantine import FILE, Index, read_entries, read_entry
 from sglang_crashkit.incident.request_fingerprint import rest_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -160,6 +161,23 @@ def test_a_poison_request_is_suspected_reduced_to_its_parameters_and_refused(tmp
     assert {rid for rid, status in statuses.items() if status == 422} == {"poison"}
     assert set(statuses.values()) == {200, 422}
     assert len(statuses) == 201
+
+
+def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> None:
+    folder = tmp_path / "crash"
+    with Server.start(ensure_lane(RELEASE), extra_args=["--crash-dump-folder", str(folder)]) as server:
+        server.wait_ready()
+        model = {"model_path": str(ensure_lane(RELEASE).model_dir), "load_format": "no_such_format"}
+        address = Address("http", "127.0.0.1", server.port)
+        lasting = {"rid": "lasting", "text": "a", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+        threading.Thread(target=send, args=(address, lasting, ANSWER_S), daemon=True).start()
+        assert send(address, model, ANSWER_S, path="/update_weights_from_disk").is_lost
+        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it broke")
+        server.popen.wait(timeout=END_S)
+    document = find_incidents(folder)[0].document or {}
+    assert document["suspects"] == []
+    assert ", while it worked on update_weights_from_disk" in " ".join(line.strip() for line in first_screen(document))
+    assert any("worked on update_weights_from_disk, a control request" in one for one in document["cause"]["reasons"])
 
 
 def test_a_fault_of_time_is_not_reproduced(tmp_path: Path) -> None:
