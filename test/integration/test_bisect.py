@@ -153,14 +153,22 @@ def test_a_poison_request_is_suspected_reduced_to_its_parameters_and_refused(tmp
     assert result["prompt"] == "nothing"
     assert recognised(result, asked) == ["poison"]
     assert result["starts"] <= 10
-    options, env = ["--crash-dump-folder", str(crash_folder)], {"SGLANG_CRASHKIT_QUARANTINE": "refuse"}
+    options = ["--crash-dump-folder", str(crash_folder)]
+    env = {"SGLANG_CRASHKIT_QUARANTINE": "refuse", "SGLANG_CRASHKIT_HANG_SECS": "10"}
     with Server.start(ensure_lane(RELEASE), extra_args=options, env=env) as server:
         server.wait_ready()
         statuses = {answer.rid: answer.status for answer in ask(server, asked)}
         assert server.popen.poll() is None
+        known = find_incidents(crash_folder)
+        # Another value is another request, by which this server ends or hangs.
+        ask(server, [bad | {"rid": "huge", "top_logprobs_num": 10**9}])
+        wait_until(lambda: len([one for one in find_incidents(crash_folder) if one.finished]) > len(known), "it broke")
     assert {rid for rid, status in statuses.items() if status == 422} == {"poison"}
     assert set(statuses.values()) == {200, 422}
     assert len(statuses) == 201
+    document = find_incidents(crash_folder)[0].document or {}
+    assert document["suspects"][0]["rid"] == "huge"
+    assert [one["issue"] for one in document["cause"]["known_issues"]] == [40076]
 
 
 def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> None:

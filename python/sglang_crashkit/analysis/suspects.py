@@ -136,6 +136,7 @@ def suspects_of(
                 reasons.append((_ABOUT if where else _UNUSUAL, _unusual_in_words(names, where)))
         if are_all and finished and rid not in before and rid not in unanswered:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
+        reasons.sort(key=lambda one: -one[0])
         weight = sum(weight for weight, _words in reasons)
         level: Level = "supported" if weight >= _ALONE and not is_nobodys else "unknown"
         weighed.append((weight, Suspect(rid, level, [words for _weight, words in reasons] or ["it was in the step"])))
@@ -164,7 +165,7 @@ def _about(names: Sequence[str], frames: Sequence[str]) -> tuple[str, str] | Non
 
 def _unusual_in_words(names: Sequence[str], place: tuple[str, str] | None) -> str:
     if place is not None:
-        return f"no other one of the step asks for {place[0]}, and the rank was in {place[1]}, which is about that"
+        return f"it alone asks for {place[0].rpartition('.')[2]}, which the rank was at ({place[1]})"
     # A request of OpenAI's API has a value for each parameter.
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return f"no other one of the step asks for {', '.join(names[:_MAX_NAMES])}{more}"

@@ -362,9 +362,27 @@ LOGPROBS = ["get_top_logprobs (sglang/srt/layers/logits_processor.py:900)", "for
 @pytest.mark.parametrize(
     ("frames", "message", "asked", "level", "told"),
     [
-        (SEARCH, "", {"a": (), "b": ("sampling_params.stop_regex",)}, "supported", "in _check_str_based_finish, which"),
-        (LOGPROBS, "", {"a": (), "b": ("return_logprob", "x")}, "supported", "asks for return_logprob, and the rank"),
-        (["accept (sglang/srt/constrained/x.py:1)"], "", {"a": (), "b": ("sampling_params.regex",)}, "supported", ""),
+        (
+            SEARCH,
+            "",
+            {"a": (), "b": ("sampling_params.stop_regex",)},
+            "supported",
+            "it alone asks for stop_regex, which the rank was at (_check_str_based_finish)",
+        ),
+        (
+            LOGPROBS,
+            "",
+            {"a": (), "b": ("return_logprob", "x")},
+            "supported",
+            "it alone asks for return_logprob, which the rank was at (get_top_logprobs)",
+        ),
+        (
+            ["accept (sglang/srt/constrained/x.py:1)"],
+            "",
+            {"a": (), "b": ("sampling_params.regex",)},
+            "supported",
+            "it alone asks for regex,",
+        ),
         # Somebody else asks for that, too.
         (SEARCH, "", dict.fromkeys("ab", ("sampling_params.stop_regex",)), "unknown", "in the step"),
         (["forward (model.py:1)"], "", {"a": (), "b": ("return_logprob",)}, "unknown", "in the step"),
