@@ -18,7 +18,7 @@ _RECEIVED = "process_input_requests"
 _PROFILES = re.compile(r"_?(start|stop|init)_profile")
 #: What stands between that and the handler, and what handles requests for an answer.
 _BETWEEN = re.compile(r"__call__|handle|\w*wrap\w*|decorate_\w+|<lambda>")
-_NO_CONTROL = re.compile(
+_NO_CONTROL = re.compile(r"_?(handle_(batch_)?(generate|embedding)\w*|abort_request|send_\w*output|check_pending\w*)")
     r"_?(handle_(batch_)?(generate|embedding)\w*|abort_request|on_\w+|maybe_\w+|check_\w+|send_\w+)"
 )
 

@@ -30,6 +30,12 @@ UPDATE = [
         (["compile (x.py:1)", "handle_batch_generate_request (sglang/srt/managers/scheduler.py:1)", *LOOP], ""),
         (["abort_request (sglang/srt/managers/scheduler.py:1)", *LOOP], ""),
         (LOOP, ""),
+        (["send_output (ipc.py:1)", "send_control_output (sglang/srt/managers/scheduler.py:1)", LOOP[1]], ""),
+        (
+            ["f (x.py:1)", "send_weights_to_remote_instance (weight_exporter.py:1)", *LOOP],
+            "send_weights_to_remote_instance",
+        ),
+        (["check_weights (weight_updater.py:1)", *LOOP], "check_weights"),
         (
             ["mkdir (pathlib.py:1)", "_stop_profile (sglang/profiler_manager.py:3)", "run_batch (scheduler.py:2)"],
             "profile",
