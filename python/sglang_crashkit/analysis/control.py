@@ -16,11 +16,10 @@ _FRAME = re.compile(r"(?:[\w<>]+\.)*(?P<name>[\w<>]+) \((?P<path>[^)]*)\)")
 _RECEIVED = "process_input_requests"
 #: What was asked for goes on with the batches after it.
 _PROFILES = re.compile(r"_?(start|stop|init)_profile")
-#: What stands between that and the handler, and what handles requests for an answer.
-_BETWEEN = re.compile(r"__call__|handle|\w*wrap\w*|decorate_\w+|<lambda>")
-_NO_CONTROL = re.compile(r"_?(handle_(batch_)?(generate|embedding)\w*|abort_request|send_\w*output|check_pending\w*)")
-    r"_?(handle_(batch_)?(generate|embedding)\w*|abort_request|on_\w+|maybe_\w+|check_\w+|send_\w+)"
-)
+#: What picks the handler, what stands between both, and the handlers of requests for an answer and of their ends.
+_DISPATCHER = "__call__"
+_BETWEEN = re.compile(r"handle|\w*wrap\w*|decorate_\w+|<lambda>")
+_NO_CONTROL = re.compile(r"_?handle_(batch_)?(generate|embedding)\w*|abort_request")
 
 
 def control_in(frames: Sequence[str]) -> str | None:
@@ -34,8 +33,8 @@ def control_in(frames: Sequence[str]) -> str | None:
         return "profile"
     if _RECEIVED not in names:
         return None
-    inner = reversed(names[: names.index(_RECEIVED)])
-    name = next((one for one in inner if not _BETWEEN.fullmatch(one)), "")
+    dispatched, *inner = (*reversed(names[: names.index(_RECEIVED)]), "")
+    name = next((one for one in inner if one and not _BETWEEN.fullmatch(one)), "") if dispatched == _DISPATCHER else ""
     return "" if _NO_CONTROL.fullmatch(name) else name
 
 

@@ -51,7 +51,7 @@ def send(
 ) -> Answer:
     """Send one request and read its answer, which is thrown away, to the end.
 
-    The server may be silent for `timeout_secs`. After `hang_up_secs` the connection is closed, whatever has come by then.
+    The server may be silent for `timeout_secs`. After `hang_up_secs` the connection is closed, whatever came by then.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
