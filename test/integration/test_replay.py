@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,10 @@ class _Passing(http.server.BaseHTTPRequestHandler):
             self.server.came.append((time.monotonic(), body))
             self.server.under_way += 1
             self.server.most = max(self.server.most, self.server.under_way)
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=ANSWER_S)
-        connection.request("POST", self.path, data, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=ANSWER_S)) as connection:
+            connection.request("POST", self.path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
         with self.server.lock:
             self.server.under_way -= 1
             self.server.answered[body["rid"]] = response.status, str(response.headers.get_content_type())
@@ -137,6 +137,6 @@ def test_requests_are_sent_to_an_unpatched_server_as_they_came(crashed: Path, re
     # With all that was asked for, and nothing else that matters.
     for (_at, came), body in zip(recorder.came, BODIES, strict=True):
         assert {name: came.get(name) for name in body} == body
-        assert {name for name in came.keys() - body.keys() if came[name]} <= {"log_metrics"}
+        assert {name for name in came.keys() - body.keys() if came[name]} <= {"log_metrics", "logprob_start_len"}
     assert recorder.answered["streamed"] == (200, "text/event-stream")
     assert {kind for rid, (_status, kind) in recorder.answered.items() if rid != "streamed"} == {"application/json"}
