@@ -9,6 +9,8 @@ Rows grow with the driver, at their end. ``sh_entsize`` says how long they are: 
 known here, and a field that a shorter one lacks is left out, unless nothing can be said without it. Source:
 cudacoredump.h, the ``Cudbg*TableEntry`` structures; the fields that came later are marked there with the driver's
 version.
+
+All of it raises `CudaCoreError` where a file is none, lies, is cut off, or is more than is read of one.
 """
 
 from __future__ import annotations
@@ -70,9 +72,6 @@ class Source:
         path: as given.
         size: how long it is, in bytes.
         rows_left: how many rows of tables are read yet.
-
-    Raises:
-        CudaCoreError: it cannot be opened, or is no file.
     """
 
     def __init__(self, path: Path, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> None:
@@ -116,9 +115,6 @@ class Source:
             offset: in bytes from the file's beginning.
             size: in bytes.
             what: what lies there, for the error.
-
-        Raises:
-            CudaCoreError: the file does not reach so far, or the limits are spent.
         """
         if offset < 0 or size < 0 or offset + size > self.size:
             raise self.error(
@@ -138,11 +134,7 @@ class Source:
         return data
 
     def spend(self, size: int = _READ_COST) -> None:
-        """Count `size` bytes as read.
-
-        Raises:
-            CudaCoreError: the limits are spent.
-        """
+        """Count `size` bytes as read."""
         self._left -= size
         if self._left < 0:
             raise self.error("its tables take more than is read of a core", "read it with cuda-gdb")
@@ -241,9 +233,6 @@ class ElfPart:
         offset: where the ELF file begins in it, in bytes.
         size: how long that is, in bytes; all of the core by default.
         what: what it is, for errors.
-
-    Raises:
-        CudaCoreError: it is no ELF file of 64 bits, or its header lies.
     """
 
     def __init__(self, source: Source, offset: int = 0, size: int | None = None, what: str = "the file") -> None:
@@ -268,11 +257,7 @@ class ElfPart:
             raise source.error(f"{what} says that there are {self.count} sections")
 
     def check_is_core(self) -> None:
-        """Make sure that it is a core of the CUDA driver's.
-
-        Raises:
-            CudaCoreError: it is something else.
-        """
+        """Make sure that it is a core of the CUDA driver's."""
         if self._type != _CORE:
             kind, machine, osabi = self._type
             raise self.source.error(
@@ -282,11 +267,7 @@ class ElfPart:
             )
 
     def sections(self, kinds: Collection[int] = (), loaded: bool = False) -> Iterator[Section]:
-        """Yield the sections of these kinds in order; those that are loaded somewhere, too, where that is asked for.
-
-        Raises:
-            CudaCoreError: the table is cut off, or more than is read of one.
-        """
+        """Yield the sections of these kinds in order; those that are loaded somewhere, too, where that is asked for."""
         found = 0
         for index, fields in self._rows(0, self.count):
             if fields[1] in kinds or (loaded and fields[3]):
@@ -297,11 +278,7 @@ class ElfPart:
                 yield Section(index, *fields)
 
     def end(self) -> int:
-        """Return where the last of what the headers name ends, in bytes; 0 where they name nothing.
-
-        Raises:
-            CudaCoreError: a table is cut off.
-        """
+        """Return where the last of what the headers name ends, in bytes; 0 where they name nothing."""
         end = max((row[4] + row[5] for _index, row in self._rows(0, self.count) if row[1] != _NO_BITS), default=0)
         table, gap, count = self._segments
         data = self.read(table, count * (_SEGMENT.size + gap), f"the segments of {self._what}")
@@ -309,11 +286,7 @@ class ElfPart:
         return max([end, int(self._table) + self.count * self._row.size, *(row[2] + row[5] for row in rows)])
 
     def section(self, index: int) -> Section:
-        """Return the section of a number.
-
-        Raises:
-            CudaCoreError: there is none.
-        """
+        """Return the section of a number."""
         if not 0 < index < self.count:
             raise self.source.error(f"{self._what} refers to a section {index}, and there is none")
         return self._section_at(index)
@@ -338,19 +311,11 @@ class ElfPart:
         return self.source.read(self._offset + offset, size, what)
 
     def name_of(self, section: Section) -> str:
-        """Return the name of a section.
-
-        Raises:
-            CudaCoreError: the section with the names is not there.
-        """
+        """Return the name of a section."""
         return self.string(self.section(self._names), section.name_offset)
 
     def string(self, table: Section, offset: int) -> str:
-        """Return the string at `offset` of a section of strings, or as much of it as a name may have.
-
-        Raises:
-            CudaCoreError: it begins beyond the end of the section.
-        """
+        """Return the string at `offset` of a section of strings, or as much of it as a name may have."""
         if offset >= table.size or table.is_compressed:
             raise self.source.error(f"a name begins at byte {offset} of {table.size} in section {table.index}")
         for most in (_READ_COST, MAX_NAME_BYTES):
@@ -360,11 +325,7 @@ class ElfPart:
         return data.partition(b"\0")[0].decode(errors="backslashreplace")
 
     def rows(self, section: Section, layout: Layout) -> Iterator[Row]:
-        """Yield the rows of a table by field; see `Layout`.
-
-        Raises:
-            CudaCoreError: it is cut off, its rows are too short, or it is more than is read of a core.
-        """
+        """Yield the rows of a table by field; see `Layout`."""
         source, what = self.source, f"the table of {layout.what} (section {section.index})"
         if not section.size:
             return
