@@ -47,14 +47,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Find it."""
+    from sglang_crashkit.kernel.server_arguments import value_of
     from sglang_crashkit.replay import bisect
-    from sglang_crashkit.replay.server import option_of, parse_command
+    from sglang_crashkit.replay.server import parse_command
     from sglang_crashkit.replay.trials import Plan
 
     incident = find_meant(args.incident, args.folder)
     folder = (args.output_dir or Path(f"bisect-{(incident.document or {}).get('id')}")).absolute()
     command = parse_command(args.serve)
-    if args.jobs > 1 and option_of(command, "--port") is not None:
+    if args.jobs > 1 and value_of(command, "--port") is not None:
         raise UsageError("several servers cannot have one port", next_step="leave --port out of the command")
     limits = args.tries, args.starts, args.ready_secs, args.request_secs
     plan = Plan(command, folder, *limits, args.jobs, args.hang_up)

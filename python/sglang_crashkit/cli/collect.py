@@ -342,7 +342,7 @@ def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
 
 def _require_one_server(found: Discovery) -> None:
     """Refuse where the processes are of several servers."""
-    from sglang_crashkit.capture.server_arguments import port_of, side_of
+    from sglang_crashkit.kernel.server_arguments import port_of, side_of
 
     of_server = {one.server: one for one in found.processes if one.role != "router"}
     if len(of_server) < 2:

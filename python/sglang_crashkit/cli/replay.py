@@ -53,10 +53,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     Returns:
         DONE where all were answered; PARTIAL where some were not, or the server of --serve failed.
     """
+    from sglang_crashkit.kernel.server_arguments import value_of
     from sglang_crashkit.replay.fault import is_same_fault, words_of
     from sglang_crashkit.replay.requests import read_requests
     from sglang_crashkit.replay.sender import send_all
-    from sglang_crashkit.replay.server import OwnServer, option_of, parse_command
+    from sglang_crashkit.replay.server import OwnServer, parse_command
     from sglang_crashkit.watch.health import Address, read_api_key
 
     incident = find_meant(args.incident, args.folder)
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     command = parse_command(args.serve)
     with terminable(), OwnServer(command, folder) as server:
         server.start(args.ready_secs, lambda line: print(line, file=sys.stderr, flush=True))
-        answers = send(server.address, key or option_of(command, "--api-key") or "", lambda: server.is_failing)
+        answers = send(server.address, key or value_of(command, "--api-key") or "", lambda: server.is_failing)
         is_lost = len(answers) < len(chosen) or any(answer.is_lost for answer in answers)
         found = server.failure(wait=is_lost)
         if found is not None:

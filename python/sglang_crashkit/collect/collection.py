@@ -20,11 +20,11 @@ from sglang_crashkit.analysis.divergence import Divergence
 from sglang_crashkit.analysis.explain import Explanation, explain
 from sglang_crashkit.analysis.member import Sightings
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
-from sglang_crashkit.capture.server_arguments import side_of
 from sglang_crashkit.collect import account
 from sglang_crashkit.collect.observing import is_python, observe, read_steps
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
+from sglang_crashkit.kernel.server_arguments import side_of
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 

@@ -19,13 +19,13 @@ from sglang_crashkit.capture.debugger import find_debugger
 from sglang_crashkit.capture.environment import read_place
 from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, find_library
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
-from sglang_crashkit.capture.server_arguments import value_of
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.doctor.folder_facts import FolderFacts, file_system_of, read_folder
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import termination_log
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.discovery import FoundProcess, runs_sglang
+from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.settings import Settings, fallback_folder
 
@@ -151,7 +151,7 @@ def gather(
     first = servers[0] if servers else None
     settings_of = (procfs.read_environ(first.pid) if first is not None else {}) or dict(environ)
     arguments = list(first.arguments) if first is not None else []
-    given = value_of(arguments, ("--crash-dump-folder",))
+    given = value_of(arguments, "--crash-dump-folder")
     folder = crash_folder or (Path(given) if given else None)
     if crash_folder is not None and given is None:
         # What the server is about to be given.
@@ -209,7 +209,7 @@ def server_facts(
 
 def _mode_of(arguments: Sequence[str]) -> Mode:
     # As `policy.mode_of` has it; of upstream's coming fault tolerance only the server itself knows.
-    backend = value_of(arguments, ("--elastic-ep-backend",))
+    backend = value_of(arguments, "--elastic-ep-backend")
     if backend not in (None, "", "none"):
         return Mode.ELASTIC
     return Mode.SERVER if runs_sglang(arguments) else Mode.LIBRARY

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from sglang_crashkit.capture.server_arguments import value_of
+from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.kernel.shared_memory import FOLDER
 from sglang_crashkit.policy import Capture, Event, Mode, decide
 from sglang_crashkit.settings import OTLP_ENDPOINT, Settings, earlier_names_in
@@ -421,7 +421,7 @@ def _shown(name: str, value: str) -> str:
 
 def _in_conflict(environ: Mapping[str, str], arguments: list[str]) -> Iterator[Finding]:
     settings = Settings.from_environ(environ)
-    folder = value_of(arguments, ("--crash-dump-folder",))
+    folder = value_of(arguments, "--crash-dump-folder")
     if not settings.enabled:
         what, mend = "SGLANG_CRASHKIT_ENABLED switches the kit off", "unset SGLANG_CRASHKIT_ENABLED"
         yield Finding("problem", _TOPIC, what, "a crash leaves no incident", (mend,))
@@ -437,7 +437,7 @@ def _in_conflict(environ: Mapping[str, str], arguments: list[str]) -> Iterator[F
         what = f"an incident and the end after it may take {needed:g} s, and SGLANG_CRASHKIT_EXIT_SECS allows"
         mend = f"SGLANG_CRASHKIT_EXIT_SECS={needed:g}"
         yield Finding("warning", _TOPIC, f"{what} {exit_secs:g} s", "a slow incident is cut short", (mend,))
-    watchdog = _seconds(value_of(arguments, ("--watchdog-timeout",)), _WATCHDOG_SECS)
+    watchdog = _seconds(value_of(arguments, "--watchdog-timeout"), _WATCHDOG_SECS)
     if settings.hang_secs == 0:
         yield Finding("note", _TOPIC, "SGLANG_CRASHKIT_HANG_SECS=0: hangs are not looked for")
     elif settings.hang_secs >= watchdog > 0:

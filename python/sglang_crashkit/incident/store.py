@@ -21,6 +21,7 @@ from typing import Any
 from sglang_crashkit import settings
 from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError
 from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.kernel.server_arguments import value_of
 
 #: In front of the name of an incident that is not finished.
 PARTIAL = ".partial-"
@@ -261,9 +262,5 @@ def _crash_folder(command: object) -> Path | None:
             words = shlex.split(command)
     elif isinstance(command, Sequence):
         words = [os.fsdecode(word) for word in command if isinstance(word, (str, bytes, os.PathLike))]
-    for position, word in enumerate(words):
-        option, _, value = word.partition("=")
-        if option == _CRASH_FOLDER:
-            following = words[position + 1] if position + 1 < len(words) else ""
-            return Path(value or following) if value or following else None
-    return None
+    folder = value_of(words, _CRASH_FOLDER)
+    return Path(folder) if folder else None

@@ -17,6 +17,7 @@ from types import TracebackType
 from sglang_crashkit.errors import CrashkitError, UsageError
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name
 from sglang_crashkit.kernel import signals
+from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.watch.health import Address, Question
 
 #: All in seconds. A server that is asked to end has done so by then; it has so long to write an incident; one that
@@ -47,16 +48,6 @@ def parse_command(text: str) -> list[str]:
     if not words:
         raise UsageError("--serve wants a command", next_step="--serve 'python -m sglang.launch_server …'")
     return words
-
-
-def option_of(words: list[str], name: str) -> str | None:
-    """Return what a command gives as the value of an option, None where it does not."""
-    for position, word in enumerate(words):
-        if word == name:
-            return words[position + 1] if position + 1 < len(words) else None
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-    return None
 
 
 def _without(words: list[str], name: str) -> list[str]:
@@ -96,14 +87,14 @@ class OwnServer:
         """Choose the paths and the port of the start of this number."""
         suffix = f"-{number}" if number > 1 else ""
         self.crash_folder, self._log = self.folder / f"crash{suffix}", self.folder / f"server{suffix}.log"
-        port = option_of(self._given, _PORT)
+        port = value_of(self._given, _PORT)
         command = [*_without(self._given, _CRASH_FOLDER), _CRASH_FOLDER, str(self.crash_folder)]
         if port is None:
             port = str(_free_port())
             command += [_PORT, port]
         if not port.isdigit():
             raise UsageError(f"{port!r} is no port")
-        host = option_of(command, _HOST)
+        host = value_of(command, _HOST)
         self.address = Address("http", host if host not in _ALL_HOSTS else "127.0.0.1", int(port))
         self._command = command
 

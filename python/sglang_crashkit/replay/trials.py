@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.replay.fault import is_same_fault, words_of
 from sglang_crashkit.replay.requests import StoredRequest
 from sglang_crashkit.replay.sender import MAX_AT_ONCE, send_all
-from sglang_crashkit.replay.server import OwnServer, option_of
+from sglang_crashkit.replay.server import OwnServer
 
 TRIALS = "trials.json"
 #: ``same`` is the incident's fault; ``other`` another one, or a server that answers no more.
@@ -166,7 +167,7 @@ class Trials:
         is_first = server is None
         if server is None:
             server = self._start(slot)
-        key = option_of(self._plan.command, "--api-key") or ""
+        key = value_of(self._plan.command, "--api-key") or ""
         answers = send_all(
             server.address,
             group,

@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 
-from sglang_crashkit.capture.server_arguments import port_of, serves_tls
 from sglang_crashkit.collect.observing import observe
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes, runs_sglang
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
+from sglang_crashkit.kernel.server_arguments import port_of, serves_tls
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.watch.health import Address
 

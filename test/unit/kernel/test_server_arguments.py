@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from sglang_crashkit.capture.server_arguments import port_of, rendezvous_of, serves_tls, side_of
+from sglang_crashkit.kernel.server_arguments import port_of, rendezvous_of, serves_tls, side_of
 
 SERVER = ["python", "-m", "sglang.launch_server", "--tp", "16"]
 
