@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from lanelib.commands import LaneError
 from lanelib.procs import title_of, watchers_of
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.model.checked_json import seconds_of
 
 _Value = TypeVar("_Value")
 #: The second of two tensor-parallel ranks.
@@ -45,7 +45,7 @@ def incidents(folder: Path) -> list[dict[str, Any]]:
 def time_of(incident: dict[str, Any], event: str) -> float | None:
     """Return when an event of an incident was, in seconds since the epoch; None where there was none."""
     times = [entry["time"] for entry in incident["timeline"] if entry["event"] == event]
-    return datetime.fromisoformat(times[0].replace("Z", "+00:00")).timestamp() if times else None
+    return seconds_of(times[0]) if times else None
 
 
 def first_failure(incident: dict[str, Any]) -> dict[str, Any]:
