@@ -50,7 +50,9 @@ def format_core(core: CudaCore) -> Iterator[str]:
         yield "no kernel on the GPU"
     for place, warps in core.hot:
         yield f"    {_count(warps, 'warp')} at {place_in_words(place)}"
-    yield from faults_in_words(core)
+    yield from (fault_in_words(fault) for fault in core.faults[:_MAX_FAULTS])
+    if len(core.faults) > _MAX_FAULTS:
+        yield f"{len(core.faults) - _MAX_FAULTS} more exceptions"
     places = [kernel.entry for kernel in core.kernels] + [fault.place for fault in core.faults if fault.place]
     if any(place.function for place in places):
         yield INFERRED
@@ -73,14 +75,6 @@ def brief(core: CudaCore) -> Iterator[str]:
     if len(core.faults) > _MAX_BRIEF:
         yield f"{len(core.faults) - _MAX_BRIEF} more exceptions"
     yield from core.notes[:1]
-
-
-def faults_in_words(core: CudaCore) -> Iterator[str]:
-    """Yield what failed, a line each."""
-    for fault in core.faults[:_MAX_FAULTS]:
-        yield fault_in_words(fault)
-    if len(core.faults) > _MAX_FAULTS:
-        yield f"{len(core.faults) - _MAX_FAULTS} more exceptions"
 
 
 def device_in_words(device: Device) -> str:

@@ -62,8 +62,8 @@ class CoreRequest:
 
     def __init__(self, pid: int, environ: Mapping[str, str] = os.environ) -> None:
         self.pid = pid
-        self._environ = {name: environ[name] for name in (_ENABLED, _PIPE, _FILE) if name in environ}
-        self._environ |= _environment_of(pid)
+        told = dict(environ) | procfs.read_environ(pid)
+        self._environ = {name: told[name] for name in (_ENABLED, _PIPE, _FILE) if name in told}
         self._before: set[Path] = set()
         self._sizes: dict[Path, tuple[int, float]] = {}  # size, and since when, by the monotonic clock
 
@@ -80,7 +80,8 @@ class CoreRequest:
         # Pipes are told from other things before they are opened: to open a device may do something.
         if "%t" not in template and _is_fifo(known):
             found.append(known)
-        wanted = re.compile(_pattern_of(Path(template).name, self.pid))
+        pattern = re.escape(Path(template).name).replace("%h", ".*").replace("%t", r"\d+")
+        wanted = re.compile(pattern.replace("%p", str(self.pid)))
         for _link, path in open_files(self.pid):
             if (wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)) and _is_fifo(path):
                 found.append(path)
@@ -224,14 +225,6 @@ def is_whole_core(path: Path) -> bool:
             return 0 < ElfPart(source).end() <= source.size
     except CudaCoreError:
         return False
-
-
-def _environment_of(pid: int) -> dict[str, str]:
-    return {name: value for name, value in procfs.read_environ(pid).items() if name in (_ENABLED, _PIPE, _FILE)}
-
-
-def _pattern_of(template: str, pid: int) -> str:
-    return re.escape(template).replace("%h", ".*").replace("%p", str(pid)).replace("%t", r"\d+")
 
 
 def _is_fifo(path: Path) -> bool:
