@@ -8,7 +8,6 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_crashkit import protocol
 from sglang_crashkit.errors import ExitCode
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     status = read_status(session.environment, session.lock)
     servers = find_running_servers()
     if args.json:
-        print(json.dumps(status.to_json() | {"servers": [server.to_json() for server in servers]}, indent=1))
+        print(json.dumps(status.to_json() | {"servers": [asdict(server) for server in servers]}, indent=1))
     else:
         for line in [*status.lines(), *map(format_server, servers)]:
             print(line)
@@ -63,10 +62,6 @@ class RunningServer:
     runtime: str  # the runtime folder of its crash handler
     handler: int | None  # the crash handler's pid; None where nobody knows it any more
     problem: str  # why the handler does not hear of a crash; empty where it does
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it for a program."""
-        return asdict(self)
 
 
 def find_running_servers() -> list[RunningServer]:

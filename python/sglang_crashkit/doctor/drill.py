@@ -59,9 +59,8 @@ def drill(crash_folder: Path | None = None, environ: Mapping[str, str] = os.envi
     seconds = time.monotonic() - began
     document = incident.document if incident is not None else None
     if document is None or problem:
-        yield Finding(
-            "problem", _TOPIC, problem or "the incident cannot be read", why if document is None else "", mend
-        )
+        what = problem or "the incident cannot be read"
+        yield Finding("problem", _TOPIC, what, why if document is None else "", mend)
         return
     yield Finding("ok", _TOPIC, f"a rank was killed, and the incident was whole and checked within {seconds:.1f} s")
     yield from check_incident(document)
@@ -99,15 +98,11 @@ def _problem_of(crash_folder: Path | None, environ: Mapping[str, str]) -> str:
 
 
 #: Nobody is to be woken by a drill, and no server's metrics are to be replaced.
-_PUBLISHING = frozenset(
-    {"SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_KUBERNETES_EVENT"}
-    | {
-        "SGLANG_CRASHKIT_OTLP_ENDPOINT",
-        "SGLANG_CRASHKIT_METRICS_FILE",
-        "SGLANG_CRASHKIT_HTML",
-        "PROMETHEUS_MULTIPROC_DIR",
-    }
-)
+_PUBLISHING = {
+    *("SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_KUBERNETES_EVENT"),
+    *("SGLANG_CRASHKIT_OTLP_ENDPOINT", "SGLANG_CRASHKIT_METRICS_FILE", "SGLANG_CRASHKIT_HTML"),
+    "PROMETHEUS_MULTIPROC_DIR",
+}
 
 
 def _environment(environ: Mapping[str, str], runtime: str) -> dict[str, str]:

@@ -297,23 +297,19 @@ def _read_shared_memory() -> SharedMemoryFacts:
 
 
 def _read_end(place: Mapping[str, object], environ: Mapping[str, str], grace_secs: float | None, pid: int) -> EndFacts:
-    log = termination_log(environ)
-    has_log = bool(log) and os.access(log, os.W_OK)
-    unit = _unit_of(pid)
+    log, unit, secs, who = termination_log(environ), _unit_of(pid), grace_secs, ""
     if grace_secs is not None:
-        secs, who = grace_secs, "--grace-secs"
+        who = "--grace-secs"
     elif place.get("kubernetes"):
-        # The pod is not told; this is Kubernetes' default.
-        return EndFacts(None, "Kubernetes", "", log, has_log)
+        # A pod is not told how long it has.
+        who = "Kubernetes"
     elif place.get("slurm"):
         match = _KILL_WAIT.search(run_tool(["scontrol", "show", "config"], _TOOL_SECS).text)
-        return EndFacts(float(match[1]) if match else None, "Slurm", "", log, has_log)
+        secs, who = float(match[1]) if match else None, "Slurm"
     elif unit:
         text = run_tool(["systemctl", "show", "-p", "TimeoutStopUSec", "--value", unit], _TOOL_SECS).text.strip()
-        return EndFacts(seconds_of(text), "systemd", unit, log, has_log)
-    else:
-        return EndFacts(None, "", "", log, has_log)
-    return EndFacts(secs, who, unit, log, has_log)
+        secs, who = seconds_of(text), "systemd"
+    return EndFacts(secs, who, unit, log, bool(log) and os.access(log, os.W_OK))
 
 
 def seconds_of(text: str) -> float | None:

@@ -34,7 +34,6 @@ class Plan:
     command_secs: float  # how long it may take, in seconds
     url: str  # where the web hook is; empty for none
     kind: Kind  # what it takes
-    secret: str  # what it is signed with; empty for none
     makes_event: bool  # whether an Event of the pod is made
     otlp: str  # where an OpenTelemetry log record goes; empty for none
     problems: Mapping[str, str]  # what cannot be done, and why, by ``command`` and ``webhook``
@@ -56,7 +55,7 @@ class Plan:
         secs = read_seconds(environ, COMMAND_SECS, _DEFAULT_COMMAND_SECS)
         kind, makes_event = _kind_of(url, environ), read_bool(environ, EVENT, False)
         otlp = environ.get(OTLP_ENDPOINT, "").strip()
-        return cls(command, secs, url, kind, environ.get(SECRET, ""), makes_event, otlp, problems)
+        return cls(command, secs, url, kind, makes_event, otlp, problems)
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:

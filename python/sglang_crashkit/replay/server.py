@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -66,7 +66,7 @@ class OwnServer:
     """Runs a server from `start` to `end`, which another thread may call at any moment.
 
     A crash folder, and a port where there is none, are added to the words of its command. Its log and its crash folder
-    go to `folder`; those of each start, if it takes several. `environment` is added to this process's own.
+    go to `folder`; those of each start, if it takes several.
 
     Attributes:
         address: where it answers.
@@ -74,9 +74,9 @@ class OwnServer:
         crash_folder: its crash folder.
     """
 
-    def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], folder: Path) -> None:
         self.folder = folder
-        self._given, self._environment = command, dict(os.environ) | _UNGUARDED | dict(environment or {})
+        self._given = command
         self._popen: subprocess.Popen[bytes] | None = None
         self._is_over, self._lock = False, threading.Lock()
         # An exception that a signal raises in the main thread cannot come between the start and what is known of it.
@@ -150,7 +150,7 @@ class OwnServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=self._environment,
+                    env=dict(os.environ) | _UNGUARDED,
                     start_new_session=True,
                 )
 

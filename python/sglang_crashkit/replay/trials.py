@@ -85,7 +85,7 @@ class Trials:
                     for worker in workers:
                         worker.join(_LOOK_SECS)
             except BaseException:
-                turn.stop()
+                turn.is_stopped = True
                 with self._lock:
                     self._is_over = True
                 # One that still starts ends when its server does.
@@ -93,7 +93,9 @@ class Trials:
                 for worker in workers:
                     worker.join(_END_SECS)
                 raise
-        return turn.result()
+        if turn.error is not None:
+            raise turn.error
+        return turn.first
 
     def fails_afresh(self, group: Sequence[StoredRequest], *, in_order: bool = False) -> bool:
         """Say whether a group brings the fault back on a server to which nothing was sent before.
@@ -138,7 +140,7 @@ class Trials:
         try:
             self._work(slot, turn)
         except CrashkitError as error:
-            turn.fail(error)
+            turn.error = turn.error or error
             if turn.is_stopped:
                 self._close(slot)
 
@@ -243,53 +245,38 @@ class Trials:
 
 
 class _Turn:
-    """Groups that are tried in their order by several at once, until the first that fails is known."""
+    """Groups that are tried in their order by several at once, until the first that fails is known.
+
+    Attributes:
+        first: its index; None where none is known.
+        error: why one of those that try could not go on.
+        is_stopped: nobody is to go on.
+    """
 
     def __init__(self, groups: Sequence[Sequence[StoredRequest]]) -> None:
-        self._groups = groups
-        self._next = 0
-        self._first: int | None = None
-        self._error: CrashkitError | None = None
-        self._lock = threading.Lock()
+        self.first: int | None = None
+        self.error: CrashkitError | None = None
         self.is_stopped = False
+        self._groups = enumerate(groups)
+        self._lock = threading.Lock()
 
     def take(self) -> Iterator[tuple[int, Sequence[StoredRequest]]]:
         """Yield what is to be tried next, with its index."""
         while True:
             with self._lock:
-                number = self._next
-                if number >= len(self._groups) or self._error is not None or self.is_moot(number):
+                number, group = next(self._groups, (-1, ()))
+                if number < 0 or self.error is not None or self.is_moot(number):
                     return
-                self._next += 1
-            yield number, self._groups[number]
+            yield number, group
 
     def found(self, number: int) -> None:
         """Note that a group fails."""
         with self._lock:
-            self._first = number if self._first is None else min(self._first, number)
-
-    def fail(self, error: CrashkitError) -> None:
-        """Note that one of those that try cannot go on."""
-        with self._lock:
-            self._error = self._error or error
-
-    def stop(self) -> None:
-        """Have nobody go on."""
-        self.is_stopped = True
+            self.first = number if self.first is None else min(self.first, number)
 
     def is_moot(self, number: int) -> bool:
         """Say whether it does not matter any more whether a group fails."""
-        return self.is_stopped or (self._first is not None and number > self._first)
-
-    def result(self) -> int | None:
-        """Return the index of the first that fails, None where all survive.
-
-        Raises:
-            CrashkitError: somebody could not go on.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._first
+        return self.is_stopped or (self.first is not None and number > self.first)
 
 
 def _key(group: Iterable[StoredRequest]) -> str:

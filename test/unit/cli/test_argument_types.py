@@ -29,6 +29,7 @@ def test_what_is_no_time_is_told_in_words(text: str) -> None:
     [
         (["--wait-seconds=soon"], "--wait-seconds: 'soon' is not a number of seconds"),
         (["--snapshots=0"], "--snapshots: '0' is not a whole number of 1 or more"),
+        (["--interval=-1"], "--interval: '-1' is not a number of seconds"),
         (["--fan-out=x"], "--fan-out: 'x' is not a whole number of 1 or more"),
     ],
 )

@@ -99,7 +99,7 @@ def as_json(
     found: Discovery,
     *,
     with_snapshots: bool,
-    with_texts: bool = False,
+    with_texts: bool,
 ) -> dict[str, Any]:
     """Return the same for a program, as JSON values; on request with the snapshots, and what is in the text files."""
     return {

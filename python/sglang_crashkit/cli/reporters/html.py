@@ -100,15 +100,9 @@ def render(folder: Path, *, prompts: bool = False) -> str:
         "findings": _part(lambda: view.findings_of(document), list),
         "environment": _part(lambda: view.environment_of(files, document), list),
     }
-    sections = {
-        "ranks": "groups",
-        "timeline": "events",
-        "steps": "tables",
-        "stacks": "trees",
-        "requests": "rows",
-        "environment": "",
-    }
-    there = [name for name, key in sections.items() if (parts[name].get(key) if key else parts[name])]
+    sections = {"ranks": "groups", "timeline": "events", "steps": "tables", "stacks": "trees", "requests": "rows"}
+    there = [name for name, key in sections.items() if parts[name].get(key)]
+    there += ["environment"] if parts["environment"] else []
     return (
         _environment()
         .get_template("incident.html.j2")
