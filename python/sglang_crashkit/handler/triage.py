@@ -165,10 +165,11 @@ class Triage:
         # Its dump, which follows, belongs to it.
         stage.may_end = stage.may_end or is_replaced
         if stage.captured_at is None and not stage.finished:
-            if policy.decide(self.shutdown.mode, event).tells:
-                stage.tell_secs = EXCEPTION_GRACE_SECS
-            else:
+            if not policy.decide(self.shutdown.mode, event).tells:
                 stage.observed = True
+            elif seen.pid != self._root_pid:
+                # The main process, which is the one that is told, ends by its own exception.
+                stage.tell_secs = EXCEPTION_GRACE_SECS
             self._add(Do.CAPTURE)
         self._add(Do.ANSWER_CAPTURED)
 

@@ -442,6 +442,7 @@ RAISED = [
         EST,
     ),
     ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", LOADING, "startup_memory", SUP),
+    ("ValueError: Loaded weights leave no x.\nRaise --mem-fraction-static above 0.03", LOADING, "startup_memory", SUP),
     ("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", LOADING, "startup_version", SUP),
     ("ModuleNotFoundError: No module named 'flashinfer'", LOADING, "startup_version", SUP),
     ("ValueError: tp 3 does not divide", LOADING, "startup_failed", SUP),

@@ -103,6 +103,14 @@ STORIES: dict[str, list[Step]] = {
         (30.9, TICK, ""),
         (31.0, TICK, "note:budget_spent finish"),
     ],
+    "a main process that raises is told nothing, and ends by itself": [
+        (1.0, told("exception"), RAISED),
+        (1.6, TICK, ""),
+        (1.7, torn_down(ROOT, RANK, OTHER), "note:teardown"),
+        (1.8, ended(RANK, "SIGKILL"), "mark_exited add_exit"),
+        (1.9, ended(ROOT, 1), "mark_exited add_exit"),
+        (2.5, LAST, "finish"),
+    ],
     "a soft exit waits a second for the word that it was a shutdown": [
         (1.0, ended(RANK, 0), LEFT),
         (1.5, torn_down(ROOT, RANK, OTHER), "discard"),

@@ -55,6 +55,8 @@ _TIMED_OUT = (
 _TAKING_IN = ("*handle_generate_request (*.py)", "*handle_embedding_request (*.py)", "*handle_tokenized_* (*.py)")
 #: Upon that the HTTP server ends with a status, and without an exception.
 _NO_BIND = re.compile(r"\S+ ERROR uvicorn\.error: \[Errno 98\] ")
+#: Another word than that of a failed capture of CUDA graphs, which lists this option among what may help.
+_TOO_LITTLE = r"Not enough memory\. Please try|[\s\S]{0,600}\b(increase|[Rr]aise|lower) --mem-fraction-static"
 _NO_SPACE = r"\[Errno 28\] No space left on device"
 
 
@@ -403,7 +405,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_port", raises("DistNetworkError|ZMQError", _PORT_WORDS)),
     ("startup_port", raises("OSError|RuntimeError|ValueError", _PORT_WORDS)),
     ("startup_port", _port_logged),
-    ("startup_memory", raises("RuntimeError|ValueError", r"Not enough memory\. Please try", starting=True)),
+    ("startup_memory", raises("RuntimeError|ValueError", _TOO_LITTLE, starting=True)),
     (
         "startup_model",
         raises("RepositoryNotFoundError|HFValidationError|LocalEntryNotFoundError|GatedRepoError"),

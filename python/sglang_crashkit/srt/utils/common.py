@@ -24,6 +24,7 @@ import psutil
 from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel.pidfd import open_pidfd
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
+from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
 from sglang_crashkit.srt.stack_hooks import report_faults
 
@@ -71,6 +72,7 @@ def on_kill_process_tree(kill: Function) -> Function:
             report_faults()
             if crash_exit.is_due(whole=whole):
                 end_after_crash(bound.arguments.get("skip_pid"))
+            _tell_own_exception()
         _announce_teardown(pid, whole=whole)
         # As process 1 of a container this process is above its crash handler, too.
         spared = handler_process.pid_below() if pid is None or pid == os.getpid() else None
@@ -228,6 +230,22 @@ def _kill(process: Any) -> bool:
     except psutil.NoSuchProcess:
         return False
     return True
+
+
+@never_raises
+def _tell_own_exception() -> None:
+    """Tell of the exception by which a server program ends: its launcher ends its children while it propagates.
+
+    A program that merely uses an ``Engine`` may shut it down for any exception of its own.
+    """
+    error, state = sys.exc_info()[1], crash_exit.state
+    if error is None or not state.is_program or state.draining:
+        return
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+        return
+    tell_exception()
+    if not state.started:
+        crash_exit.end_by_status(error, None)
 
 
 @never_raises

@@ -24,6 +24,7 @@ import pytest
 
 from sglang_crashkit import settings
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.utils import common as hooks
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -318,6 +319,36 @@ def test_the_handler_is_told_first(listener: Listener) -> None:
     assert (told["event"], told["pid"]) == ("teardown", os.getpid())
     with child("ready(); pause()") as process:
         assert kill_and_listen(process.pid)["pid"] == process.pid
+
+
+@pytest.mark.parametrize(
+    ("error", "its", "told"),
+    [
+        pytest.param(ValueError("no tokenizer"), {"is_program": True}, ["exception", "teardown"], id="raises"),
+        pytest.param(SystemExit(1), {"is_program": True}, ["exception", "teardown"], id="ends itself"),
+        pytest.param(SystemExit(0), {"is_program": True}, ["teardown"], id="ends well"),
+        pytest.param(KeyboardInterrupt(), {"is_program": True}, ["teardown"], id="is interrupted"),
+        pytest.param(ValueError("x"), {"is_program": True, "draining": True}, ["teardown"], id="was asked to end"),
+        pytest.param(ValueError("x"), {"is_program": False}, ["teardown"], id="is a user's"),
+    ],
+)
+def test_a_program_that_raises_is_told_before_it_ends_its_children(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, error: BaseException, its: dict[str, bool], told: list[str]
+) -> None:
+    @hooks.on_kill_process_tree
+    def kill(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> None: ...
+
+    def launch() -> None:
+        try:
+            raise error
+        finally:
+            kill(os.getpid(), include_parent=False)
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(crash_exit, "state", crash_exit.State(**its))
+    with pytest.raises(type(error)):
+        launch()
+    assert [listener.heard()["event"] for _ in told] == told
 
 
 def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
