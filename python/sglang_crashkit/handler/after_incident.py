@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
@@ -31,8 +31,10 @@ _MAX_AT_ONCE = 4
 #: A killed child is gone a moment later, in seconds; one in uninterruptible sleep is left to the end of this process.
 _REAP_SECS = 1.0
 PAGE = "incident.html"
-#: The longest page that this program writes, in bytes, and with 512 ranks twice what one takes.
-_PROGRAM, _MAX_BYTES = "sglang_crashkit.cli.reporters.html", 8 << 20
+#: Makes a page of the folder that comes behind it, in the file behind that.
+_PROGRAM = (sys.executable, "-m", "sglang_crashkit.cli.reporters.html")
+#: The longest page that it writes, in bytes, and with 512 ranks twice what one takes.
+_MAX_BYTES = 8 << 20
 #: Of 512 ranks it takes two seconds of processor time. It gives way to all others: where two processes for each core
 #: keep a machine busy, each of those seconds takes two minutes.
 _PAGE_SECS = 300.0
@@ -87,10 +89,10 @@ class Child:
 
 
 class Notices:
-    """Has those notified whom `environ` names."""
+    """Has those notified whom the environment names."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._is_wanted = plan.is_wanted(environ)
+    def __init__(self) -> None:
+        self._is_wanted = plan.is_wanted(os.environ)
         self._children: list[Child] = []
         self._waiting: list[Path] = []
 
@@ -131,23 +133,10 @@ class Notices:
 
 
 class HtmlPage:
-    """Makes the page of one incident at a time.
+    """Makes the page of one incident at a time, where it is wanted."""
 
-    Args:
-        wanted: whether there is to be any; where not, nothing here does anything.
-        program: what is run, with the folder and the file behind it.
-        deadline_secs: the longest that it may take, in seconds.
-    """
-
-    def __init__(
-        self,
-        wanted: bool,
-        program: Sequence[str] = (sys.executable, "-m", _PROGRAM),
-        deadline_secs: float = _PAGE_SECS,
-    ) -> None:
+    def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
-        self._program = program
-        self._deadline_secs = deadline_secs
         self._made = ""
         self._maker: Child | None = None
 
@@ -165,7 +154,7 @@ class HtmlPage:
         try:
             # It counts as any other file of the incident does.
             run.folder.charge(PAGE, _MAX_BYTES)
-            self._maker = Child([*self._program, str(run.path), str(run.path / PAGE)], self._deadline_secs)
+            self._maker = Child([*_PROGRAM, str(run.path), str(run.path / PAGE)], _PAGE_SECS)
         except (OSError, CrashkitError) as error:
             logger.warning("no page of incident %s: %s", run.path, error)
 

@@ -371,7 +371,7 @@ class Place:
         with contextlib.suppress(OSError):
             self.spool.rmdir()
 
-    def clean_up(self, keys: Collection[str] = ()) -> None:
+    def clean_up(self, keys: Collection[str]) -> None:
         """Remove what is of no use without the server's processes, whose keys these are (see `identity_key`).
 
         A record that nobody took in stays. A request dump that one of them could not finish is torn, and no pickle. The

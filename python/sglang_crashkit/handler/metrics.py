@@ -283,20 +283,12 @@ class MetricsPublisher:
         session: who knows of their arguments, journals and heartbeats.
         incidents: the folder of all incidents of this host.
         limits: what they may take of the disk.
-        environ: says who wants it.
     """
 
-    def __init__(
-        self,
-        tree: ProcessTree,
-        session: Session,
-        incidents: Path,
-        limits: DiskLimits,
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
+    def __init__(self, tree: ProcessTree, session: Session, incidents: Path, limits: DiskLimits) -> None:
         self._tree, self._session, self._incidents, self._limits = tree, session, incidents, limits
-        self._file = environ.get(FILE, "").strip()
-        self._shared = environ.get(SHARED, "").strip()
+        self._file = os.environ.get(FILE, "").strip()
+        self._shared = os.environ.get(SHARED, "").strip()
         self._port = ""
         # Nobody else's: the server's processes have files of their own pids in the same folder.
         self._owner = os.getpid()

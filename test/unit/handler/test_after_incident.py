@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler import after_incident
 from sglang_crashkit.handler.after_incident import PAGE, Child, HtmlPage, Notices
 from sglang_crashkit.notifications.plan import OUTCOME
 from unit.handler.driver import Server
 from unit.stored import make_incident
 from unit.waiting import wait_until
 
-TELL = {"SGLANG_CRASHKIT_ON_INCIDENT": "true"}
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_ON_INCIDENT", "true")
 
 
 @pytest.fixture
@@ -30,14 +34,13 @@ def told(incident: Path) -> bool:
 
 
 def test_nothing_is_started_where_nothing_is_wanted(incidents: Path) -> None:
-    after = Notices({})
+    after = Notices()
     after.begin(make_incident(incidents))
     assert after._children == []
 
 
-def test_the_last_hours_incidents_are_told_of_once(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TELL.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("wanted")
+def test_the_last_hours_incidents_are_told_of_once(incidents: Path) -> None:
     old, recent = make_incident(incidents), make_incident(incidents, seconds=time.time() - 60)
     unfinished = make_incident(incidents, seconds=time.time() - 30, publish=False)
     after = Notices()
@@ -53,13 +56,14 @@ def test_the_last_hours_incidents_are_told_of_once(incidents: Path, monkeypatch:
     assert not told(unfinished)
 
 
+@pytest.mark.usefixtures("wanted")
 def test_the_newest_comes_first_and_the_rest_wait_for_room(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Path] = []
     monkeypatch.setattr(Notices, "_start", lambda self, folder: started.append(folder))
     monkeypatch.setattr("sglang_crashkit.handler.after_incident._MAX_AT_ONCE", 1)
     oldest, newest = (make_incident(incidents, seconds=time.time() - secs) for secs in (60, 30))
     quiet = make_incident(incidents, seconds=time.time() - 10, kind="snapshot")
-    after = Notices(TELL)
+    after = Notices()
     after.catch_up(incidents)
     assert started == []
     after._children.append(Sleeping())
@@ -78,9 +82,10 @@ class Sleeping:
         return False
 
 
+@pytest.mark.usefixtures("wanted")
 def test_a_process_that_cannot_be_started_costs_nothing(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nonexistent")
-    after = Notices(TELL)
+    after = Notices()
     after.begin(make_incident(incidents))
     after.close()
     assert after._children == []
@@ -105,18 +110,14 @@ other.wait()
 """
 
 
-def test_it_ends_well() -> None:
-    child = Child([sys.executable, "-c", "pass"])
+@pytest.mark.parametrize(
+    ("code", "problem"), [("pass", ""), ("raise SystemExit(3)", "ended with status 3")], ids=["well", "failed"]
+)
+def test_how_it_ended_is_known(code: str, problem: str) -> None:
+    child = Child([sys.executable, "-c", code])
     child.wait()
     assert child.has_ended()
-    assert child.problem == ""
-
-
-def test_how_it_failed_is_known() -> None:
-    child = Child([sys.executable, "-c", "raise SystemExit(3)"])
-    child.wait()
-    assert child.has_ended()
-    assert child.problem == "ended with status 3"
+    assert child.problem == problem
 
 
 def test_at_its_deadline_all_that_it_started_is_killed(tmp_path: Path) -> None:
@@ -138,6 +139,11 @@ def test_one_that_is_left_works_on(tmp_path: Path) -> None:
 #: Says who it is in the file that it is to write, and hangs.
 HANGS = (sys.executable, "-c", "import os, sys, time; open(sys.argv[2], 'w').write(str(os.getpid())); time.sleep(1000)")
 FAILS = (sys.executable, "-c", "raise SystemExit('out of paper')")
+
+
+@pytest.fixture
+def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(after_incident, "_PROGRAM", HANGS)
 
 
 @pytest.fixture
@@ -166,25 +172,31 @@ def test_a_child_makes_the_page_beside_the_incident(run: Any) -> None:
     assert written.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.usefixtures("hangs")
 def test_by_default_nothing_is_made(run: Any) -> None:
-    page = HtmlPage(False, HANGS)
+    page = HtmlPage(False)
     page.begin(run)
     page.wait()
     assert not (run.path / PAGE).exists()
 
 
+@pytest.mark.usefixtures("hangs")
 @pytest.mark.parametrize("fields", [{"finished": False}, {"problem": "the disk is full"}])
 def test_an_incident_that_is_not_whole_on_disk_has_none(run: Any, fields: dict[str, Any]) -> None:
     vars(run).update(fields)
-    page = HtmlPage(True, HANGS)
+    page = HtmlPage(True)
     page.begin(run)
     page.wait()
     assert not (run.path / PAGE).exists()
 
 
-def test_one_that_hangs_is_killed_at_its_deadline(run: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("hangs")
+def test_one_that_hangs_is_killed_at_its_deadline(
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(after_incident, "_PAGE_SECS", 0.5)
     before = (run.path / "incident.json").read_bytes()
-    page = HtmlPage(True, HANGS, deadline_secs=0.5)
+    page = HtmlPage(True)
     page.begin(run)
     page.wait()
     assert "did not end within 0.5 s" in caplog.text
@@ -193,17 +205,22 @@ def test_one_that_hangs_is_killed_at_its_deadline(run: Any, caplog: pytest.LogCa
 
 
 def test_one_that_fails_is_logged_and_no_more(
-    run: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    run: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    page = HtmlPage(True, FAILS)
+    monkeypatch.setattr(after_incident, "_PROGRAM", FAILS)
+    page = HtmlPage(True)
     page.begin(run)
     page.wait()
     assert "ended with status 1" in caplog.text
     assert "out of paper" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("hangs")
 def test_it_is_made_once_unless_something_was_added(run: Any) -> None:
-    page = HtmlPage(True, HANGS)
+    page = HtmlPage(True)
     page.begin(run)
     first = pid_in(run.path / PAGE)
     page.begin(run)
@@ -216,12 +233,13 @@ def test_it_is_made_once_unless_something_was_added(run: Any) -> None:
     assert is_gone(second)
 
 
+@pytest.mark.usefixtures("hangs")
 def test_without_room_there_is_none(run: Any, caplog: pytest.LogCaptureFixture) -> None:
     def charge(name: str, size: int) -> None:
         raise OSError("there is no room")
 
     run.folder.charge = charge
-    page = HtmlPage(True, HANGS)
+    page = HtmlPage(True)
     page.begin(run)
     page.wait()
     assert "there is no room" in caplog.text

@@ -80,9 +80,9 @@ def publisher(
             heartbeats=SimpleNamespace(last_signs=lambda: signs),
             journal_bytes=lambda: 0,
         )
-        made.append(
-            MetricsPublisher(ranks, SimpleNamespace(received=received), incidents, DiskLimits(max_use=1 << 30), environ)
-        )
+        for name in (FILE, SHARED):
+            monkeypatch.setenv(name, environ.get(name, ""))
+        made.append(MetricsPublisher(ranks, SimpleNamespace(received=received), incidents, DiskLimits(max_use=1 << 30)))
         return made[-1]
 
     yield make

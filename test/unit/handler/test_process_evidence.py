@@ -93,7 +93,7 @@ def test_what_it_was_doing_is_of_the_first_good_round(
         threads = (Thread("MainThread", 7, active=False, owns_gil=False, frames=frames),) if function else ()
         taken = [Sample(pid=7, threads=threads, problem="" if function else "py-spy did not end in time")]
         monkeypatch.setattr(process_evidence, "capture_all", lambda *_, taken=taken, **_how: taken)
-        capture_stacks([process], {7: report}, folder, tmp_path, 1.0, number)
+        capture_stacks([process], {7: report}, folder, tmp_path, 1.0, number, may_signal=False)
     assert report.doing == ([f"{doing} (model.py:1)"] if doing else [])
     assert [bool(look.doing) for look in report.samples] == [bool(function) for function in rounds]
 

@@ -146,9 +146,9 @@ def capture_stacks(
     folder: IncidentFolder,
     runtime: Path,
     deadline_secs: float,
-    snapshot: int | None = None,
+    snapshot: int | None,
     *,
-    may_signal: bool = False,
+    may_signal: bool,
 ) -> None:
     """Take the stacks of the living processes side by side and write their stacks.
 
