@@ -8,7 +8,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +185,16 @@ def ring() -> JournalWriter:
     return JournalWriter(2**20)
 
 
+def export(
+    rings: Sequence[tuple[int, int]],
+    folder: Path,
+    secs: float = 30.0,
+    charge: Callable[[str, int], None] = lambda _name, _size: None,
+    seconds: float | None = None,
+) -> JournaledRequests:
+    return export_requests(rings, folder, secs, charge, time.time() if seconds is None else seconds)
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / REQUESTS).read_text().splitlines()]
 
@@ -198,7 +208,7 @@ def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> 
         dropped = writer.begin({"rid": f"dropped-{pid}"})
         writer.end(done, finished=True)
         writer.end(dropped, finished=False)
-    told = export_requests([(pid, writer.fd) for pid, writer in writers.items()], tmp_path, 30)
+    told = export([(pid, writer.fd) for pid, writer in writers.items()], tmp_path)
     assert (told.path, told.finished, told.unfinished, told.reason) == (REQUESTS, 2, 2, None)
     found = lines(tmp_path)
     assert [(line["rid"], line["pid"], line["state"]) for line in found[:2]] == [
@@ -236,7 +246,7 @@ def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
     writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780001.5"}), finished=False)
     writer.begin(check | {"rid": "HEALTH_CHECK_0f3c"})
     writer.begin({"rid": "users"})
-    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    told = export([(7, writer.fd)], tmp_path)
     assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 1, 0, None)
     assert [line["rid"] for line in lines(tmp_path)] == ["users"]
 
@@ -245,7 +255,7 @@ def test_answers_without_metrics_are_left_out(tmp_path: Path) -> None:
     writer = ring()
     writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
     writer.begin({"rid": "under way", "log_metrics": False})
-    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    told = export([(7, writer.fd)], tmp_path)
     assert (told.finished, told.unfinished) == (0, 1)
     assert [line["rid"] for line in lines(tmp_path)] == ["under way"]
 
@@ -260,12 +270,11 @@ def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeyp
         writer.begin({"rid": f"under-way-{pid}"})
     rings, last = [(pid, writer.fd) for pid, writer in writers.items()], 1000.0 + 6 * 3600
     for seconds, kept in (
-        (None, ["done-8"]),
         (last + KEPT_SECS - 1, ["done-8"]),
         (last + KEPT_SECS + 1, []),
         (1000.0, ["done-7", "done-8"]),
     ):
-        told = export_requests(rings, tmp_path, 30, seconds=seconds)
+        told = export(rings, tmp_path, seconds=seconds)
         assert (told.finished, told.unfinished, told.left_out) == (len(kept), 2, 0)
         assert [line["rid"] for line in lines(tmp_path)] == ["under-way-7", "under-way-8", *kept]
 
@@ -274,7 +283,7 @@ def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
     writer = ring()
     for number in range(5):
         writer.begin({"rid": str(number)})
-    told = export_requests([(7, writer.fd)], tmp_path, -1)
+    told = export([(7, writer.fd)], tmp_path, -1)
     assert (told.left_out, told.unfinished, told.path) == (5, 0, REQUESTS)
     assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
 
@@ -292,7 +301,7 @@ def test_without_room_those_in_flight_come_first(tmp_path: Path) -> None:
         if size > 5000:
             raise NoRoomError(28, "full")
 
-    told = export_requests([(7, writer.fd)], tmp_path, 30, charge)
+    told = export([(7, writer.fd)], tmp_path, charge=charge)
     assert (told.unfinished, told.finished, told.left_out, told.path) == (3, 1, 4, REQUESTS)
     assert (tmp_path / REQUESTS).stat().st_size <= max(size for size in asked if size <= 5000)
     assert len(lines(tmp_path)) == 4
@@ -311,7 +320,7 @@ def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path) -> Non
     # The writer had more room than the reader has.
     sys.setrecursionlimit(600)
     try:
-        told = export_requests([(7, writer.fd)], tmp_path, 30)
+        told = export([(7, writer.fd)], tmp_path)
     finally:
         sys.setrecursionlimit(limit)
     assert [line["rid"] for line in lines(tmp_path)] == ["flat"]
@@ -323,7 +332,7 @@ def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
     writer.begin({"rid": "a"})
     off = ring()
     off.invalidate()
-    told = export_requests([(8, off.fd), (7, writer.fd)], tmp_path, 30)
+    told = export([(8, off.fd), (7, writer.fd)], tmp_path)
     assert told.unfinished == 1
     assert told.reason is not None
     assert "the journal of process 8 is no ring" in told.reason
@@ -334,7 +343,7 @@ def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
     writer.begin({"rid": "a"})
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
-    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    told = export([(7, writer.fd)], tmp_path)
     assert told.path is None
     assert told.reason is not None
     assert "is not a folder" in told.reason

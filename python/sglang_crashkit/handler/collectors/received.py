@@ -232,7 +232,7 @@ class RequestJournals(HeldMemory):
         began = time.time() - (time.monotonic() - run.opened)
         journals = [(held.process.pid, held.descriptor) for held in self.held]
         secs = max(0.0, deadline - time.monotonic())
-        told = export_requests(journals, run.path, secs, run.folder.charge, seconds=began)
+        told = export_requests(journals, run.path, secs, run.folder.charge, began)
         if self.dropped:
             words = f"the journals of {self.dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +18,6 @@ from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalR
 from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
 
-logger = logging.getLogger(__name__)
-
-
 #: See `IncidentFolder.charge`.
 Charge = Callable[[str, int], None]
 
@@ -31,17 +27,12 @@ _HEALTH_CHECK = "HEALTH_CHECK"
 _AT_A_TIME = 256 * 1024
 
 
-def _free(_name: str, _size: int) -> None:
-    return
-
-
 def export_requests(
     journals: Sequence[tuple[int, int]],
     folder: Path,
     timeout_secs: float,
-    charge: Charge = _free,
-    *,
-    seconds: float | None = None,
+    charge: Charge,
+    seconds: float,
 ) -> JournaledRequests:
     """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
@@ -57,8 +48,7 @@ def export_requests(
         timeout_secs: what is not written within this time, in seconds, is left out and counted.
         charge: is told the file's name and how long it will be, in bytes, before it grows; what it raises `NoRoomError`
             for is left out and counted.
-        seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out. By
-            default when something was written last to any of the journals.
+        seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out.
     """
     deadline = time.monotonic() + timeout_secs
     result = JournaledRequests()
@@ -69,8 +59,6 @@ def export_requests(
             readers.append((pid, JournalReader(descriptor)))
         except RingError as error:
             problems.append(f"the journal of process {pid} {error.message}")
-    if seconds is None:
-        seconds = max((reader.latest for _pid, reader in readers), default=0.0)
     result.lost = sum(reader.lost for _pid, reader in readers)
     result.torn = sum(reader.torn for _pid, reader in readers)
     try:
