@@ -4,8 +4,8 @@ A pidfd turns readable when its process exits (pidfd_open(2), Linux 5.3). How it
 line while its parent has not reaped it, and from the pidfd itself afterwards where the kernel is 6.15 or later
 (``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT``, ``linux/pidfd.h``).
 
-A Python that was built on an older system, as those of uv were until July 2026 and those of conda are, lacks the
-functions for pidfds; the system calls are there all the same.
+A Python that was built on an older system, as those of uv were until July 2026, lacks the functions for pidfds; the
+system calls are there all the same.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def create_private(path: Path) -> BinaryIO:
 def create_in_memory(name: str) -> int:
     """Return a descriptor of an empty file that is in memory only, and may be sealed; no program inherits it.
 
-    A Python that was built on an older system, as those of uv were until July 2026 and those of conda are, has no
-    function for it; the C library has one.
+    A Python that was built on an older system, as those of uv were until July 2026, has no function for it; the C
+    library has one.
 
     Raises:
         OSError: there is no memory or no descriptor.

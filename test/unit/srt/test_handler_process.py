@@ -43,7 +43,7 @@ import os, sys
 if "sglang_crashkit.handler" in sys.orig_argv:
     with open(os.environ["TMPDIR"] + "/told", "w") as file: file.write(os.environ.get("TOLD", ""))
 """
-#: What a Python lacks that was built on an older system, as those of uv were until July 2026 and those of conda are.
+#: What a Python lacks that was built on an older system, as those of uv were until July 2026.
 OLDER_SYSTEM = """
 import fcntl, os, re, signal
 for module in (fcntl, os, signal):
