@@ -89,6 +89,7 @@ class StepRecorder:
         self._inner_of = self._inner = 0
         self._at = self._processing = 0
         self._received_hash = bytes(8)
+        self._no_controls: set[type] = set()
         self._forget_received()
 
     def _forget_received(self) -> None:
@@ -107,15 +108,21 @@ class StepRecorder:
                 self._take(request)
             self.writer.begin_round(number, now)
             self.writer.receive(number, now, list(self._rids), self._lengths, self._received)
-            names = (type(request).__name__ for request in requests)
-            control = next((name for name in names if not name.startswith(_NO_CONTROL)), "")
-            if control:
-                self.writer.begin_control(name_of_control(control))
+            if not self._no_controls.issuperset(map(type, requests)):
+                self._note_control(requests)
         elif self._received or scheduler.waiting_queue or scheduler.last_batch is not None:
             self.writer.begin_round(number, now)
         else:
             self._pending.clear()
             self.writer.begin_round(0, now)
+
+    def _note_control(self, requests: Sequence[Any]) -> None:
+        """Note the first control request among new ones; classes that are none are remembered."""
+        for kind in dict.fromkeys(map(type, requests)):
+            if not kind.__name__.startswith(_NO_CONTROL):
+                self.writer.begin_control(name_of_control(kind.__name__))
+                break
+            self._no_controls.add(kind)
 
     def _take(self, request: Any) -> None:
         name = type(request).__name__
