@@ -25,6 +25,7 @@ LOADING = (
     SCHEDULER,
 )
 LOADER, TOKENIZER = "load_model (sglang/srt/model_loader/loader.py:1)", "from_pretrained (transformers/x.py:1)"
+LAUNCHER = "Engine._launch_subprocesses (sglang/srt/entrypoints/engine.py:1)"
 FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)", SCHEDULER)
 CHECK = ("raise_error_or_warn (sglang/srt/utils/common.py:4691)", *FORWARD[1:])
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
@@ -443,6 +444,7 @@ RAISED = [
     ),
     ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", LOADING, "startup_memory", SUP),
     ("ValueError: Loaded weights leave no x.\nRaise --mem-fraction-static above 0.03", LOADING, "startup_memory", SUP),
+    ("ValueError: Couldn't instantiate the backend tokenizer", (TOKENIZER, LAUNCHER), "startup_model", SUP),
     ("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", LOADING, "startup_version", SUP),
     ("ModuleNotFoundError: No module named 'flashinfer'", LOADING, "startup_version", SUP),
     ("ValueError: tp 3 does not divide", LOADING, "startup_failed", SUP),
@@ -586,6 +588,8 @@ def test_the_record_of_a_rank_tells_more_than_the_timeline() -> None:
 def test_the_last_words_of_an_http_server_name_its_port(line: str, name: str) -> None:
     ended = incident("exit_status", "server", end=STATUS)
     assert causes.explain(ended, logs={1: ["an earlier line", line]})["class"] == name
+    left = raised("SystemExit: 3", "startup (uvicorn/server.py:1)", first="server")
+    assert causes.explain(left, logs={1: [line]})["class"] == name.replace("exited", "exception")
     assert causes.explain(incident("signal", "server", end=killed()), logs={1: [line]})["class"] == "killed"
 
 

@@ -28,7 +28,12 @@ _FRAME = re.compile(r"(?P<function>.*) \((?P<path>.*?)(?::\d+)?\)")
 #: A server that has not served yet says one of these of its ranks.
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Through these a scheduler passes while it starts, and never later.
-_STARTING_PLACES = ("__init__ (scheduler.py)", "__init__ (tp_worker.py)", "__init__ (model_runner.py)")
+_STARTING_PLACES = (
+    "__init__ (scheduler.py)",
+    "__init__ (tp_worker.py)",
+    "__init__ (model_runner.py)",
+    "*_launch_subprocesses (engine.py)",
+)
 #: An Xid error of longer ago, in seconds, has nothing to do with it.
 _XID_SECS = 600.0
 _MAX_RIDS = 4
@@ -137,9 +142,9 @@ class Case:
 
     @property
     def last_words(self) -> Sequence[str]:
-        """What the first failure logged last, where it ended by itself and without an exception; empty otherwise."""
-        silent = self.error is None and self.end.get("cause") == "exit_status"
-        return self._logs.get(self.first.get("pid", 0), ()) if silent else ()
+        """What the first failure logged last, where it ended by itself, and no exception says why; empty otherwise."""
+        is_silent = self.error.type == "SystemExit" if self.error else self.end.get("cause") == "exit_status"
+        return self._logs.get(self.first.get("pid", 0), ()) if is_silent else ()
 
     @cached_property
     def is_starting(self) -> bool:
