@@ -35,7 +35,7 @@ _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
 _BISECT = f"{_OWN_COMMAND}bisect"
 #: What the screen has in words of its own, where the cause has it.
-_TOLD_ANYWAY = (f"`{_BISECT} ", f"`{_OWN_COMMAND}steps ")
+_TOLD_ANYWAY = (f"`{_BISECT} ", f"`{_OWN_COMMAND}steps ", f"`{_OWN_COMMAND}show ")
 #: A command with its arguments; a word alone may be anything.
 _COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")

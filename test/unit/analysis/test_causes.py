@@ -485,6 +485,12 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
     assert first.startswith('`sglang-crashkit bisect 1a2b3c4d --serve "COMMAND"`') is has_it
 
 
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_step_with_a_command_begins_with_it(name: str) -> None:
+    commands = [re.search(r"`[^` ]+ [^`]+`", step) for step in ADVICE[name].steps]
+    assert {found.start() for found in commands if found} <= {0}
+
+
 def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
     steps = causes.explain(hung(doing=BOTH_WAIT, divergence=DIVERGED, id="1a2b3c4d"))["next_steps"]
     assert steps[0].startswith("`sglang-crashkit steps 1a2b3c4d` ")

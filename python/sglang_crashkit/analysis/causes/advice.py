@@ -21,23 +21,25 @@ class Advice:
     steps: tuple[str, ...]  # what to do next: commands and settings, the most promising first
 
 
+_STACKS = f"`sglang-crashkit show {INCIDENT} --stacks`"
+_GPU_MEMORY = "`nvidia-smi -q -d PIDS`"
 _OPTIONS_OF_GPU_MEMORY = (
     "lower --mem-fraction-static by 0.05 to 0.1, so that more is left for activations",
     "lower --chunked-prefill-size and --max-running-requests",
-    "run `nvidia-smi` for other processes that hold memory of this GPU",
+    f"{_GPU_MEMORY} names others that hold memory of this GPU",
 )
 _RERUN_FOR_KERNEL = (
+    "CUDA_LAUNCH_BLOCKING=1 at the next start has the stack name the call that failed",
+    "--disable-cuda-graph, then another --attention-backend, under the same load find the part at fault",
     "read the kernel and the exception in gpu/ of this incident, where there is a GPU core",
-    "start once with CUDA_LAUNCH_BLOCKING=1, so that the stack names the call that failed",
-    "run the same load with --disable-cuda-graph, then with another --attention-backend, to find the part at fault",
 )
 _READ_ITS_STACKS = (
     "read its stacks in stacks/: the innermost call that is the same at the three moments is the one",
     f'`sglang-crashkit bisect {INCIDENT} --serve "COMMAND"` finds the request, where one does it',
 )
 _COMPARE_RANKS = (
-    'compare the stacks of the ranks in stacks/, and what each waits in under "Collectives"',
-    "run `sglang-crashkit collect` before the restart where it hangs still",
+    f"{_STACKS} has where each rank is; what it waits in is in summary.md under Collectives",
+    "`sglang-crashkit collect` shows more, while it hangs still",
 )
 
 ADVICE: dict[str, Advice] = {
@@ -53,7 +55,8 @@ ADVICE: dict[str, Advice] = {
         "the GPU, or a link of it, failed",
         "no",
         (
-            "take the node out of service, then run `nvidia-smi -q` and `dcgmi diag -r 3` on it",
+            "`dcgmi diag -r 3` tests the node's GPUs, once it is out of service",
+            "`nvidia-smi -q` tells of ECC errors, remapped rows and links",
             'look the Xid up in NVIDIA\'s "XID Errors"; most of these want the GPU reset or exchanged',
         ),
     ),
@@ -65,12 +68,15 @@ ADVICE: dict[str, Advice] = {
     "starved_process": Advice(
         "a process wants to run and gets no CPU time",
         "unknown",
-        ("look at `cpu.stat` and `cpu.pressure` of the cgroup, and raise its CPU limit",),
+        ("`cat /sys/fs/cgroup/cpu.stat /sys/fs/cgroup/cpu.pressure` shows whether its CPU limit is too low",),
     ),
     "stuck_in_kernel": Advice(
         "a process waits in the kernel and cannot be interrupted",
         "unknown",
-        ("read `wchan` in incident.json: a file system that does not answer, or a GPU driver; `dmesg` may say more",),
+        (
+            "`dmesg -T` may name a file system that does not answer, or a GPU driver",
+            "read `wchan` in incident.json: the kernel's function in which it waits",
+        ),
     ),
     "rank_divergence": Advice(
         "ranks that must agree did different things",
@@ -89,7 +95,7 @@ ADVICE: dict[str, Advice] = {
         "a weight update or a pause waits for itself",
         "yes",
         (
-            "call /continue_generation, and see whether the update goes on",
+            "`curl --json '{}' http://HOST:PORT/continue_generation` may let the update go on",
             "pause before each update and wait for its answer, from one client only",
         ),
     ),
@@ -97,7 +103,7 @@ ADVICE: dict[str, Advice] = {
         "all ranks wait in the same collective",
         "yes",
         (
-            "look at the network between the nodes (`ibstat`, NCCL_DEBUG=INFO), and for a rank of another node",
+            "`ibstat -s` shows the links between the nodes, NCCL_DEBUG=INFO what NCCL makes of them",
             "--disable-custom-all-reduce and --disable-overlap-schedule each take one suspect out",
         ),
     ),
@@ -113,7 +119,10 @@ ADVICE: dict[str, Advice] = {
     "peer_lost": Advice(
         "the other server of a pair is gone",
         "no",
-        ("read the incident of that server, on its host; this one serves again when that one is back",),
+        (
+            "`sglang-crashkit incidents` on its host tells why it is gone",
+            "this one serves again when that one is back",
+        ),
     ),
     "transfer_stuck": Advice(
         "a KV transfer between prefill and decode failed or does not end",
@@ -126,13 +135,13 @@ ADVICE: dict[str, Advice] = {
     "connection_lost": Advice(
         "a rank lost its connection to a rank that this host does not know of",
         "unknown",
-        ("read the incident on the other nodes of this server: what came first happened there",),
+        ("`sglang-crashkit incidents` on the other nodes tells what came first",),
     ),
     "gpu_oom_at_start": Advice(
         "the GPU's memory ran out while the server started",
         "no",
         (
-            "run `nvidia-smi`: a process of an earlier server may still hold memory",
+            f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
             "lower --mem-fraction-static, --cuda-graph-max-bs or --max-running-requests, or raise --tp",
         ),
     ),
@@ -141,7 +150,7 @@ ADVICE: dict[str, Advice] = {
         "SGLang's own check found tokens of the KV pool that nobody holds",
         "yes",
         (
-            "report it with this incident; SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0 turns the end into a warning",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0 turns the end into a warning; report it with this incident",
             "--disable-radix-cache takes the usual suspect out",
         ),
     ),
@@ -182,21 +191,24 @@ ADVICE: dict[str, Advice] = {
         "no",
         (
             "raise --mem-fraction-static, or lower --context-length, or raise --tp",
-            "run `nvidia-smi`: a process of an earlier server may still hold memory",
+            f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
         ),
     ),
     "startup_version": Advice(
         "packages do not fit together",
         "no",
         (
-            "install SGLang with its own pins into a fresh environment, or use its container image of this release",
             "`pip check` names what does not fit",
+            "install SGLang with its own pins into a fresh environment, or use its container image of this release",
         ),
     ),
     "startup_timeout": Advice(
         "the ranks did not get ready in time",
         "unknown",
-        ("read what the ranks were doing; raise SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS where they only load",),
+        (
+            f"{_STACKS} has what the ranks were doing",
+            "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS gives them longer, where they only load",
+        ),
     ),
     "startup_failed": Advice(
         "the server failed while it started", "no", ("read the exception of the first failure in ranks/",)
@@ -225,7 +237,10 @@ ADVICE: dict[str, Advice] = {
     "segfault": Advice(
         "it died of a segmentation fault",
         "unknown",
-        ("read its fault_stack in stacks/; SGLANG_CRASHKIT_NATIVE=1 adds native stacks of the others",),
+        (
+            "read its fault_stack in stacks/",
+            "SGLANG_CRASHKIT_NATIVE=1 adds native stacks of the others next time",
+        ),
     ),
     "aborted": Advice("it ended itself by abort()", "unknown", ("read the last lines of its log and its fault_stack",)),
     "bus_error": Advice(
@@ -243,5 +258,9 @@ ADVICE: dict[str, Advice] = {
     "exited": Advice("a process ended by itself", "unknown", ("read the last lines of its log",)),
     "busy": Advice("the ranks are at work", "no", ("wait; raise SGLANG_CRASHKIT_HANG_SECS where this is usual",)),
     "no_progress": Advice("nobody made progress, and nothing tells why", "yes", _COMPARE_RANKS),
-    "unknown": Advice("the evidence does not tell", "unknown", ("read the timeline and the server's log",)),
+    "unknown": Advice(
+        "the evidence does not tell",
+        "unknown",
+        ("read the timeline and the server's log",),
+    ),
 }
