@@ -95,11 +95,7 @@ def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
 
 
 def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
-    """Return what is seen of each process group over NCCL and over gloo in one account, what tells most first.
-
-    Args:
-        records: the dumps that there are, of some ranks or of all.
-    """
+    """Return what is seen of each process group over NCCL and over gloo in one account, what tells most first."""
     findings = []
     for world, recorder in sorted({(record.world, record.recorder) for record in records}):
         # What SGLang calls a group is in the dumps of gloo, of all groups.
@@ -332,12 +328,7 @@ def by_group(dump: FlightDump) -> dict[str, list[Entry]]:
 
 
 def steps_of(entries: Iterable[Entry], *, from_the_start: bool) -> dict[int, Step]:
-    """Return what the rank did in a group, by number.
-
-    Args:
-        entries: of that group.
-        from_the_start: nothing has fallen out of the recorder.
-    """
+    """Return what the rank did in a group, by number; `from_the_start` where nothing has fallen out of the recorder."""
     numbers: dict[int, list[Entry]] = {}
     for entry in entries:
         if not entry.is_message:

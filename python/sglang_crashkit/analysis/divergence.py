@@ -83,12 +83,7 @@ class Divergence:
 def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) -> Divergence | None:
     """Return the first divergence of all ranks; what keeps it from being known, where that is so; else that none is.
 
-    Args:
-        ranks: of one server, or of several.
-        moment: what its time is told from; None where that is not known.
-
-    Returns:
-        None where no rank has another one that it must agree with.
+    None where no rank has another one that it must agree with.
     """
     groups: dict[Hashable, list[RankSteps]] = {}
     for one in ranks:
@@ -108,12 +103,7 @@ def group_in_step(rank: Rank) -> Hashable:
 
 
 def step_in_words(step: Step, of: Sequence[StepRequest] = ()) -> str:
-    """Return what a step ran, such as ``extend of request ab12 (37 tokens)``.
-
-    Args:
-        step: the step.
-        of: those of its requests that are named; by default all.
-    """
+    """Return what a step ran, such as ``extend of request ab12 (37 tokens)``; it names all of its requests, or `of`."""
     mode = step.mode or "a batch"
     told = of or step.requests
     if len(told) == 1:

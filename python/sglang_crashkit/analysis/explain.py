@@ -168,12 +168,7 @@ def _named_to_json(member: Member) -> dict[str, Any]:
 
 
 def format_explanation(explanation: Explanation, tree: PrefixTree | None = None) -> Iterator[str]:
-    """Yield the explanation line by line.
-
-    Args:
-        explanation: what is told.
-        tree: the merged stacks, which follow where they are given.
-    """
+    """Yield the explanation line by line, and behind it the merged stacks where they are given."""
     yield f"Verdict ({explanation.level}): {explanation.statement}"
     for member in explanation.named[:_MAX_NAMED]:
         yield f"Look at: {member.name}"

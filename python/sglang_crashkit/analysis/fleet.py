@@ -60,11 +60,7 @@ class Group:
     path: str  # the latest incident of it
 
     def lines(self, hosts: int) -> list[str]:
-        """Return what is reported of its hosts, in words.
-
-        Args:
-            hosts: how many there are in all.
-        """
+        """Return in words what is reported of its hosts, of so many in all."""
         lines = [f"seen on {len(self.hosts)} of {hosts} hosts", *map(str, self.contrasts)]
         if self.since_release is not None:
             lines.append(

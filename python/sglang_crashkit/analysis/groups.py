@@ -61,12 +61,7 @@ class Finding:
 
 
 def judge_group(name: str, members: Sequence[Member]) -> Finding:
-    """Return what is seen of a group.
-
-    Args:
-        name: of the group.
-        members: its processes, of which there is at least one.
-    """
+    """Return what is seen of a group of at least one process."""
     evidence = _evidence(members)
     outlier = find_outlier(members) or _find_astray(members)
     if outlier is not None and outlier.level == "established":
@@ -87,14 +82,9 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
 
 
 def doubt_alone(finding: Finding, members: Sequence[Member], side: str) -> Finding:
-    """Return what is left of a finding where nothing was seen of the other side of a pair.
+    """Return what is left of a finding on one side of a pair where nothing was seen of the other one, `side`.
 
     What a side without work waits for may come from there.
-
-    Args:
-        finding: of a group of one side.
-        members: its processes.
-        side: the other one, ``prefill`` or ``decode``.
     """
     missing = f"No process of the {side} side was found"
     finding = replace(finding, evidence=(*finding.evidence, f"{missing}."))
@@ -127,14 +117,10 @@ def name_untitled(member: Member) -> Member:
 
 
 def judge_untitled(group: str, members: Sequence[Member]) -> Finding:
-    """Return what is seen of the ranks of one server that have no titles.
+    """Return what is seen of the ranks (see `untitled_role`) of one server that have no titles; there is at least one.
 
     They may be of several groups. Then those of a group that waits for requests, or works, are elsewhere than those of
     a group that hangs, and are not to be looked at.
-
-    Args:
-        group: its name.
-        members: those that are ranks, see `untitled_role`; at least one.
     """
     finding = judge_group(group, members)
     if finding.level == "established" or len(members) == 1:
@@ -165,9 +151,6 @@ def find_outlier(members: Sequence[Member]) -> Finding | None:
     """Return who is the outlier of a group and does not wait for others, None where nobody does.
 
     ``established`` is what the kernel says of them. Of those that are alike the first one is first.
-
-    Args:
-        members: of one group; in the order in which they are named where several stand out alike.
     """
     return _find_by_kernel(members) or _find_elsewhere(members) or _find_different(members)
 

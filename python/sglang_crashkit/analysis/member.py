@@ -183,11 +183,7 @@ def describe_several(members: Sequence[Member]) -> str:
 
 
 def describe_some(members: Sequence[Member]) -> str:
-    """Return who they are and what they were seen doing, those alike together, without a full stop.
-
-    Args:
-        members: at least one; each has been looked at.
-    """
+    """Return who they are, at least one, and what they were seen doing, those alike together, without a full stop."""
     alike: dict[str, list[Member]] = {}
     for member in members:
         alike.setdefault(member.moments[-1].activity.words, []).append(member)

@@ -56,12 +56,7 @@ def rank_of(process: Sample) -> Rank:
 
 
 def rank_at(numbers: Mapping[str, int], places: Mapping[str, int | str] = MappingProxyType({})) -> Rank:
-    """Return the place of a scheduler with these numbers in its title; see `titles.rank_of`.
-
-    Args:
-        numbers: by the axis.
-        places: what else tells it from others with the same numbers.
-    """
+    """Return the place of a scheduler with these numbers in its title; `places` tell it from others with the same."""
     axis = next((axis for axis in _BY_PREFERENCE if axis in numbers), "")
     without = _WITHIN_TP if axis == "tp" else ()
     others = {name: number for name, number in numbers.items() if name != axis and name not in without}
@@ -84,11 +79,7 @@ def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
 
 
 def split_replicas(members: Mapping[Rank, _Member]) -> list[tuple[int | None, list[_Member]]]:
-    """Return the members of one group by replica, with its number; together where they are of one.
-
-    Args:
-        members: of one group, see `group_of`.
-    """
+    """Return the members of one group (see `group_of`) by replica, with its number; together where they are of one."""
     by_dp: dict[int, dict[int, list[_Member]]] = {}
     for rank, member in members.items():
         dp = rank.number if rank.axis == "dp" else int(dict(rank.scope).get("dp", 0))
@@ -104,11 +95,7 @@ def split_replicas(members: Mapping[Rank, _Member]) -> list[tuple[int | None, li
 
 
 class RankSet:
-    """A set of ranks: for those of each scope the bits of one number, so that one of 100,000 stays small.
-
-    Args:
-        ranks: the first of them.
-    """
+    """A set of ranks: for those of each scope the bits of one number, so that one of 100,000 stays small."""
 
     __slots__ = ("_bits",)
 

@@ -69,12 +69,7 @@ class PrefixTree:
         self._recent: dict[int, tuple[tuple[Frame, ...], Node]] = {}
 
     def add(self, rank: Rank, frames: tuple[Frame, ...]) -> None:
-        """Add a stack of a rank.
-
-        Args:
-            rank: whose it is.
-            frames: innermost first.
-        """
+        """Add a stack of a rank, innermost frame first."""
         recent = self._recent.get(id(frames))
         leaf = recent[1] if recent is not None else self._leaf(frames)
         leaf.ranks.add(rank)

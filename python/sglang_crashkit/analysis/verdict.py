@@ -93,12 +93,7 @@ def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
 
 
 def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
-    """Return the verdict on an incident.
-
-    Args:
-        incident: with its processes and their evidence.
-        events: the failures in any order.
-    """
+    """Return the verdict on an incident with its processes and their evidence; the failures may come in any order."""
     ordered = order_failures(events)
     lost = describe_peers(incident.peers)
     if lost and not ordered:
@@ -152,13 +147,7 @@ def _is_stopped(process: ProcessReport) -> bool:
 
 
 def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str]) -> Verdict:
-    """Return the verdict where the first that was seen is that a rank made no progress.
-
-    Args:
-        incident: as for `judge`.
-        ordered: the failures, the first one first.
-        lost: what is known of the other servers of a pair.
-    """
+    """Return the verdict where the first of the failures, which are in order, is that a rank made no progress."""
     hung = list(dict.fromkeys(event.pid for event in ordered if event.kind == "hang"))
     # A watchdog speaks of its own rank only, and that of a stopped rank is stopped with it.
     ranks = [(rank_at(process.rank), process.pid) for process in incident.processes if process.role == "scheduler"]
@@ -200,9 +189,6 @@ def _judge_unhealthy(incident: Incident) -> Verdict:
 
     Nothing but the stacks and what the kernel says tell who it is: of the schedulers the outlier of its group, of the
     other processes one that is stopped, such as a detokenizer.
-
-    Args:
-        incident: with its processes, which were looked at.
     """
     ranks = [process for process in incident.processes if process.role == "scheduler" and process.samples]
     others = [process for process in incident.processes if process.role not in ("scheduler", "helper")]
@@ -342,8 +328,7 @@ def _consequence(event: FailureEvent, process: ProcessReport) -> str:
 def find_suspect(ranks: Sequence[ProcessReport]) -> tuple[ProcessReport, str] | None:
     """Return the rank that the others wait for, and what is seen of it, in sentences; None where none is an outlier.
 
-    Args:
-        ranks: those that make no progress, in the order of their last signs of life.
+    Of several that are alike it is the first of `ranks`, which stand in the order of their last signs of life.
     """
     members = [member_of(rank) for rank in ranks]
     outlier = find_outlier(members)
@@ -428,9 +413,6 @@ def find_busy(ranks: Sequence[ProcessReport]) -> str:
     the export of a profile; weights that are read; a prompt of very many tokens that is taken in at once. A rank that
     does the first three uses its CPU or moves on; one that stands still there, as for a lock of a compiler's cache, may
     hang.
-
-    Args:
-        ranks: those that make no progress together.
     """
     members = [member_of(rank) for rank in ranks]
     if not members or not all(member.seen for member in members):

@@ -109,11 +109,7 @@ def status_of_exit(end: ExitStatus) -> int:
 
 
 def while_starting(status: int | None) -> int:
-    """Return the status of a server that had not started yet.
-
-    Args:
-        status: what the incident says of the cause, None where it says nothing.
-    """
+    """Return the status of a server that had not started yet, by that of its cause; None where that is not known."""
     return int(ServerExit.FAILED_START) if status is None or status in _ANY_START else status
 
 

@@ -75,11 +75,7 @@ class Fault:
 
 
 def fault_of(document: Mapping[str, Any]) -> Fault | None:
-    """Return the fault that an incident tells of; None where nothing was seen to fail, or a hang has no stack.
-
-    Args:
-        document: see `Incident.to_json`.
-    """
+    """Return the fault that an incident tells of; None where nothing was seen to fail, or a hang has no stack."""
     verdict, server = mapping_of(document.get("verdict")), mapping_of(document.get("server"))
     pid = mapping_of(verdict.get("first_failure")).get("pid")
     processes = mappings_of(document.get("processes"))
@@ -217,12 +213,7 @@ def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:
 
 
 def incident_with_core(incidents: Path, fault: Fault) -> str | None:
-    """Return the id of an incident of the same fault, of this day, that has a GPU core; None where there is none.
-
-    Args:
-        incidents: the folder of all incidents of this host.
-        fault: what happened.
-    """
+    """Return the id of an incident of the same fault, of this day, that has a GPU core; None where there is none."""
     core = mapping_of(mapping_of(_read(incidents / INDEX).get(fault.key)).get("core"))
     return str(core.get("id")) if _counts(core, incidents, time.time()) else None
 

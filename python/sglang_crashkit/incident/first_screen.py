@@ -62,9 +62,6 @@ def counts_of(requests: Mapping[str, Any]) -> Counts | None:
     """Return how many requests there were; None where nobody counted.
 
     The journal leaves health checks out, which the server saves like any other request. So it counts where it is whole.
-
-    Args:
-        requests: what an ``incident.json`` has of them.
     """
     saved, journal = _pair(requests), mapping_of(requests.get("journal"))
     told = _pair(journal)

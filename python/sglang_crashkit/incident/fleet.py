@@ -113,13 +113,7 @@ def _read(one: tuple[str, str]) -> FleetIncident | None:
 
 
 def found_of(host: str, path: str, document: Mapping[str, Any]) -> FleetIncident:
-    """Return what a fleet takes from one incident.
-
-    Args:
-        host: whose folder it is in.
-        path: its folder.
-        document: see `Incident.to_json`.
-    """
+    """Return what a fleet takes from one incident, which is in a folder `path` of `host`."""
     name = parse_name(path.rpartition("/")[2])
     fault, cause = fault_of(document), mapping_of(document.get("cause"))
     kind = str(document.get("kind"))

@@ -252,10 +252,7 @@ class IncidentFolder:
 class NullFolder(IncidentFolder):
     """Takes the place of an `IncidentFolder` that cannot be written anywhere, and nothing on disk.
 
-    The incident is gathered, judged and reported nonetheless; each piece of evidence is refused.
-
-    Args:
-        reason: why there is no folder; cut to what fits an answer.
+    The incident is gathered, judged and reported nonetheless; each piece of evidence is refused for the same `reason`.
     """
 
     def __init__(self, reason: str) -> None:

@@ -58,11 +58,7 @@ def stopped_state(process: Mapping[str, Any]) -> str:
 
 
 class Names:
-    """The short names of the processes of one incident.
-
-    Args:
-        document: what its ``incident.json`` holds.
-    """
+    """The short names of the processes in an ``incident.json``."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._by_pid: dict[object, str] = {}
@@ -103,13 +99,10 @@ _NUMBER = r"""
 
 
 def without_own_numbers(text: str, mark: str = "") -> str:
-    """Return a text without the numbers that differ with each process and moment.
+    """Return a text, such as the reason of a failure, without the numbers that differ with each process and moment.
 
-    Exit codes, signals, numbers of errors, counts of ranks and whatever else is a small number are left as they are.
-
-    Args:
-        text: such as the reason of a failure.
-        mark: what stands in place of each number.
+    Exit codes, signals, numbers of errors, counts of ranks and whatever else is a small number are left as they are. A
+    `mark` stands in place of each of the others.
     """
     return re.sub(_NUMBER, partial(_marked, mark), text, flags=re.IGNORECASE | re.VERBOSE)
 

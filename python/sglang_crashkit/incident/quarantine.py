@@ -178,16 +178,9 @@ def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt,
 
 
 def entry_of_all(fields: Mapping[str, Any], origin: Origin, now: float, level: Level = "proven") -> Entry | None:
-    """Return the entry that recognises one request with all that it asks for, and no other.
+    """Return the entry that recognises one request, as an incident keeps it, with all that it asks for, and no other.
 
-    Args:
-        fields: the request as an incident keeps it.
-        origin: see `Entry`.
-        now: the time, in seconds since the epoch.
-        level: see `Entry`.
-
-    Returns:
-        None where something of it was not kept.
+    None where something of it was not kept.
     """
     known = fingerprint_of(fields)
     if known is None:
@@ -205,11 +198,7 @@ _ByOthers = dict[tuple[_Name, ...], dict[tuple[object, ...], _ByPrompt]]
 
 
 class Index:
-    """Finds the entry that recognises a request, in a time that does not grow with their number.
-
-    Args:
-        entries: all of them.
-    """
+    """Finds the entry that recognises a request, in a time that does not grow with their number."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         #: By the name of the first parameter, then by its value; in most requests that is all that is looked at.
@@ -236,9 +225,7 @@ class Index:
     def find(self, get: Getter, rest: Callable[[], str | None] = lambda: None) -> Entry | None:
         """Return the entry that recognises a request, a proven one where there are several; None where none does.
 
-        Args:
-            get: gives its fields.
-            rest: gives the hash of all its parameters; asked where a prompt is recognised.
+        The hash of all its parameters is asked for, by `rest`, where a prompt is recognised.
         """
         found = _find_prompt(self._bare, get, rest) if self._bare else None
         for name, by_value in self._by_first.items():

@@ -53,9 +53,6 @@ def finish_abandoned(incidents: Path) -> list[Path]:
 
     An incident that cannot be finished is named in the log and left as it is. Those that another process writes are
     left alone, and so is what is not this user's.
-
-    Args:
-        incidents: the folder of all incidents of this host; it may be missing.
     """
     finished = []
     for folder in _own_folders(incidents):

@@ -45,13 +45,9 @@ class RequestFingerprint(NamedTuple):
 
 
 def fingerprint_of(fields: Mapping[str, Any]) -> RequestFingerprint | None:
-    """Return the fingerprint of a request.
+    """Return the fingerprint of a request; None where some of it is not there: an image, or a prompt that was not kept.
 
-    Args:
-        fields: as JSON has them: a line of ``requests/requests.jsonl``, what upstream's pickle has, or what came.
-
-    Returns:
-        None where some of it is not there: an image, or a prompt that was not kept.
+    It is a line of ``requests/requests.jsonl``, what upstream's pickle has, or what came.
     """
     prompt = prompt_of(fields.get)
     if prompt is None or any(map(fields.get, _PARTS)):

@@ -36,10 +36,7 @@ Process = Mapping[str, Any]
 def format_summary(document: Mapping[str, Any], folder: Path | None = None) -> str:
     """Return ``summary.md``: the first screen, and below it the whole of each text.
 
-    Args:
-        document: an incident.
-        folder: its folder once it is finished, which commands name it by; its id alone is found nowhere but where the
-            server runs.
+    Commands name an incident by its finished `folder`: its id alone is found nowhere but where the server runs.
     """
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
     text = "\n".join(_lines(document, where)) + "\n"
@@ -63,12 +60,7 @@ def headline(document: Mapping[str, Any]) -> str:
 
 
 def format_termination_message(document: Mapping[str, Any], path: str) -> str:
-    """Return the little that a pod's status shows of a container that ended.
-
-    Args:
-        document: of a finished incident.
-        path: its folder.
-    """
+    """Return the little that a pod's status shows of a container that ended, with the path of the incident."""
     trigger, verdict = mapping_of(document.get("trigger")), mapping_of(document.get("verdict"))
     text = f"{verdict.get('text')} ({verdict.get('level')})" if verdict else headline(document)
     requests = requests_in_words(mapping_of(document.get("requests")))
@@ -187,12 +179,7 @@ def _collectives(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def suspect_in_words(document: Mapping[str, Any], suspects: Sequence[Mapping[str, Any]]) -> str:
-    """Say which request is suspected most, and why; or that nothing is between them.
-
-    Args:
-        document: the incident.
-        suspects: those in it, at least one.
-    """
+    """Say which of the suspects of an incident is suspected most, and why; or that nothing is between them."""
     left_out = document.get("suspects_left_out")
     is_cut = type(left_out) is int and left_out > 0
     if undecided := undecided_in_words(document):
@@ -334,11 +321,7 @@ def _number(value: object) -> str:
 
 
 def process_sections(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a section for each group of processes that agree: who failed first, the other ranks, the rest.
-
-    Args:
-        document: what an ``incident.json`` holds.
-    """
+    """Yield a section for each group of processes that agree: who failed first, the other ranks, the rest."""
     first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
     groups: dict[str, list[Process]] = {}
     for process in mappings_of(document.get("processes")):

@@ -35,11 +35,7 @@ class Run:
         return self.events[0]
 
     def who(self, names: Names) -> str:
-        """Return whom it happened to, in short; empty where it did to no process.
-
-        Args:
-            names: of the processes of this incident.
-        """
+        """Return whom it happened to, in short; empty where it did to no process."""
         if "pid" not in self.first:
             return ""
         told = cut(join_names(map(names.short, self.events)), _MAX_NAMES)
@@ -48,8 +44,7 @@ class Run:
     def details(self, *, of_process: bool = False) -> str:
         """Return what is told beside the time, and how long it took until the last of them.
 
-        Args:
-            of_process: with the pid and the title of a single one.
+        `of_process` has the pid and the title of a single one with it.
         """
         words = _details(self.first, of_process=of_process and len(self.events) == 1)
         if len(self.events) == 1:

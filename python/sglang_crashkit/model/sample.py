@@ -152,11 +152,7 @@ def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:
 def format_threads(title: str, pid: int, threads: Iterable[Thread], doing: Iterable[str] = ()) -> Iterator[str]:
     """Yield the lines of a stack file: the process, then thread by thread, the main thread first.
 
-    Args:
-        title: the process title.
-        pid: process id.
-        threads: its stacks.
-        doing: the frames that a summary shows of it, innermost first; they come before all else.
+    The frames that a summary shows of it, `doing`, innermost first, come before all else.
     """
     yield f"Process {pid}: {title}"
     if frames := list(doing):
