@@ -99,17 +99,12 @@ class FlightDump:
         return not self.entries or self.entries[0].record == 0
 
 
-def read_dump(path: Path, owner: int) -> FlightDump:
-    """Return what is in the file `path`, which must be a regular file of user `owner`.
+def read_bytes(path: Path, owner: int) -> bytes:
+    """Return the content of a dump: of the file `path`, which must be a regular one of user `owner`.
 
     Raises:
-        FlightDumpError: it is not, or no dump.
+        FlightDumpError: it is not, or is too large.
     """
-    return parse_dump(read_bytes(path, owner))
-
-
-def read_bytes(path: Path, owner: int) -> bytes:
-    """Return the content of a dump; see `read_dump`."""
     # Not blocking, and not through a link: in a shared folder anybody may have put something else there.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

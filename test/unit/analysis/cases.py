@@ -92,3 +92,8 @@ def raised(error: str, *frames: str, first: str = TP0, **fields: Any) -> dict[st
 def hung(first: str | None = None, **fields: Any) -> dict[str, Any]:
     """Return an incident of a server that makes no progress."""
     return incident("hang", first, **({"opened": "hang", "trigger": "no_progress", "level": "supported"} | fields))
+
+
+def died(signal: str = "SIGKILL", detail: str = "x", first: str = TP1, **fields: Any) -> dict[str, Any]:
+    """Return an incident of a process that died of a signal."""
+    return incident("signal", first, end=killed(signal, detail), **fields)

@@ -12,7 +12,7 @@ from sglang_crashkit.analysis.causes import rules
 from sglang_crashkit.analysis.causes.advice import ADVICE
 from sglang_crashkit.analysis.suspects import ALONE, ONLY
 from sglang_crashkit.model.incident import Exit
-from unit.analysis.cases import PEOPLE, TP0, TP1, hung, incident, killed, raised
+from unit.analysis.cases import PEOPLE, TP0, TP1, died, hung, incident, killed, raised
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
 REAPED = Exit(None, None, "unknown", "reaped", "t")
@@ -132,21 +132,16 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "killed",
         EST,
     ),
-    ("SIGSEGV", incident("signal", TP1, end=killed("SIGSEGV", "x")), "segfault", EST),
-    ("SIGABRT", incident("signal", TP1, end=killed("SIGABRT", "x")), "aborted", EST),
+    ("SIGSEGV", died("SIGSEGV"), "segfault", EST),
+    ("SIGABRT", died("SIGABRT"), "aborted", EST),
     ("SIGBUS", incident("signal", TP1, end=BUS), "bus_error", EST),
     ("SIGBUS, /dev/shm full", incident("signal", TP1, end=BUS, **FULL_SHM), "shm_exhausted", SUP),
-    ("SIGSEGV, /dev/shm full", incident("signal", TP1, end=killed("SIGSEGV", "x"), **FULL_SHM), "segfault", EST),
-    ("SIGFPE", incident("signal", TP1, end=killed("SIGFPE", "x")), "fatal_signal", EST),
-    ("SIGTERM to one", incident("signal", TP1, end=killed("SIGTERM", "x")), "asked_to_stop", EST),
+    ("SIGSEGV, /dev/shm full", died("SIGSEGV", **FULL_SHM), "segfault", EST),
+    ("SIGFPE", died("SIGFPE"), "fatal_signal", EST),
+    ("SIGTERM to one", died("SIGTERM"), "asked_to_stop", EST),
     ("nobody failed, asked to end", incident(events=["draining"], level=UNK), "asked_to_stop", SUP),
     ("ended by itself", incident("exit_status", TP1, end=STATUS), "exited", EST),
-    (
-        "ended, nobody knows how",
-        incident("unknown", TP1, end=REAPED),
-        "unknown",
-        UNK,
-    ),
+    ("ended, nobody knows how", incident("unknown", TP1, end=REAPED), "unknown", UNK),
     ("ended with its parent", incident("parent_ended", TP1, end=killed(cause="parent_ended")), "unknown", UNK),
     ("the detokenizer killed", incident("signal", "sglang::detokenizer", end=killed()), "detokenizer_lost", EST),
     ("the detokenizer for memory", incident("oom_kill", "sglang::detokenizer", end=OOM), "host_oom", EST),
@@ -160,17 +155,17 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("a tokenizer worker", incident("signal", "sglang::tokenizer_worker:0", end=killed()), "tokenizer_lost", EST),
     ("the main process", incident("signal", "server", end=killed()), "killed", EST),
     # -- GPU
-    ("Xid 79 of its GPU", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(79, 10)), "gpu_hardware", EST),
+    ("Xid 79 of its GPU", died("SIGABRT", first=TP0, **xid(79, 10)), "gpu_hardware", EST),
     ("Xid 79 of some GPU", raised("RuntimeError: x", *FORWARD, **xid(79)), "gpu_hardware", SUP),
-    ("Xid 31 is a program's", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(31, 10)), "cuda_fault", SUP),
+    ("Xid 31 is a program's", died("SIGABRT", first=TP0, **xid(31, 10)), "cuda_fault", SUP),
     ("an old Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 60.0), "exception", SUP),
     ("a fresh Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 3590.0), "gpu_hardware", SUP),
     ("Xid, and killed", incident("signal", TP0, end=killed(), **xid(79, 10)), "killed", EST),
-    ("Xid 45 follows", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(45, 10)), "aborted", EST),
+    ("Xid 45 follows", died("SIGABRT", first=TP0, **xid(45, 10)), "aborted", EST),
     ("no Xid seen", incident("signal", TP0, end=killed(), gpus={"devices": [{"index": 0}], "xids": []}), "killed", EST),
     (
         "an exception in a GPU core",
-        on_gpu(incident("signal", TP0, end=killed("SIGABRT", "x")), "exception: CUDA_EXCEPTION_14 in kernel"),
+        on_gpu(died("SIGABRT", first=TP0), "exception: CUDA_EXCEPTION_14 in kernel"),
         "cuda_fault",
         EST,
     ),
@@ -255,12 +250,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("all in one", hung(doing=BOTH_WAIT), "symmetric_stall", SUP),
     ("two collectives", hung(doing={TP0: [WAITS], TP1: [GATHERS]}), "collective_mismatch", SUP),
     ("spins in another collective", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS, GATHERS]}), "rank_stuck", SUP),
-    (
-        "of two stages",
-        of_stage(1, hung(doing={TP0: [WAITS], TP1: [GATHERS]})),
-        "no_progress",
-        UNK,
-    ),
+    ("of two stages", of_stage(1, hung(doing={TP0: [WAITS], TP1: [GATHERS]})), "no_progress", UNK),
     (
         "crossed, and one elsewhere",
         hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}, **crossed([10], [11])),
@@ -285,12 +275,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "killed",
         EST,
     ),
-    (
-        "aborted and apart",
-        incident("signal", TP1, end=ABORTED, divergence=DIVERGED),
-        "rank_divergence",
-        SUP,
-    ),
+    ("aborted and apart", incident("signal", TP1, end=ABORTED, divergence=DIVERGED), "rank_divergence", SUP),
     (
         "aborted amid a mismatch",
         incident("signal", TP1, end=ABORTED, **finding("mismatch")),
@@ -344,7 +329,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("new, and alone in its step", raised("IndexError: x", *FORWARD, **ONLY_ONE, **OF_THREE), "poison_request", SUP),
     ("new, and in no step yet", raised("RuntimeError: x", "act (<string>:1)", **WAITING), "exception", SUP),
     ("begun", raised("ValueError: x", "S.prepare_for_extend (a.py:1)", **WAITING), "poison_request", SUP),
-    ("SIGSEGV, and suspected", incident("signal", TP1, end=killed("SIGSEGV", "x"), **SUSPECTED), "segfault", EST),
+    ("SIGSEGV, and suspected", died("SIGSEGV", **SUSPECTED), "segfault", EST),
     ("exits, and suspected", incident("exit_status", TP1, end=STATUS, **SUSPECTED), "exited", EST),
     ("hangs, and suspected", hung(TP1, **SUSPECTED), "poison_request", SUP),
     # What is told of something else stands before that.
@@ -362,7 +347,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("aborted, apart, suspected", incident("signal", TP1, end=ABORTED, divergence=DIVERGED, **SUSPECTED), *APART),
     ("a node's, and suspected", incident("lost_peer", TP0, error="X: y", **SUSPECTED), "connection_lost", SUP),
     ("the detokenizer, and suspected", raised("X: y", first="sglang::detokenizer", **SUSPECTED), *DETOKENIZER),
-    ("asked, and suspected", incident("signal", TP1, end=killed("SIGTERM", "x"), **SUSPECTED), "asked_to_stop", EST),
+    ("asked, and suspected", died("SIGTERM", **SUSPECTED), "asked_to_stop", EST),
     # -- words that must not fool it
     (
         "a missing file while serving",

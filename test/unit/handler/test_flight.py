@@ -14,7 +14,7 @@ import pytest
 
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.model.flight_dump import read_dump
+from sglang_crashkit.model.flight_dump import parse_dump, read_bytes
 from unit.flight_dumps import document, entry, pickled
 from unit.handler.driver import HOST, Server, report_of
 from unit.waiting import LONG, wait_until
@@ -103,7 +103,7 @@ def test_the_dump_of_the_survivor_says_what_it_waits_in(start_gpu_server: Start,
     told = crash(server)
     piece = piece_of(told, "scheduler_TP0")
     assert (piece["status"], piece["path"]) == ("captured", "gpu/flight_recorder_0")
-    assert len(read_dump(told["folder"] / piece["path"], os.geteuid()).entries) == 10
+    assert len(parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries) == 10
     assert (told["folder"] / piece["path"]).stat().st_mode & 0o077 == 0
     (finding,) = told["collectives"]["findings"]
     assert (finding["kind"], finding["named"], finding["pids"], finding["level"]) == ("waiting", [1], [], "unknown")
@@ -162,7 +162,7 @@ def test_without_nccl_what_was_done_over_gloo_names_the_rank_that_is_behind(
     for rank in (0, 1):
         piece = piece_of(told, f"scheduler_TP{rank}", "gloo_flight_recorder")
         assert (piece["status"], piece["path"]) == ("captured", f"gpu/gloo_flight_recorder_{rank}")
-        assert read_dump(told["folder"] / piece["path"], os.geteuid()).entries
+        assert parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries
 
 
 def test_without_nccl_and_gloo_nothing_is_told(start_gpu_server: Start) -> None:

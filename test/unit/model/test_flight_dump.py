@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.model import flight_dump
-from sglang_crashkit.model.flight_dump import FlightDumpError, Group, load_plain, parse_dump, read_dump
+from sglang_crashkit.model.flight_dump import FlightDumpError, Group, load_plain, parse_dump, read_bytes
 from sglang_crashkit.model.sample import Frame
 from unit.flight_dumps import BEGAN, document, entry, pickled
 
@@ -201,9 +201,9 @@ def test_a_text_that_no_file_would_take_is_made_fit() -> None:
 def test_a_file_is_read_where_it_is_one_of_the_right_user(tmp_path: Path) -> None:
     path = tmp_path / "4711-0"
     path.write_bytes(pickled(sample()))
-    assert len(read_dump(path, ME).entries) == 3
+    assert len(parse_dump(read_bytes(path, ME)).entries) == 3
     with pytest.raises(FlightDumpError, match=f"is not a file of user {ME + 1}"):
-        read_dump(path, ME + 1)
+        read_bytes(path, ME + 1)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "nothing"])
@@ -217,7 +217,7 @@ def test_anything_but_a_regular_file_is_refused_at_once(tmp_path: Path, kind: st
     elif kind == "folder":
         path.mkdir()
     with pytest.raises(FlightDumpError, match=str(path)):
-        read_dump(path, ME)
+        read_bytes(path, ME)
 
 
 def test_a_file_of_any_size_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,4 +226,4 @@ def test_a_file_of_any_size_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: p
     with path.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(FlightDumpError, match="more than 1 MB"):
-        read_dump(path, ME)
+        read_bytes(path, ME)

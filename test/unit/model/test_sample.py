@@ -29,11 +29,6 @@ def test_threads_and_frames_are_read() -> None:
     assert parsed.frames == (Frame("forward", "sglang/model.py", 7), Frame("main", "/site/sglang/model.py", 3))
 
 
-def test_what_py_spy_could_not_read_is_left_open() -> None:
-    (parsed,) = parse_pyspy(json.dumps([{**THREAD, "thread_name": None, "os_thread_id": None}]))
-    assert (parsed.name, parsed.native_id) == ("", None)
-
-
 def test_text_that_no_file_would_take_is_made_one_that_it_does() -> None:
     frame = {"name": "f\udcff", "filename": 5, "line": 1}
     (parsed,) = parse_pyspy(json.dumps([{**THREAD, "thread_name": "\ud800", "os_thread_id": "x", "frames": [frame]}]))
@@ -79,31 +74,26 @@ def test_without_ids_the_main_thread_goes_by_its_name() -> None:
     assert main_thread(threads[:1], 10) is None
 
 
-def test_a_stack_as_text() -> None:
-    parsed = parse_pyspy(json.dumps([THREAD, {**THREAD, "thread_name": None, "os_thread_id": None, "active": False}]))
-    lines = list(format_threads("sglang::scheduler_TP0", 10, parsed))
-    assert lines[:4] == [
-        "Process 10: sglang::scheduler_TP0",
-        "",
-        'Thread 10 (active+gil): "MainThread"',
-        "    forward (sglang/model.py:7)",
-    ]
-    assert 'Thread ? (idle+gil): "unnamed"' in lines
-
-
 def test_a_stack_file_begins_with_what_a_summary_quotes_and_the_main_thread() -> None:
-    threads = [thread("worker", 11), thread("MainThread", 10)]
-    lines = list(format_threads("sglang::scheduler_TP0", 10, threads, ["forward (sglang/model.py:7)"]))
+    (main, unread) = parse_pyspy(
+        json.dumps([THREAD, {**THREAD, "thread_name": None, "os_thread_id": None, "active": False}])
+    )
+    lines = list(format_threads("sglang::scheduler_TP0", 10, [unread, main], ["forward (sglang/model.py:7)"]))
     assert lines == [
         "Process 10: sglang::scheduler_TP0",
         "",
         "What it was doing, innermost first:",
         "    forward (sglang/model.py:7)",
         "",
-        'Thread 10 (idle): "MainThread"',
+        'Thread 10 (active+gil): "MainThread"',
+        "    forward (sglang/model.py:7)",
+        "    main (/site/sglang/model.py:3)",
         "",
-        'Thread 11 (idle): "worker"',
+        'Thread ? (idle+gil): "unnamed"',
+        "    forward (sglang/model.py:7)",
+        "    main (/site/sglang/model.py:3)",
     ]
+    assert list(format_threads("x", 10, [main]))[:3] == ["Process 10: x", "", lines[5]]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 #: Stands in a step for the id of the incident.
@@ -12,13 +11,14 @@ INCIDENT = "INCIDENT"
 Restart = Literal["yes", "no", "unknown"]
 
 
-@dataclass(frozen=True)
 class Advice:
-    """A class of causes."""
+    """A class of causes: what it is, whether a restart is likely to help, and what to do next.
 
-    words: str  # what it is
-    restart: Restart  # whether a restart is likely to help
-    steps: tuple[str, ...]  # what to do next: commands and settings, the most promising first
+    The steps are commands and settings, the most promising first; one with a command begins with it.
+    """
+
+    def __init__(self, words: str, restart: Restart, *steps: str) -> None:
+        self.words, self.restart, self.steps = words, restart, steps
 
 
 _STACKS = f"`sglang-crashkit show {INCIDENT} --stacks`"
@@ -46,221 +46,182 @@ ADVICE: dict[str, Advice] = {
     "host_oom": Advice(
         "the host's memory ran out",
         "unknown",
-        (
-            "raise the container's memory limit, or lower --hicache-size, --hicache-ratio and --cpu-offload-gb",
-            "look for growth over time: `memory.peak` and `memory.stat` of the cgroup",
-        ),
+        "raise the container's memory limit, or lower --hicache-size, --hicache-ratio and --cpu-offload-gb",
+        "look for growth over time: `memory.peak` and `memory.stat` of the cgroup",
     ),
     "gpu_hardware": Advice(
         "the GPU, or a link of it, failed",
         "no",
-        (
-            "`dcgmi diag -r 3` tests the node's GPUs, once it is out of service",
-            "`nvidia-smi -q` tells of ECC errors, remapped rows and links",
-            'look the Xid up in NVIDIA\'s "XID Errors"; most of these want the GPU reset or exchanged',
-        ),
+        "`dcgmi diag -r 3` tests the node's GPUs, once it is out of service",
+        "`nvidia-smi -q` tells of ECC errors, remapped rows and links",
+        'look the Xid up in NVIDIA\'s "XID Errors"; most of these want the GPU reset or exchanged',
     ),
     "stopped_process": Advice(
         "a process was stopped from outside",
         "yes",
-        ("find out who stopped it (SIGSTOP, a debugger, a checkpoint, the freezer of a cgroup)",),
+        "find out who stopped it (SIGSTOP, a debugger, a checkpoint, the freezer of a cgroup)",
     ),
     "starved_process": Advice(
         "a process wants to run and gets no CPU time",
         "unknown",
-        ("`cat /sys/fs/cgroup/cpu.stat /sys/fs/cgroup/cpu.pressure` shows whether its CPU limit is too low",),
+        "`cat /sys/fs/cgroup/cpu.stat /sys/fs/cgroup/cpu.pressure` shows whether its CPU limit is too low",
     ),
     "stuck_in_kernel": Advice(
         "a process waits in the kernel and cannot be interrupted",
         "unknown",
-        (
-            "`dmesg -T` may name a file system that does not answer, or a GPU driver",
-            "read `wchan` in incident.json: the kernel's function in which it waits",
-        ),
+        "`dmesg -T` may name a file system that does not answer, or a GPU driver",
+        "read `wchan` in incident.json: the kernel's function in which it waits",
     ),
     "rank_divergence": Advice(
         "ranks that must agree did different things",
         "yes",
-        (
-            f"`sglang-crashkit steps {INCIDENT}` shows at which step, and by which request, the ranks diverged",
-            "report it with this incident; --disable-overlap-schedule often avoids it until it is mended",
-        ),
+        f"`sglang-crashkit steps {INCIDENT}` shows at which step, and by which request, the ranks diverged",
+        "report it with this incident; --disable-overlap-schedule often avoids it until it is mended",
     ),
     "collective_mismatch": Advice(
         "ranks were in different collectives of one group",
         "yes",
-        (*_COMPARE_RANKS, "leave out what decides by rank, such as --enable-hierarchical-cache, until it is mended"),
+        *_COMPARE_RANKS,
+        "leave out what decides by rank, such as --enable-hierarchical-cache, until it is mended",
     ),
     "weight_update_deadlock": Advice(
         "a weight update or a pause waits for itself",
         "yes",
-        (
-            "`curl --json '{}' http://HOST:PORT/continue_generation` may let the update go on",
-            "pause before each update and wait for its answer, from one client only",
-        ),
+        "`curl --json '{}' http://HOST:PORT/continue_generation` may let the update go on",
+        "pause before each update and wait for its answer, from one client only",
     ),
     "symmetric_stall": Advice(
         "all ranks wait in the same collective",
         "yes",
-        (
-            "`ibstat -s` shows the links between the nodes, NCCL_DEBUG=INFO what NCCL makes of them",
-            "--disable-custom-all-reduce and --disable-overlap-schedule each take one suspect out",
-        ),
+        "`ibstat -s` shows the links between the nodes, NCCL_DEBUG=INFO what NCCL makes of them",
+        "--disable-custom-all-reduce and --disable-overlap-schedule each take one suspect out",
     ),
-    "rank_stuck": Advice("one rank does not come back, and the others wait for it", "yes", _COMPARE_RANKS),
+    "rank_stuck": Advice("one rank does not come back, and the others wait for it", "yes", *_COMPARE_RANKS),
     "detokenizer_stuck": Advice(
-        "the detokenizer does not come to the next message, so that no answer is given", "yes", _READ_ITS_STACKS
+        "the detokenizer does not come to the next message, so that no answer is given", "yes", *_READ_ITS_STACKS
     ),
     "tokenizer_stuck": Advice(
         "the event loop of the tokenizer manager does not come round, so that its process answers nothing",
         "yes",
-        _READ_ITS_STACKS,
+        *_READ_ITS_STACKS,
     ),
     "peer_lost": Advice(
         "the other server of a pair is gone",
         "no",
-        (
-            "`sglang-crashkit incidents` on its host tells why it is gone",
-            "this one serves again when that one is back",
-        ),
+        "`sglang-crashkit incidents` on its host tells why it is gone",
+        "this one serves again when that one is back",
     ),
     "transfer_stuck": Advice(
         "a KV transfer between prefill and decode failed or does not end",
         "unknown",
-        (
-            "look at the network of the transfer (--disaggregation-ib-device, MC_FORCE_TCP=1 for a test without RDMA)",
-            "compare both servers' logs by the request's room, which this incident names",
-        ),
+        "look at the network of the transfer (--disaggregation-ib-device, MC_FORCE_TCP=1 for a test without RDMA)",
+        "compare both servers' logs by the request's room, which this incident names",
     ),
     "connection_lost": Advice(
         "a rank lost its connection to a rank that this host does not know of",
         "unknown",
-        ("`sglang-crashkit incidents` on the other nodes tells what came first",),
+        "`sglang-crashkit incidents` on the other nodes tells what came first",
     ),
     "gpu_oom_at_start": Advice(
         "the GPU's memory ran out while the server started",
         "no",
-        (
-            f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
-            "lower --mem-fraction-static, --cuda-graph-max-bs or --max-running-requests, or raise --tp",
-        ),
+        f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
+        "lower --mem-fraction-static, --cuda-graph-max-bs or --max-running-requests, or raise --tp",
     ),
-    "gpu_oom_serving": Advice("the GPU's memory ran out while the server served", "yes", _OPTIONS_OF_GPU_MEMORY),
+    "gpu_oom_serving": Advice("the GPU's memory ran out while the server served", "yes", *_OPTIONS_OF_GPU_MEMORY),
     "kv_pool_leak": Advice(
         "SGLang's own check found tokens of the KV pool that nobody holds",
         "yes",
-        (
-            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0 turns the end into a warning; report it with this incident",
-            "--disable-radix-cache takes the usual suspect out",
-        ),
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0 turns the end into a warning; report it with this incident",
+        "--disable-radix-cache takes the usual suspect out",
     ),
     "kv_pool_exhausted": Advice(
         "the KV pool had no room for a batch that was scheduled",
         "yes",
-        ("lower --max-running-requests, or raise --schedule-conservativeness to 1.3 and --max-total-tokens",),
+        "lower --max-running-requests, or raise --schedule-conservativeness to 1.3 and --max-total-tokens",
     ),
     "cuda_fault": Advice(
-        "a GPU kernel accessed memory that it may not, or an assertion in it failed", "yes", _RERUN_FOR_KERNEL
+        "a GPU kernel accessed memory that it may not, or an assertion in it failed", "yes", *_RERUN_FOR_KERNEL
     ),
     "shm_exhausted": Advice(
         "the shared memory (/dev/shm) is full",
         "no",
-        (
-            "`df -h /dev/shm; ls -l /dev/shm`: remove what dead servers left",
-            "give the container more: --shm-size (Docker), an emptyDir with medium Memory (Kubernetes)",
-        ),
+        "`df -h /dev/shm; ls -l /dev/shm`: remove what dead servers left",
+        "give the container more: --shm-size (Docker), an emptyDir with medium Memory (Kubernetes)",
     ),
-    "disk_full": Advice(
-        "a disk is full", "no", ("`df -h` for the path in the exception; remove files or give it room",)
-    ),
+    "disk_full": Advice("a disk is full", "no", "`df -h` for the path in the exception; remove files or give it room"),
     "startup_port": Advice(
         "a port that the server needs is taken",
         "no",
-        ("`ss -ltnp` names who listens; end it, or choose another --port, --nccl-port or --dist-init-addr",),
+        "`ss -ltnp` names who listens; end it, or choose another --port, --nccl-port or --dist-init-addr",
     ),
     "startup_model": Advice(
         "the model is missing, or cannot be loaded as it was asked for",
         "no",
-        (
-            "check --model-path, --tokenizer-path, --revision, --load-format and HF_TOKEN: may this user read them?",
-            "leave out --quantization, --dtype and --tp once: they have to fit the model",
-        ),
+        "check --model-path, --tokenizer-path, --revision, --load-format and HF_TOKEN: may this user read them?",
+        "leave out --quantization, --dtype and --tp once: they have to fit the model",
     ),
     "startup_memory": Advice(
         "what is left of the memory is too little for the KV pool",
         "no",
-        (
-            "raise --mem-fraction-static, or lower --context-length, or raise --tp",
-            f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
-        ),
+        "raise --mem-fraction-static, or lower --context-length, or raise --tp",
+        f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
     ),
     "startup_version": Advice(
         "packages do not fit together",
         "no",
-        (
-            "`pip check` names what does not fit",
-            "install SGLang with its own pins into a fresh environment, or use its container image of this release",
-        ),
+        "`pip check` names what does not fit",
+        "install SGLang with its own pins into a fresh environment, or use its container image of this release",
     ),
     "startup_timeout": Advice(
         "the ranks did not get ready in time",
         "unknown",
-        (
-            f"{_STACKS} has what the ranks were doing",
-            "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS gives them longer, where they only load",
-        ),
+        f"{_STACKS} has what the ranks were doing",
+        "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS gives them longer, where they only load",
     ),
     "startup_failed": Advice(
-        "the server failed while it started", "no", ("read the exception of the first failure in ranks/",)
+        "the server failed while it started", "no", "read the exception of the first failure in ranks/"
     ),
     "poison_request": Advice(
         "one request ends the server, and will again",
         # Until it comes again.
         "unknown",
-        ("switch retries off until it is blocked: they carry it to the next server",),
+        "switch retries off until it is blocked: they carry it to the next server",
     ),
     "asked_to_stop": Advice(
         "somebody asked it to stop",
         "yes",
-        ("look at who sends signals: the orchestrator's events, a job's time limit, an operator",),
+        "look at who sends signals: the orchestrator's events, a job's time limit, an operator",
     ),
-    "detokenizer_lost": Advice("the detokenizer failed", "yes", ("read how it ended, or its exception in ranks/",)),
-    "tokenizer_lost": Advice("a tokenizer worker failed", "yes", ("read how it ended, or its exception in ranks/",)),
+    "detokenizer_lost": Advice("the detokenizer failed", "yes", "read how it ended, or its exception in ranks/"),
+    "tokenizer_lost": Advice("a tokenizer worker failed", "yes", "read how it ended, or its exception in ranks/"),
     "killed": Advice(
         "it was killed by SIGKILL; who sent it is not known",
         "yes",
-        (
-            "look at the orchestrator's events (eviction, preemption, a failed probe) and for systemd-oomd or earlyoom",
-            "`auditctl -a exit,always -F arch=b64 -S kill` has the kernel name the sender next time",
-        ),
+        "look at the orchestrator's events (eviction, preemption, a failed probe) and for systemd-oomd or earlyoom",
+        "`auditctl -a exit,always -F arch=b64 -S kill` has the kernel name the sender next time",
     ),
     "segfault": Advice(
         "it died of a segmentation fault",
         "unknown",
-        (
-            "read its fault_stack in stacks/",
-            "SGLANG_CRASHKIT_NATIVE=1 adds native stacks of the others next time",
-        ),
+        "read its fault_stack in stacks/",
+        "SGLANG_CRASHKIT_NATIVE=1 adds native stacks of the others next time",
     ),
-    "aborted": Advice("it ended itself by abort()", "unknown", ("read the last lines of its log and its fault_stack",)),
+    "aborted": Advice("it ended itself by abort()", "unknown", "read the last lines of its log and its fault_stack"),
     "bus_error": Advice(
         "it accessed memory that is not there",
         "unknown",
-        ("`df -h /dev/shm`: a full one is the usual reason; a truncated file or a bad disk are others",),
+        "`df -h /dev/shm`: a full one is the usual reason; a truncated file or a bad disk are others",
     ),
-    "fatal_signal": Advice("it died of a signal", "unknown", ("read its fault_stack in stacks/",)),
+    "fatal_signal": Advice("it died of a signal", "unknown", "read its fault_stack in stacks/"),
     "exception_in_sglang": Advice(
         "SGLang raised an exception",
         "unknown",
-        ("search upstream's issues for the exception and its innermost frames, in ranks/",),
+        "search upstream's issues for the exception and its innermost frames, in ranks/",
     ),
-    "exception": Advice("a process raised an exception", "unknown", ("read the exception in ranks/",)),
-    "exited": Advice("a process ended by itself", "unknown", ("read the last lines of its log",)),
-    "busy": Advice("the ranks are at work", "no", ("wait; raise SGLANG_CRASHKIT_HANG_SECS where this is usual",)),
-    "no_progress": Advice("nobody made progress, and nothing tells why", "yes", _COMPARE_RANKS),
-    "unknown": Advice(
-        "the evidence does not tell",
-        "unknown",
-        ("read the timeline and the server's log",),
-    ),
+    "exception": Advice("a process raised an exception", "unknown", "read the exception in ranks/"),
+    "exited": Advice("a process ended by itself", "unknown", "read the last lines of its log"),
+    "busy": Advice("the ranks are at work", "no", "wait; raise SGLANG_CRASHKIT_HANG_SECS where this is usual"),
+    "no_progress": Advice("nobody made progress, and nothing tells why", "yes", *_COMPARE_RANKS),
+    "unknown": Advice("the evidence does not tell", "unknown", "read the timeline and the server's log"),
 }

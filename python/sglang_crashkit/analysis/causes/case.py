@@ -213,24 +213,26 @@ class Case:
         used, total = memory.get("used_bytes"), memory.get("total_bytes")
         return used / total if isinstance(used, int) and isinstance(total, int) and total > 0 else None
 
+    @cached_property
+    def suspects(self) -> list[Mapping[str, Any]]:
+        """The requests that may have done it, most suspicious first; see `analysis.suspects`."""
+        return mappings_of(self.document.get("suspects"))
+
     @property
     def repeated(self) -> str:
         """The id of a request like which one was suspected in an earlier incident of the same fault; empty without."""
         seen = mapping_of(mapping_of(self.document.get("fault")).get("seen"))
-        suspects = [str(one.get("rid")) for one in mappings_of(self.document.get("suspects"))]
-        return next((rid for rid in suspects if seen.get(rid)), "")
+        return next((rid for one in self.suspects if seen.get(rid := str(one.get("rid")))), "")
 
     @property
     def suspected(self) -> str:
         """The id of the first of the suspects, where more speaks for it than that it was in the step; empty without."""
-        first = mappings_of(self.document.get("suspects"))[:1]
-        return next((str(one.get("rid")) for one in first if one.get("level") in _LEVELS), "")
+        return next((str(one.get("rid")) for one in self.suspects[:1] if one.get("level") in _LEVELS), "")
 
     @property
     def suspicions(self) -> list[str]:
         """What speaks for the first of the suspects."""
-        first = mappings_of(self.document.get("suspects"))[:1]
-        return [reason for one in first for reason in texts_of(one.get("reasons"))]
+        return [reason for one in self.suspects[:1] for reason in texts_of(one.get("reasons"))]
 
     @property
     def is_beside_others(self) -> bool:
