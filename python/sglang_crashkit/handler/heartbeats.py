@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 _MAX_MODES = 64
 #: Of these an event loop beats; the others beat with each message.
 _WITH_LOOPS = frozenset({"server", "tokenizer_worker"})
-#: Who uses this share of a CPU does not wait.
-_AWAKE = 0.5
+#: Who uses this share of a CPU does not wait: who waits for a message uses none, and who spins may get little.
+_AWAKE = 0.05
 
 
 @dataclass(frozen=True)

@@ -752,9 +752,9 @@ def test_a_loop_that_does_not_come_round_hangs_until_it_does(whole: World, role:
 @pytest.mark.parametrize(
     ("fields", "state", "cpu", "how"),
     [
-        # Idle, also while its other threads are busy; or given back to its loop as the server ends.
+        # Idle, but for a signal now and then; or given back to its loop as the server ends.
         ({"is_waiting": True}, "S", 0.0, None),
-        ({"is_waiting": True}, "S", 0.1, None),
+        ({"is_waiting": True}, "S", 0.01, None),
         ({"is_off": True}, "R", 1.0, None),
         # At a message, whatever it uses: it computes, or waits for a lock.
         ({}, "R", 1.0, "worked at one message"),
@@ -762,6 +762,7 @@ def test_a_loop_that_does_not_come_round_hangs_until_it_does(whole: World, role:
         ({}, "D", 0.0, "worked at one message"),
         # Behind a message.
         ({"is_waiting": True}, "R", 0.9, "did not come to the next message"),
+        ({"is_waiting": True}, "R", 0.1, "did not come to the next message"),
         ({"is_waiting": True}, "D", 0.0, "did not come to the next message"),
         ({"is_waiting": True}, "T", 0.0, "was stopped"),
         ({}, "T", 0.0, "was stopped"),
