@@ -230,7 +230,7 @@ def test_what_was_given_up_says_so(tmp_path: Path) -> None:
             writer.abort(number)
         if rid != "under way":
             writer.end(number, finished=True)
-    export_requests([(7, writer.fd)], tmp_path, 30)
+    export([(7, writer.fd)], tmp_path, 30)
     assert {(line["rid"], line["state"], "aborted" in line) for line in lines(tmp_path)} == {
         ("under way", "unfinished", True),
         ("ended", "dropped", True),
