@@ -42,10 +42,14 @@ def tell_exception(gpu: str | None = None) -> None:
     Args:
         gpu: the UUID of the GPU that this process computes on, None where that is not known.
     """
-    raised, error, trace = sys.exc_info()
-    if raised is None or error is None:
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        # It says that the process ends, and what was being handled says why.
+        error = error.__context__
+    if error is None:
         return
-    message = _redacted("".join(traceback.format_exception_only(raised, error)).strip()[:_MAX_MESSAGE], trace)
+    trace = error.__traceback__
+    message = _redacted("".join(traceback.format_exception_only(error)).strip()[:_MAX_MESSAGE], trace)
     record = _write_record(message, trace, _printed(error, trace) or message)
     request(
         "exception",

@@ -104,6 +104,17 @@ class UnprintableError(Exception):
         raise RuntimeError
 
 
+def test_of_a_process_that_ends_itself_it_tells_why(listener: Listener) -> None:
+    try:
+        try:
+            raise OSError(98, "Address already in use")
+        except OSError:
+            sys.exit(3)
+    except SystemExit:
+        tell_exception()
+    assert listener.heard()["message"] == "OSError: [Errno 98] Address already in use"
+
+
 def test_the_exception_stands_there_as_python_prints_it(listener: Listener, short_folder: Path) -> None:
     try:
         try:

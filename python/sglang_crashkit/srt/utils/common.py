@@ -241,7 +241,9 @@ def _tell_own_exception() -> None:
     error, state = sys.exc_info()[1], crash_exit.state
     if error is None or not state.is_program or state.draining:
         return
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+    if isinstance(error, SystemExit) and not error.code:
+        return
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return
     tell_exception()
     if not state.started:
