@@ -213,7 +213,7 @@ def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         report(kind, value, trace)
-        if any(link is error for link in _chain(value)):
+        if any(link is error for link in chain_of(value)):
             begin(status, _FINISH_SECS)
             # The interpreter takes it for the status, and finishes as it would have.
             raise SystemExit(status)
@@ -221,7 +221,8 @@ def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
     sys.excepthook = hook
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and those that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import connection
@@ -27,6 +28,7 @@ from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
 from sglang_crashkit.srt.stack_hooks import report_faults
+from sglang_crashkit.srt.startup import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ _MAX_WARN_SECS = 10.0
 _CHILDREN_SECS = 10.0
 #: So often they are looked for and killed.
 _SWEEPS = 3
+#: What a program ends with that was asked to end: also as a shell tells of the signal.
+_ASKED_STATUSES = (None, 0, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
 
 def on_kill_process_tree(kill: Function) -> Function:
@@ -72,7 +76,8 @@ def on_kill_process_tree(kill: Function) -> Function:
             report_faults()
             if crash_exit.is_due(whole=whole):
                 end_after_crash(bound.arguments.get("skip_pid"))
-            _tell_own_exception()
+            if not whole and threading.current_thread() is threading.main_thread():
+                _tell_own_exception()
         _announce_teardown(pid, whole=whole)
         # As process 1 of a container this process is above its crash handler, too.
         spared = handler_process.pid_below() if pid is None or pid == os.getpid() else None
@@ -236,14 +241,15 @@ def _kill(process: Any) -> bool:
 def _tell_own_exception() -> None:
     """Tell of the exception by which a server program ends: its launcher ends its children while it propagates.
 
-    A program that merely uses an ``Engine`` may shut it down for any exception of its own.
+    A program that merely uses an ``Engine`` may shut it down for any exception of its own. What somebody asked for, and
+    what was told when a rank did not get ready, is not told.
     """
     error, state = sys.exc_info()[1], crash_exit.state
     if error is None or not state.is_program or state.draining:
         return
-    if isinstance(error, SystemExit) and not error.code:
+    if isinstance(error, SystemExit) and error.code in _ASKED_STATUSES:
         return
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+    if any(isinstance(link, (KeyboardInterrupt, StartupError)) for link in crash_exit.chain_of(error)):
         return
     tell_exception()
     if not state.started:

@@ -25,6 +25,7 @@ import pytest
 from sglang_crashkit import settings
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.startup import StartupError
 from sglang_crashkit.srt.utils import common as hooks
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -321,13 +322,23 @@ def test_the_handler_is_told_first(listener: Listener) -> None:
         assert kill_and_listen(process.pid)["pid"] == process.pid
 
 
+def after(cause: BaseException) -> ValueError:
+    """Return an exception that came while another one was handled, and a third one while that was."""
+    first, second = ValueError("x"), OSError("y")
+    first.__context__, second.__context__ = second, cause
+    return first
+
+
 @pytest.mark.parametrize(
     ("error", "its", "told"),
     [
         pytest.param(ValueError("no tokenizer"), {"is_program": True}, ["exception", "teardown"], id="raises"),
         pytest.param(SystemExit(1), {"is_program": True}, ["exception", "teardown"], id="ends itself"),
         pytest.param(SystemExit(0), {"is_program": True}, ["teardown"], id="ends well"),
+        pytest.param(SystemExit(143), {"is_program": True}, ["teardown"], id="tells of SIGTERM"),
         pytest.param(KeyboardInterrupt(), {"is_program": True}, ["teardown"], id="is interrupted"),
+        pytest.param(after(KeyboardInterrupt()), {"is_program": True}, ["teardown"], id="fails as it is interrupted"),
+        pytest.param(StartupError("died", [], "x"), {"is_program": True}, ["teardown"], id="has told of its ranks"),
         pytest.param(ValueError("x"), {"is_program": True, "draining": True}, ["teardown"], id="was asked to end"),
         pytest.param(ValueError("x"), {"is_program": False}, ["teardown"], id="is a user's"),
     ],
@@ -349,6 +360,25 @@ def test_a_program_that_raises_is_told_before_it_ends_its_children(
     with pytest.raises(type(error)):
         launch()
     assert [listener.heard()["event"] for _ in told] == told
+
+
+def test_what_another_thread_raises_is_not_what_ends_the_program(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @hooks.on_kill_process_tree
+    def kill(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> None: ...
+
+    def warm_up() -> None:
+        try:
+            raise ConnectionError
+        except ConnectionError:
+            kill(os.getpid(), include_parent=False)
+
+    monkeypatch.setattr(crash_exit, "state", crash_exit.State(is_program=True))
+    thread = threading.Thread(target=warm_up)
+    thread.start()
+    thread.join()
+    assert listener.heard()["event"] == "teardown"
 
 
 def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
