@@ -14,6 +14,8 @@ from sglang_crashkit.model.incident import ProcessReport
 _FRAME = re.compile(r"(?:[\w<>]+\.)*(?P<name>[\w<>]+) \((?P<path>[^)]*)\)")
 #: Where a scheduler handles what it received, by the type of each.
 _RECEIVED = "process_input_requests"
+#: What calls that, and all else that a scheduler does.
+_LOOP = re.compile(r"event_loop\w*|run_scheduler_process")
 #: What was asked for goes on with the batches after it.
 _PROFILES = re.compile(r"_?(start|stop|init)_profile")
 #: What picks the handler, what stands between both, and the handlers of requests for an answer and of their ends.
@@ -32,7 +34,7 @@ def control_in(frames: Sequence[str]) -> str | None:
     if any(map(_PROFILES.fullmatch, names)):
         return "profile"
     if _RECEIVED not in names:
-        return None
+        return "" if any(map(_LOOP.fullmatch, names)) else None
     dispatched, *inner = (*reversed(names[: names.index(_RECEIVED)]), "")
     name = next((one for one in inner if one and not _BETWEEN.fullmatch(one)), "") if dispatched == _DISPATCHER else ""
     return "" if _NO_CONTROL.fullmatch(name) else name

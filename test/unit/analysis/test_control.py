@@ -40,7 +40,10 @@ UPDATE = [
             ["mkdir (pathlib.py:1)", "_stop_profile (sglang/profiler_manager.py:3)", "run_batch (scheduler.py:2)"],
             "profile",
         ),
-        (["forward (model.py:1)", "run_batch (scheduler.py:2)", LOOP[-1]], None),
+        (["forward (model.py:1)", "run_batch (scheduler.py:2)", LOOP[-1]], ""),
+        (["forward (model.py:1)", "run_batch (scheduler.py:2)", "run_scheduler_process (scheduler.py:9)"], ""),
+        # They do not reach to where that shows.
+        (["forward (model.py:1)", "run_batch (scheduler.py:2)"], None),
         ([], None),
     ],
 )
@@ -57,6 +60,8 @@ def test_frames_tell_what_control_request_is_handled(frames: list[str], expected
         ([], UPDATE[:2], "flush_cache", "flush_cache"),
         ([], [], "release_memory_occupation", "release_memory_occupation"),
         ([], ["init_req (x.py:1)", "handle_generate_request (scheduler.py:1)", *LOOP], "flush_cache", ""),
+        # Behind it in that round, where the next batch is made.
+        ([], ["match_prefix (x.py:1)", "get_next_batch_to_run (scheduler.py:1)", LOOP[-1]], "flush_cache", ""),
         ([], [], "", ""),
     ],
 )

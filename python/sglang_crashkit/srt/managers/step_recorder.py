@@ -40,8 +40,9 @@ _MAX_RECEIVED = 256
 _MAX_PENDING = 64
 #: What `memory.steps.DECISIONS` calls the requests that a hierarchical cache is about.
 _CACHE = {"prefetch": "ongoing_prefetch", "write_back": "ongoing_write_through"}
-#: How the classes of requests for an answer begin, and of what ends one; what the classes of all others end with.
-_NO_CONTROL = ("Tokenized", "BatchTokenized", "Abort")
+#: How the classes of requests for an answer begin, of what ends one, and of what only reads, which routers ask for all
+#: the time; what the classes of all others end with.
+_NO_CONTROL = ("Tokenized", "BatchTokenized", "Abort", "GetLoad", "GetInternalState")
 _END_OF_NAME = re.compile(r"Req(Input|uest)?$")
 _WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")
 #: What an abort says that is of a timeout.

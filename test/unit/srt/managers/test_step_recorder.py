@@ -377,6 +377,18 @@ def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) ->
     assert read().control == ""
 
 
+class GetLoadsReqInput:
+    """A control request that reads counters, which a router asks for again and again."""
+
+
+def test_what_only_reads_is_no_control_request(listener: Listener) -> None:
+    scheduler = Scheduler()
+    step_recorder.on_received(scheduler, [GetLoadsReqInput()])
+    assert read().control == ""
+    step_recorder.on_received(scheduler, [GetLoadsReqInput(), FlushCacheReqInput()])
+    assert read().control == "flush_cache"
+
+
 class OfOwnClock(Scheduler):
     """A scheduler of a release in which each rank ends requests that are over their time by its own clock."""
 
