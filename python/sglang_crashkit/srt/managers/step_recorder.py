@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from operator import add, attrgetter
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 from sglang_crashkit import protocol
 from sglang_crashkit.memory.steps import ABSENT, FORWARD_BEGUN, FORWARD_DONE, StepWriter
@@ -47,14 +47,37 @@ _END_OF_NAME = re.compile(r"Req(Input|uest)?$")
 _WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")
 #: What an abort says that is of a timeout.
 _TIMED_OUT = "timeout reached"
-#: Time limits of requests, what ends those that are over them by the rank's own clock, and what that looks at.
-_TIME_LIMITS: tuple[tuple[str, str, Callable[[Any], Sequence[Any]]], ...] = (
-    ("SGLANG_REQ_WAITING_TIMEOUT", "_abort_on_waiting_timeout", attrgetter("waiting_queue")),
-    ("SGLANG_REQ_RUNNING_TIMEOUT", "_abort_on_running_timeout", attrgetter("running_batch.reqs")),
-)
 _rid_of, _output_of, _input_of = attrgetter("rid"), attrgetter("output_ids"), attrgetter("origin_input_ids")
 
 _OFF_WARNING = "crash kit: the steps of this scheduler are not recorded any more"
+
+#: Looks at the requests of a scheduler, and returns what says which of them were ended since, in their order.
+_Look: TypeAlias = Callable[[Any], Callable[[], list[Any]]]
+
+
+def _look_at_waiting(scheduler: Any) -> Callable[[], list[Any]]:
+    before = scheduler.waiting_queue
+
+    def ended() -> list[Any]:
+        # It may be long. Another list is made only where somebody was ended.
+        if scheduler.waiting_queue is before:
+            return []
+        left = set(map(id, scheduler.waiting_queue))
+        return [one for one in before if id(one) not in left]
+
+    return ended
+
+
+def _look_at_running(scheduler: Any) -> Callable[[], list[Any]]:
+    before = [one for one in scheduler.running_batch.reqs if getattr(one, "to_finish", None) is None]
+    return lambda: [one for one in before if getattr(one, "to_finish", None) is not None]
+
+
+#: Time limits of requests, what ends those that are over them by the rank's own clock, and what finds who they are.
+_TIME_LIMITS: tuple[tuple[str, str, _Look], ...] = (
+    ("SGLANG_REQ_WAITING_TIMEOUT", "_abort_on_waiting_timeout", _look_at_waiting),
+    ("SGLANG_REQ_RUNNING_TIMEOUT", "_abort_on_running_timeout", _look_at_running),
+)
 
 _recorder: StepRecorder | None = None
 _is_off = False
@@ -154,25 +177,27 @@ class StepRecorder:
 
         Where no such time limit is set the scheduler is left as it is.
         """
-        for variable, name, requests_of in _TIME_LIMITS:
+        for variable, name, look in _TIME_LIMITS:
             ends = getattr(scheduler, name, None)
             if ends is not None and os.environ.get(variable, "-1") not in ("", "-1", "0"):
-                setattr(scheduler, name, functools.partial(self._note_timeouts, ends, scheduler, requests_of))
+                setattr(scheduler, name, functools.partial(self._note_timeouts, ends, scheduler, look))
 
-    def _note_timeouts(
-        self, ends: Callable[[], Any], scheduler: Any, requests_of: Callable[[Any], Sequence[Any]]
-    ) -> Any:
-        before = _alive(requests_of, scheduler)
+    def _note_timeouts(self, ends: Callable[[], Any], scheduler: Any, look: _Look) -> Any:
+        if _recorder is not self:
+            return ends()
+        ended: Callable[[], list[Any]] = list
+        try:
+            ended = look(scheduler)
+        except Exception:
+            logger.warning(_OFF_WARNING, exc_info=True)
+            _switch_off()
         result = ends()
-        if before:
-            try:
-                after = _alive(requests_of, scheduler)
-                for key in before if len(after) < len(before) else ():
-                    if key not in after:
-                        self._decide("timeout", before[key])
-            except Exception:
-                logger.warning(_OFF_WARNING, exc_info=True)
-                _switch_off()
+        try:
+            for one in ended():
+                self._decide("timeout", one.rid)
+        except Exception:
+            logger.warning(_OFF_WARNING, exc_info=True)
+            _switch_off()
         return result
 
     def schedule(self, scheduler: Any, batch: Any) -> None:
@@ -368,14 +393,6 @@ def _gauge_of(scheduler: Any) -> Callable[[], int] | None:
             continue
         return gauge
     return None
-
-
-def _alive(requests_of: Callable[[Any], Sequence[Any]], scheduler: Any) -> dict[int, str]:
-    """Return the ids of requests that nobody has ended, in their order, by what they are in memory."""
-    try:
-        return {id(one): one.rid for one in requests_of(scheduler) if getattr(one, "to_finish", None) is None}
-    except Exception:  # noqa: BLE001 - SGLang goes on all the same
-        return {}
 
 
 def name_of_control(kind: str) -> str:

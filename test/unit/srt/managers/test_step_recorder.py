@@ -397,7 +397,10 @@ class OfOwnClock(Scheduler):
         self.late = set[str]()
 
     def _abort_on_waiting_timeout(self) -> str:
-        self.waiting_queue = [one for one in self.waiting_queue if one.rid not in self.late]
+        left = [one for one in self.waiting_queue if one.rid not in self.late]
+        # As SGLang does: another list only where it ended somebody.
+        if len(left) < len(self.waiting_queue):
+            self.waiting_queue = left
         return "done"
 
     def _abort_on_running_timeout(self) -> None:
@@ -429,6 +432,42 @@ def test_a_timeout_by_the_own_clock_is_a_decision(monkeypatch: pytest.MonkeyPatc
     scheduler.late = {"b"}
     assert decided() == ({"timeout"} if limit else set())
     assert decided() == set()
+
+
+class Counted(list[Req]):
+    """Requests that count how often somebody goes through them."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Req]:
+        self.times += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("place", "late", "is_on", "times"),
+    [("waiting", "", True, 1), ("waiting", "b", True, 2), ("waiting", "b", False, 1), ("running", "b", False, 1)],
+)
+@pytest.mark.usefixtures("listener")
+def test_only_sglang_goes_through_requests_that_wait(
+    monkeypatch: pytest.MonkeyPatch, place: str, late: str, is_on: bool, times: int
+) -> None:
+    monkeypatch.setenv(f"SGLANG_REQ_{place.upper()}_TIMEOUT", "5")
+    scheduler, requests = OfOwnClock(), Counted([Req("a", 4), Req("b", 7)])
+    step_recorder.on_received(scheduler, [])
+    recorder = step_recorder._recorder
+    if not is_on:
+        step_recorder._switch_off()
+    scheduler.late = {late}
+    if place == "waiting":
+        scheduler.waiting_queue = requests
+        assert scheduler._abort_on_waiting_timeout() == "done"
+    else:
+        scheduler.running_batch = SimpleNamespace(reqs=requests)
+        scheduler._abort_on_running_timeout()
+    assert requests.times == times
+    recorder.writer.close()
+    step_recorder._recorder = None
 
 
 @pytest.mark.parametrize(("message", "name"), [("Request waiting timeout reached.", "timeout"), (None, "abort")])
