@@ -8,13 +8,6 @@ _LONGEST_SECS = 1e7
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def add_hang_up(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that says what becomes of requests whose clients had gone; see `send_all`."""
-    parser.add_argument(
-        "--hang-up", action="store_true", help="give up those requests whose clients had gone, after the same time"
-    )
-
-
 def positive(text: str) -> int:
     """Return a whole number of 1 or more.
 

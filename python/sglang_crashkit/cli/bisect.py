@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import add_hang_up, positive, seconds
+from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.crash_folder import add_incident, find_meant
 from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
@@ -40,7 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
     parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="default: bisect-<incident's id>")
-    add_hang_up(parser)
     parser.add_argument("--quarantine", action="store_true", help="list it in the quarantine of the crash folder, too")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
@@ -57,8 +56,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     command = parse_command(args.serve)
     if args.jobs > 1 and value_of(command, "--port") is not None:
         raise UsageError("several servers cannot have one port", next_step="leave --port out of the command")
-    limits = args.tries, args.starts, args.ready_secs, args.request_secs
-    plan = Plan(command, folder, *limits, args.jobs, args.hang_up)
+    plan = Plan(command, folder, args.tries, args.starts, args.ready_secs, args.request_secs, args.jobs)
     with terminable():
         result = bisect.bisect(incident, plan, lambda line: print(line, file=sys.stderr, flush=True))
     told = _quarantine(result, incident.path) if args.quarantine else ""

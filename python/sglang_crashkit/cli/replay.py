@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import add_hang_up, seconds
+from sglang_crashkit.cli.argument_types import seconds
 from sglang_crashkit.cli.crash_folder import add_incident, find_meant
 from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError
@@ -42,7 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--request-secs", type=seconds, default=300.0, metavar="S", help="the longest to wait for an answer (300)"
     )
     parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
-    add_hang_up(parser)
     parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="of --serve; default: replay-<id>")
     parser.add_argument("--json", action="store_true", help="print one JSON object an answer")
 
@@ -72,7 +71,6 @@ def run(args: argparse.Namespace) -> ExitCode:
             args.request_secs,
             api_key=key,
             max_gap_secs=args.max_gap,
-            hang_up=args.hang_up,
             is_over=is_over,
             on_answer=lambda answer: _tell(answer, args),
         )
@@ -113,9 +111,8 @@ def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: o
             print(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", file=sys.stderr)
     found = [one for one in found if one.is_complete]
     for one in found:
-        if one.gone_after is not None:
-            what = "is given up after that" if args.hang_up else "is waited for; --hang-up gives it up"
-            print(f"request {one.rid}: its client had gone after {one.gone_after:.1f} s; it {what}", file=sys.stderr)
+        if one.was_given_up:
+            print(f"request {one.rid}: it had been given up; it is sent, too, and waited for", file=sys.stderr)
     if not found:
         raise NothingToDoError("none of the requests that were asked for can be sent", next_step="leave out --only")
     return found

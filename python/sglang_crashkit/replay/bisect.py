@@ -60,8 +60,6 @@ class Result:
     path: str = "/generate"  # where they are sent
     is_confirmed: bool = False  # what was reduced brought it back once more, alone on a server of its own
     in_order: bool = False  # each of `requests` has to be answered before the next one is sent
-    #: Of each of `requests` after what time its client has to hang up, in seconds; None where it waits.
-    hang_up_secs: list[float | None] = field(default_factory=list)
     #: What recognises the only request as it came (`quarantine.Entry`); None where nothing does.
     entry: dict[str, Any] | None = None
 
@@ -80,7 +78,9 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     stored = read_requests(incident)
     result.left_out = [f"request {one.rid}: {why}" for one in stored for why in _unsent(one)]
     # Those that may be at fault first: what was under way, then what was given up, of which the server may still fail.
-    items = sorted((one for one in stored if one.is_complete), key=lambda one: (not one.was_running, not _is_gone(one)))
+    items = sorted(
+        (one for one in stored if one.is_complete), key=lambda one: (not one.was_running, not one.was_given_up)
+    )
     trials = Trials(document, plan, say)
     try:
         if items:
@@ -95,14 +95,8 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
         if not result.reproduced:
             result.reason = "; ".join(filter(None, [result.reason, *_unsent_suspects(document, stored)]))
         if result.requests:
-            gone_after = {one.rid: one.gone_after for one in stored if plan.hang_up}
-            result.hang_up_secs = [gone_after.get(rid) for rid in result.rids]
             _write_reproducer(plan.folder, result)
     return result
-
-
-def _is_gone(request: StoredRequest) -> bool:
-    return request.gone_after is not None
 
 
 def _unsent(request: StoredRequest) -> list[str]:
@@ -157,7 +151,7 @@ def _find(
         _find_in_order(trials, items, result)
         return
     result.reproduced = True
-    answered = [one for one in stored if not one.was_running and not _is_gone(one)]
+    answered = [one for one in stored if not one.was_running and not one.was_given_up]
     reduction = _Reduction(group, trials, answered)
     reduction.run()
     # A fault that comes now and then may seem to need what it does not.
@@ -383,10 +377,9 @@ def _write_reproducer(folder: Path, result: Result) -> None:
         *(f"#   {line}" for line in result.fault.splitlines()),
         'url="${1:?usage: reproduce.sh http://HOST:PORT}"',
     ]
-    for body, secs in zip(result.requests, result.hang_up_secs, strict=True):
+    for body in result.requests:
         # On its standard input: an argument holds 128 KiB.
-        limit = f"-m {secs:g} " if secs is not None else ""
-        send = f"curl -sS {limit}--data-binary @- -H 'Content-Type: application/json' \"$url{result.path}\""
+        send = f"curl -sS --data-binary @- -H 'Content-Type: application/json' \"$url{result.path}\""
         lines.append(f"printf '%s' {shlex.quote(json.dumps(body))} | {send}{'' if result.in_order else ' &'}")
     write_private(folder / SCRIPT, "\n".join([*lines, "wait", ""]).encode())
     (folder / SCRIPT).chmod(0o700)

@@ -57,7 +57,7 @@ class StoredRequest:
     body: Mapping[str, Any]  # what is sent
     lacks: tuple[str, ...] = ()  # what was not kept of it, a phrase each
     path: str = "/generate"  # where it is sent
-    gone_after: float | None = None  # how long after it arrived its client gave it up, in seconds; None for never
+    was_given_up: bool = False  # somebody aborted it before it was answered, as a client does that goes
 
     @property
     def is_complete(self) -> bool:
@@ -109,11 +109,9 @@ def _of_journal(path: Path) -> Iterator[StoredRequest]:
                 lacks.append("its prompt")
             arrived = _seconds(fields.get("arrived"))
             was_running, way = fields.get("state") == "unfinished", _path_of(fields.get("kind"))
-            gone_after = None
-            if fields.get("aborted"):
-                gone_after = max(0.0, _seconds(fields["aborted"]) - arrived)
+            was_given_up = bool(fields.get("aborted"))
             yield StoredRequest(
-                str(fields.get("rid")), arrived, was_running, _body(fields), tuple(lacks), way, gone_after
+                str(fields.get("rid")), arrived, was_running, _body(fields), tuple(lacks), way, was_given_up
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,6 @@ class Answer:
     status: int | None = None  # the HTTP status; None where there was no answer
     problem: str = ""  # why there was none, or what the server has against it; empty otherwise
     secs: float = 0.0  # how long it took, in seconds
-    hung_up: bool = False  # the client was told not to wait for it any longer, and did not
 
     @property
     def is_refused(self) -> bool:
@@ -37,38 +35,21 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether no answer came to somebody who waited for it."""
-        return self.status is None and not self.hung_up
+        """Whether no answer came."""
+        return self.status is None
 
 
 def send(
-    address: Address,
-    body: Mapping[str, Any],
-    timeout_secs: float,
-    api_key: str = "",
-    path: str = "/generate",
-    hang_up_secs: float | None = None,
+    address: Address, body: Mapping[str, Any], timeout_secs: float, api_key: str = "", path: str = "/generate"
 ) -> Answer:
     """Send one request and read its answer, which is thrown away, to the end.
 
-    The server may be silent for `timeout_secs`. After `hang_up_secs` the connection is closed, whatever came by then.
+    The server may be silent for `timeout_secs`.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     connection = address.connect(timeout_secs)
-
-    def hang_up() -> None:
-        answer.hung_up = True
-        if connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(hang_up_secs or 0.0, hang_up)
-    timer.daemon = True
     try:
-        if hang_up_secs is not None:
-            connection.connect()
-            timer.start()
         connection.request("POST", f"{address.prefix}{path}", json.dumps(body).encode(), headers)
         response = connection.getresponse()
         text = response.read()
@@ -80,10 +61,7 @@ def send(
     except (OSError, http.client.HTTPException) as error:
         answer.problem = str(error) or type(error).__name__
     finally:
-        timer.cancel()
         connection.close()
-    if answer.hung_up:
-        answer.status, answer.problem = None, f"hung up after {hang_up_secs:g} s, as its client did"
     answer.secs = time.monotonic() - began
     return answer
 
@@ -96,14 +74,12 @@ def send_all(
     api_key: str = "",
     max_gap_secs: float = 0.0,
     at_once: int = MAX_AT_ONCE,
-    hang_up: bool = False,
     is_over: Callable[[], bool] = lambda: False,
     on_answer: Callable[[Answer], object] = lambda _answer: None,
 ) -> list[Answer]:
     """Send requests in their order, as long as it may without waiting for the answers of those before.
 
-    They are sent as far apart as they arrived, but no further than `max_gap_secs`; with `hang_up` those are given up
-    whose clients gave them up, after the same time. Nothing is waited for once
+    They are sent as far apart as they arrived, but no further than `max_gap_secs`. Nothing is waited for once
     `is_over`, as the server has ended. `on_answer` is called with each answer, in any thread.
 
     Returns:
@@ -114,8 +90,7 @@ def send_all(
 
     def ask(request: StoredRequest) -> None:
         with contextlib.suppress(Exception):
-            gone_after = request.gone_after if hang_up else None
-            answer = send(address, request.body, timeout_secs, api_key, request.path, gone_after)
+            answer = send(address, request.body, timeout_secs, api_key, request.path)
             answers.append(answer)
             on_answer(answer)
         free.release()

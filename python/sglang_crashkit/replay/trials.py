@@ -43,7 +43,6 @@ class Plan:
     ready_secs: float = 900.0  # the longest that a server may take to start, in seconds
     request_secs: float = 300.0  # the longest that an answer may take, in seconds
     jobs: int = 1  # how many of them serve at once
-    hang_up: bool = False  # see `send_all`
 
 
 class Trials:
@@ -176,7 +175,6 @@ class Trials:
             self._plan.request_secs,
             api_key=key,
             at_once=1 if in_order else MAX_AT_ONCE,
-            hang_up=self._plan.hang_up,
             is_over=lambda: server.is_failing or is_moot(),
         )
         if is_moot():
@@ -229,19 +227,15 @@ class Trials:
     def _read(self) -> dict[str, Outcome]:
         try:
             known = json.loads((self._plan.folder / TRIALS).read_text())
-            is_same = all(known[name] == value for name, value in self._of_what().items())
+            is_same = (known["incident"], known["command"]) == (self._document.get("id"), self._plan.command)
             trials = known["trials"] if is_same else {}
             return {str(key): value for key, value in trials.items() if value in _OUTCOMES}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     def _write(self) -> None:
-        write_json(self._plan.folder / TRIALS, self._of_what() | {"trials": self._known})
-
-    def _of_what(self) -> dict[str, Any]:
-        """Return what the outcomes hold for."""
-        plan = self._plan
-        return {"incident": self._document.get("id"), "command": plan.command, "hang_up": plan.hang_up}
+        told = {"incident": self._document.get("id"), "command": self._plan.command, "trials": self._known}
+        write_json(self._plan.folder / TRIALS, told)
 
 
 class _Turn:

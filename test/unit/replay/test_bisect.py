@@ -406,6 +406,8 @@ def test_the_same_command_again_goes_on_where_it_was_stopped(
     path = incident(tmp_path / "crash", {"text": "a secret prompt", **POISON})
     stopped = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys, "--starts", "4")
     assert (stopped["starts"], stopped["rids"]) == (4, ["0"])
+    # What an earlier release wrote is gone on with, too.
+    assert json.loads((tmp_path / "out" / "trials.json").read_text()).keys() == {"incident", "command", "trials"}
     result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys)
     assert (sorted(result["parameters"]), result["prompt"]) == (sorted(POISON), "nothing")
     assert result["starts"] < 8
@@ -432,10 +434,8 @@ def test_one_whose_client_had_gone_is_sent_and_named(
     assert main([*command, "-o", str(tmp_path / "replay")]) == 5
     told = capsys.readouterr()
     assert "the same fault: It raised." in told.out
-    assert "request 0: its client had gone after 4.0 s; it is waited for; --hang-up gives it up" in told.err
-    result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys, "--hang-up")
-    assert (result["rids"], result["hang_up_secs"]) == (["0"], [4.0])
-    assert "curl -sS -m 4 --data-binary" in (tmp_path / "out" / "reproduce.sh").read_text()
+    assert "request 0: it had been given up; it is sent, too, and waited for" in told.err
+    assert bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys)["rids"] == ["0"]
 
 
 def test_nothing_that_was_started_is_left(tmp_path: Path, serve: Any) -> None:

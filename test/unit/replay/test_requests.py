@@ -52,7 +52,7 @@ def test_a_line_of_the_journal_is_a_request_as_it_came(tmp_path: Path) -> None:
 
 def test_one_whose_client_had_gone_is_sent_as_it_came(tmp_path: Path) -> None:
     (gone,) = read(tmp_path, {**LINE, "state": "dropped", "aborted": "2026-01-01T00:00:06.500000Z"})
-    assert (gone.is_complete, gone.was_running, gone.gone_after) == (True, False, 4.5)
+    assert (gone.is_complete, gone.was_running, gone.was_given_up) == (True, False, True)
     assert "aborted" not in gone.body
 
 
