@@ -39,6 +39,7 @@ from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.memory.heartbeat import BEAT_SECS
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class HangDetector:
             patient = () if late else heartbeats
             late += [one for one in others if one.silent_secs >= self._hang_secs]
             silent = by_last_sign(late)
-            together = by_last_sign(one for one in everybody if one.silent_secs >= _TOGETHER * longest)
+            together = by_last_sign(one for one in everybody if _is_together(one, longest))
             if self._hang is None:
                 is_compiling = self._is_compiling(together, longest, limit)
                 if silent and not is_compiling and self._looked_at >= self._not_before:
@@ -319,6 +320,12 @@ class Hang:
             self.ended = f"Progress returned after {secs:.1f} s"
             self.run.add_afterword(f"{self.ended}.")
         return True
+
+
+def _is_together(one: Followed, longest: float) -> bool:
+    """Say whether one hangs with that which was silent longest; a loop goes on between two of its beats."""
+    is_between = isinstance(one, FollowedProcess) and one.silent_secs <= 2 * BEAT_SECS
+    return one.silent_secs >= _TOGETHER * longest and not is_between
 
 
 def _state_of(process: TrackedProcess) -> str:

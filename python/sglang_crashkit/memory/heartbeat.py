@@ -38,6 +38,8 @@ from sglang_crashkit.memory.ring import create_sealed, is_ring
 NAME = "sglang-crashkit-beat"
 
 FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = 1, 2, 3, 4, 5, 6, 7
+#: Between two beats of the event loop of a process beside the schedulers, in seconds.
+BEAT_SECS = 1.0
 #: The engine was paused by a request.
 PAUSED = 1
 #: The round handles a request that may take any time, such as an update of the weights.

@@ -16,7 +16,7 @@ from sglang_crashkit.handler import hang_detector, heartbeats
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
 from sglang_crashkit.handler.heartbeats import Heartbeats
 from sglang_crashkit.handler.state import Seen, Shutdown
-from sglang_crashkit.memory.heartbeat import Heartbeat, NotAHeartbeatError
+from sglang_crashkit.memory.heartbeat import BEAT_SECS, Heartbeat, NotAHeartbeatError
 from sglang_crashkit.settings import Settings
 from unit.waiting import child
 
@@ -747,6 +747,26 @@ def test_a_loop_that_does_not_come_round_hangs_until_it_does(whole: World, role:
     whole.pass_time(3, live(whole))
     assert len(run.progress) == 1
     assert whole.current.hang is None
+
+
+@pytest.mark.parametrize("root_hangs", [False, True])
+def test_a_loop_between_two_beats_does_not_hang_with_a_rank(root_hangs: bool) -> None:
+    world = World(hang_secs=2.0)
+    world.processes.append(world.root)
+    world.beat()
+    world.follow().pass_time(10, world.beat)
+    due = world.now + BEAT_SECS
+
+    def act() -> None:
+        nonlocal due
+        world.beat(11)
+        if not root_hangs and world.now >= due:
+            world.beat(ROOT)
+            # It has something else to do, too.
+            due = world.now + 1.4 * BEAT_SECS
+
+    world.pass_time(8, act)
+    assert [run.silent for run in world.hangs] == [[10, ROOT] if root_hangs else [10]]
 
 
 @pytest.mark.parametrize(

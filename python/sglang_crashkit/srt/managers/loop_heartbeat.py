@@ -19,14 +19,12 @@ from time import monotonic
 from typing import Any
 
 from sglang_crashkit import protocol
-from sglang_crashkit.memory.heartbeat import FLAGS, LOOP_TIME, OFF, WAITING, HeartbeatWriter
+from sglang_crashkit.memory.heartbeat import BEAT_SECS, FLAGS, LOOP_TIME, OFF, WAITING, HeartbeatWriter
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import before, never_raises
 
 logger = logging.getLogger(__name__)
 
-#: Between two beats of an event loop, in seconds.
-BEAT_SECS = 1.0
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
 #: The loops of a `DetokenizerManager`, with one tokenizer and with several.
 _DETOKENIZER_LOOPS = ("event_loop", "multi_http_worker_event_loop")
