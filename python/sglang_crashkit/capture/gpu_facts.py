@@ -80,7 +80,9 @@ def _facts_of(run: ToolRun) -> GpuFacts:
         gpus += [one["gpu"]] if "gpu" in one else []
     driver, kernel, said = told.get("driver", {}), told.get("kernel", {}), str(told.get("error", ""))
     count = driver.get("gpus", 0)
-    if not said and run.reason:
+    if run.is_own_failure:
+        said = f"the kit failed to read what the driver said: {run.reason}"
+    elif not said and run.reason:
         where = f"at GPU {len(gpus)} of {count}" if driver else "before it said anything"
         said = f"the driver did not answer, {where}: {run.reason}"
     return GpuFacts(driver, gpus, kernel.get("xids", []), kernel.get("problem", ""), said, run.seconds)

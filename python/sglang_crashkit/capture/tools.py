@@ -39,6 +39,7 @@ class ToolRun:
     errors: str = ""  # what it printed on standard error, where that was kept apart
     #: Its exit status, as `subprocess.Popen.returncode` has it; None where it did not end by itself.
     status: int | None = None
+    is_own_failure: bool = False  # the reason is an exception of the kit's, which says nothing of the tool
 
 
 def run_tool(
@@ -135,7 +136,7 @@ class BackgroundTool(Generic[_Answer]):
             try:
                 self._answer = read(run_tool(argv, deadline_secs, self._stop, apart=True, max_output=max_output))
             except Exception as error:  # noqa: BLE001 - whoever asks for the answer waits for one
-                self._answer = read(ToolRun("", f"{type(error).__name__}: {error}", 0.0))
+                self._answer = read(ToolRun("", f"{type(error).__name__}: {error}", 0.0, is_own_failure=True))
 
         threading.Thread(target=run, name=name, daemon=True).start()
 

@@ -106,6 +106,12 @@ def test_a_child_that_cannot_be_started_is_an_answer(monkeypatch: pytest.MonkeyP
     assert "/no/python: No such file" in ask().reason
 
 
+def test_a_failure_of_the_reader_is_not_told_as_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_facts, "_command", lambda *_: ["echo", '{"driver": 1}'])
+    error = "AttributeError: 'int' object has no attribute 'get'"
+    assert ask().reason == f"the kit failed to read what the driver said: {error}"
+
+
 AMD = """
 class AmdSmiException(Exception): pass
 def amdsmi_init(): pass
