@@ -15,6 +15,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -266,6 +267,23 @@ def test_without_a_pidfd_it_naps(code, monkeypatch):
     naps = []
     hooks._sleep([psutil.Process()], 0.1, naps.append)
     assert naps == [0.1]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_without_a_pidfd_does_not_delay_the_others(place, monkeypatch):
+    with child("ready(); pause()") as process:
+        known = [psutil.Process(process.pid)]
+        known.insert(place, mock.Mock(spec=psutil.Process, pid=os.getpid()))
+        wait = connection.wait
+
+        def end_then_wait(pidfds: list[int], seconds: float) -> list[Any]:
+            process.kill()
+            return wait(pidfds, seconds)
+
+        monkeypatch.setattr(connection, "wait", end_then_wait)
+        began = time.monotonic()
+        hooks._sleep(known, LONG, no_nap)
+        assert time.monotonic() - began < LONG / 2
 
 
 @pytest.mark.parametrize("what", ["a mock", "a recycled pid", "a zombie"])
