@@ -73,7 +73,7 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, the process's own by default, and return the exit status, one of `ExitCode`.
+    """Run the command line, the process's own by default.
 
     Returns:
         The exit status, one of `ExitCode`.

@@ -3,6 +3,9 @@
 Every twelfth character of a prompt begins a block of twelve. What shares 24 characters in a row with a prompt has one
 of its blocks whole, and the rest within twelve characters on either side of it. So the prompts are walked once, and
 each text once.
+
+What cannot be searched `PromptSearch` refuses: a file that is too large or no text, a page of ``show --html``, and,
+where not all prompts are known, what the server said in its own words.
 """
 
 from __future__ import annotations
