@@ -56,16 +56,27 @@ GONE = "its client had given it up before"
 _MIN_NAMED = 6
 #: So many parameters are named, and of a stack so many of the innermost frames tell what it is about.
 _MAX_NAMES, _MAX_FRAMES = 4, 8
-#: What is about a parameter, by the function's name or the file's; nothing that each batch passes through.
+#: What each batch passes through, whatever its requests ask for, though its name has a parameter's.
+_PASSED = re.compile(
+    r"(?:[\w<>]+\.)*(?:_sample_from_logprobs|compute_extend_logprob_start_len|get_logprob_from_pp_outputs"
+    r"|move_logprobs_to_cpu|_make_sampling_support_logprobs_\w+|_apply_(?:pre|post)_grammar_logits_transforms"
+    r"|before_grammar|_advance_pending_grammar|advance_grammar_fsm|\w+_grammar_overlap|has_waiting_grammars"
+    r"|grammar_needs_sync) "
+)
+_PENALIZES = r"(\w+\.)*_?(?!prepare_if)(apply|prepare|cumulate|accumulate|get_scaling|filter|merge)\w* "
+#: What is about a parameter, by the function's name or the file's. Of LoRA only what works at the adapters' own
+#: weights counts: where it is enabled each batch is prepared for it, and goes through layers around the model's.
 _PLACES = (
     (re.compile(r".*logprob.*"), re.compile(r".*logprob")),
     (re.compile(r"regex|json_schema|ebnf|structural_tag"), re.compile(r".*(grammar|constrained/|outlines|llguidance)")),
     (re.compile(r"stop|stop_regex"), re.compile(r"(\w+\.)*_check_str_based_finish |.*(stop_str|stop_regex)")),
     (re.compile(r"logit_bias"), re.compile(r".*logit_bias")),
-    (re.compile(r"min_new_tokens|stop_token_ids"), re.compile(r".*min_new_tokens")),
-    (re.compile(r"\w+_penalty"), re.compile(r".*(penaltylib|penalizer)")),
-    (re.compile(r"return_hidden_states"), re.compile(r".*return_hidden_states")),
-    (re.compile(r"lora_path"), re.compile(r".*lora")),
+    (re.compile(r"min_new_tokens|stop_token_ids"), re.compile(_PENALIZES + r".*min_new_tokens")),
+    (re.compile(r"\w+_penalty"), re.compile(_PENALIZES + r".*penaltylib")),
+    (
+        re.compile(r"lora_path"),
+        re.compile(r"(\w+\.)*(apply_lora|run_lora|run_\w+_lora|load_lora)\w* |.*(ops/lora/dense|lora/\w+_ops)/"),
+    ),
 )
 #: What a kernel brings about is reported by whatever comes after it. Memory is missed where it is asked for.
 _OF_GPU = re.compile(r"\b(?:CUDA|HIP|XPU|NPU|CUBLAS|NCCL)|cuDNN|AcceleratorError|DistBackendError")
@@ -157,7 +168,8 @@ def _about(names: Sequence[str], frames: Sequence[str]) -> tuple[str, str] | Non
     for name in names:
         for parameter, place in _PLACES:
             if parameter.fullmatch(name.rpartition(".")[2]):
-                found = next((frame for frame in frames[:_MAX_FRAMES] if place.match(frame)), None)
+                near = (frame for frame in frames[:_MAX_FRAMES] if not _PASSED.match(frame))
+                found = next(filter(place.match, near), None)
                 if found is not None:
                     return name, found.partition(" ")[0]
     return None

@@ -400,3 +400,53 @@ def test_one_that_alone_asks_for_what_the_rank_was_at_is_suspected(
     found = {one.rid: one for one in suspects_of(made, None, asked)[0]}
     assert (found["b"].level, found["a"].level) == (level, "unknown")
     assert told in " ".join(found["b"].reasons)
+
+
+LAYERS, POOL, PENALTIES = (
+    "sglang/srt/lora/layers.py:544",
+    "sglang/srt/lora/mem_pool.py:677",
+    "sglang/srt/sampling/penaltylib",
+)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "frame", "is_about"),
+    [
+        # With LoRA enabled each batch goes through what wraps the layers, and is prepared.
+        ("lora_path", f"forward ({LAYERS})", False),
+        ("lora_path", f"RowParallelLinearWithLoRA.forward ({LAYERS})", False),
+        ("lora_path", "base_fn (sglang/srt/lora/layers.py:490)", False),
+        ("lora_path", "forward_with_base (sglang/srt/lora/backend/base_backend.py:120)", False),
+        ("lora_path", "prepare_lora_batch (sglang/srt/lora/lora_manager.py:286)", False),
+        ("lora_path", "prepare_lora_batch (sglang/srt/lora/backend/triton_backend.py:229)", False),
+        ("lora_path", f"prepare_lora_batch ({POOL})", False),
+        ("lora_path", f"apply_lora ({LAYERS})", True),
+        ("lora_path", f"load_lora_weight_to_buffer ({POOL})", True),
+        ("lora_path", "run_qkv_lora (sglang/srt/lora/backend/triton_backend.py:59)", True),
+        ("lora_path", "TritonLoRABackend.run_lora_a_sgemm (triton_backend.py)", True),
+        ("lora_path", "sgemm_lora_a_fwd (sglang/srt/lora/triton_ops/sgemm_lora_a.py:100)", True),
+        ("lora_path", "sgemm_lora_a_fwd (sglang/kernels/ops/lora/dense/sgemm_lora_a.py:100)", True),
+        ("lora_path", "topk_softmax_pack (sglang/kernels/ops/lora/moe/topk_softmax_pack.py:9)", False),
+        ("return_logprob", "_sample_from_logprobs (sglang/srt/layers/sampler.py:633)", False),
+        ("return_logprob", "Sampler._sample_from_logprobs (sampler.py)", False),
+        ("return_logprob", "compute_extend_logprob_start_len (sglang/srt/managers/schedule_batch.py:2419)", False),
+        ("return_logprob", "get_logprob_from_pp_outputs (sglang/srt/managers/utils.py:152)", False),
+        ("return_logprob", "forward (sglang/srt/layers/logprob_processor.py:504)", True),
+        ("sampling_params.regex", "_apply_pre_grammar_logits_transforms (sampling_batch_info.py:426)", False),
+        ("sampling_params.regex", "advance_grammar_fsm (batch_result_processor.py:883)", False),
+        ("sampling_params.regex", "has_waiting_grammars (sglang/srt/constrained/grammar_manager.py:74)", False),
+        ("sampling_params.regex", "_accept_grammar_tokens (batch_result_processor.py:848)", True),
+        ("sampling_params.min_new_tokens", f"_is_required ({PENALTIES}/min_new_tokens.py:18)", False),
+        ("sampling_params.min_new_tokens", f"<genexpr> ({PENALTIES}/min_new_tokens.py:18)", False),
+        ("sampling_params.min_new_tokens", f"_prepare ({PENALTIES}/min_new_tokens.py:23)", True),
+        ("sampling_params.frequency_penalty", f"__init__ ({PENALTIES}/orchestrator.py:20)", False),
+        ("sampling_params.frequency_penalty", f"prepare_if_required ({PENALTIES}/orchestrator.py:175)", False),
+        ("sampling_params.frequency_penalty", f"_apply ({PENALTIES}/frequency_penalty.py:50)", True),
+        ("return_hidden_states", "get_batch_return_hidden_states_mode (schedule_batch.py:208)", False),
+    ],
+)
+def test_what_each_batch_passes_through_is_about_no_parameter(parameter: str, frame: str, is_about: bool) -> None:
+    made = incident("a", "b")
+    made.processes[0].doing = [frame, "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"]
+    found = {one.rid: one.level for one in suspects_of(made, None, {"a": (), "b": (parameter,)})[0]}
+    assert found == {"a": "unknown", "b": "supported" if is_about else "unknown"}
