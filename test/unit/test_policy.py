@@ -103,7 +103,7 @@ SENDERS = {
     "test/plugin.py",
     "test/evidence.py",
 }
-SENDING = re.compile(r"os\.kill\(|killpg\(|send_signal\(|pthread_kill\(|\.kill\(\)|\.terminate\(\)")
+SENDING = re.compile(r"os\.kill\(|killpg\(|send_signal\(|signal_pidfd\(|pthread_kill\(|\.kill\(\)|\.terminate\(\)")
 
 
 def test_no_other_module_sends_a_signal() -> None:
