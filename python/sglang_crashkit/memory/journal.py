@@ -25,18 +25,20 @@ from sglang_crashkit.memory.ring import RingReader, RingWriter
 #: Of the requests that ended those count that did within this time before the last event, in seconds. SGLang keeps as
 #: much in memory (``TokenizerManager.record_request_for_crash_dump``).
 KEPT_SECS = 300.0
-#: So many requests that were given up are held after their end, for a server may fail by one a little later; and none
-#: that takes more than this part of the memory, so that those under way have nearly all of it.
+#: So many requests that were given up are held after their end, up to `KEPT_SECS`, for a server may fail by one a
+#: little later; and none that takes more than this part of the memory, so that those under way have nearly all of it.
 _GIVEN_UP, _GIVEN_UP_PART = 16, 256
 #: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
 #: a context of 128 k tokens takes, and a third of the time that noting one request may take.
 MAX_IDS, MAX_CHARACTERS = 131_072, 524_288
 
-_BEGUN, _ENDED, _ABORTED = 1, 2, 3
+_BEGUN, _ENDED, _ABORTED, _KEPT = 1, 2, 3, 4
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
 _BEGIN = struct.Struct("<B?BxIIIQd")
 #: kind, whether it was finished, number, when; of an abort likewise.
 _END = struct.Struct("<B?6xQd")
+#: kind, when it ended, when it was aborted; the record of its beginning follows.
+_KEPT_END = struct.Struct("<B7xdd")
 _ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
 _LONG = 256
@@ -64,9 +66,9 @@ class JournalWriter(RingWriter):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._number = 0
-        #: Those under way that were given up, and those of them that have ended and are held.
-        self._aborted: set[int] = set()
-        self._given_up: deque[int] = deque()
+        #: When those under way were given up, by number; which of them have ended and are held, and when they did.
+        self._aborted: dict[int, float] = {}
+        self._given_up: deque[tuple[int, float]] = deque()
 
     def begin(self, fields: Mapping[str, Any] | bytes, text: object = None, input_ids: object = None) -> int:
         """Note a request that arrived; see `encode_begin`.
@@ -84,15 +86,15 @@ class JournalWriter(RingWriter):
         return self._number
 
     def abort(self, number: int) -> None:
-        """Note that the client of the request that `begin` gave this number gave it up; it may not have ended yet.
+        """Note that the request that `begin` gave this number is aborted; it may not have ended yet.
 
         Raises:
             ValueError: the journal is closed.
             RingError: there is no more memory.
         """
         if number not in self._aborted:
-            self._aborted.add(number)
-            self.append(encode_abort(number, time.time()))
+            self._aborted[number] = now = time.time()
+            self.append(encode_abort(number, now))
 
     def end(self, number: int, *, finished: bool) -> None:
         """Note that the request that `begin` gave this number ended: it was answered, or dropped.
@@ -101,21 +103,22 @@ class JournalWriter(RingWriter):
             ValueError: the journal is closed.
             RingError: there is no more memory.
         """
-        if number in self._aborted:
-            self._aborted.discard(number)
-            self._keep(number)
+        now = time.time()
+        aborted = self._aborted.pop(number, None)
+        if aborted is not None and 0 < self.held_bytes(number) <= self.capacity // _GIVEN_UP_PART:
+            self._keep(number, now, aborted)
         else:
             self.release(number)
-        self.append(encode_end(number, time.time(), finished=finished))
+            self.append(encode_end(number, now, finished=finished and aborted is None))
+        while self._given_up and (len(self._given_up) > _GIVEN_UP or self._given_up[0][1] < now - KEPT_SECS):
+            self.release(self._given_up.popleft()[0])
 
-    def _keep(self, number: int) -> None:
-        """Have a request that has ended outlive others, the oldest such one no longer."""
-        if self.held_bytes(number) > self.capacity // _GIVEN_UP_PART:
-            self.release(number)
-            return
-        self._given_up.append(number)
-        if len(self._given_up) > _GIVEN_UP:
-            self.release(self._given_up.popleft())
+    def _keep(self, number: int, ended: float, aborted: float) -> None:
+        """Have a request that was given up outlive others, in one record, so that its end cannot be lost before it."""
+        record = encode_kept(self.held_payload(number), ended, aborted)
+        self.release(number)
+        self.append(record, hold=number)
+        self._given_up.append((number, ended))
 
 
 class JournaledRequest(NamedTuple):
@@ -125,7 +128,7 @@ class JournaledRequest(NamedTuple):
         arrived, ended: since the epoch; None for the end of one that was under way.
         finished: it ended because it was answered, and was not dropped.
         offset, sequence: where its record lies; see `Record`.
-        aborted: when its client gave it up, since the epoch; None where it did not.
+        aborted: when it was, since the epoch, as its client had gone or somebody asked for that; None where it was not.
     """
 
     arrived: float
@@ -175,6 +178,10 @@ class JournalReader(RingReader):
             if head is None:
                 continue
             self.latest = max(self.latest, head.seconds)
+            if head.kept is not None:
+                ended_at, aborts[head.number] = head.kept
+                ends[head.number] = ended_at, False
+                self.latest = max(self.latest, ended_at)
             if head.aborted:
                 aborts[head.number] = head.seconds
             elif not head.begun:
@@ -202,7 +209,8 @@ class Head(NamedTuple):
         number: which request, counted by the process that wrote it.
         seconds: when, since the epoch.
         begun: it tells of a beginning; of an end otherwise, in which the request was `finished` or dropped.
-        aborted: it tells of neither, but that the client gave the request up.
+        aborted: it tells of neither, but that the request was aborted.
+        kept: it tells of a beginning, and when that request ended, and when it was aborted before.
     """
 
     number: int
@@ -210,6 +218,7 @@ class Head(NamedTuple):
     begun: bool
     finished: bool = False
     aborted: bool = False
+    kept: tuple[float, float] | None = None
 
 
 def encode_begin(
@@ -255,12 +264,21 @@ def encode_end(number: int, seconds: float, *, finished: bool) -> bytes:
 
 
 def encode_abort(number: int, seconds: float) -> bytes:
-    """Return the record that a client gave a request up."""
+    """Return the record that a request was aborted."""
     return _END.pack(_ABORTED, False, number, seconds)
+
+
+def encode_kept(begin: bytes, ended: float, aborted: float) -> bytes:
+    """Return the record of all that became of a request that was aborted, with the record of its beginning."""
+    return _KEPT_END.pack(_KEPT, ended, aborted) + begin
 
 
 def read_head(record: bytes) -> Head | None:
     """Return what a record says first; None where it is of another kind."""
+    if record[:1] == bytes([_KEPT]) and len(record) >= _KEPT_END.size + _BEGIN.size:
+        _kind, ended, aborted = _KEPT_END.unpack_from(record)
+        head = read_head(record[_KEPT_END.size :])
+        return None if head is None else head._replace(kept=(ended, aborted))
     if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
         *_sizes, number, seconds = _BEGIN.unpack_from(record)
         return Head(number, seconds, begun=True)
@@ -272,6 +290,8 @@ def read_head(record: bytes) -> Head | None:
 
 def decode_request(record: bytes) -> dict[str, Any]:
     """Return all that the record of a beginning holds: the fields, ``text`` and ``input_ids``."""
+    if record[:1] == bytes([_KEPT]):
+        record = record[_KEPT_END.size :]
     _kind, has_text, id_size, fields_size, text_size, ids_size, _number, _seconds = _BEGIN.unpack_from(record)
     text_begin = _BEGIN.size + fields_size
     ids_begin = text_begin + text_size

@@ -131,6 +131,40 @@ def test_what_was_given_up_is_told_and_outlives_others(writer: JournalWriter, cl
     assert "finished" not in kept
 
 
+@pytest.mark.parametrize("length", [10, 10_000])
+def test_what_was_given_up_is_never_unfinished_again(writer: JournalWriter, clock: Clock, length: int) -> None:
+    for number in range(20):
+        aborted = writer.begin({"rid": f"gone-{number}"}, text="x" * length)
+        writer.abort(aborted)
+        clock.now += 1
+        writer.end(aborted, finished=True)
+    stays = writer.begin({"rid": "stays"})
+    for number in range(5_000):
+        writer.end(writer.begin({"rid": str(number)}, text="y" * 400), finished=True)
+        if number % 97 == 0:
+            reader = JournalReader(writer.fd)
+            assert [one.arrived for one in reader.requests if one.ended is None] == [1020.0]
+            told = [one for one in reader.requests if one.aborted is not None]
+            assert all(one.ended == one.aborted + 1 and not one.finished for one in told if one.aborted)
+    # Those that take much are not held.
+    loaded = [(reader.load(one) or {}) for one in told]
+    assert [one["rid"] for one in loaded] == ([f"gone-{one}" for one in range(19, 3, -1)] if length == 10 else [])
+    assert all(one["text"] == "x" * length for one in loaded)
+    writer.end(stays, finished=True)
+    assert rids(writer.fd, ended=False) == []
+
+
+def test_what_was_given_up_is_held_for_some_time(writer: JournalWriter, clock: Clock) -> None:
+    aborted = writer.begin({"rid": "gone"})
+    writer.abort(aborted)
+    writer.end(aborted, finished=True)
+    clock.now += KEPT_SECS + 1
+    writer.end(writer.begin({"rid": "later"}), finished=True)
+    assert writer.held_bytes(aborted) == 0
+    assert rids(writer.fd, ended=False) == []
+    assert rids(writer.fd, ended=True) == ["later"]
+
+
 def test_what_was_given_up_takes_little_room(writer: JournalWriter) -> None:
     writer.begin({"rid": "stays"}, text="x" * 10_000)
     for number in range(2000):
