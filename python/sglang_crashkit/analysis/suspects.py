@@ -50,8 +50,8 @@ ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"
 _ONLY_NEW = f"{UNANSWERED}, and was the only one in no step yet when the rank failed at taking in such"
 _WAITED = f"{UNANSWERED}, and was in no step yet"
 _RECEIVED_LAST = f"{_WAITED}; the rank had received it last"
-#: Said of one whose client did not wait for the end; it speaks neither for nor against it.
-GONE = "its client had given it up before"
+#: Said of one whose client had gone, or of which somebody asked for the end; it speaks neither for nor against it.
+ABORTED = "it had been aborted before"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
 #: So many parameters are named, and of a stack so many of the innermost frames tell what it is about.

@@ -20,7 +20,7 @@ from typing import Any
 from sglang_crashkit.analysis.control import control_of
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
-from sglang_crashkit.analysis.suspects import GONE, is_alone, is_by_others, suspects_of
+from sglang_crashkit.analysis.suspects import ABORTED, is_alone, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -28,6 +28,7 @@ from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspects, origin_of
 from sglang_crashkit.incident.request_fingerprint import fingerprint_of, names_of
 from sglang_crashkit.incident.steps import read_steps
+from sglang_crashkit.incident.summary import was_aborted_before
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import read_quarantine
@@ -77,8 +78,8 @@ def count_repeat(
     )
     name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _asked(lines), unanswered)
     for suspect in incident.suspects:
-        if lines.get(suspect.rid, {}).get("aborted"):
-            suspect.reasons.append(GONE)
+        if was_aborted_before(lines.get(suspect.rid, {}), document):
+            suspect.reasons.append(ABORTED)
     if read_quarantine(os.environ) != "off" and may_be_a_request:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
         _quarantine(folder, lines.values(), origin, was_alone=is_alone(incident))

@@ -22,7 +22,7 @@ from sglang_crashkit.incident.names import Names, join_names, stopped_state, wit
 from sglang_crashkit.incident.timeline_words import runs_of
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
-from sglang_crashkit.model.checked_json import texts_of
+from sglang_crashkit.model.checked_json import seconds_of, texts_of
 
 #: Of so many requests the ids are told.
 _MAX_RIDS = 8
@@ -57,6 +57,32 @@ def headline(document: Mapping[str, Any]) -> str:
         return f"{kind}: " + ", ".join(f"{peer.get('role')} server {peer.get('address')}" for peer in peers)
     who = trigger.get("title", "unknown")
     return f"{kind}: who failed first is not known" + (f" (reported by {who})" if who != "unknown" else "")
+
+
+def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
+    """Say whether a request was aborted before anything failed.
+
+    A client that does not wait for a server that hangs tells nothing of the hang. Nor does one of a hang of which it is
+    not known when it began.
+
+    Args:
+        fields: a line of ``requests/requests.jsonl``.
+        document: the incident.
+    """
+    aborted = seconds_of(fields.get("aborted"))
+    if aborted is None:
+        return False
+    verdict = mapping_of(document.get("verdict"))
+    pid, is_known = mapping_of(verdict.get("first_failure")).get("pid"), verdict.get("kind") != "hang"
+    began = [seconds_of(mapping_of(document.get("trigger")).get("time"))]
+    for event in mappings_of(document.get("timeline")):
+        silent, noticed = event.get("silent_secs"), seconds_of(event.get("time"))
+        if noticed is not None and isinstance(silent, (int, float)):
+            began.append(noticed - silent)
+            is_known = True
+        elif pid is not None and event.get("pid") == pid:
+            began.append(noticed)
+    return is_known and all(one is None or aborted < one for one in began)
 
 
 def format_termination_message(document: Mapping[str, Any], path: str) -> str:

@@ -275,13 +275,13 @@ def encode_kept(begin: bytes, ended: float, aborted: float) -> bytes:
 
 def read_head(record: bytes) -> Head | None:
     """Return what a record says first; None where it is of another kind."""
-    if record[:1] == bytes([_KEPT]) and len(record) >= _KEPT_END.size + _BEGIN.size:
+    kept = None
+    if record[:1] == bytes([_KEPT]) and len(record) >= _KEPT_END.size:
         _kind, ended, aborted = _KEPT_END.unpack_from(record)
-        head = read_head(record[_KEPT_END.size :])
-        return None if head is None else head._replace(kept=(ended, aborted))
+        kept, record = (ended, aborted), record[_KEPT_END.size :]
     if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
         *_sizes, number, seconds = _BEGIN.unpack_from(record)
-        return Head(number, seconds, begun=True)
+        return Head(number, seconds, begun=True, kept=kept)
     if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == _END.size:
         kind, finished, number, seconds = _END.unpack(record)
         return Head(number, seconds, begun=False, finished=finished, aborted=kind == _ABORTED)

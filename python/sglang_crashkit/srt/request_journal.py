@@ -130,7 +130,7 @@ class JournaledStates(dict[str, Any]):
         return self
 
     def abort(self, rid: str) -> None:
-        """Note that the client of a request under way gave it up, or asked for its end."""
+        """Note that a request under way is aborted: its client had gone, or somebody asked for its end."""
         if rid in self:
             self._note(self._abort, rid)
 

@@ -121,6 +121,17 @@ def test_all_that_a_request_asks_for_is_shown(
     assert line.endswith(f" 3 tokens{words}")
 
 
+@pytest.mark.parametrize(("aborted", "is_before"), [("1970-01-01T00:00:01Z", True), ("2100-01-01T00:00:00Z", False)])
+def test_what_was_aborted_before_the_failure_is_marked(
+    crash_dir: Path, capsys: pytest.CaptureFixture[str], aborted: str, is_before: bool
+) -> None:
+    (path,) = crash_dir.rglob("requests.jsonl")
+    path.write_text(json.dumps(REQUESTS[1] | {"aborted": aborted}) + "\n")
+    assert ("aborted before, 3 tokens" in shown(capsys, str(crash_dir), "--requests")) is is_before
+    assert main(["show", str(crash_dir), "--html", str(crash_dir / "x.html")]) == 0
+    assert ("aborted before" in (crash_dir / "x.html").read_text()) is is_before
+
+
 def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, *rest = shown(capsys, str(crash_dir), "--timeline").splitlines()
     assert first == "   +0.000 s  process_exited TP1: signal SIGKILL"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.analysis import causes
-from sglang_crashkit.analysis.suspects import ALONE, GONE, ONLY, suspects_of
+from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ONLY, suspects_of
 from sglang_crashkit.handler import findings
 from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, incident_with_core, without_requests
 from sglang_crashkit.incident.fingerprint import read_faults
@@ -29,6 +29,7 @@ from sglang_crashkit.model.incident import (
     ServerInfo,
     Trigger,
     Verdict,
+    iso_time,
 )
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.step import Step, StepRequest
@@ -67,9 +68,41 @@ def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, other
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
 
 
-def test_a_suspect_says_that_its_client_had_gone(tmp_path: Path) -> None:
-    (suspect,) = finish(tmp_path, {"0": {"text": "x", "aborted": "2026-01-01T00:00:04.000000Z"}}).suspects
-    assert suspect.reasons == [ALONE, GONE]
+@pytest.mark.parametrize(
+    ("event", "is_before"),
+    [
+        (("exception", 7, {"message": "x"}), True),
+        (("no_progress", 7, {"silent_secs": 30.0}), True),
+        # Its client did not wait for the end of the hang.
+        (("no_progress", 7, {"silent_secs": 60.0}), False),
+        # Others hang with the first.
+        (("no_progress", 8, {"silent_secs": 60.0}), False),
+    ],
+)
+def test_a_suspect_says_that_it_was_aborted_before(
+    tmp_path: Path, event: tuple[str, int, dict[str, Any]], is_before: bool
+) -> None:
+    made, aborted = incident("0"), NOON + 20
+    made.note(NOON + 60, event[0], pid=event[1], **event[2])
+    keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(aborted)}))
+    assert made.suspects[0].reasons == [ALONE, *([ABORTED] if is_before else [])]
+
+
+def test_before_a_hang_whose_beginning_is_not_known_nothing_was_aborted(tmp_path: Path) -> None:
+    made = incident("0")
+    made.verdict = Verdict("hang", Failure(7, "x"), "supported", "It hangs.")
+    made.note(NOON + 60, "unhealthy_at_sigterm", pid=1)
+    keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(NOON + 20)}))
+    assert ABORTED not in made.suspects[0].reasons
+
+
+@pytest.mark.parametrize(("secs", "is_before"), [(59, True), (61, False)])
+def test_what_ends_with_the_server_was_not_aborted_before(tmp_path: Path, secs: float, is_before: bool) -> None:
+    made = incident("0")
+    made.note(NOON + 60, "process_exited", pid=7)
+    made.note(NOON + 1, "teardown", pid=1)
+    keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(NOON + secs)}))
+    assert (ABORTED in made.suspects[0].reasons) is is_before
 
 
 def test_a_few_of_many_parameters_are_named(tmp_path: Path) -> None:

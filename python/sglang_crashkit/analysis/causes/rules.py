@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from sglang_crashkit.analysis.causes import no_progress
 from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
-from sglang_crashkit.analysis.suspects import ALONE, ALONE_AT, GONE, ONLY
+from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mappings_of
 from sglang_crashkit.model.incident import Level
 
@@ -241,7 +241,7 @@ def _poison(case: Case) -> Finding | None:
 
 
 #: What is said of any request that a server fails with whose only one it is.
-_BY_PLACE = frozenset({ALONE, ALONE_AT, GONE})
+_BY_PLACE = frozenset({ABORTED, ALONE, ALONE_AT})
 #: Where a scheduler is at a request that was in no step yet.
 _BEGINNING = (*_TAKING_IN, "*get_new_batch_prefill* (*.py)", "*prepare_for_extend (*.py)")
 

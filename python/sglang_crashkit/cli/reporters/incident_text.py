@@ -12,7 +12,7 @@ from typing import Any
 from sglang_crashkit.incident.first_screen import cut, first_screen, without_build_paths
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.incident.request_fingerprint import parameters_of
-from sglang_crashkit.incident.summary import environment_in_words, state_in_words
+from sglang_crashkit.incident.summary import environment_in_words, state_in_words, was_aborted_before
 from sglang_crashkit.incident.timeline_words import runs_of
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
@@ -81,7 +81,7 @@ def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     levels = {str(one.get("rid")): str(one.get("level")) for one in mappings_of(document.get("suspects"))}
     try:
         lines = read_regular(folder / _REQUESTS, _MAX_BYTES).splitlines()[:_MAX_REQUESTS]
-        told = [line for line in (_request_line(one, levels) for one in lines) if line]
+        told = [line for line in (_request_line(one, levels, document) for one in lines) if line]
     except OSError:
         return
     if told:
@@ -90,7 +90,7 @@ def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
         yield f"* suspect; the whole of each, with its prompt: {folder / _REQUESTS}"
 
 
-def _request_line(line: bytes, levels: Mapping[str, str]) -> str:
+def _request_line(line: bytes, levels: Mapping[str, str], document: Mapping[str, Any]) -> str:
     try:
         fields = mapping_of(json.loads(line))
     except (ValueError, RecursionError):
@@ -101,8 +101,8 @@ def _request_line(line: bytes, levels: Mapping[str, str]) -> str:
         f"{len(text)} characters" if isinstance(text, str) else f"{len(ids)} tokens" if isinstance(ids, list) else ""
     )
     mark = "*" if rid in levels else " "
-    gone = "its client had gone" if fields.get("aborted") else ""
-    words = cut(", ".join(filter(None, [gone, prompt, *_asked(fields)])), _MAX_PARAMETERS)
+    aborted = "aborted before" if was_aborted_before(fields, document) else ""
+    words = cut(", ".join(filter(None, [aborted, prompt, *_asked(fields)])), _MAX_PARAMETERS)
     return f"{mark} {fields.get('state')!s:<11} {str(fields.get('arrived'))[11:23]:<14} {rid:<33} {words}"
 
 

@@ -18,7 +18,7 @@ from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ra
 from sglang_crashkit.cli.steps import groups_of, in_words, side_by_side
 from sglang_crashkit.incident.first_screen import undecided_in_words
 from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
-from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words
+from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words, was_aborted_before
 from sglang_crashkit.incident.timeline_words import Run, timeline_of
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
@@ -328,7 +328,7 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
         count += 1
         is_suspect = str(request.get("rid")) in suspects
         if len(rows) < _MAX_REQUESTS or is_suspect:
-            rows.append(_request(request, suspects.get(str(request.get("rid"))), prompts=prompts))
+            rows.append(_request(request, suspects.get(str(request.get("rid"))), document, prompts=prompts))
     rows.sort(key=lambda row: (row["suspect"] is None, row["state"] != "unfinished"))
     return {
         "rows": rows,
@@ -351,9 +351,11 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _request(request: Mapping[str, Any], suspect: object, *, prompts: bool) -> dict[str, Any]:
+def _request(
+    request: Mapping[str, Any], suspect: object, document: Mapping[str, Any], *, prompts: bool
+) -> dict[str, Any]:
     shown = {name: cut(str(request.get(name) or ""), 100) for name in _OF_REQUEST}
-    numbers, texts = ["its client had gone"] if request.get("aborted") else [], []
+    numbers, texts = ["aborted before"] if was_aborted_before(request, document) else [], []
     for name, value in [*request.items(), *mapping_of(request.get("sampling_params")).items()]:
         if name in (*_OF_REQUEST, "aborted", "sampling_params", "pid") or value is None:
             continue

@@ -37,10 +37,10 @@ def export_requests(
     """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
     Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
-    ``arrived`` and ``ended`` (UTC), ``aborted`` (UTC) where its client gave it up or had gone, ``pid`` of the process
-    that took it in, ``text`` or ``input_ids``, ``sampling_params``, and what else the request asked for; ``omitted``
-    describes what was not kept, and ``truncated`` says how much of a long prompt is there (see `encode_begin`).
-    Health checks are left out.
+    ``arrived`` and ``ended`` (UTC), ``aborted`` (UTC) where its client had gone or somebody asked for its end, ``pid``
+    of the process that took it in, ``text`` or ``input_ids``, ``sampling_params``, and what else the request asked for;
+    ``omitted`` describes what was not kept, and ``truncated`` says how much of a long prompt is there (see
+    `encode_begin`). Health checks are left out.
 
     Args:
         journals: the pid of each writer and a descriptor of its journal.
