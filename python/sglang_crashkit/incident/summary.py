@@ -82,7 +82,8 @@ def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -
             is_known = True
         elif pid is not None and event.get("pid") == pid:
             began.append(noticed)
-    return is_known and all(one is None or aborted < one for one in began)
+    known = [one for one in began if one is not None]
+    return is_known and bool(known) and aborted < min(known)
 
 
 def format_termination_message(document: Mapping[str, Any], path: str) -> str:

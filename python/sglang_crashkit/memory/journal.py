@@ -83,6 +83,9 @@ class JournalWriter(RingWriter):
         self._number += 1
         record = encode_begin(self._number, time.time(), fields, text, input_ids, self.max_payload)
         self.append(record, hold=self._number)
+        # One that is under way matters more than those that ended.
+        while self._given_up and self._held_bytes > self.capacity * 3 // 8:
+            self.release(self._given_up.popleft()[0])
         return self._number
 
     def abort(self, number: int) -> None:

@@ -223,11 +223,13 @@ def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, and those that led to it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    seen, rest = set[int](), [error]
+    while rest:
+        link = rest.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            rest += [link.__context__, link.__cause__]
 
 
 def _status_in(answer: dict[str, Any] | None) -> int | None:

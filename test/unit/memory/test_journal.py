@@ -131,6 +131,20 @@ def test_what_was_given_up_is_told_and_outlives_others(writer: JournalWriter, cl
     assert "finished" not in kept
 
 
+def test_what_was_given_up_makes_room_for_what_is_under_way(writer: JournalWriter) -> None:
+    for number in range(16):
+        aborted = writer.begin({"rid": f"gone-{number}"}, text="x" * 100)
+        writer.abort(aborted)
+        writer.end(aborted, finished=True)
+    size = writer.capacity // 34
+    for number in range(18):
+        writer.begin({"rid": f"stays-{number}"}, text="x" * size)
+    for number in range(60):
+        writer.end(writer.begin({"rid": str(number)}, text="x" * size), finished=True)
+    reader = JournalReader(writer.fd)
+    assert sum(one.ended is None for one in reader.requests) + reader.lost == 18
+
+
 @pytest.mark.parametrize("length", [10, 10_000])
 def test_what_was_given_up_is_never_unfinished_again(writer: JournalWriter, clock: Clock, length: int) -> None:
     for number in range(20):

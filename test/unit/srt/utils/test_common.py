@@ -343,7 +343,7 @@ def test_the_handler_is_told_first(listener: Listener) -> None:
 def after(cause: BaseException) -> ValueError:
     """Return an exception that came while another one was handled, and a third one while that was."""
     first, second = ValueError("x"), OSError("y")
-    first.__context__, second.__context__ = second, cause
+    first.__context__, second.__context__, second.__cause__ = second, cause, TypeError("z")
     return first
 
 
