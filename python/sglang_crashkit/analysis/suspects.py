@@ -64,8 +64,8 @@ _PASSED = re.compile(
     r"|grammar_needs_sync) "
 )
 _PENALIZES = r"(\w+\.)*_?(?!prepare_if)(apply|prepare|cumulate|accumulate|get_scaling|filter|merge)\w* "
-#: What is about a parameter, by the function's name or the file's. Of LoRA only what works at the adapters' own
-#: weights counts: where it is enabled each batch is prepared for it, and goes through layers around the model's.
+#: What is about a parameter, by the function's name or the file's. Of LoRA only the loading of an adapter counts: a
+#: server that has adapters prepares each batch for them, and older releases multiply each batch by their weights.
 _PLACES = (
     (re.compile(r".*logprob.*"), re.compile(r".*logprob")),
     (re.compile(r"regex|json_schema|ebnf|structural_tag"), re.compile(r".*(grammar|constrained/|outlines|llguidance)")),
@@ -73,10 +73,7 @@ _PLACES = (
     (re.compile(r"logit_bias"), re.compile(r".*logit_bias")),
     (re.compile(r"min_new_tokens|stop_token_ids"), re.compile(_PENALIZES + r".*min_new_tokens")),
     (re.compile(r"\w+_penalty"), re.compile(_PENALIZES + r".*penaltylib")),
-    (
-        re.compile(r"lora_path"),
-        re.compile(r"(\w+\.)*(apply_lora|run_lora|run_\w+_lora|load_lora)\w* |.*(ops/lora/dense|lora/\w+_ops)/"),
-    ),
+    (re.compile(r"lora_path"), re.compile(r"(\w+\.)*load_lora\w* ")),
 )
 #: What a kernel brings about is reported by whatever comes after it. Memory is missed where it is asked for.
 _OF_GPU = re.compile(r"\b(?:CUDA|HIP|XPU|NPU|CUBLAS|NCCL)|cuDNN|AcceleratorError|DistBackendError")

@@ -412,7 +412,8 @@ LAYERS, POOL, PENALTIES = (
 @pytest.mark.parametrize(
     ("parameter", "frame", "is_about"),
     [
-        # With LoRA enabled each batch goes through what wraps the layers, and is prepared.
+        # With LoRA enabled each batch goes through what wraps the layers, and is prepared; on older releases each is
+        # multiplied by the adapters' weights, too.
         ("lora_path", f"forward ({LAYERS})", False),
         ("lora_path", f"RowParallelLinearWithLoRA.forward ({LAYERS})", False),
         ("lora_path", "base_fn (sglang/srt/lora/layers.py:490)", False),
@@ -420,12 +421,12 @@ LAYERS, POOL, PENALTIES = (
         ("lora_path", "prepare_lora_batch (sglang/srt/lora/lora_manager.py:286)", False),
         ("lora_path", "prepare_lora_batch (sglang/srt/lora/backend/triton_backend.py:229)", False),
         ("lora_path", f"prepare_lora_batch ({POOL})", False),
-        ("lora_path", f"apply_lora ({LAYERS})", True),
+        ("lora_path", f"apply_lora ({LAYERS})", False),
         ("lora_path", f"load_lora_weight_to_buffer ({POOL})", True),
-        ("lora_path", "run_qkv_lora (sglang/srt/lora/backend/triton_backend.py:59)", True),
-        ("lora_path", "TritonLoRABackend.run_lora_a_sgemm (triton_backend.py)", True),
-        ("lora_path", "sgemm_lora_a_fwd (sglang/srt/lora/triton_ops/sgemm_lora_a.py:100)", True),
-        ("lora_path", "sgemm_lora_a_fwd (sglang/kernels/ops/lora/dense/sgemm_lora_a.py:100)", True),
+        ("lora_path", "run_qkv_lora (sglang/srt/lora/backend/triton_backend.py:59)", False),
+        ("lora_path", "TritonLoRABackend.run_lora_a_sgemm (triton_backend.py)", False),
+        ("lora_path", "sgemm_lora_a_fwd (sglang/srt/lora/triton_ops/sgemm_lora_a.py:100)", False),
+        ("lora_path", "sgemm_lora_a_fwd (sglang/kernels/ops/lora/dense/sgemm_lora_a.py:100)", False),
         ("lora_path", "topk_softmax_pack (sglang/kernels/ops/lora/moe/topk_softmax_pack.py:9)", False),
         ("return_logprob", "_sample_from_logprobs (sglang/srt/layers/sampler.py:633)", False),
         ("return_logprob", "Sampler._sample_from_logprobs (sampler.py)", False),
