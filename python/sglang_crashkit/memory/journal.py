@@ -35,8 +35,8 @@ MAX_IDS, MAX_CHARACTERS = 131_072, 524_288
 _BEGUN, _ENDED, _ABORTED, _KEPT = 1, 2, 3, 4
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
 _BEGIN = struct.Struct("<B?BxIIIQd")
-#: kind, whether it was finished, number, when; of an abort likewise.
-_END = struct.Struct("<B?6xQd")
+#: kind, whether it was finished, number, when, when it was aborted (0: it was not).
+_END = struct.Struct("<B?6xQdd")
 #: kind, when it ended, when it was aborted; the record of its beginning follows.
 _KEPT_END = struct.Struct("<B7xdd")
 _ID_CODES = {4: "I", 8: "q"}
@@ -97,7 +97,8 @@ class JournalWriter(RingWriter):
         """
         if number not in self._aborted:
             self._aborted[number] = now = time.time()
-            self.append(encode_abort(number, now))
+            # Its own number may be held already. It is there for as long as the request is under way.
+            self.append(encode_abort(number, now), hold=-number)
 
     def end(self, number: int, *, finished: bool) -> None:
         """Note that the request that `begin` gave this number ended: it was answered, or dropped.
@@ -108,11 +109,12 @@ class JournalWriter(RingWriter):
         """
         now = time.time()
         aborted = self._aborted.pop(number, None)
+        self.release(-number)
         if aborted is not None and 0 < self.held_bytes(number) <= self.capacity // _GIVEN_UP_PART:
             self._keep(number, now, aborted)
         else:
             self.release(number)
-            self.append(encode_end(number, now, finished=finished and aborted is None))
+            self.append(encode_end(number, now, aborted, finished=finished and aborted is None))
         while self._given_up and (len(self._given_up) > _GIVEN_UP or self._given_up[0][1] < now - KEPT_SECS):
             self.release(self._given_up.popleft()[0])
 
@@ -180,17 +182,13 @@ class JournalReader(RingReader):
             head = read_head(record.payload)
             if head is None:
                 continue
-            self.latest = max(self.latest, head.seconds)
-            if head.kept is not None:
-                ended_at, aborts[head.number] = head.kept
-                ends[head.number] = ended_at, False
-                self.latest = max(self.latest, ended_at)
-            if head.aborted:
-                aborts[head.number] = head.seconds
-            elif not head.begun:
-                ends[head.number] = head.seconds, head.finished
-            elif head.number not in begun or begun[head.number][0] < record.sequence:
-                # One that was held may be there twice.
+            self.latest = max(self.latest, head.seconds, head.ended or 0.0)
+            if head.aborted is not None:
+                aborts[head.number] = head.aborted
+            if head.ended is not None:
+                ends[head.number] = head.ended, head.finished
+            # One that was held may be there twice.
+            if head.begun and (head.number not in begun or begun[head.number][0] < record.sequence):
                 begun[head.number] = record.sequence, record.offset, head.seconds
         since = self.latest - KEPT_SECS
         unfinished, ended = [], []
@@ -206,22 +204,23 @@ class JournalReader(RingReader):
 
 
 class Head(NamedTuple):
-    """What a record says first.
+    """What a record says first; all times are in seconds since the epoch.
 
     Attributes:
         number: which request, counted by the process that wrote it.
-        seconds: when, since the epoch.
-        begun: it tells of a beginning; of an end otherwise, in which the request was `finished` or dropped.
-        aborted: it tells of neither, but that the request was aborted.
-        kept: it tells of a beginning, and when that request ended, and when it was aborted before.
+        seconds: when that of which it tells first came about.
+        begun: it has the request itself.
+        ended: when the request ended; None where it does not tell of that.
+        finished: it ended because it was answered, and was not dropped.
+        aborted: when it was aborted; None where it does not tell of that.
     """
 
     number: int
     seconds: float
-    begun: bool
+    begun: bool = False
+    ended: float | None = None
     finished: bool = False
-    aborted: bool = False
-    kept: tuple[float, float] | None = None
+    aborted: float | None = None
 
 
 def encode_begin(
@@ -261,14 +260,14 @@ def encode_begin(
     return b"".join((head, encoded, encoded_text, ids))
 
 
-def encode_end(number: int, seconds: float, *, finished: bool) -> bytes:
+def encode_end(number: int, seconds: float, aborted: float | None = None, *, finished: bool) -> bytes:
     """Return the record of a request that ended; see `Head`."""
-    return _END.pack(_ENDED, finished, number, seconds)
+    return _END.pack(_ENDED, finished, number, seconds, aborted or 0.0)
 
 
 def encode_abort(number: int, seconds: float) -> bytes:
     """Return the record that a request was aborted."""
-    return _END.pack(_ABORTED, False, number, seconds)
+    return _END.pack(_ABORTED, False, number, seconds, seconds)
 
 
 def encode_kept(begin: bytes, ended: float, aborted: float) -> bytes:
@@ -278,16 +277,17 @@ def encode_kept(begin: bytes, ended: float, aborted: float) -> bytes:
 
 def read_head(record: bytes) -> Head | None:
     """Return what a record says first; None where it is of another kind."""
-    kept = None
+    ended = aborted = None
     if record[:1] == bytes([_KEPT]) and len(record) >= _KEPT_END.size:
         _kind, ended, aborted = _KEPT_END.unpack_from(record)
-        kept, record = (ended, aborted), record[_KEPT_END.size :]
+        record = record[_KEPT_END.size :]
     if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
         *_sizes, number, seconds = _BEGIN.unpack_from(record)
-        return Head(number, seconds, begun=True, kept=kept)
+        return Head(number, seconds, begun=True, ended=ended, aborted=aborted)
     if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == _END.size:
-        kind, finished, number, seconds = _END.unpack(record)
-        return Head(number, seconds, begun=False, finished=finished, aborted=kind == _ABORTED)
+        kind, finished, number, seconds, aborted = _END.unpack(record)
+        ended = seconds if kind == _ENDED else None
+        return Head(number, seconds, ended=ended, finished=finished, aborted=aborted or None)
     return None
 
 

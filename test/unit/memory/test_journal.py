@@ -125,10 +125,25 @@ def test_what_was_given_up_is_told_and_outlives_others(writer: JournalWriter, cl
     }
     for number in range(500):
         writer.end(writer.begin({"rid": str(number)}, text="x" * 10_000), finished=True)
-    kept = [(reader.load(one) or {})["rid"] for reader in [JournalReader(writer.fd)] for one in reader.requests]
-    assert "under way" in kept
-    assert "ended" in kept
+    reader = JournalReader(writer.fd)
+    kept = {(reader.load(one) or {})["rid"]: one.aborted for one in reader.requests}
+    # The ring has turned several times since.
+    assert (kept["under way"], kept["ended"]) == (1001.0, 1001.0)
     assert "finished" not in kept
+
+
+def test_that_a_large_request_was_given_up_is_told_as_long_as_it_is(writer: JournalWriter, clock: Clock) -> None:
+    large = writer.begin({"rid": "large"}, text="x" * 20_000)
+    writer.abort(large)
+    for number in range(500):
+        if number == 400:
+            clock.now = 1002.0
+            writer.end(large, finished=True)
+        writer.end(writer.begin({"rid": str(number)}, text="y" * 10_000), finished=True)
+        if number % 20 == 0:
+            told = {one.aborted for one in JournalReader(writer.fd).requests if not one.finished}
+            # Once it has ended it makes room for others.
+            assert told == {1000.0} or (number > 400 and not told)
 
 
 def test_what_was_given_up_makes_room_for_what_is_under_way(writer: JournalWriter) -> None:
@@ -272,10 +287,10 @@ def test_a_request_comes_back_as_it_was(
     assert decode_request(record) == expected | ({} if input_ids is None else {"input_ids": input_ids})
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_an_end_comes_back_as_it_was(finished: bool) -> None:
-    record = encode_end(7, 1.5, finished=finished)
-    assert read_head(record) == Head(7, 1.5, begun=False, finished=finished)
+@pytest.mark.parametrize(("finished", "aborted"), [(True, None), (False, None), (False, 1.25)])
+def test_an_end_comes_back_as_it_was(finished: bool, aborted: float | None) -> None:
+    record = encode_end(7, 1.5, aborted, finished=finished)
+    assert read_head(record) == Head(7, 1.5, ended=1.5, finished=finished, aborted=aborted)
 
 
 @pytest.mark.parametrize("ids", [[[1, 2], [3]], ["a"], [1.5], [2**70], {1: 2}], ids=repr)
