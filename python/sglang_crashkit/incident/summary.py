@@ -62,8 +62,8 @@ def headline(document: Mapping[str, Any]) -> str:
 def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
     """Say whether a request was aborted before anything failed.
 
-    A client that does not wait for a server that hangs tells nothing of the hang. Nor does one of a hang of which it is
-    not known when it began.
+    A client that does not wait for a server that hangs tells nothing of the hang, nor of a crash that ends it: since its
+    last step began a rank has taken in nothing. Nor does one of a hang of which it is not known when it began.
 
     Args:
         fields: a line of ``requests/requests.jsonl``.
@@ -74,7 +74,12 @@ def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -
         return False
     verdict = mapping_of(document.get("verdict"))
     pid, is_known = mapping_of(verdict.get("first_failure")).get("pid"), verdict.get("kind") != "hang"
-    began = [seconds_of(mapping_of(document.get("trigger")).get("time"))]
+    triggered = seconds_of(mapping_of(document.get("trigger")).get("time"))
+    began = [triggered]
+    first = next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid), {})
+    ended, ran = seconds_of(mapping_of(first.get("exit")).get("time")), _step_of(first).get("seconds")
+    if isinstance(ran, (int, float)) and (seen := ended or triggered) is not None:
+        began.append(seen - ran)
     for event in mappings_of(document.get("timeline")):
         silent, noticed = event.get("silent_secs"), seconds_of(event.get("time"))
         if noticed is not None and isinstance(silent, (int, float)):

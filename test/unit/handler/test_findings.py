@@ -96,6 +96,21 @@ def test_before_a_hang_whose_beginning_is_not_known_nothing_was_aborted(tmp_path
     assert ABORTED not in made.suspects[0].reasons
 
 
+@pytest.mark.parametrize(("secs", "is_before"), [(30.0, True), (50.0, False)])
+def test_who_left_while_the_last_step_stood_still_did_not_leave_before(
+    tmp_path: Path, secs: float, is_before: bool
+) -> None:
+    made = incident("0")
+    (rank,) = made.processes
+    rank.exit = Exit(None, "SIGABRT", "signal", "", iso_time(NOON + 60))
+    assert rank.steps is not None
+    assert rank.steps.in_step is not None
+    rank.steps.in_step.seconds = secs
+    made.note(NOON + 60, "process_exited", pid=7)
+    keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(NOON + 20)}))
+    assert (ABORTED in made.suspects[0].reasons) is is_before
+
+
 @pytest.mark.parametrize(("secs", "is_before"), [(59, True), (61, False)])
 def test_what_ends_with_the_server_was_not_aborted_before(tmp_path: Path, secs: float, is_before: bool) -> None:
     made = incident("0")
