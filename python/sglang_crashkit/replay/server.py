@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,9 @@ _PORT, _HOST, _CRASH_FOLDER = "--port", "--host", "--crash-dump-folder"
 _ALL_HOSTS = (None, "0.0.0.0", "::")  # noqa: S104 - what the command may say
 #: What is known to break it is to reach it.
 _UNGUARDED = {"SGLANG_CRASHKIT_QUARANTINE": "off"}
+#: A program that ends the process group it is given where its standard input ends without a word: SIGKILL of whoever
+#: started a server leaves nobody else to end it.
+_WATCH = "import os, signal, sys; os.read(0, 1) or os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 #: What a kind of incident is called that is no failure of the server's own.
 _NO_FAILURE = frozenset({"peer_lost", "snapshot"})
 
@@ -78,6 +82,7 @@ class OwnServer:
         self.folder = folder
         self._given = command
         self._popen: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._is_over, self._lock = False, threading.Lock()
         # An exception that a signal raises in the main thread cannot come between the start and what is known of it.
         self._launcher = ThreadPoolExecutor(1)
@@ -153,6 +158,13 @@ class OwnServer:
                     env=dict(os.environ) | _UNGUARDED,
                     start_new_session=True,
                 )
+                self._watcher = subprocess.Popen(
+                    [sys.executable, "-IS", "-c", _WATCH, str(self._popen.pid)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
 
     @property
     def has_ended(self) -> bool:
@@ -202,8 +214,19 @@ class OwnServer:
             # A session of its own: whatever is left in its group belongs to it.
             with contextlib.suppress(OSError):
                 signals.kill_group(popen.pid)
+            self._dismiss_watcher()
         popen.wait(_END_SECS)
         self._popen = None
+
+    def _dismiss_watcher(self) -> None:
+        """End what would end the group later, whose number may be another's by then."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            try:
+                watcher.communicate(b"\n", _END_SECS)
+            except subprocess.TimeoutExpired:
+                watcher.kill()
+                watcher.wait(_END_SECS)
 
     def __enter__(self) -> OwnServer:
         return self

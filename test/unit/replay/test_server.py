@@ -15,7 +15,7 @@ import pytest
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.replay import server
 from sglang_crashkit.replay.server import OwnServer
-from unit.waiting import LONG
+from unit.waiting import LONG, wait_until
 
 _TEST = Path(__file__).parents[2]
 _SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]
@@ -53,13 +53,43 @@ def test_an_interrupt_amid_its_start_leaves_no_server(
 
     def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
         started.append(real(*args, **kwargs))
-        os.kill(os.getpid(), signal.SIGINT)
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
         return started[-1]
 
     monkeypatch.setattr(server.subprocess, "Popen", interrupted)
     with pytest.raises(KeyboardInterrupt), OwnServer(_SERVE, tmp_path) as own:
         own.start(LONG)
-    assert [one.poll() is None for one in started] == [False]
+    assert started
+    assert not any(one.poll() is None for one in started)
+
+
+START = """
+import sys
+from pathlib import Path
+from sglang_crashkit.replay.server import OwnServer
+OwnServer(sys.argv[2:], Path(sys.argv[1])).start(60.0)
+print("serves", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["exec", ""])
+def test_a_server_does_not_outlive_who_started_it(tmp_path: Path, paths: None, end: str) -> None:
+    # Where the command is of a shell, the server is not its own process.
+    serve = ["sh", "-c", f'{end} {shlex.join(_SERVE)} "$0" "$@"; true']
+    words = [sys.executable, "-c", START, str(tmp_path / "own"), *serve]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
+        assert popen.stdout is not None
+        assert popen.stdout.readline() == b"serves\n"
+        popen.kill()
+        popen.wait(LONG)
+    wait_until(lambda: str(tmp_path / "own") not in _commands(), "nothing of it is left")
+
+
+def _commands() -> str:
+    listed = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
+    return listed.stdout
 
 
 def test_one_that_was_ended_does_not_start(tmp_path: Path, paths: None) -> None:
