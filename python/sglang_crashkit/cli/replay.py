@@ -43,7 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
     parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="of --serve; default: replay-<id>")
-    parser.add_argument("--json", action="store_true", help="print one JSON object an answer")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object an answer; with --serve, one of the server last"
+    )
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -87,14 +89,23 @@ def run(args: argparse.Namespace) -> ExitCode:
         answers = send(server.address, key or value_of(command, "--api-key") or "", lambda: server.is_failing)
         is_lost = len(answers) < len(chosen) or any(answer.is_lost for answer in answers)
         found = server.failure(wait=is_lost)
+        told: dict[str, str | None] = {"fault": None, "incident": None}
         if found is not None:
             is_same = is_same_fault(found.document or {}, document)
-            print(f"{'the same fault' if is_same else 'another fault'}: {words_of(found.document or {})}")
-            print(f"incident: {found.path}")
+            outcome = "the same fault" if is_same else "another fault"
+            told = {"fault": words_of(found.document or {}), "incident": str(found.path)}
         elif answers and all(answer.is_refused for answer in answers):
-            print("nothing was tried: the server refuses the requests")
-        elif not is_lost:
-            print("not reproduced: the server serves on")
+            outcome = "nothing was tried: the server refuses the requests"
+        elif is_lost:
+            outcome = "not all were answered, and the server left no incident"
+        else:
+            outcome = "not reproduced: the server serves on"
+        if args.json:
+            print(json.dumps({"outcome": outcome, **told}))
+        elif found is not None:
+            print(f"{outcome}: {told['fault']}\nincident: {told['incident']}")
+        else:
+            print(outcome)
     is_refused = any(answer.is_refused for answer in answers)
     return ExitCode.PARTIAL if is_lost or is_refused or found is not None else ExitCode.DONE
 

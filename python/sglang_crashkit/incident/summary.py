@@ -62,8 +62,8 @@ def headline(document: Mapping[str, Any]) -> str:
 def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
     """Say whether a request was aborted before anything failed.
 
-    A client that does not wait for a server that hangs tells nothing of the hang, nor of a crash that ends it: since its
-    last step began a rank has taken in nothing. Nor does one of a hang of which it is not known when it began.
+    A client that does not wait for a server that hangs tells nothing of the hang, nor of a crash that ends it: a rank
+    has taken in nothing since its last step began. Nor does one of a hang of which it is not known when it began.
 
     Args:
         fields: a line of ``requests/requests.jsonl``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,33 +81,41 @@ def send_all(
     """Send requests in their order, as long as it may without waiting for the answers of those before.
 
     They are sent as far apart as they arrived, but no further than `max_gap_secs`. Nothing is waited for once
-    `is_over`, as the server has ended. `on_answer` is called with each answer, in any thread.
+    `is_over`, as the server has ended. `on_answer` is called with each answer that is returned.
 
     Returns:
         The answers that came, in no order.
     """
+    came: queue.SimpleQueue[Answer] = queue.SimpleQueue()
     answers: list[Answer] = []
     free = threading.Semaphore(at_once)
 
     def ask(request: StoredRequest) -> None:
         with contextlib.suppress(Exception):
-            answer = send(address, request.body, timeout_secs, api_key, request.path)
-            answers.append(answer)
-            on_answer(answer)
+            came.put(send(address, request.body, timeout_secs, api_key, request.path))
         free.release()
+
+    def take() -> list[Answer]:
+        while not came.empty():
+            answers.append(came.get())
+            on_answer(answers[-1])
+        return answers
 
     threads, before = [], None
     for request in requests:
         if before is not None and max_gap_secs:
             time.sleep(min(max_gap_secs, max(0.0, request.arrived - before.arrived)))
         while not free.acquire(timeout=_LOOK_SECS):
+            take()
             if is_over():
-                return list(answers)
+                return answers
         # A request that is stuck must not keep this process.
         threads.append(threading.Thread(target=ask, args=(request,), daemon=True))
         threads[-1].start()
+        take()
         before = request
     for thread in threads:
         while thread.is_alive() and not is_over():
             thread.join(_LOOK_SECS)
-    return list(answers)
+            take()
+    return take()

@@ -425,6 +425,21 @@ def test_replay_tells_whether_the_fault_came_back(
     assert main([*command, "-o", str(tmp_path / "none"), "--suspects"]) == 3
 
 
+@pytest.mark.parametrize(
+    ("rid", "outcome", "fault"),
+    [("0", "the same fault", "It raised."), ("3", "not reproduced: the server serves on", None)],
+)
+def test_replay_tells_a_program_in_json_alone(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], rid: str, outcome: str, fault: str | None
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a", **POISON})
+    command = ["replay", str(path), "--only", rid, "--json", "--serve", serve(BY_PARAMETERS)]
+    assert main([*command, "-o", str(tmp_path / "own")]) == (5 if fault else 0)
+    *answers, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [one["rid"] for one in answers] in ([rid], [])
+    assert (last["outcome"], last["fault"], bool(last["incident"])) == (outcome, fault, bool(fault))
+
+
 def test_one_whose_client_had_gone_is_sent_and_named(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
