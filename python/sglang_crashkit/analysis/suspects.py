@@ -17,8 +17,7 @@ A suspicion is not a proof; that takes a server which fails again by the request
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_crashkit.analysis.control import frames_of
@@ -28,6 +27,7 @@ from sglang_crashkit.model.incident import (
     UNANSWERED,
     Incident,
     InStep,
+    LastSteps,
     Level,
     ProcessReport,
     Suspect,
@@ -86,6 +86,13 @@ _TAKES_IN = re.compile(
 )
 
 
+class Asked(NamedTuple):
+    """What a request asks for."""
+
+    content: str  # a hash of all of it; empty where that is not known
+    parameters: Mapping[str, str]  # beside its prompt: short values by name, those that are no number in brackets
+
+
 class _Step(NamedTuple):
     """The requests of a step: ids as far as they are listed, and how many there are, both without health checks."""
 
@@ -104,44 +111,45 @@ class _Choice(NamedTuple):
 def suspects_of(
     incident: Incident,
     seen: Mapping[str, int] | None = None,
-    asked: Mapping[str, Collection[str]] | None = None,
+    asked: Mapping[str, Asked] | None = None,
     unanswered: Sequence[str] = (),
+    most: int = MAX_SUSPECTS,
 ) -> tuple[list[Suspect], int]:
     """Return the suspects of an incident with its verdict, and how many more there are than are listed.
 
     Args:
         incident: with the last steps of its schedulers, and the counts of its journals.
         seen: of requests by id, in how many earlier incidents of the same fault one like it was suspected.
-        asked: of the suspects by id, the names of the parameters that they ask for.
+        asked: of all that may be suspects, by id.
         unanswered: the ids of requests that were not answered, latest first, where a scheduler failed only those that
             were in no step of any rank. They count where it was in no step.
+        most: list so many.
     """
     first = _first_failure(incident)
     if first is None or incident.kind == "peer_lost" or _is_of_control(incident, first):
         return [], 0
-    last = first.steps.last if first.steps is not None else []
-    finished = [step for step in last if step.get("ended") is not None]
-    before = {rid for step in finished for rid in _rids_of(step)}
-    # Of a large batch the first few are listed.
-    are_all = all(len(step.get("requests") or ()) >= (step.get("size") or 0) for step in finished)
+    steps = first.steps or LastSteps([], None)
+    finished = [step for step in steps.last if step.get("ended") is not None]
+    before = {rid for step in finished for rid in _rids_of(steps, step)}
+    # Of a very large batch not all are known.
+    are_all = all(len(_rids_of(steps, step)) >= (step.get("size") or 0) for step in finished)
     chosen, is_nobodys = _choose(incident, first, unanswered), is_by_others(incident)
-    text, own = " ".join(_exceptions(incident)), _only_asked(asked or {})
+    text, (own, odd, are_many) = " ".join(_exceptions(incident)), _only_asked(asked or {})
     # A GPU may report there what it computed before.
     frames = frames_of(first) if not _OF_GPU.search(text) else []
     weighed = []
     for rid in chosen.rids:
         reasons = []
-        if len(rid) >= _MIN_NAMED and re.search(rf"(?<![\w-]){re.escape(rid)}(?![\w-])", text):
+        if len(rid) >= _MIN_NAMED and rid in text and re.search(rf"(?<![\w-]){re.escape(rid)}(?![\w-])", text):
             reasons.append((_NAMED, "the exception names it"))
         if count := (seen or {}).get(rid, 0):
             times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
         if (place := chosen.places.get(rid)) and not (is_nobodys and place[0] == _ALONE):
             reasons.append(place)
-        if names := own.get(rid):
-            where = _about(names, frames)
-            if where or len(asked or ()) > 2:
-                reasons.append((_ABOUT if where else _UNUSUAL, _unusual_in_words(names, where)))
+        names, where = own.get(rid, []), _about(own.get(rid, []), frames)
+        if where or (are_many and (names := names + odd.get(rid, []))):
+            reasons.append((_ABOUT if where else _UNUSUAL, _unusual_in_words(names, where)))
         if are_all and finished and rid not in before and rid not in unanswered:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         reasons.sort(key=lambda one: -one[0])
@@ -149,15 +157,40 @@ def suspects_of(
         level: Level = "supported" if weight >= _ALONE and not is_nobodys else "unknown"
         weighed.append((weight, Suspect(rid, level, [words for _weight, words in reasons] or ["it was in the step"])))
     weighed.sort(key=lambda one: -one[0])
-    listed = [suspect for _weight, suspect in weighed[:MAX_SUSPECTS]]
+    listed = [suspect for _weight, suspect in weighed[:most]]
     return listed, chosen.size - len(listed)
 
 
-def _only_asked(asked: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-    """Return what of some requests, by id, no other one of them asks for; nothing where there is one."""
-    times = Counter(name for names in asked.values() for name in names)
-    own = {rid: sorted(name for name in names if times[name] == 1) for rid, names in asked.items()}
-    return {rid: names for rid, names in own.items() if names} if len(asked) > 1 else {}
+def _only_asked(asked: Mapping[str, Asked]) -> tuple[dict[str, list[str]], dict[str, list[str]], bool]:
+    """Return what of some requests no other one of them asks for, and whether there are more than two of them.
+
+    By id, the names of such parameters; and those with another value than all others have, and that value. One that is
+    there several times, as it was sent again or is to be answered several times, is one.
+    """
+    if len(asked) < 2:
+        return {}, {}, False
+    asking: dict[str, dict[str, list[str]]] = {}
+    for rid, one in asked.items():
+        for name, value in one.parameters.items():
+            asking.setdefault(name, {}).setdefault(value, []).append(one.content or rid)
+
+    def is_one(contents: Sequence[str]) -> bool:
+        return len(contents) == 1 or (len(set(contents)) == 1 and 2 * len(contents) <= len(asked))
+
+    def is_odd(name: str, value: str) -> bool:
+        others = [its for its in asking[name] if its != value]
+        return len(others) == 1 and len(asking[name][others[0]]) > 2 and is_one(asking[name][value])
+
+    lone = {name for name, by_value in asking.items() if is_one([one for its in by_value.values() for one in its])}
+    own = {rid: sorted(lone & one.parameters.keys()) for rid, one in asked.items()}
+    words = {
+        (name, value): name if value.startswith("(") else f"{name} {value}"
+        for name, by_value in asking.items()
+        for value in by_value
+        if is_odd(name, value)
+    }
+    odd = {rid: [words[told] for told in sorted(one.parameters.items()) if told in words] for rid, one in asked.items()}
+    return own, odd, len(asked) > 2
 
 
 def _about(names: Sequence[str], frames: Sequence[str]) -> tuple[str, str] | None:
@@ -320,17 +353,18 @@ def _unfinished(process: ProcessReport) -> list[_Step]:
     if steps is None:
         return []
     current = steps.in_step
-    found = [_step(current.rids, current.size)] if current is not None else []
+    found = [_step(steps.rids.get(current.number) or current.rids, current.size)] if current is not None else []
     others = (step for step in reversed(steps.last) if current is None or step.get("number") != current.number)
-    found += [_step(_rids_of(step), step.get("size") or 0) for step in others if step.get("ended") is None]
+    found += [_step(_rids_of(steps, step), step.get("size") or 0) for step in others if step.get("ended") is None]
     return [step for step in found if step.size]
 
 
 def _last_finished(process: ProcessReport) -> _Step:
     """Return the last step with requests, all of which are finished; an empty one where there is none."""
-    last = process.steps.last if process.steps is not None else []
-    steps = (_step(_rids_of(step), step.get("size") or 0) for step in reversed(last) if step.get("ended") is not None)
-    return next((step for step in steps if step.size), _Step([], 0))
+    steps = process.steps or LastSteps([], None)
+    finished = (step for step in reversed(steps.last) if step.get("ended") is not None)
+    told = (_step(_rids_of(steps, step), step.get("size") or 0) for step in finished)
+    return next((step for step in told if step.size), _Step([], 0))
 
 
 def _step(rids: Sequence[str], size: int) -> _Step:
@@ -339,8 +373,9 @@ def _step(rids: Sequence[str], size: int) -> _Step:
     return _Step(listed, max(size - checks, len(listed)))
 
 
-def _rids_of(step: Mapping[str, Any]) -> list[str]:
-    return [str(request.get("rid")) for request in step.get("requests") or ()]
+def _rids_of(steps: LastSteps, step: Mapping[str, Any]) -> list[str]:
+    """Return the ids of the requests of a step, as far as they are known."""
+    return steps.rids.get(step.get("number", 0)) or [str(request.get("rid")) for request in step.get("requests") or ()]
 
 
 def _size(steps: Sequence[_Step]) -> int:
@@ -353,6 +388,7 @@ def _received(process: ProcessReport) -> list[str]:
     """Return the requests that a scheduler had received for a step that it did not begin."""
     steps = process.steps
     assert steps is not None
-    if steps.in_step is not None and steps.in_step.number == steps.last[-1].get("number"):
-        return steps.in_step.rids
-    return _rids_of(steps.last[-1])
+    last = steps.last[-1]
+    if steps.in_step is not None and steps.in_step.number == last.get("number"):
+        return steps.rids.get(steps.in_step.number) or steps.in_step.rids
+    return _rids_of(steps, last)

@@ -20,13 +20,13 @@ from typing import Any
 from sglang_crashkit.analysis.control import control_of
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
-from sglang_crashkit.analysis.suspects import ABORTED, is_alone, is_by_others, suspects_of
+from sglang_crashkit.analysis.suspects import ABORTED, MAX_SUSPECTS, Asked, is_alone, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspects, origin_of
-from sglang_crashkit.incident.request_fingerprint import fingerprint_of, names_of
+from sglang_crashkit.incident.request_fingerprint import fingerprint_of, parameters_of
 from sglang_crashkit.incident.steps import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
 from sglang_crashkit.model.incident import Incident
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 #: Of so many requests that were not answered, the newest, the suspects are chosen.
 _MAX_UNANSWERED = 2000
+#: What each of the requests asks for is looked at for so long, in seconds; and a value of so many characters at most is
+#: told as it is.
+_LOOK_SECS, _MAX_VALUE = 1.0, 24
 #: A record holds every thread's stack, and is still short of this.
 _MAX_BYTES = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
@@ -70,13 +73,23 @@ def count_repeat(
     may_be_a_request = not is_by_others(incident)
     if may_be_a_request:
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
-        name_suspects(incident, unanswered=unanswered)
-    lines = _lines_of({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
-    suspects = {rid: known.key for rid, fields in lines.items() if (known := fingerprint_of(fields)) is not None}
+    # Of a large batch any may be the one.
+    name_suspects(incident, unanswered=unanswered, most=_MAX_UNANSWERED)
+    asked, is_whole = _asked({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
+    # Of some of them it is not known that no other one asks for something.
+    compared = asked if is_whole else {}
+    name_suspects(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS)
+    rids = [suspect.rid for suspect in reversed(incident.suspects)]
+    suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
-    name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _asked(lines), unanswered)
+    seen = incident.fault.seen if incident.fault is not None else {}
+    name_suspects(incident, seen, compared, unanswered)
+    listed = {suspect.rid for suspect in incident.suspects}
+    if incident.fault is not None:
+        incident.fault.seen = {rid: count for rid, count in seen.items() if rid in listed}
+    lines = _lines_of(listed, folder.path / REQUESTS)
     for suspect in incident.suspects:
         if was_aborted_before(lines.get(suspect.rid, {}), document):
             suspect.reasons.append(ABORTED)
@@ -101,21 +114,38 @@ def _quarantine(
         logger.warning("the suspects are not in quarantine: %s", error)
 
 
-def _asked(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
-    return {rid: names_of(fields) for rid, fields in lines.items()}
+def _asked(rids: Collection[str], path: Path) -> tuple[dict[str, Asked], bool]:
+    """Return what requests ask for, by id, as far as the incident has them, and whether there was time for all."""
+    found: dict[str, Asked] = {}
+    deadline = time.monotonic() + _LOOK_SECS
+    # Not all at once in memory: their prompts may be long.
+    for rid, fields in _fields_of(rids, path):
+        known = fingerprint_of(fields)
+        told = {name: _in_short(value) for name, value in parameters_of(fields).items()}
+        found[rid] = Asked(known.key if known is not None else "", told)
+        if time.monotonic() > deadline:
+            return found, False
+    return found, True
+
+
+def _in_short(value: object) -> str:
+    """Return a value that is a number as it is, and of any other one what tells whether it is the same."""
+    text = json.dumps(value, sort_keys=True)
+    return text if isinstance(value, (int, float)) and len(text) <= _MAX_VALUE else f"({hash(text)})"
 
 
 def name_suspects(
     incident: Incident,
     seen: Mapping[str, int] | None = None,
-    asked: Mapping[str, Collection[str]] | None = None,
+    asked: Mapping[str, Asked] | None = None,
     unanswered: Sequence[str] = (),
+    most: int = MAX_SUSPECTS,
 ) -> None:
     """Put the suspects into an incident, see `suspects_of`, and what control request each rank worked on."""
     try:
         for process in incident.processes:
             process.control = control_of(process) if process.role == "scheduler" else ""
-        incident.suspects, incident.suspects_left_out = suspects_of(incident, seen, asked, unanswered)
+        incident.suspects, incident.suspects_left_out = suspects_of(incident, seen, asked, unanswered, most)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")
@@ -140,15 +170,23 @@ def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
 
 
 def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return what the incident has of some requests, by id; of two with one id what was not answered counts."""
-    found: dict[str, dict[str, Any]] = {}
-    for _state, rid, line in _requests_in(path) if rids else ():
-        if rid in rids and rid not in found:
+    """Return what the incident has of some requests, by id."""
+    return dict(_fields_of(rids, path))
+
+
+def _fields_of(rids: Collection[str], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what the incident has of some requests, and their ids; of two with one id what was not answered counts."""
+    left = set(rids)
+    for _state, rid, line in _requests_in(path) if left else ():
+        fields = None
+        if rid in left:
             with contextlib.suppress(ValueError, RecursionError):
-                found[rid] = json.loads(line)
-        if len(found) == len(rids):
+                fields = json.loads(line)
+        if fields is not None:
+            left.discard(rid)
+            yield rid, fields
+        if not left:
             break
-    return found
 
 
 def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:

@@ -37,7 +37,7 @@ _DAY_SECS = 86400.0
 _MAX_FAULTS = 200
 _MAX_FRAMES = 4
 #: So many requests are known again of each fault.
-_MAX_SUSPECTS = 64
+MAX_SUSPECTS = 256
 #: Of those that wait for the one that failed, the line and what is below depend on the moment.
 _MAX_WAITING_FRAMES = 2
 _LINE = re.compile(r":\d+\)$")
@@ -146,7 +146,8 @@ def count_fault(
         name: what its folder is called when it is finished.
         keep: how many incidents of a fault are kept in full a day; 0 for all.
         has_core: it has a GPU core.
-        suspects: what tells the request again that is suspected (`request_fingerprint.fingerprint_of`), by its id.
+        suspects: what tells the request again that is suspected (`request_fingerprint.fingerprint_of`), by its id; the
+            most suspicious last, which is known the longest.
 
     Returns:
         None where the index could not be had or written; then the incident is to be kept in full.
@@ -199,10 +200,10 @@ def _count_suspects(entry: dict[str, Any], suspects: Mapping[str, str]) -> dict[
     """Count the suspects of an incident, and return in how many before it each was suspected."""
     known = {key: count for key, count in mapping_of(entry.get("suspects")).items() if isinstance(count, int)}
     seen = {rid: known[key] for rid, key in suspects.items() if key in known}
-    for key in set(suspects.values()):
+    for key in dict.fromkeys(suspects.values()):
         # The latest last.
         known[key] = known.pop(key, 0) + 1
-    entry["suspects"] = dict(list(known.items())[-_MAX_SUSPECTS:])
+    entry["suspects"] = dict(list(known.items())[-MAX_SUSPECTS:])
     return seen
 
 

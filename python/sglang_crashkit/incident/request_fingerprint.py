@@ -77,11 +77,6 @@ def rest_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def names_of(fields: Mapping[str, Any]) -> set[str]:
-    """Return the names of what a request asks for, those of ``sampling_params`` with a dot."""
-    return set(parameters_of(fields))
-
-
 def parameters_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a request asks for beside its prompt, by name, those of ``sampling_params`` with a dot."""
     told = _set_in(fields)

@@ -98,6 +98,8 @@ class LastSteps:
     #: The last few of its steps, as `step.Step.to_json` has them, with the first few of their requests.
     last: list[dict[str, Any]]
     in_step: InStep | None  # the step that it was in; None where it was in none
+    #: All requests of these steps, by number, of which the above have the first few. Not in the JSON.
+    rids: dict[int, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -297,14 +299,20 @@ class Incident:
     def to_json(self) -> dict[str, Any]:
         """Return the incident as JSON values, ``schema_version`` first and the timeline in order of time."""
         # The stacks of the samples are in files of their own.
-        document = asdict(replace(self, processes=[replace(process, samples=[]) for process in self.processes]))
+        document = asdict(replace(self, processes=[_in_short(process) for process in self.processes]))
         for entry, process in zip(document["processes"], self.processes, strict=True):
             del entry["samples"], entry["raised_through"], entry["hit_in_main"]
             if not process.control:
                 del entry["control"]
+            if entry["steps"] is not None:
+                del entry["steps"]["rids"]
             entry["looks"] = [_look(sample) for sample in process.samples]
         document["timeline"].sort(key=lambda entry: entry["time"])
         return {"schema_version": document.pop("schema_version"), **document}
+
+
+def _in_short(process: ProcessReport) -> ProcessReport:
+    return replace(process, samples=[], steps=process.steps and replace(process.steps, rids={}))
 
 
 def _look(sample: Sample) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.analysis.suspects import ALONE, MAX_SUSPECTS, ONLY, suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, MAX_SUSPECTS, ONLY, Asked, suspects_of
 from sglang_crashkit.model.incident import (
     IN_SEVERAL,
     Exit,
@@ -355,6 +355,48 @@ def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:
     assert suspects_of(made, unanswered=["a"]) == ([], 0)
 
 
+def asks(*names: str, content: str = "", **values: int) -> Asked:
+    return Asked(content, dict.fromkeys(names, "1") | {name: str(value) for name, value in values.items()})
+
+
+ORDINARY = {f"r{number}": asks(top_k=5) for number in range(90)}
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ({"odd": asks("min_new_tokens", top_k=5)}, "no other one of the step asks for min_new_tokens"),
+        # The same request, sent again, or answered several times.
+        (dict.fromkeys(("odd", "again"), asks("n", content="x", top_k=5)), "no other one of the step asks for n"),
+        ({"odd": asks(top_k=600)}, "no other one of the step asks for top_k 600"),
+        # Two that ask for the same, and many that each ask for another value, are not unusual.
+        ({"odd": asks("n", content="x", top_k=5), "again": asks("n", content="y", top_k=5)}, ""),
+        ({f"odd{number}": asks(top_k=600 + number) for number in range(5)}, ""),
+    ],
+)
+def test_of_a_large_batch_the_unusual_one_is_first(odd: dict[str, Asked], reason: str) -> None:
+    asked = ORDINARY | odd
+    made = incident(*list(asked)[:64], size=len(asked))
+    assert made.processes[0].steps is not None
+    made.processes[0].steps.rids = {9: list(asked)}
+    found, left_out = suspects_of(made, None, asked)
+    assert (len(found), left_out) == (MAX_SUSPECTS, len(asked) - MAX_SUSPECTS)
+    told = {one.rid: " ".join(one.reasons) for one in found}
+    assert {rid for rid in told if reason and reason in told[rid]} == (odd.keys() if reason else set())
+    assert (next(iter(told)) in odd) is bool(reason)
+
+
+def test_of_a_large_batch_the_new_one_is_known() -> None:
+    rids = [f"r{number}" for number in range(100)]
+    made = incident(*rids[:64], size=100, last=[step(8, *rids[:8]) | {"size": 99}])
+    assert made.processes[0].steps is not None
+    made.processes[0].steps.rids = {8: rids[:99], 9: rids}
+    assert suspects_of(made)[0][0].rid == "r99"
+    # The incident itself has the first few.
+    (told,) = made.to_json()["processes"]
+    assert (len(told["steps"]["in_step"]["rids"]), "rids" in told["steps"]) == (64, False)
+
+
 SEARCH = ["search (re/__init__.py:176)", "_check_str_based_finish (sglang/srt/managers/schedule_batch.py:1940)"]
 LOGPROBS = ["get_top_logprobs (sglang/srt/layers/logits_processor.py:900)", "forward (model.py:1)"]
 
@@ -397,7 +439,7 @@ def test_one_that_alone_asks_for_what_the_rank_was_at_is_suspected(
 ) -> None:
     made = incident("a", "b", message=message)
     made.processes[0].doing = frames
-    found = {one.rid: one for one in suspects_of(made, None, asked)[0]}
+    found = {one.rid: one for one in suspects_of(made, None, {rid: asks(*asked[rid]) for rid in asked})[0]}
     assert (found["b"].level, found["a"].level) == (level, "unknown")
     assert told in " ".join(found["b"].reasons)
 
@@ -449,5 +491,5 @@ LAYERS, POOL, PENALTIES = (
 def test_what_each_batch_passes_through_is_about_no_parameter(parameter: str, frame: str, is_about: bool) -> None:
     made = incident("a", "b")
     made.processes[0].doing = [frame, "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"]
-    found = {one.rid: one.level for one in suspects_of(made, None, {"a": (), "b": (parameter,)})[0]}
+    found = {one.rid: one.level for one in suspects_of(made, None, {"a": asks(), "b": asks(parameter)})[0]}
     assert found == {"a": "unknown", "b": "supported" if is_about else "unknown"}

@@ -68,6 +68,24 @@ def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, other
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
 
 
+def test_of_a_large_batch_what_the_last_one_asks_for_is_known(tmp_path: Path) -> None:
+    lines = {f"r{number:03}": {"text": f"text {number}", "sampling_params": {"top_k": 5}} for number in range(100)}
+    lines["odd"] = {"text": "x", "sampling_params": {"top_k": 5, "min_p": 0.5}}
+    text = "".join(line_of(rid, line) for rid, line in lines.items())
+    first, second = (keep(incident(*lines), tmp_path, text, number) for number in (1, 2))
+    assert [made.suspects[0].rid for made in (first, second)] == ["odd", "odd"]
+    assert second.fault is not None
+    # Each is known again, and those that are named are told.
+    assert second.fault.seen == dict.fromkeys([one.rid for one in second.suspects], 1)
+
+
+def test_what_takes_long_to_look_at_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "_LOOK_SECS", -1.0)
+    plain = {"text": "x", "sampling_params": {"top_k": 5}}
+    made = finish(tmp_path, dict.fromkeys("0123", plain) | {"odd": plain | {"return_logprob": True}})
+    assert {reason for one in made.suspects for reason in one.reasons} == {"it was in the step"}
+
+
 @pytest.mark.parametrize(
     ("event", "is_before"),
     [

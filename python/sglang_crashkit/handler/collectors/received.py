@@ -280,6 +280,7 @@ class StepRecords(HeldMemory):
         run.report(process).steps = incident.LastSteps(
             last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
             in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
+            rids={step.number: [one.rid for one in step.requests] for step in found.steps[-_LAST:]},
         )
         run.report(process).control = found.control
         lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)

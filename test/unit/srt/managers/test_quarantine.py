@@ -26,7 +26,7 @@ from sglang_crashkit.incident.quarantine import (
     entry_of_all,
     read_entries,
 )
-from sglang_crashkit.incident.request_fingerprint import names_of
+from sglang_crashkit.incident.request_fingerprint import parameters_of
 from sglang_crashkit.memory.journal import decode_request, encode_begin, to_json
 from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.srt.managers.quarantine import MAX_SENT, MAX_TURNS, Quarantine, QuarantinedError, guard_requests
@@ -272,7 +272,7 @@ def test_a_request_that_comes_again_is_recognised_by_what_the_journal_has(drawn:
     quarantine._index = Index([entry])
     assert quarantine.find(request) == entry
     # So is one by any of its parameters, whatever value that has, but for a secret.
-    for name in names_of(line) if REDACTED not in json.dumps(line) else ():
+    for name in parameters_of(line) if REDACTED not in json.dumps(line) else ():
         with contextlib.suppress(CrashkitError):
             quarantine._index = Index([entry_of(line, [name], "any", ORIGIN, time.time())])
             assert quarantine.find(request) is not None
