@@ -36,6 +36,8 @@ _ALWAYS = (*_PROMPTS, _MAX_NEW_TOKENS)
 #: Prompts of one character or token id that have nothing of the prompt at hand: what both of them fail with is not said
 #: by any prompt. Lower ids than these stand for what is special, in most vocabularies.
 _NEUTRAL_UNITS, _FIRST_LETTER, _FIRST_ID = 2, ord("a"), 200
+#: What is sent in the place of a prompt that is not kept: the fault may lie in the parameters.
+_STAND_IN = "a"
 #: So many suspects at most are named that could not be sent.
 _MAX_UNSENT = 3
 
@@ -56,7 +58,7 @@ class Result:
     parameters: list[str] = field(default_factory=list)  # which of the only request's parameters it takes
     prompt: Prompt = "unknown"  # what of the only request's prompt it depends on
     rids: list[str] = field(default_factory=list)  # the ids that the requests had
-    left_out: list[str] = field(default_factory=list)  # what could not be sent as it came, a sentence each
+    left_out: list[str] = field(default_factory=list)  # what of them could not be sent as it came, a sentence each
     path: str = "/generate"  # where they are sent
     is_confirmed: bool = False  # what was reduced brought it back once more, alone on a server of its own
     in_order: bool = False  # each of `requests` has to be answered before the next one is sent
@@ -79,14 +81,15 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     result.left_out = [f"request {one.rid}: {why}" for one in stored for why in _unsent(one)]
     # Those that may be at fault first: what was under way, then what was given up, of which the server may still fail.
     items = sorted(
-        (one for one in stored if one.is_complete), key=lambda one: (not one.was_running, not one.was_given_up)
+        (_as_far_as_kept(one) for one in stored if one.body),
+        key=lambda one: (not one.is_complete, not one.was_running, not one.was_given_up),
     )
     trials = Trials(document, plan, say)
     try:
         if items:
             _find(trials, items, document, plan.tries, result, stored)
         else:
-            result.reason = "none of the requests is kept whole"
+            result.reason = "none of the requests can be read"
     except BudgetSpentError as error:
         result.reason = result.reason or error.message
     finally:
@@ -99,6 +102,13 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     return result
 
 
+def _as_far_as_kept(request: StoredRequest) -> StoredRequest:
+    """Return a request as it can be sent to another server, which has no sessions; with a prompt in any case."""
+    body = {name: value for name, value in request.body.items() if name != "session_params"}
+    is_without = not any(name in body for name in _PROMPTS)
+    return replace(request, body=body | ({"text": _STAND_IN} if is_without else {}))
+
+
 def _unsent(request: StoredRequest) -> list[str]:
     """Return what of a request cannot be sent as it came, in words."""
     lacks = [f"{', '.join(request.lacks)} is not kept"] if request.lacks else []
@@ -109,7 +119,10 @@ def _unsent_suspects(document: Mapping[str, Any], stored: Sequence[StoredRequest
     """Return which of the most suspicious requests could not be sent as they came, a phrase each."""
     known = {one.rid: one for one in stored}
     whys = {
-        rid: _unsent(known[rid]) if rid in known else ["it is not among the requests that are kept"]
+        # That it was aborted may be what it takes.
+        rid: _unsent(known[rid]) + ["its abort, which is not repeated"] * known[rid].was_given_up
+        if rid in known
+        else ["it is not among the requests that are kept"]
         for rid in _suspected(document)[:_MAX_UNSENT]
     }
     return [f"suspect {rid} could not be sent as it came: {', '.join(why)}" for rid, why in whys.items() if why]
@@ -198,8 +211,12 @@ def _entry(
         with contextlib.suppress(CrashkitError):
             prompt = counting.get(result.prompt, "content")
             entry = entry_of(request.body, result.parameters, prompt, origin, 0.0)
-            if not _recognises_others(entry, request, stored):
+            is_kept = request.is_complete or prompt == "any"
+            if is_kept and not _recognises_others(entry, request, stored):
                 return asdict(entry)
+    if not request.is_complete:
+        # What was sent in its place is not what came.
+        return None
     whole = entry_of_all(request.body, origin, 0.0)
     return asdict(whole) if whole is not None else None
 
@@ -207,7 +224,7 @@ def _entry(
 def _recognises_others(entry: Entry, request: StoredRequest, stored: Sequence[StoredRequest]) -> bool:
     """Say whether an entry recognises a request of the incident that asks for anything else than `request`."""
     index, known = Index([entry]), fingerprint_of(request.body)
-    others = [one.body for one in stored if one.body and fingerprint_of(one.body) != known]
+    others = [one.body for one in stored if one.body and one.rid != request.rid and fingerprint_of(one.body) != known]
     return any(index.find(body.get, functools.partial(rest_of, body)) is not None for body in others)
 
 

@@ -283,12 +283,37 @@ def test_an_entry_that_recognises_another_request_is_made_exact(found: Any, stat
         ({"omitted": {"text": "off"}}, "0", "its text (off) is not kept"),
         ({"text": "a", "session_params": {"id": "s"}}, "0", "its session, which no other server has"),
         ({"text": "a"}, "gone", "it is not among the requests that are kept"),
+        ({"text": "a", "aborted": "2026-01-01T00:00:04Z"}, "0", "its abort, which is not repeated"),
     ],
 )
 def test_a_suspect_that_was_never_sent_is_a_reason(found: Any, body: dict[str, Any], suspect: str, why: str) -> None:
     result = found(lambda _bodies: False, body, suspects=[suspect, "1"])
     assert result["reason"].startswith("not reproduced in 3 tries of 1")
     assert result["reason"].endswith(f"; suspect {suspect} could not be sent as it came: {why}")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "why"),
+    [
+        ({"text": "a cat", "omitted": {"image_data": "str, 9000 characters"}}, "its image_data (str, 9000 characters)"),
+        ({"omitted": {"text": "withheld"}}, "its text (withheld)"),
+        ({"text": "begin...end", "truncated": {"text": 900}}, "the middle of its text"),
+        ({"text": "more", "session_params": {"id": "s"}}, "its session"),
+    ],
+)
+def test_a_fault_of_parameters_is_found_in_what_is_kept(found: Any, lacking: dict[str, Any], why: str) -> None:
+    def rule(bodies: list[dict[str, Any]]) -> bool:
+        return any(one.get("top_logprobs_num") == 600 and "session_params" not in one for one in bodies)
+
+    result = found(rule, {**lacking, "top_logprobs_num": 600}, suspects=["0"])
+    assert (result["rids"], result["parameters"], result["prompt"]) == (["0"], ["top_logprobs_num"], "nothing")
+    assert result["entry"]["parameters"] == [["top_logprobs_num", 600]]
+    assert [why in one for one in result["left_out"]] == [True]
+
+
+def test_what_stands_in_for_a_prompt_is_not_refused(found: Any) -> None:
+    result = found(lambda bodies: any(one["text"] == "a" for one in bodies), {"omitted": {"text": "withheld"}})
+    assert (result["reproduced"], result["prompt"], result["entry"]) == (True, "content", None)
 
 
 def test_an_id_is_kept_where_it_takes_that(tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
