@@ -73,6 +73,7 @@ _PLACES = (
     (re.compile(r"logit_bias"), re.compile(r".*logit_bias")),
     (re.compile(r"min_new_tokens|stop_token_ids"), re.compile(_PENALIZES + r".*min_new_tokens")),
     (re.compile(r"\w+_penalty"), re.compile(_PENALIZES + r".*penaltylib")),
+    (re.compile(r"custom_logit_processor"), re.compile(r".*custom_logit_processor")),
     (re.compile(r"lora_path"), re.compile(r"(\w+\.)*load_lora\w* ")),
 )
 #: What a kernel brings about is reported by whatever comes after it. Memory is missed where it is asked for.

@@ -20,10 +20,11 @@ PARAMETERS = (
     *("sampling_logprobs_mode", "return_pooled_hidden_states", "session_params", "lora_path", "extra_key"),
     *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"),
     *("dimensions", "is_cross_encoder_request", "require_reasoning", "max_thinking_tokens"),
+    *("custom_logit_processor", "multi_item_delimiter_indices", "token_indices_to_pool"),
 )
 #: What else a prompt may be made of, or an answer depend on, and an incident does not keep.
 OTHER_INPUTS = (
-    *("image_data", "audio_data", "video_data", "input_embeds", "custom_logit_processor", "video_config"),
+    *("image_data", "audio_data", "video_data", "input_embeds", "video_config"),
     *("positional_embed_overrides", "embed_overrides", "watermark"),
 )
 _PARTS = ("omitted", "truncated", *OTHER_INPUTS)

@@ -33,6 +33,8 @@ _PROMPTS = ("text", "input_ids")
 #: Where it is not given the release decides, which may take long.
 _MAX_NEW_TOKENS = "sampling_params.max_new_tokens"
 _ALWAYS = (*_PROMPTS, _MAX_NEW_TOKENS)
+#: Of which a part breaks a rank in a way of its own.
+_PROGRAM = "custom_logit_processor"
 #: Prompts of one character or token id that have nothing of the prompt at hand: what both of them fail with is not said
 #: by any prompt. Lower ids than these stand for what is special, in most vocabularies.
 _NEUTRAL_UNITS, _FIRST_LETTER, _FIRST_ID = 2, ord("a"), 200
@@ -318,7 +320,7 @@ class _Reduction:
 
     def _reduce_values(self, place: int) -> None:
         for name, value in _flat(self.group[place].body).items():
-            if name in (*_PROMPTS, "rid"):
+            if name in (*_PROMPTS, "rid", _PROGRAM):
                 continue
 
             def tried(values: Sequence[Any], name: str = name) -> int | None:

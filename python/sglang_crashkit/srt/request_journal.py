@@ -36,7 +36,8 @@ _KEPT = frozenset(
         "data_parallel_rank routed_dp_rank disagg_prefill_dp_rank routing_key extra_key priority background "
         "require_reasoning max_thinking_tokens no_logs max_dynamic_patch min_dynamic_patch image_max_dynamic_patch "
         "video_max_dynamic_patch use_audio_in_video return_pooled_hidden_states return_flat_raw_top_logprobs "
-        "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"
+        "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 custom_logit_processor "
+        "multi_item_delimiter_indices token_indices_to_pool"
     ).split()
 )
 #: What the server itself adds, or no answer depends on, of no use to anybody else.
@@ -50,6 +51,7 @@ _INTERNAL = frozenset(
 #: Of those the ones that say what a prompt is made of, or is expected to be answered with.
 _TOKENS = frozenset({"token_ids_logprob"})
 _SCALARS = frozenset({bool, int, float})
+_EMPTIABLE = frozenset({str, list, dict})
 _WITHHELD = "withheld: the request asks for no logs"
 _WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
 
@@ -294,7 +296,9 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
         if value is None or name in _INTERNAL:
             continue
         if name not in _KEPT:
-            omitted[name] = describe(value)
+            # An empty list of images is none.
+            if type(value) not in _EMPTIABLE or value:
+                omitted[name] = describe(value)
         elif type(value) in _SCALARS:
             fields[name] = value
         elif prompts == "none" and name in _TOKENS:

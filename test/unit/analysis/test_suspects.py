@@ -485,6 +485,7 @@ LAYERS, POOL, PENALTIES = (
         ("sampling_params.frequency_penalty", f"__init__ ({PENALTIES}/orchestrator.py:20)", False),
         ("sampling_params.frequency_penalty", f"prepare_if_required ({PENALTIES}/orchestrator.py:175)", False),
         ("sampling_params.frequency_penalty", f"_apply ({PENALTIES}/frequency_penalty.py:50)", True),
+        ("custom_logit_processor", "apply_custom_logit_processor (sglang/srt/layers/sampler.py:540)", True),
         ("return_hidden_states", "get_batch_return_hidden_states_mode (schedule_batch.py:208)", False),
     ],
 )

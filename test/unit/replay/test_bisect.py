@@ -311,6 +311,15 @@ def test_a_fault_of_parameters_is_found_in_what_is_kept(found: Any, lacking: dic
     assert [why in one for one in result["left_out"]] == [True]
 
 
+def test_a_logit_processor_is_sent_and_not_cut(found: Any) -> None:
+    def rule(bodies: list[dict[str, Any]]) -> bool:
+        return any("8" in one.get("custom_logit_processor", "") for one in bodies)
+
+    result = found(rule, {"text": "x", "custom_logit_processor": "80049"})
+    assert (result["parameters"], result["prompt"]) == (["custom_logit_processor"], "nothing")
+    assert result["requests"][0]["custom_logit_processor"] == "80049"
+
+
 def test_what_stands_in_for_a_prompt_is_not_refused(found: Any) -> None:
     result = found(lambda bodies: any(one["text"] == "a" for one in bodies), {"omitted": {"text": "withheld"}})
     assert (result["reproduced"], result["prompt"], result["entry"]) == (True, "content", None)

@@ -35,6 +35,7 @@ class GenerateReqInput:
     bootstrap_room: Any = None
     external_trace_header: dict[str, str] | None = None
     watermark: Any = None
+    custom_logit_processor: str | None = None
     brand_new: Any = field(default=None)
 
 
@@ -200,6 +201,16 @@ def test_a_journal_tells_remembered_fields_of_a_truncated_prompt(
 def test_large_inputs_and_unknown_fields_are_described() -> None:
     request = GenerateReqInput(rid="a", image_data=["x" * 50_000, "y" * 50_000], brand_new={"a": 1})
     assert read_request(request)[0]["omitted"] == {"image_data": "list of 2, 100000 characters", "brand_new": "dict"}
+
+
+def test_a_logit_processor_is_kept_and_what_is_empty_is_nothing() -> None:
+    request = GenerateReqInput(rid="a", image_data=[], brand_new={}, watermark=0, custom_logit_processor="80049")
+    assert read_request(request)[0] == {
+        "kind": "GenerateReqInput",
+        "rid": "a",
+        "custom_logit_processor": "80049",
+        "omitted": {"watermark": "int"},
+    }
 
 
 def test_secrets_are_taken_out() -> None:
