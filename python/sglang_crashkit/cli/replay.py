@@ -124,6 +124,8 @@ def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: o
     for one in found:
         if one.was_given_up:
             print(f"request {one.rid}: it had been given up; it is sent, too, and waited for", file=sys.stderr)
+        if one.body.get("session_params"):
+            print(f"request {one.rid}: it goes on with a session, which another server does not have", file=sys.stderr)
     if not found:
         raise NothingToDoError("none of the requests that were asked for can be sent", next_step="leave out --only")
     return found

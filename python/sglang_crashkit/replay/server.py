@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -28,6 +29,7 @@ _LOOK_SECS, _HEALTH_SECS = 0.05, 5.0
 #: So often it is started at most: another program may take a port, or memory, that it needs.
 _MAX_STARTS = 3
 _PORT, _HOST, _CRASH_FOLDER = "--port", "--host", "--crash-dump-folder"
+_SETS_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 #: Where it answers on the loopback address, too.
 _ALL_HOSTS = (None, "0.0.0.0", "::")  # noqa: S104 - what the command may say
 #: What is known to break it is to reach it.
@@ -40,7 +42,7 @@ _NO_FAILURE = frozenset({"peer_lost", "snapshot"})
 
 
 def parse_command(text: str) -> list[str]:
-    """Return the words of a command that serves, as a shell would have them.
+    """Return the words of a command that serves, as a shell would have them, variables before it among them.
 
     Raises:
         UsageError: there are none, or a quote is open.
@@ -51,7 +53,8 @@ def parse_command(text: str) -> list[str]:
         raise UsageError(f"{text!r} is no command: {error}") from None
     if not words:
         raise UsageError("--serve wants a command", next_step="--serve 'python -m sglang.launch_server …'")
-    return words
+    # A shell sets them.
+    return ["env", *words] if _SETS_VARIABLE.match(words[0]) else words
 
 
 def _without(words: list[str], name: str) -> list[str]:

@@ -478,12 +478,13 @@ def test_one_whose_client_had_gone_is_sent_and_named(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = {"state": "dropped", "ended": "2026-01-01T00:00:09Z", "aborted": "2026-01-01T00:00:04.000000Z"}
-    path = incident(tmp_path / "crash", {"text": "a", **POISON, **gone}, suspects=["0"])
+    path = incident(tmp_path / "crash", {"text": "a", "session_params": {"id": "s"}, **POISON, **gone}, suspects=["0"])
     command = ["replay", str(path), "--suspects", "--max-gap", "0", "--serve", serve(BY_PARAMETERS)]
     assert main([*command, "-o", str(tmp_path / "replay")]) == 5
     told = capsys.readouterr()
     assert "the same fault: It raised." in told.out
     assert "request 0: it had been given up; it is sent, too, and waited for" in told.err
+    assert "request 0: it goes on with a session" in told.err
     assert bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys)["rids"] == ["0"]
 
 

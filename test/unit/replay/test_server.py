@@ -14,7 +14,7 @@ import pytest
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.replay import server
-from sglang_crashkit.replay.server import OwnServer
+from sglang_crashkit.replay.server import OwnServer, parse_command
 from unit.waiting import LONG, wait_until
 
 _TEST = Path(__file__).parents[2]
@@ -90,6 +90,13 @@ def test_a_server_does_not_outlive_who_started_it(tmp_path: Path, paths: None, e
 def _commands() -> str:
     listed = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
     return listed.stdout
+
+
+def test_variables_before_the_command_are_set(tmp_path: Path, paths: None) -> None:
+    command = parse_command(f"OWN=1 {shlex.join([sys.executable, '-c', 'import os; raise SystemExit(os.environ)'])}")
+    with OwnServer(command, tmp_path) as own, pytest.raises(CrashkitError, match="ended before it was ready"):
+        own.start(LONG)
+    assert "'OWN': '1'" in (tmp_path / "server.log").read_text()
 
 
 def test_one_that_was_ended_does_not_start(tmp_path: Path, paths: None) -> None:
