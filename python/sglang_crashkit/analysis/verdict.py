@@ -49,8 +49,12 @@ _MAX_TOLD = 3
 _FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
-    r"|nccl.*(abort|remote|unhandled)|store.*(timeout|closed)|recv(?:value)? failed",
+    r"|nccl.*(abort|remote|unhandled system)|store.*(timeout|closed)|recv(?:value)? failed",
     re.IGNORECASE,
+)
+#: How exceptions begin that no library of collectives raises; the words behind may be a prompt's.
+_OF_PYTHON = re.compile(
+    r"(Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Type|UnboundLocal|Unicode\w+|Value)Error\b"
 )
 
 
@@ -71,20 +75,29 @@ class FailureEvent:
 
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
     """Return the failures, the first one first, consequences behind their causes."""
+    reported = {event.pid for event in events if event.kind == "exception"}
+
+    def is_death(event: FailureEvent) -> bool:
+        # One that reported an exception ended of that.
+        is_own = event.fatal_signal or event.pid not in reported
+        return event.kind == "exit" and is_own and event.before_capture
 
     def rank(event: FailureEvent) -> tuple[int, float, str, int, str]:
         if event.kind == "exit":
-            return (0 if event.fatal_signal and event.before_capture else 1, *_by_time(event))
-        return (2 if _LOST_PEER.search(event.message) else 1, *_by_time(event))
+            return (0 if is_death(event) else 1, *_by_time(event))
+        return (2 if _is_lost_peer(event.message) else 1, *_by_time(event))
 
     last = sorted((event for event in events if event.is_answer), key=_by_time)
     last += sorted((event for event in events if event.with_parent and not event.is_answer), key=_by_time)
     events = [event for event in events if not (event.with_parent or event.is_answer)]
-    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_capture]
-    consequences = [event for event in events if _LOST_PEER.search(event.message)]
-    if deaths and consequences:
+    if any(map(is_death, events)) and any(_is_lost_peer(event.message) for event in events):
         return sorted(events, key=rank) + last
     return sorted(events, key=_by_time) + last
+
+
+def _is_lost_peer(message: str) -> bool:
+    """Say whether an exception is one that a rank raises as another one is gone."""
+    return not _OF_PYTHON.match(message) and _LOST_PEER.search(message) is not None
 
 
 def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
@@ -131,7 +144,7 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
 
 def _stopped_peer(incident: Incident, first: FailureEvent) -> ProcessReport | None:
     """Return the one rank that is stopped where the first failure is that a rank lost a peer; None otherwise."""
-    if first.kind != "exception" or not _LOST_PEER.search(first.message):
+    if first.kind != "exception" or not _is_lost_peer(first.message):
         return None
     stopped = [one for one in incident.processes if one.role == "scheduler" and _is_stopped(one)]
     return stopped[0] if len(stopped) == 1 and stopped[0].pid != first.pid else None
@@ -287,7 +300,7 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
         event.with_parent
         or event.is_answer
         or event.seconds - first.seconds > (0.0 if is_death and event.kind == "exception" else _SAME_MOMENT_SECS)
-        or (is_death and _LOST_PEER.search(event.message) is not None)
+        or (is_death and _is_lost_peer(event.message))
         for event in ordered[1:]
     )
 
@@ -295,7 +308,7 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
 def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:
     name = f"{title} (pid {event.pid})"
     if event.kind == "exception":
-        if _LOST_PEER.search(event.message):
+        if _is_lost_peer(event.message):
             # Nothing of this server was seen to fail before: with several nodes, it was another node's.
             return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
         return f"{name} raised {event.message}.", "exception", "established"

@@ -82,6 +82,28 @@ def first(verdict: Verdict) -> int | None:
             (11, "signal", "established"),
             "TP1 (pid 11) was killed by SIGKILL: no OOM kill. sglang::scheduler_TP0 (pid 10) then raised RuntimeError",
         ),
+        # So may it where the other one ended itself.
+        (
+            [None, "status"],
+            [raised(10, 1.0, LOST), death(11, 1.001, fatal_signal=False)],
+            (11, "exit_status", "supported"),
+            "TP0 (pid 10) then raised RuntimeError",
+        ),
+        (
+            [None, "status"],
+            [raised(10, 1.0, LOST), raised(11, 1.1, LOST), death(11, 1.2, fatal_signal=False)],
+            (10, "lost_peer", "supported"),
+            "",
+        ),
+        # Words of a prompt.
+        ([None], [raised(10, 1.0, "ValueError: 'Connection reset by peer'")], (10, "exception", "established"), ""),
+        # What NCCL's call of CUDA failed of is the rank's own.
+        (
+            [None],
+            [raised(10, 1.0, "X: NCCL unhandled cuda error")],
+            (10, "exception", "established"),
+            "",
+        ),
         # Another exception that came first is the cause.
         (
             [None, "killed"],
