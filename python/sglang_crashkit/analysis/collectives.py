@@ -193,10 +193,11 @@ class _Group:
         queued = [rank for rank in waiting if not self.steps[rank][sequence].is_started]
         if queued and len(queued) < len(waiting):
             text += f" On {self._name(queued)} it had not started on the GPU, as it had elsewhere."
-            return self._finding("waiting", queued, text, "supported", secs)
+            return self._finding("waiting", queued, text, "supported", secs, waiting)
         if done:
             text += f" {self._name(done)} had finished it."
-        return self._finding("waiting", [], text, "unknown", secs)
+        # That all wait is the whole of it.
+        return self._finding("waiting", [], text, "unknown" if done else "supported", secs, waiting)
 
     def _message(self) -> CollectiveFinding | None:
         begun = {(rank, m.sender, m.receiver, m.is_sent) for rank, its in self.messages.items() for m in its}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
 }
+UPDATES = "WeightUpdater.update_weights_from_distributed (sglang/srt/x.py:1)"
+PYNCCL = ["NCCLLibrary.ncclAllReduce (x/pynccl_wrapper.py:1)", "PyNcclCommunicator.all_reduce (x/pynccl.py:1)"]
 DIVERGED = {"kind": "mode", "step": 18204, "statement": "TP1 ran extend where TP0 ran decode.", "level": "established"}
 ABORTED = killed("SIGABRT", "x")
 BUS = killed("SIGBUS", "no Python exception was reported")
@@ -52,8 +55,9 @@ SUSPECTED = {"suspects": [{"rid": "r1", "level": "supported", "reasons": ["it wa
 AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
 
 
-def finding(kind: str, level: str = "established", statement: str = "so they are") -> dict[str, Any]:
-    one = {"group": "tp", "kind": kind, "level": level, "statement": statement, "evidence": [], "pids": [11]}
+def finding(kind: str, level: str = "established", waiting: Sequence[int] = ()) -> dict[str, Any]:
+    one = {"group": "tp", "kind": kind, "level": level, "statement": "so they are", "evidence": [], "pids": [11]}
+    one["waiting_pids"] = list(waiting)
     return {"collectives": {"findings": [one], "missing": []}}
 
 
@@ -67,6 +71,18 @@ def in_step(title: str, document: dict[str, Any]) -> dict[str, Any]:
 def of_stage(pp: int, document: dict[str, Any]) -> dict[str, Any]:
     """Return the document with TP1 in another pipeline stage than TP0."""
     next(one for one in document["processes"] if one["title"] == TP1)["rank"] = {"pp": pp, "tp": 0}
+    return document
+
+
+def alone(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document without TP1, which another node has."""
+    document["processes"] = [one for one in document["processes"] if one["title"] != TP1]
+    return document
+
+
+def frozen(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document with TP1 held by the freezer of its cgroup."""
+    next(one for one in document["processes"] if one["title"] == TP1)["state"]["wchan"] = "do_freezer_trap"
     return document
 
 
@@ -228,6 +244,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "stopped_process",
         EST,
     ),
+    ("frozen", frozen(hung(TP1, state={TP1: "S (sleeping)"})), "stopped_process", EST),
     ("traced", hung(TP1, state={TP1: "t (tracing stop)"}), "stopped_process", EST),
     ("a helper stopped", hung(TP1, state={"ninja": "T (stopped)"}), "no_progress", UNK),
     ("ended, another stopped", incident("unknown", TP1, end=REAPED, state={TP0: "T (stopped)"}), "unknown", UNK),
@@ -248,6 +265,9 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("a worker's loop", hung("sglang::tokenizer_worker:0"), "tokenizer_stuck", SUP),
     ("the main process stopped", hung("server", state={"server": "T (stopped)"}), "stopped_process", EST),
     ("all in one", hung(doing=BOTH_WAIT), "symmetric_stall", SUP),
+    ("all in one, with its class", hung(doing={TP0: PYNCCL, TP1: PYNCCL}), "symmetric_stall", SUP),
+    ("the only rank here waits", alone(hung(TP0, doing={TP0: [WAITS]}, **SUSPECTED)), "symmetric_stall", SUP),
+    ("the only rank here is elsewhere", alone(hung(TP0, doing={TP0: [WORKS]})), "no_progress", UNK),
     ("two collectives", hung(doing={TP0: [WAITS], TP1: [GATHERS]}), "collective_mismatch", SUP),
     ("spins in another collective", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS, GATHERS]}), "rank_stuck", SUP),
     ("of two stages", of_stage(1, hung(doing={TP0: [WAITS], TP1: [GATHERS]})), "no_progress", UNK),
@@ -288,7 +308,16 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "cuda_fault",
         SUP,
     ),
+    ("aborted after a wait", died("SIGABRT", **finding("behind", waiting=[11])), "rank_stuck", SUP),
+    ("aborted, and others wait for it", died("SIGABRT", **finding("behind", waiting=[10])), "aborted", EST),
+    ("aborted while all wait", died("SIGABRT", **finding("waiting", waiting=[10, 11])), "symmetric_stall", SUP),
     ("gloo's limit", incident("lost_peer", TP0, error=GLOO, frames=FORWARD, level=SUP), "symmetric_stall", SUP),
+    (
+        "an update, with its class",
+        hung(doing={TP0: ["f (x.py:1)", UPDATES]}),
+        "weight_update_deadlock",
+        SUP,
+    ),
     ("a weight update", hung(doing=UPDATE), "weight_update_deadlock", SUP),
     ("busy", incident("busy", level=SUP, opened="hang", trigger="no_progress", text="At work."), "busy", SUP),
     ("watchdog, no stacks", hung(events=["watchdog_timeout"], level=UNK), "no_progress", UNK),
@@ -433,6 +462,76 @@ RAISED = [
     ("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", LOADING, "startup_version", SUP),
     ("ModuleNotFoundError: No module named 'flashinfer'", LOADING, "startup_version", SUP),
     ("ValueError: tp 3 does not divide", LOADING, "startup_failed", SUP),
+    ("RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered", FORWARD, "cuda_fault", SUP),
+    ("RuntimeError: CUDA driver error: misaligned address", FORWARD, "cuda_fault", SUP),
+    (
+        "RuntimeError: CUDA driver error (/x.hpp:5): 700 (CUDA_ERROR_ILLEGAL_ADDRESS, y)",
+        FORWARD,
+        "cuda_fault",
+        SUP,
+    ),
+    (
+        "RuntimeError: Failed: CUDA error /x.cu:1 'an illegal memory access was encountered'",
+        FORWARD,
+        "cuda_fault",
+        SUP,
+    ),
+    ("RuntimeError: Run failed with error an illegal memory access was encountered", FORWARD, "cuda_fault", SUP),
+    ("RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `x`", FORWARD, "cuda_fault", SUP),
+    ("torch.AcceleratorError: CUDA error: the launch timed out and was terminated", FORWARD, "cuda_fault", EST),
+    ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", FORWARD, "gpu_hardware", EST),
+    ("RuntimeError: CUDA error: uncorrectable ECC error encountered" + ASYNC, FORWARD, "gpu_hardware", SUP),
+    ("RuntimeError: CUDA error: Invalid access of peer GPU memory over nvlink or x", FORWARD, "gpu_hardware", SUP),
+    ("RuntimeError: Triton Error [CUDA]: out of memory", FORWARD, "gpu_oom_serving", SUP),
+    ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`", FORWARD, "gpu_oom_serving", SUP),
+    (
+        "torch.distributed.DistBackendError: NCCL error in: x, unhandled cuda error\nCuda failure 2 'out of memory'",
+        LOADING,
+        "gpu_oom_at_start",
+        SUP,
+    ),
+    ("RuntimeError: Application timeout caused pair closure", FORWARD, "symmetric_stall", SUP),
+    ("RuntimeError: DeepEP error: CPU recv timeout", FORWARD, "symmetric_stall", SUP),
+    ("ValueError: Not enough host memory available. Requesting 9 GB", LOADING, "host_oom", SUP),
+    (
+        "ValueError: Out of memory even after retracting all other requests in the decode batch.",
+        ("retract_decode (sglang/srt/managers/schedule_batch.py:1)", *FORWARD[1:]),
+        "kv_pool_exhausted",
+        EST,
+    ),
+    ("KeyboardInterrupt", FORWARD, "asked_to_stop", EST),
+    ("SystemExit: 1", FORWARD, "exited", EST),
+    (
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+        LOADING,
+        "startup_timeout",
+        EST,
+    ),
+    (
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect",
+        LOADING,
+        "startup_timeout",
+        EST,
+    ),
+    ("ValueError: TP rank 0 could finish the model loading, but there are other", LOADING, "startup_timeout", SUP),
+    (
+        "Exception: sgl-kernel is installed with version 0.1, which is less than the minimum required version 0.2.",
+        (LAUNCHER,),
+        "startup_version",
+        SUP,
+    ),
+    ("RuntimeError: The NVIDIA driver on your system is too old (found version 1)", LOADING, "startup_version", SUP),
+    (
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). x Error 803: unsupported display driver",
+        LOADING,
+        "startup_version",
+        SUP,
+    ),
+    ("RuntimeError: CUDA error: the provided PTX was compiled with an x", LOADING, "startup_version", SUP),
+    ("OSError: /x/libstdc++.so.6: version `GLIBCXX_3.4.32' not found", LOADING, "startup_version", SUP),
+    ("AttributeError: module 'torch' has no attribute 'float8'", LOADING, "startup_version", SUP),
+    ("AttributeError: module 'torch' has no attribute 'float8'", FORWARD, "exception_in_sglang", SUP),
+    ("x.OfflineModeIsEnabled: x", ("hf_raise (huggingface_hub/utils/_http.py:1)", *LOADING), "startup_model", SUP),
     ("RuntimeError: selected index k out of range", FORWARD, "exception_in_sglang", SUP),
     ("ValueError: bad prompt 'CUDA error: an illegal memory access'", FORWARD, "exception_in_sglang", SUP),
     ("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", FORWARD, "exception_in_sglang", SUP),
@@ -580,7 +679,7 @@ def test_the_last_words_of_an_http_server_name_its_port(line: str, name: str) ->
     ended = incident("exit_status", "server", end=STATUS)
     assert causes.explain(ended, logs={1: ["an earlier line", line]})["class"] == name
     left = raised("SystemExit: 3", "startup (uvicorn/server.py:1)", first="server")
-    assert causes.explain(left, logs={1: [line]})["class"] == name.replace("exited", "exception")
+    assert causes.explain(left, logs={1: [line]})["class"] == name
     assert causes.explain(incident("signal", "server", end=killed()), logs={1: [line]})["class"] == "killed"
 
 

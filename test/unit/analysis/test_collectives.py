@@ -88,7 +88,7 @@ ALL = tuple(range(8))
             "There is no dump of ranks 5-6.",
         ),
         ([record(0, [entry(0, 1, state="scheduled")])], ("waiting", (1,), "unknown"), ""),
-        ([record(0, STARTED), record(1, STARTED)], ("waiting", (), "unknown"), ""),
+        ([record(0, STARTED), record(1, STARTED)], ("waiting", (), "supported"), ""),
         (
             [record(0, STARTED), record(1, PENDING)],
             ("waiting", (1,), "supported"),

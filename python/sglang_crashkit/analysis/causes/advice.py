@@ -178,6 +178,7 @@ ADVICE: dict[str, Advice] = {
         "unknown",
         f"{_STACKS} has what the ranks were doing",
         "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS gives them longer, where they only load",
+        "with several nodes start all of them, each with the same --dist-init-addr, which all must reach",
     ),
     "startup_failed": Advice(
         "the server failed while it started", "no", "read the exception of the first failure in ranks/"

@@ -13,11 +13,13 @@ from sglang_crashkit.model.incident import Level
 
 #: With less of a CPU than this, a process that wants to run is starved.
 _STARVED_SHARE = 0.1
+#: Where the kernel keeps a process that a cgroup of version 2 freezes; nothing else sleeps there.
+_FREEZER = frozenset({"do_freezer_trap", "get_signal"})
 _ABORTED = "It ended by abort(), as gloo has it where ranks do not match, and NCCL's watchdog where one waits too long."
 #: Of so many processes it is told.
 _MAX_TOLD = 3
 _UPDATES = re.compile(
-    r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
+    r"(?:\w+\.)*(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
     r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
 )
 #: Where a scheduler begins a round of its event loop.
@@ -29,7 +31,7 @@ _DISTRIBUTED = re.compile(r"\((distributed_c10d|c10d_logger|parallel_state|commu
 #: Who is within a collective in no other file than these waits in it; a signal's handler may run within one, too.
 _WITHIN = re.compile(rf"{_DISTRIBUTED.pattern}|\((_ops|_contextlib|streams)\.py\)")
 _COLLECTIVES = re.compile(
-    r"(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
+    r"(?:\w+\.)*(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
 )
 
 
@@ -37,17 +39,23 @@ def stopped(case: Case) -> Finding | None:
     """A process of the server is stopped, says the kernel, and others made no progress or waited for a peer in vain."""
     if not (case.is_hang or case.verdict.get("kind") == "lost_peer"):
         return None
-    found = [one for one in case.processes if one.get("role") != "helper" and _state(one) in ("T", "t")]
+    found = [one for one in case.processes if one.get("role") != "helper" and _how_stopped(one)]
     if not found:
         return None
-    traced = " by a debugger" if any(_state(one) == "t" for one in found) else ""
-    reasons = tuple(f"{name_of(one)} is stopped{traced}, says the kernel." for one in found[:_MAX_TOLD])
-    steps = tuple(
-        f"`kill -CONT {one.get('pid')}` lets {one.get('title')} go on" for one in found[:_MAX_TOLD] if not traced
-    )
+    told = found[:_MAX_TOLD]
+    reasons = tuple(f"{name_of(one)} is {_how_stopped(one)}, says the kernel." for one in told)
+    steps = tuple(f"`kill -CONT {one.get('pid')}` lets {one.get('title')} go on" for one in told if _state(one) == "T")
     named = case.first.get("pid")
     certain = named is None or named in [one.get("pid") for one in found]
     return Finding("established" if certain else "supported", reasons, steps)
+
+
+def _how_stopped(process: Mapping[str, Any]) -> str:
+    """Return how a process was stopped from outside, in words; empty where it was not."""
+    state = _state(process)
+    if state == "S" and mapping_of(process.get("state")).get("wchan") in _FREEZER:
+        return "frozen by its cgroup"
+    return {"T": "stopped", "t": "stopped by a debugger"}.get(state, "")
 
 
 def _state(process: Mapping[str, Any]) -> str:
@@ -99,6 +107,21 @@ def aborted_apart(case: Case) -> Finding | None:
 def aborted_in_mismatch(case: Case) -> Finding | None:
     """Ranks were in different collectives of one group by their recorders, and one aborted."""
     return _aborted(case, next(_mismatches(case), {}))
+
+
+def aborted_waiting(kind: str) -> Callable[[Case], Finding | None]:
+    """Return the rule that the one that aborted had waited in a collective, by a finding of this kind."""
+
+    def rule(case: Case) -> Finding | None:
+        pid = case.first.get("pid")
+        found = (one for one in case.findings if one.get("kind") == kind and _is_sure(one))
+        return _aborted(case, next((one for one in found if pid in (one.get("waiting_pids") or ())), {}))
+
+    return rule
+
+
+def _is_sure(finding: Mapping[str, Any]) -> bool:
+    return finding.get("level") in ("established", "supported")
 
 
 def _aborted(case: Case, found: Mapping[str, Any]) -> Finding | None:
@@ -164,7 +187,7 @@ def mismatch(case: Case) -> Finding | None:
 def _mismatches(case: Case) -> Iterator[Mapping[str, Any]]:
     """Yield the findings of the recorders that ranks are in different collectives of one group."""
     for finding in case.findings:
-        if finding.get("kind") == "mismatch" and finding.get("level") in ("established", "supported"):
+        if finding.get("kind") == "mismatch" and _is_sure(finding):
             yield finding
 
 
@@ -211,18 +234,21 @@ def weight_update(case: Case) -> Finding | None:
 
 
 def stall(case: Case) -> Finding | None:
-    """All ranks wait in the same collective, and no rank is an outlier."""
-    if not case.is_hang or case.first:
+    """All ranks of this host wait in the same collective, and no rank is an outlier."""
+    if not case.is_hang or (case.first and case.schedulers != [case.first]):
         return None
     for finding in case.findings:
-        if finding.get("kind") == "waiting" and finding.get("level") in ("established", "supported"):
+        if finding.get("kind") == "waiting" and _is_sure(finding):
             return Finding("supported", (str(finding.get("statement")),))
     calls = [_collective(case, rank) for rank in case.schedulers]
     # One that was asked for in two places is two.
     callers = {_caller(case, rank) for rank in case.schedulers}
-    if len(calls) > 1 and all(calls) and len(set(calls)) == len(callers) == 1:
+    if not calls or not all(calls) or not len(set(calls)) == len(callers) == 1:
+        return None
+    if len(calls) > 1:
         return Finding("supported", (f"All {len(calls)} ranks wait in {calls[0]}.",))
-    return None
+    reason = f"{name_of(case.schedulers[0])}, the only rank of this host, waits in {calls[0]}."
+    return Finding("supported", (reason,), ("`sglang-crashkit incidents` on the other nodes tells of their ranks",))
 
 
 def rank_stuck(case: Case) -> Finding | None:

@@ -48,8 +48,9 @@ _ANY_CLASS = frozenset(
 _FULL = 0.95
 _MAX_TOLD = 3
 _TIMED_OUT = (
-    r"(\[[^\]]*gloo[^\]]*\] )?Timed out waiting \d+ ?ms for (recv|send) operation"
-    r"|\[?.{0,80}Watchdog caught collective operation timeout"
+    r"(\[[^\]]*gloo[^\]]*\] )?(Timed out waiting \d+ ?ms for (recv|send) operation"
+    r"|Application timeout caused pair closure)"
+    r"|\[?.{0,80}Watchdog caught collective operation timeout|DeepEP error: .{0,40}timeout"
 )
 #: What a scheduler goes through with one request, and no batch.
 _TAKING_IN = ("*handle_generate_request (*.py)", "*handle_embedding_request (*.py)", "*handle_tokenized_* (*.py)")
@@ -324,16 +325,29 @@ def _exited(case: Case) -> Finding | None:
     return Finding("established", (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
 
 
-_WHILE_LOADING = raises(r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/", starting=True)
+_WHILE_LOADING = raises(
+    r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/|huggingface_hub/", starting=True
+)
 _OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
-#: A sentence of its own, as torch writes it.
+#: How torch and Triton begin what the GPU's driver says.
+_OF_GPU = r"(Capture (cuda|device) graph failed: )?((CUDA|HIP|XPU)( driver)? error:|Triton Error \[(CUDA|HIP)\]:)"
+#: A sentence of its own, as they write it.
 _OOM_WORDS = (
-    r"(Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU)( (driver )?error:)? out of memory(\.?(\s*$|\n)|\. )"
+    rf"((Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU)|{_OF_GPU}) out of memory(\.?(\s*$|\n)|\. )"
+    rf"|{_OF_GPU} CUBLAS_STATUS_ALLOC_FAILED"
 )
+_OOM_OF_NCCL = r"NCCL error[\s\S]{0,2000}Cuda failure (\d+ )?'out of memory'"
+_FAULTS = (
+    r"(an illegal memory access|device-side assert|misaligned address|unspecified launch failure"
+    r"|an illegal instruction|invalid program counter|the launch timed out)"
+)
+#: Beside torch's and Triton's words those of DeepGEMM, DeepEP and FlashInfer.
 _CUDA_WORDS = (
-    r"(Capture (cuda|device) graph failed: )?(CUDA|HIP) error: (an illegal memory access|device-side assert"
-    r"|misaligned address|unspecified launch failure|an illegal instruction|invalid program counter)"
+    rf"{_OF_GPU} ({_FAULTS}|CUBLAS_STATUS_EXECUTION_FAILED)"
+    r"|CUDA driver error \(\S+\): \d+ \(CUDA_ERROR_(ILLEGAL|MISALIGNED|LAUNCH_FAILED|ASSERT)"
+    rf"|Failed: CUDA error \S+ '{_FAULTS}|\w+ failed with error (code )?{_FAULTS}"
 )
+_BROKEN_WORDS = rf"{_OF_GPU} (uncorrectable ECC error|Invalid access of peer GPU memory over nvlink)"
 _LEAK = r"[\w ]*memory leak detected!"
 _MODEL_ERRORS = (
     r"(Can't load|Cannot find any model weights|Unrecognized model|The checkpoint you are trying to load"
@@ -344,6 +358,15 @@ _MODEL_ERRORS = (
 _PORT_WORDS = (
     r"(\[Errno 98\]|The server socket has failed to listen|Address already in use"
     r"|[\w ]*[Pp]ort( \d+)? is already in use|[\w ]+ at \d+ is not available)"
+)
+
+#: What a driver says that does not fit what was compiled.
+_OLD_DRIVER = (
+    rf"{_OF_GPU} (no kernel image is available|the provided PTX was compiled|device kernel image is invalid)"
+    r"|The NVIDIA driver on your system is too old|Unexpected error from cudaGetDeviceCount[\s\S]{0,300}Error 80[34]:"
+)
+_NOT_JOINED = (
+    r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|The client socket has timed out after"
 )
 
 #: The one table, most telling first. What stands above is a word of the kernel's or of the driver's, or follows from
@@ -370,19 +393,25 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("transfer_stuck", _transfer),
     ("transfer_stuck", raises("KVTransferError")),
     ("peer_lost", _peer),
+    ("gpu_hardware", raises(r"torch\.AcceleratorError", _BROKEN_WORDS)),
+    ("gpu_hardware", raises("Exception|RuntimeError", _BROKEN_WORDS)),
     # What a GPU or the host ran out of.
     ("gpu_oom_at_start", raises(_OOM_CLASS, starting=True)),
     ("gpu_oom_at_start", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=True)),
     ("gpu_oom_at_start", raises("Exception|RuntimeError", _OOM_WORDS, starting=True)),
+    ("gpu_oom_at_start", raises("DistBackendError|RuntimeError", _OOM_OF_NCCL, starting=True)),
     ("gpu_oom_serving", raises(_OOM_CLASS, starting=False)),
     ("gpu_oom_serving", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=False)),
     ("gpu_oom_serving", raises("Exception|RuntimeError", _OOM_WORDS, starting=False)),
+    ("gpu_oom_serving", raises("DistBackendError|RuntimeError", _OOM_OF_NCCL, starting=False)),
     ("cuda_fault", _gpu_said),
     ("cuda_fault", raises(r"torch\.AcceleratorError", _CUDA_WORDS)),
     ("cuda_fault", raises("Exception|RuntimeError", _CUDA_WORDS)),
     ("host_oom", raises("MemoryError")),
     ("host_oom", raises("OSError", r"\[Errno 12\] Cannot allocate memory")),
     ("host_oom", raises("RuntimeError", r".{0,200}DefaultCPUAllocator: (can't allocate|not enough) memory")),
+    # What HiCache asks before it takes any.
+    ("host_oom", raises("ValueError", r"Not enough host memory (available|for)\b")),
     ("shm_exhausted", _no_space_by_signal),
     ("shm_exhausted", raises("OSError", _NO_SPACE, "* (shared_memory.py)")),
     ("shm_exhausted", raises("OSError", _NO_SPACE + r".{0,20}/dev/shm")),
@@ -400,6 +429,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
         raises("RuntimeError", r"(Prefill |Decode )?[Oo]ut of memory\. Try to lower", "alloc_* (*.py)"),
     ),
     ("kv_pool_exhausted", raises("RuntimeError", r"alloc_req_slots runs out of memory", "alloc_* (*.py)")),
+    (
+        "kv_pool_exhausted",
+        raises("ValueError", r"Out of memory even after retracting all other requests", "retract_decode (*.py)"),
+    ),
     ("poison_request", _poison),
     # The start.
     ("startup_port", raises("DistNetworkError|ZMQError", _PORT_WORDS)),
@@ -416,20 +449,32 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_version", raises("ImportError|ModuleNotFoundError|AttributeError|OSError", r".{0,300}undefined symbol")),
     ("startup_version", raises("ImportError|ModuleNotFoundError", starting=True)),
     ("startup_version", raises("PackageNotFoundError|VersionConflict|DistributionNotFound", starting=True)),
-    ("startup_version", raises(r"RuntimeError|torch\.AcceleratorError", r"CUDA error: no kernel image is available")),
+    ("startup_version", raises("AttributeError", r"module '[\w.]+' has no attribute", starting=True)),
+    (
+        "startup_version",
+        raises("OSError", r".{0,300}(version `\S+' not found|cannot open shared)", starting=True),
+    ),
+    ("startup_version", raises("Exception", r"\S+ (is installed with|with minimum required) version ", starting=True)),
+    ("startup_version", raises(r"RuntimeError|torch\.AcceleratorError", _OLD_DRIVER)),
     ("startup_model", _model_load),
     ("startup_timeout", _startup_timeout),
+    ("startup_timeout", raises("DistStoreError|DistNetworkError", _NOT_JOINED, starting=True)),
+    ("startup_timeout", raises("ValueError", r"TP rank \d+ could finish the model loading, but ")),
     # Who it was says more than how it ended.
     ("asked_to_stop", _asked_to_stop),
+    ("asked_to_stop", raises("KeyboardInterrupt")),
     ("detokenizer_lost", _lost("detokenizer")),
     ("tokenizer_lost", _lost("tokenizer_worker", "tokenizer")),
     ("rank_divergence", no_progress.aborted_apart),
     ("collective_mismatch", no_progress.aborted_in_mismatch),
+    ("rank_stuck", no_progress.aborted_waiting("behind")),
+    ("symmetric_stall", no_progress.aborted_waiting("waiting")),
     ("connection_lost", _connection),
     ("poison_request", _suspected),
     *((name, died_of(signal)) for signal, name in _BY_SIGNAL.items()),
     ("fatal_signal", died_of()),
     ("startup_failed", _startup_failed),
+    ("exited", raises("SystemExit")),
     ("exception_in_sglang", _exception_in_sglang),
     ("exception", _exception),
     ("exited", _exited),
