@@ -81,6 +81,12 @@ def test_what_goes_wrong_every_day_is_no_known_issue(error: str, frame: str) -> 
     assert known(raised(error, frame, "run_scheduler_process (sglang/srt/managers/scheduler.py:1)")) == []
 
 
+def test_a_hang_is_known_by_frames_that_name_their_class() -> None:
+    case = next(case for case in CASES if case["issue"] == 26921)
+    frames = [f"Some.{frame}" for frame in case["frames"]]
+    assert known(document_of(case | {"frames": frames})) == [26921]
+
+
 @pytest.mark.parametrize(
     "frame", ["all_reduce (torch/distributed/distributed_c10d.py:1)", "synchronize (torch/cuda/streams.py:1)"]
 )

@@ -64,9 +64,12 @@ class Raised:
 
 
 def place_of(frame: str) -> str:
-    """Return a frame without its line and folder, such as ``writing_check (hiradix_cache.py)``."""
+    """Return a frame without its line, folder and class, such as ``writing_check (hiradix_cache.py)``."""
     found = _FRAME.fullmatch(frame)
-    return f"{found['function']} ({found['path'].rpartition('/')[2]})" if found else frame
+    if found is None:
+        return frame
+    # Stacks name the class where the Python is new enough; what an exception came through does not.
+    return f"{found['function'].rpartition('.')[2]} ({found['path'].rpartition('/')[2]})"
 
 
 def parse_error(pid: int, message: str, frames: Sequence[str] = ()) -> Raised:

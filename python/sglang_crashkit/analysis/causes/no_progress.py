@@ -19,19 +19,19 @@ _ABORTED = "It ended by abort(), as gloo has it where ranks do not match, and NC
 #: Of so many processes it is told.
 _MAX_TOLD = 3
 _UPDATES = re.compile(
-    r"(?:\w+\.)*(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
+    r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
     r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
 )
 #: Where a scheduler begins a round of its event loop.
-_RECEIVES = re.compile(r"(?:\w+\.)*(recv_requests|ingest_requests) \(")
+_RECEIVES = re.compile(r"(recv_requests|ingest_requests) \(")
 #: What it goes through there.
-_RECEIVING = re.compile(r"(?:\w+\.)*(_broadcast_reqs_across_ranks|\w*broadcast_pyobj) \(")
+_RECEIVING = re.compile(r"(_broadcast_reqs_across_ranks|\w*broadcast_pyobj) \(")
 #: Files through which any collective passes.
 _DISTRIBUTED = re.compile(r"\((distributed_c10d|c10d_logger|parallel_state|communication_op|pynccl\w*)\.py\)")
 #: Who is within a collective in no other file than these waits in it; a signal's handler may run within one, too.
 _WITHIN = re.compile(rf"{_DISTRIBUTED.pattern}|\((_ops|_contextlib|streams)\.py\)")
 _COLLECTIVES = re.compile(
-    r"(?:\w+\.)*(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
+    r"(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
 )
 
 
