@@ -36,9 +36,7 @@ XIDS = {
     120: "GSP error",
     137: "NVLink privilege error",
     140: "unrecovered ECC error",
-    144: "NVLink error",
-    145: "NVLink error",
-    149: "NVLink error",
+    **dict.fromkeys(range(144, 151), "NVLink error"),
     154: "GPU recovery action changed",
 }
 #: Of what holds the clocks down, what is no trouble.

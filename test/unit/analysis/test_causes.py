@@ -173,6 +173,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     # -- GPU
     ("Xid 79 of its GPU", died("SIGABRT", first=TP0, **xid(79, 10)), "gpu_hardware", EST),
     ("Xid 79 of some GPU", raised("RuntimeError: x", *FORWARD, **xid(79)), "gpu_hardware", SUP),
+    ("a link of Blackwell's", died("SIGABRT", first=TP0, **xid(149, 10)), "gpu_hardware", EST),
     ("Xid 31 is a program's", died("SIGABRT", first=TP0, **xid(31, 10)), "cuda_fault", SUP),
     ("an old Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 60.0), "exception", SUP),
     ("a fresh Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 3590.0), "gpu_hardware", SUP),

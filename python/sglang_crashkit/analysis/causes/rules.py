@@ -25,7 +25,7 @@ _BY_SIGNAL = {"SIGSEGV": "segfault", "SIGABRT": "aborted", "SIGBUS": "bus_error"
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 #: Xid errors that speak of the GPU or its links, and those that a program's own fault gives; from NVIDIA's "XID
 #: Errors". 45 is what follows upon others.
-_XIDS_OF_HARDWARE = frozenset({48, 62, 64, 74, 79, 94, 95, 110, 119, 120, 140})
+_XIDS_OF_HARDWARE = frozenset({46, 48, 62, 64, 74, 79, 94, 95, 110, 119, 120, 140, *range(144, 151)})
 _XIDS_OF_PROGRAMS = frozenset({13, 31, 43})
 #: Exception classes that Python code raises for anything.
 _ANY_CLASS = frozenset(
