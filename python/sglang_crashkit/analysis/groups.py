@@ -159,15 +159,14 @@ def _find_by_kernel(members: Sequence[Member]) -> Finding | None:
     if gone := _all_that(members, Member.has_ended):
         text = f"{name_members(gone)} {be(gone)} gone: there before, and not in the last sample."
         return _outlier(gone, text, "established")
-    if stopped := _all_that(members, lambda member: member.always("stopped")):
-        text = f"{name_members(stopped)} {be(stopped)} stopped (state T) until somebody sends SIGCONT."
-        return _outlier(stopped, text, "established")
     # A healthy process is in D for a moment now and then, so one sample says nothing.
-    held = _all_that(members, lambda member: member.always("traced")) or _all_that(
-        members, lambda member: len(member.moments) > 1 and member.always("disk_sleep")
+    held = (
+        _all_that(members, lambda member: member.always("stopped"))
+        or _all_that(members, lambda member: member.always("traced"))
+        or _all_that(members, lambda member: len(member.moments) > 1 and member.always("disk_sleep"))
     )
     if held and held[0].last is not None:
-        # The words say by whom it is held, or where it sleeps.
+        # The words say how it is stopped, by whom it is held, or where it sleeps.
         words = held[0].last.words.removeprefix("was ")
         return _outlier(held, f"{name_members(held)} {be(held)} {words}.", "established")
     return None

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_crashkit.analysis.control import frames_of
+from sglang_crashkit.analysis.waits import of_state
 from sglang_crashkit.model.incident import (
     IN_LAST,
     IN_SEVERAL,
@@ -223,8 +224,10 @@ def is_by_others(incident: Incident) -> bool:
         # One that raised, or hung, is killed later, when its server ends.
         is_later = incident.verdict is None or incident.verdict.kind == "hang" or _exceptions(incident, process.pid)
         return not is_later and process.exit.signal in _SENT_BY_OTHERS and process.exit.cause != "oom_kill"
-    state = process.samples[-1].state if process.samples else str((process.state or {}).get("State", ""))
-    return state.startswith(("T", "t"))
+    said = process.state or {}
+    state = process.samples[-1].state if process.samples else str(said.get("State", ""))
+    activity = of_state(state[:1], str(said.get("wchan", "")))
+    return activity is not None and activity.kind in ("stopped", "traced")
 
 
 def is_alone(incident: Incident) -> bool:

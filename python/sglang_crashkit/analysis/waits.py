@@ -36,6 +36,9 @@ Kind = Literal[
 #: In these a rank waits for other ranks, or for a GPU that may wait for them.
 WAITS_FOR_OTHERS = frozenset({"collective", "store", "cuda_sync"})
 
+#: Where the kernel keeps a process that a cgroup of version 2 freezes; nothing else sleeps there.
+FREEZER = frozenset({"do_freezer_trap", "get_signal"})
+
 #: What may take minutes and is no hang.
 _WORK = frozenset({"compiling", "loading", "profiling"})
 
@@ -151,6 +154,8 @@ def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
     """
     if state == "T":
         return Activity("stopped", "was stopped (state T) until somebody sends SIGCONT")
+    if state == "S" and wchan in FREEZER:
+        return Activity("stopped", "was frozen by its cgroup, as a container that is paused")
     if state == "t":
         by = f"process {tracer}, a debugger or tracer" if tracer else "a debugger or tracer"
         return Activity("traced", f"was held by {by} (state t)")

@@ -181,6 +181,7 @@ def test_one_alone_in_all_unfinished_steps_is_alone() -> None:
         (Exit(None, "SIGTERM", "signal", "", ""), "", "", "unknown"),
         (None, "T (stopped)", "", "unknown"),
         (None, "t (tracing stop)", "", "unknown"),
+        (None, "S (sleeping)", "", "unknown"),
         # A request may be long enough for that.
         (Exit(None, "SIGKILL", "oom_kill", "", ""), "", "", "supported"),
         # So ends one that raised.
@@ -191,7 +192,7 @@ def test_one_alone_in_all_unfinished_steps_is_alone() -> None:
 )
 def test_what_somebody_else_did_is_no_request_s_doing(end: Exit | None, state: str, raised: str, level: str) -> None:
     made = incident("a", message=raised)
-    made.processes[0].exit, made.processes[0].state = end, {"State": state}
+    made.processes[0].exit, made.processes[0].state = end, {"State": state, "wchan": "do_freezer_trap"}
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=1)
     assert told(made, {"a": 1}) == [("a", "supported" if level == "supported" else "unknown")]
     assert ALONE in suspects_of(made)[0][0].reasons or level == "unknown"

@@ -288,9 +288,15 @@ def suspect_of(*ranks: ProcessReport) -> tuple[int, str] | None:
     return (suspect[0].rank["tp"], suspect[1]) if suspect else None
 
 
+def frozen(report: ProcessReport) -> ProcessReport:
+    report.state = {"State": "S (sleeping)", "wchan": "do_freezer_trap"}
+    return report
+
+
 @pytest.mark.parametrize(
     "ranks",
     [
+        [rank(0, BROADCAST), frozen(rank(2, BROADCAST))],
         # Of several that are stopped the one that was silent first.
         [rank(2, BROADCAST, states="T"), rank(0, BROADCAST, states="T")],
         [rank(0, BROADCAST, states="SS"), rank(2, BROADCAST, states="TT"), rank(1, SPIN, states="RR")],

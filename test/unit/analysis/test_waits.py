@@ -181,6 +181,13 @@ def test_what_the_state_says(state: str, kind: str, words: str) -> None:
     assert (activity.kind, activity.words) == (kind, words)
 
 
+def test_one_that_sleeps_in_the_freezer_is_stopped() -> None:
+    frozen = of_state("S", "do_freezer_trap")
+    assert frozen is not None
+    assert (frozen.kind, frozen.words) == ("stopped", "was frozen by its cgroup, as a container that is paused")
+    assert of_state("R", "do_freezer_trap") is None
+
+
 @pytest.mark.parametrize("state", ["R", "S", "I", ""])
 def test_an_ordinary_state_says_nothing(state: str) -> None:
     assert of_state(state) is None

@@ -8,13 +8,12 @@ from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
 from sglang_crashkit.analysis.ranks import groups_of, rank_at
+from sglang_crashkit.analysis.waits import FREEZER
 from sglang_crashkit.model.checked_json import mapping_of, seconds_of
 from sglang_crashkit.model.incident import Level
 
 #: With less of a CPU than this, a process that wants to run is starved.
 _STARVED_SHARE = 0.1
-#: Where the kernel keeps a process that a cgroup of version 2 freezes; nothing else sleeps there.
-_FREEZER = frozenset({"do_freezer_trap", "get_signal"})
 _ABORTED = "It ended by abort(), as gloo has it where ranks do not match, and NCCL's watchdog where one waits too long."
 #: Of so many processes it is told.
 _MAX_TOLD = 3
@@ -53,7 +52,7 @@ def stopped(case: Case) -> Finding | None:
 def _how_stopped(process: Mapping[str, Any]) -> str:
     """Return how a process was stopped from outside, in words; empty where it was not."""
     state = _state(process)
-    if state == "S" and mapping_of(process.get("state")).get("wchan") in _FREEZER:
+    if state == "S" and mapping_of(process.get("state")).get("wchan") in FREEZER:
         return "frozen by its cgroup"
     return {"T": "stopped", "t": "stopped by a debugger"}.get(state, "")
 
