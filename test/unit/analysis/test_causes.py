@@ -500,6 +500,9 @@ RAISED = [
         "kv_pool_exhausted",
         EST,
     ),
+    ("RuntimeError: The memory capacity is unbalanced. Some GPUs may be occupied", LOADING, "startup_memory", SUP),
+    ("RuntimeError: unable to write to file </torch_1_2>: No space left on device (28)", FORWARD, "shm_exhausted", SUP),
+    ("RuntimeError: NPU out of memory. Tried", FORWARD, "gpu_oom_serving", SUP),
     ("KeyboardInterrupt", FORWARD, "asked_to_stop", EST),
     ("SystemExit: 1", FORWARD, "exited", EST),
     (

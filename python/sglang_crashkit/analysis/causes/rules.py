@@ -57,7 +57,10 @@ _TAKING_IN = ("*handle_generate_request (*.py)", "*handle_embedding_request (*.p
 #: Upon that the HTTP server ends with a status, and without an exception.
 _NO_BIND = re.compile(r"\S+ ERROR uvicorn\.error: \[Errno 98\] ")
 #: Another word than that of a failed capture of CUDA graphs, which lists this option among what may help.
-_TOO_LITTLE = r"Not enough memory\. Please try|[\s\S]{0,600}\b(increase|[Rr]aise|lower) --mem-fraction-static"
+_TOO_LITTLE = (
+    r"Not enough memory\. Please try|The memory capacity is unbalanced"
+    r"|[\s\S]{0,600}\b(increase|[Rr]aise|lower) --mem-fraction-static"
+)
 _NO_SPACE = r"\[Errno 28\] No space left on device"
 
 
@@ -333,7 +336,7 @@ _OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
 _OF_GPU = r"(Capture (cuda|device) graph failed: )?((CUDA|HIP|XPU)( driver)? error:|Triton Error \[(CUDA|HIP)\]:)"
 #: A sentence of its own, as they write it.
 _OOM_WORDS = (
-    rf"((Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU)|{_OF_GPU}) out of memory(\.?(\s*$|\n)|\. )"
+    rf"((Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU|NPU)|{_OF_GPU}) out of memory(\.?(\s*$|\n)|\. )"
     rf"|{_OF_GPU} CUBLAS_STATUS_ALLOC_FAILED"
 )
 _OOM_OF_NCCL = r"NCCL error[\s\S]{0,2000}Cuda failure (\d+ )?'out of memory'"
@@ -419,6 +422,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
         "shm_exhausted",
         raises("DistBackendError|RuntimeError", r"[\s\S]{0,2000}Error while creating shared memory segment /dev/shm"),
     ),
+    ("shm_exhausted", raises("RuntimeError", r"unable to write to file </torch_\S+: No space left on device")),
     ("disk_full", raises("OSError", _NO_SPACE)),
     ("disk_full", raises("OSError", r"\[Errno 122\] Disk quota exceeded")),
     ("kv_pool_leak", raises("ValueError", _LEAK, "raise_error_or_warn (common.py)")),
