@@ -24,7 +24,7 @@ from sglang_crashkit.analysis.member import (
     name_some,
 )
 from sglang_crashkit.analysis.ranks import groups_of, rank_at
-from sglang_crashkit.analysis.waits import activity_of, of_frames
+from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity, activity_of, of_frames
 from sglang_crashkit.model.incident import LEVELS, Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -52,6 +52,8 @@ _LOST_PEER = re.compile(
     r"|nccl.*(abort|remote|unhandled system)|store.*(timeout|closed)|recv(?:value)? failed",
     re.IGNORECASE,
 )
+#: What one says whose collective took longer than its time limit.
+_TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
 #: How exceptions begin that no library of collectives raises; the words behind may be a prompt's.
 _OF_PYTHON = re.compile(
     r"(Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Type|UnboundLocal|Unicode\w+|Value)Error\b"
@@ -123,9 +125,14 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         return _judge_hang(incident, ordered, lost)
     process = incident.process(first.pid)
     stopped = _stopped_peer(incident, first)
+    late = _late_peer(incident, ordered) if stopped is None else None
     if stopped is not None:
         failure, later = Failure(stopped.pid, stopped.title), ordered
         statement, kind, level = _statement_of_stopped(stopped)
+    elif late is not None:
+        failure, later = Failure(late.pid, late.title), ordered
+        statement = f"{late.title} (pid {late.pid}) {_doing(late.doing)} while others waited for it in a collective."
+        kind, level = "lost_peer", "supported"
     else:
         failure, later = Failure(first.pid, process.title if process else incident.trigger.title), ordered[1:]
         statement, kind, level = _statement(first, process, failure.title)
@@ -148,6 +155,16 @@ def _stopped_peer(incident: Incident, first: FailureEvent) -> ProcessReport | No
         return None
     stopped = [one for one in incident.processes if one.role == "scheduler" and _is_stopped(one)]
     return stopped[0] if len(stopped) == 1 and stopped[0].pid != first.pid else None
+
+
+def _late_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> ProcessReport | None:
+    """Return the one rank in no collective where the first failure is that a rank waited too long; None otherwise."""
+    if ordered[0].kind != "exception" or not _TIMED_OUT.search(ordered[0].message):
+        return None
+    failed = {event.pid for event in ordered}
+    seen = [one for one in incident.processes if one.role == "scheduler" and one.doing and one.pid not in failed]
+    elsewhere = [one for one in seen if _activity_in(one.doing).kind not in (*WAITS_FOR_OTHERS, "idle")]
+    return elsewhere[0] if len(elsewhere) == 1 else None
 
 
 def _statement_of_stopped(process: ProcessReport) -> tuple[str, str, Level]:
@@ -279,8 +296,12 @@ def _doings(incident: Incident, without: int | None = None) -> list[str]:
 
 
 def _doing(frames: Sequence[str]) -> str:
-    activity = of_frames([frame_of(text) for text in frames])
+    activity = _activity_in(frames)
     return activity.words if activity.is_work else f"was in {frames[0]}"
+
+
+def _activity_in(frames: Sequence[str]) -> Activity:
+    return of_frames([frame_of(text) for text in frames])
 
 
 def _on_gpus(incident: Incident) -> list[str]:

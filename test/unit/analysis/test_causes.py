@@ -39,6 +39,9 @@ RECEIVES = [
 ]
 CALLED = ["barrier (torch/distributed/distributed_c10d.py:1)", "act (x.py:1)", *RECEIVES[1:]]
 BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
+TIME_LIMIT = {"event": "exception", "pid": PEOPLE[TP0][0], "message": GLOO}
+TWO_PLACES = {TP0: [WAITS, WORKS], TP1: [WAITS, "f (y.py:1)"]}
+NODES = {"environment": {"arguments": {"nnodes": 2}}}
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
 }
@@ -278,7 +281,11 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "rank_stuck",
         SUP,
     ),
-    ("asked for in two places", hung(doing={TP0: [WAITS, WORKS], TP1: [WAITS, "f (y.py:1)"]}), "no_progress", UNK),
+    ("asked for in two places", hung(doing=TWO_PLACES), "collective_mismatch", SUP),
+    ("asked for in two places, of several nodes", hung(doing=TWO_PLACES, **NODES), "no_progress", UNK),
+    ("all in one, and one of them named", hung(TP1, doing=BOTH_WAIT), "symmetric_stall", SUP),
+    ("all in one, and one behind", hung(TP1, doing=BOTH_WAIT, **finding("behind")), "rank_stuck", SUP),
+    ("waited for until a time limit", incident("lost_peer", TP1, level=SUP, events=[TIME_LIMIT]), "rank_stuck", SUP),
     ("each behind the other", hung(**crossed([10], [11])), "collective_mismatch", SUP),
     ("both behind a third", hung(**crossed([10], [10])), "no_progress", UNK),
     ("two collectives, recorded", hung(**finding("mismatch")), "collective_mismatch", EST),

@@ -38,6 +38,7 @@ ENDS: dict[str, Exit] = {
     "orphaned": Exit(None, "SIGKILL", "parent_ended", "its parent ended", "t"),
 }
 LOST = "RuntimeError: [../gloo/pair.cc] Connection closed by peer [127.0.0.1]:4711"
+TIMED_OUT = "RuntimeError: [../gloo/unbound_buffer.cc] Timed out waiting 10000ms for recv operation"
 SHAPE = "ValueError: bad shape"
 
 
@@ -291,6 +292,23 @@ def suspect_of(*ranks: ProcessReport) -> tuple[int, str] | None:
 def frozen(report: ProcessReport) -> ProcessReport:
     report.state = {"State": "S (sleeping)", "wchan": "do_freezer_trap"}
     return report
+
+
+@pytest.mark.parametrize(
+    ("message", "doing", "named"),
+    [
+        (TIMED_OUT, ["spin (x.py:1)", "run_batch (scheduler.py:2)"], 11),
+        (TIMED_OUT, [], 10),
+        (TIMED_OUT, ["all_reduce (torch/distributed/distributed_c10d.py:3)"], 10),
+        (LOST, ["spin (x.py:1)"], 10),
+    ],
+)
+def test_who_is_elsewhere_is_whom_another_one_waited_for_in_vain(message: str, doing: list[str], named: int) -> None:
+    made = ended(None, None)
+    made.processes[1].doing = doing
+    verdict = judge(made, [raised(10, 1.0, message)])
+    assert (first(verdict), verdict.kind, verdict.level) == (named, "lost_peer", "supported")
+    assert ("was in spin (x.py:1) while" in verdict.text) == (named == 11)
 
 
 @pytest.mark.parametrize(

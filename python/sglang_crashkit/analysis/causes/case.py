@@ -205,6 +205,11 @@ class Case:
         return frozenset(words)
 
     @property
+    def has_other_nodes(self) -> bool:
+        """Whether ranks of the server are on other hosts."""
+        return any(option.startswith("--nnodes=") and option != "--nnodes=1" for option in self.arguments)
+
+    @property
     def release(self) -> str:
         """SGLang's version."""
         return str(mapping_of(self.document.get("server")).get("sglang_version") or "")

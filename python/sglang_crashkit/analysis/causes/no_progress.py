@@ -177,9 +177,15 @@ def mismatch(case: Case) -> Finding | None:
         return Finding("supported", tuple(str(finding.get("statement")) for finding in crossed))
     for group in groups_of((rank_at(mapping_of(rank.get("rank"))), rank) for rank in case.schedulers):
         waiting = {call: name_of(rank) for rank in group if (call := _collective(case, rank))}
-        if case.is_hang and len({call.split(" ")[0] for call in waiting}) > 1:
+        if not case.is_hang or len(waiting) == 0:
+            continue
+        if len({call.split(" ")[0] for call in waiting}) > 1:
             words = ", ".join(f"{name} in {call}" for call, name in sorted(waiting.items())[:4])
             return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
+        callers = {_caller(case, rank): name_of(rank) for rank in group}
+        if len(callers) > 1 and all(_collective(case, rank) for rank in group) and not case.has_other_nodes:
+            words = ", ".join(f"{name} in that of {caller}" for caller, name in sorted(callers.items())[:4])
+            return Finding("supported", (f"Ranks wait in {next(iter(waiting))}, and not in the same one: {words}.",))
     return None
 
 
@@ -234,7 +240,8 @@ def weight_update(case: Case) -> Finding | None:
 
 def stall(case: Case) -> Finding | None:
     """All ranks of this host wait in the same collective, and no rank is an outlier."""
-    if not case.is_hang or (case.first and case.schedulers != [case.first]):
+    is_behind = any(one.get("kind") == "behind" for one in case.findings)
+    if not case.is_hang or is_behind or (case.first and not _collective(case, case.first)):
         return None
     for finding in case.findings:
         if finding.get("kind") == "waiting" and _is_sure(finding):
@@ -266,6 +273,13 @@ def rank_stuck(case: Case) -> Finding | None:
 def _is_beside_ranks(case: Case) -> bool:
     """Say whether it is no rank that hangs: what the ranks are in meanwhile tells nothing."""
     return case.verdict.get("kind") == "hang" and case.first.get("role", "scheduler") != "scheduler"
+
+
+def awaited(case: Case) -> Finding | None:
+    """One rank was elsewhere while another one waited for it in a collective until its time limit."""
+    if case.verdict.get("kind") != "lost_peer" or not case.first or case.error is not None:
+        return None
+    return Finding("supported", (str((case.verdict.get("basis") or [case.verdict.get("text")])[0]),))
 
 
 def stuck(*roles: str) -> Callable[[Case], Finding | None]:

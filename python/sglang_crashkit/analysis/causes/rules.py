@@ -388,6 +388,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("symmetric_stall", no_progress.stall),
     ("symmetric_stall", raises("DistBackendError|RuntimeError", _TIMED_OUT)),
     ("rank_stuck", no_progress.rank_stuck),
+    ("rank_stuck", no_progress.awaited),
     ("poison_request", _hangs_by_request),
     ("detokenizer_stuck", no_progress.stuck("detokenizer")),
     ("tokenizer_stuck", no_progress.stuck("server", "tokenizer_worker")),
