@@ -10,7 +10,7 @@ import yaml
 
 from sglang_crashkit.analysis import causes
 from sglang_crashkit.analysis.causes.known_issues import KnownIssue, load_issues
-from unit.analysis.cases import TP0, hung, raised
+from unit.analysis.cases import TP0, TP1, hung, raised
 
 ISSUES = load_issues()
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_issues_cases.yaml").read_text())
@@ -85,6 +85,22 @@ def test_a_hang_is_known_by_frames_that_name_their_class() -> None:
     case = next(case for case in CASES if case["issue"] == 26921)
     frames = [f"Some.{frame}" for frame in case["frames"]]
     assert known(document_of(case | {"frames": frames})) == [26921]
+
+
+@pytest.mark.parametrize(
+    ("doing", "state", "issues"),
+    [
+        (["spin (x.py:1)"], "R (running)", []),
+        (["broadcast (torch/distributed/distributed_c10d.py:1)"], "T (stopped)", []),
+        (["broadcast (torch/distributed/distributed_c10d.py:1)"], "S (sleeping)", [26921]),
+        ([], "S (sleeping)", [26921]),
+    ],
+)
+def test_where_one_keeps_the_others_waiting_it_is_no_issue_of_theirs(
+    doing: list[str], state: str, issues: list[int]
+) -> None:
+    waits = next(case for case in CASES if case["issue"] == 26921)["frames"]
+    assert known(hung(TP1, doing={TP0: waits, TP1: doing}, state={TP1: state})) == issues
 
 
 @pytest.mark.parametrize(

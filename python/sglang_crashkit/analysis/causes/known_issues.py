@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case
+from sglang_crashkit.analysis.causes.no_progress import hangs_by_itself
 
 _FILE = "known_issues.yaml"
 
@@ -44,7 +45,9 @@ class KnownIssue:
         if not all(any(fnmatchcase(given, wanted) for given in case.arguments) for wanted in self.arguments):
             return False
         if self.hang:
-            return case.is_hang and any(_are_in(self.frames, case.doing(process)) for process in case.processes)
+            # Others that wait for one show nothing but that.
+            its = [case.first] if hangs_by_itself(case) else case.processes
+            return case.is_hang and any(_are_in(self.frames, case.doing(process)) for process in its)
         error = case.error
         return error is not None and bool(re.match(self.error, error.line)) and _are_in(self.frames, error.places)
 

@@ -65,6 +65,13 @@ def _state(process: Mapping[str, Any]) -> str:
     return letters.pop() if len(letters) == 1 else ""
 
 
+def hangs_by_itself(case: Case) -> bool:
+    """Say whether the first failure is stopped, or in something else than a collective."""
+    if not case.first:
+        return False
+    return bool(_how_stopped(case.first) or (case.doing(case.first) and not _collective(case, case.first)))
+
+
 def starved(case: Case) -> Finding | None:
     """The first failure wants to run in every sample, and hardly uses its CPU."""
     if not case.is_hang or not case.first or _state(case.first) != "R":
@@ -169,7 +176,7 @@ def mismatch(case: Case) -> Finding | None:
     found = next(_mismatches(case), None)
     if found is not None:
         return Finding(found["level"], (str(found.get("statement")),))
-    if case.first and case.doing(case.first) and not _collective(case, case.first):
+    if hangs_by_itself(case):
         # It waits for nobody, so what the others wait in is its doing.
         return None
     crossed = _crossed(case)
