@@ -22,17 +22,8 @@ from typing import Any, NamedTuple
 
 from sglang_crashkit.analysis.control import frames_of
 from sglang_crashkit.analysis.waits import of_state
-from sglang_crashkit.model.incident import (
-    IN_LAST,
-    IN_SEVERAL,
-    UNANSWERED,
-    Incident,
-    InStep,
-    LastSteps,
-    Level,
-    ProcessReport,
-    Suspect,
-)
+from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
+from sglang_crashkit.model.incident import Incident, InStep, LastSteps, Level, ProcessReport, Suspect
 
 #: An incident names so many.
 MAX_SUSPECTS = 16

@@ -13,7 +13,7 @@ from pathlib import Path
 from sglang_crashkit.cli.crash_folder import add_incident, find_meant, nothing_of
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.model.incident import SCHEMA_VERSION
+from sglang_crashkit.model import SCHEMA_VERSION
 
 _EXAMPLES = """\
 examples:
@@ -58,6 +58,10 @@ def run(args: argparse.Namespace) -> ExitCode:
         return steps.print_steps(incident)
     if args.html is not None:
         return _page(incident, args)
+    is_part = args.requests or args.stacks or args.timeline or args.env
+    if not is_part:
+        print(*screen_lines(incident, args), sep="\n")
+        return ExitCode.DONE
     from sglang_crashkit.cli.reporters.incident_files import visible
 
     lines = list(_part(incident, args))
@@ -66,10 +70,9 @@ def run(args: argparse.Namespace) -> ExitCode:
             "requests" if args.requests else "stacks" if args.stacks else "events" if args.timeline else "environment"
         )
         raise nothing_of(what, incident)
-    is_part = args.requests or args.stacks or args.timeline or args.env
     for line in lines:
         # The text of an exception is not to move the cursor; of the first screen every word is looked at by itself.
-        print(visible(line) if is_part else line)
+        print(visible(line))
     return ExitCode.DONE
 
 
@@ -83,9 +86,7 @@ def _part(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
         return parts.request_lines(incident.path, document)
     if args.timeline:
         return parts.timeline_lines(document)
-    if args.env:
-        return parts.environment_lines(incident.path, document)
-    return screen_lines(incident, args)
+    return parts.environment_lines(incident.path, document)
 
 
 def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_crashkit.incident.names import Names, join_some_names, stopped_state, without_own_numbers
+from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.step import DIVERGED
 
@@ -126,9 +127,6 @@ def undecided_in_words(document: Mapping[str, Any]) -> str:
     count = len(suspects) + (left_out if type(left_out) is int else 0)
     if not suspects or is_suspected(suspects) or count < 2:
         return ""
-    # The table of `sglang-crashkit incidents` has its columns from here, and starts without the whole model.
-    from sglang_crashkit.model.incident import IN_LAST, IN_SEVERAL, UNANSWERED
-
     reasons = " ".join(str(one.get("reasons")) for one in suspects)
     places = {UNANSWERED: "under way", IN_SEVERAL: "in the unfinished steps", IN_LAST: "in the last step"}
     where = next((words for reason, words in places.items() if reason in reasons), _IN_STEP)

@@ -22,16 +22,9 @@ from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import sync_folder, write_json, write_private
+from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.checked_json import mapping_of
-from sglang_crashkit.model.incident import (
-    SCHEMA_VERSION,
-    Evidence,
-    EvidenceKind,
-    Incident,
-    ServerInfo,
-    Trigger,
-    iso_time,
-)
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
 
 logger = logging.getLogger(__name__)
 

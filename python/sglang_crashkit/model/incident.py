@@ -1,6 +1,6 @@
 """The data of one incident, and its form as JSON.
 
-The JSON is what ``incident.json`` holds; `SCHEMA_VERSION` grows when a reader of the older form would misread it.
+The JSON is what ``incident.json`` holds; `model.SCHEMA_VERSION` grows when a reader of the older form would misread it.
 Times are UTC in ISO 8601 with microseconds, durations are seconds.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.checked_json import iso_time as iso_time
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Sample
 
-SCHEMA_VERSION = 1
 #: So many requests of a step are named in ``incident.json``.
 MAX_RIDS = 64
 
@@ -215,14 +215,6 @@ class Verdict:
     level: Level  # how well it is supported
     text: str
     basis: list[str] = field(default_factory=list)  # the statements that it rests on
-
-
-#: What a reason begins with where a suspect is one although no step that was not finished has it.
-UNANSWERED = "it had not been answered"
-#: The reason of one where several steps were not finished and it is not known at which of them the rank failed.
-IN_SEVERAL = "it was in one of several steps that were not finished"
-#: The reason of one that was finished, as all steps were.
-IN_LAST = "it was in the last step, and no step was unfinished"
 
 
 @dataclass

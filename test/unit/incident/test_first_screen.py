@@ -20,7 +20,7 @@ from sglang_crashkit.incident.first_screen import (
     short_frame,
 )
 from sglang_crashkit.incident.summary import format_summary
-from sglang_crashkit.model.incident import IN_LAST, IN_SEVERAL, UNANSWERED
+from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
 
 DATA = Path(__file__).parent / "data"
 #: Incidents of real servers, with other names of hosts and folders.
