@@ -19,7 +19,6 @@ import os
 import signal
 import stat
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from typing import Any, Literal
 
 import setproctitle
 
+from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.folders import run_alone
 from sglang_crashkit.handler.processes import ProcessTree
@@ -127,13 +127,12 @@ def problem_of_shared(files: Mapping[str, bytes], metrics: Iterable[Metric]) -> 
         for name, data in files.items():
             (Path(folder) / name).write_bytes(data)
         argv = [sys.executable, "-c", _CHECK, folder]
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=_CHECK_SECS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"prometheus_client could not be asked: {error}"
-    if done.returncode:
-        return f"prometheus_client cannot read what is shared: {done.stderr.strip().splitlines()[-1:]}"
-    read = {line.partition(" ")[0].partition("{")[0] for line in done.stdout.splitlines() if line[:1] != "#"}
+        done = run_tool(argv, _CHECK_SECS, apart=True)
+    if done.status is None:
+        return f"prometheus_client could not be asked: {done.reason}"
+    if done.status:
+        return f"prometheus_client cannot read what is shared: {done.errors.strip().splitlines()[-1:]}"
+    read = {line.partition(" ")[0].partition("{")[0] for line in done.text.splitlines() if line[:1] != "#"}
     missing = sorted({metric.name for metric in metrics if metric.samples} - read)
     return f"prometheus_client reads no {', '.join(missing)}" if missing else ""
 
