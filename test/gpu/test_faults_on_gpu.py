@@ -59,7 +59,7 @@ def test_the_incident_of_a_hung_kernel_names_it(hung, findings, keep_core):
     assert SPIN in (hung.folder / "summary.md").read_text()
 
 
-def test_the_core_is_for_its_owner_alone_and_without_the_memory_of_the_gpu(hung):
+def test_the_core_is_private_and_lacks_the_gpus_memory(hung):
     core = core_of(hung)
 
     assert core.stat().st_mode & 0o777 == 0o600
@@ -82,7 +82,7 @@ def test_cuda_gdb_sees_the_same_kernels_in_a_core(hung, findings):
         assert any(str(kernel.name) in name or name in str(kernel.name) for name in listed), (kernel, listed)
 
 
-def test_cuda_gdb_is_given_what_time_the_incident_has_after_the_core(hung, findings):
+def test_cuda_gdb_gets_the_time_left_after_the_core(hung, findings):
     piece = hung.evidence(SCHEDULER, "gpu_stack")
     findings["cuda-gdb on a hung scheduler"] = piece
     if cuda_gdb() is None:
@@ -95,7 +95,7 @@ def test_cuda_gdb_is_given_what_time_the_incident_has_after_the_core(hung, findi
     assert events.index("cuda_cores_asked") < events.index("gpu_stacks")
 
 
-def test_the_incident_of_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, findings, keep_core):
+def test_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, findings, keep_core):
     env = write_site(tmp_path / "site")
 
     left = break_server(lane, tmp_path / "crash", send(SCHEDULER, ILLEGAL_SIGNAL), env)
@@ -120,7 +120,7 @@ def test_the_incident_of_a_killed_scheduler_names_its_end(lane, tmp_path):
     assert not any(piece["kind"] == "cuda_core" and piece["status"] == "captured" for piece in report["evidence"])
 
 
-def test_the_incident_of_a_stopped_scheduler_says_why_there_is_no_core(lane, tmp_path):
+def test_a_stopped_scheduler_has_a_reason_for_no_core(lane, tmp_path):
     left = break_server(lane, tmp_path / "crash", then_terminate(SCHEDULER), UNHEALTHY)
 
     piece = left.evidence(SCHEDULER, "cuda_core")

@@ -53,7 +53,7 @@ def titles_with_stacks(stored: StoredIncident) -> set[str]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_stopped_rank_is_named_before_the_grace_period_is_over(release: str, tmp_path: Path) -> None:
+def test_the_stopped_rank_is_named_within_the_grace_period(release: str, tmp_path: Path) -> None:
     folder = tmp_path / "crash"
     with start(release, folder) as server:
         ask_in_flight(server, REQUEST)

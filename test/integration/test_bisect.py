@@ -135,7 +135,7 @@ def test_suspects_come_alone_so_that_a_second_crash_proves_one(tmp_path: Path) -
 POISON = {"return_logprob": True, "top_logprobs_num": 600}
 
 
-def test_a_poison_request_is_suspected_reduced_to_its_parameters_and_refused(tmp_path: Path) -> None:
+def test_a_poison_request_is_suspected_reduced_and_refused(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = [
         {"rid": f"ordinary-{number}", "text": f"Once {number}", "sampling_params": {"max_new_tokens": 64}}
         for number in range(200)
@@ -197,7 +197,7 @@ def test_a_fault_of_time_is_not_reproduced(tmp_path: Path) -> None:
     assert result["reason"].startswith("not reproduced in 1 tries of 8 requests")
 
 
-def test_a_request_on_which_a_rank_hangs_is_named_and_found_without_its_client(tmp_path: Path) -> None:
+def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
     # SGLang looks every four seconds whether a client has gone.
     env = poisoned(tmp_path / "site", "hang") | {"SGLANG_CRASHKIT_HANG_SECS": "12"}
     folder = tmp_path / "crash"
@@ -279,7 +279,7 @@ def test_one_request_that_breaks_it_is_named_and_found(
     assert recognised(result, ordinary(24)) == []
 
 
-def test_a_fault_of_two_requests_in_one_batch_is_found_as_both(tmp_path: Path) -> None:
+def test_a_fault_of_two_requests_together_is_found_as_both(tmp_path: Path) -> None:
     env = poisoned(tmp_path / "site", "two")
     bodies = [*ordinary(8), guilty("left", 12), guilty("right", 13), *ordinary(16)[8:]]
     # Long ones meet.

@@ -85,19 +85,19 @@ def test_the_dead_rank_left_its_own_last_stack(without_pyspy: Wreck) -> None:
     assert without_pyspy.incident["verdict"]["first_failure"]["title"] == SECOND
 
 
-def test_what_upstream_prints_of_it_is_in_the_log_all_the_same(without_pyspy: Wreck) -> None:
+def test_what_upstream_prints_of_it_is_still_in_the_log(without_pyspy: Wreck) -> None:
     assert "Fatal Python error: Segmentation fault" in without_pyspy.log
     assert f"process {without_pyspy.pids[SECOND]} of this server wrote before it died" in without_pyspy.log
 
 
-def test_a_hanging_py_spy_does_not_keep_the_server_from_ending(without_pyspy: Wreck) -> None:
+def test_a_hanging_py_spy_does_not_keep_the_server_alive(without_pyspy: Wreck) -> None:
     assert without_pyspy.left == []
     assert without_pyspy.status != 0
     assert without_pyspy.seconds_to_exit < 60
 
 
 @pytest.mark.matrix
-def test_a_rank_that_was_stopped_stays_stopped_and_has_a_stack(tmp_path: Path) -> None:
+def test_a_stopped_rank_stays_stopped_and_has_a_stack(tmp_path: Path) -> None:
     states: list[str] = []
 
     def fault(server: Server) -> None:

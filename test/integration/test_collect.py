@@ -218,7 +218,7 @@ def test_the_server_serves_as_before(story: Story) -> None:
     assert len(story.late_answer) == 16
 
 
-def test_a_healthy_server_answers_as_fast_as_before_and_no_debugger_is_started(story: Story) -> None:
+def test_a_healthy_server_stays_as_fast_and_meets_no_debugger(story: Story) -> None:
     usual, meanwhile = story.secs
     assert len(meanwhile) >= 3
     # A debugger holds an answer up for 16 to 19 s, another test on this machine for some.

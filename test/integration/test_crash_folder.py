@@ -88,7 +88,7 @@ def check_the_essential(left: Left, found: StoredIncident) -> dict[str, Any]:
     return document
 
 
-def test_a_disk_that_fills_up_in_the_middle_has_what_is_essential(lane: Lane, temporary: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_meanwhile_has_what_is_essential(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
 
         def fill_up() -> None:
@@ -110,7 +110,7 @@ def test_a_disk_that_fills_up_in_the_middle_has_what_is_essential(lane: Lane, te
         assert [path.name for path in found.path.rglob(".*")] == []
 
 
-def test_of_a_disk_that_is_full_by_then_the_incident_is_elsewhere(lane: Lane, temporary: Path, tmp_path: Path) -> None:
+def test_with_a_full_disk_the_incident_is_elsewhere(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
 
         def fault(server: Server) -> None:
@@ -130,7 +130,7 @@ def test_of_a_disk_that_is_full_by_then_the_incident_is_elsewhere(lane: Lane, te
         assert sorted(kept) == sorted((request.rid, request.text) for request in left.wreck.sent)
 
 
-def test_instead_of_a_read_only_folder_the_temporary_one_is_used(lane: Lane, temporary: Path, tmp_path: Path) -> None:
+def test_a_read_only_folder_is_replaced_by_the_temporary_one(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700,ro") as folder:
         left = break_it(lane, folder, temporary, kill_scheduler)
         (found,) = left.outside

@@ -157,16 +157,14 @@ def titled_rank(server: Server) -> int | None:
     return next((pid for pid, title in server.processes() if title.split(" ")[0] == RANK), None)
 
 
-def test_each_crash_ends_the_server_with_the_same_status_and_leaves_nothing_of_it(
-    crashes: list[Crash], temporary: Path
-) -> None:
+def test_each_crash_ends_with_the_same_status_and_leaves_nothing(crashes: list[Crash], temporary: Path) -> None:
     assert {one.status for one in crashes} == {ServerExit.KILLED}
     assert [one.left for one in crashes if one.left] == []
     assert max(one.seconds for one in crashes) < EXIT_S / 2
     assert not list(temporary.glob("sglang-crashkit-*/run/*"))
 
 
-def test_each_crash_has_one_incident_that_is_complete_and_names_the_rank(crashes: list[Crash]) -> None:
+def test_each_crash_has_one_complete_incident_that_names_the_rank(crashes: list[Crash]) -> None:
     assert len({one.incident.path for one in crashes}) == CRASHES
     for one in crashes:
         document = one.document
@@ -204,7 +202,7 @@ def check_who_is_full(crashes: list[Crash], same: list[Crash]) -> None:
             assert not one.is_full
 
 
-def test_what_is_in_short_has_no_stacks_and_still_says_what_everybody_did(crashes: list[Crash], folder: Path) -> None:
+def test_a_short_incident_has_no_stacks_but_what_everybody_did(crashes: list[Crash], folder: Path) -> None:
     stored = [each for each in find_incidents(folder) if each.document]
     short = [each for each in stored if each.document and each.document["fault"]["repeats"]]
     assert len(stored) - len(short) <= FULL * len({one.serves for one in crashes})

@@ -213,7 +213,7 @@ def test_a_server_under_mixed_load_has_no_divergence(dropped: Story) -> None:
     assert max(found["compared"] for found in dropped.well) > 20
 
 
-def test_a_rank_that_dropped_a_request_is_named_with_the_step_and_the_request(dropped: Story) -> None:
+def test_a_rank_that_dropped_a_request_is_named_with_both(dropped: Story) -> None:
     found, (steady, odd) = dropped.document["divergence"], dropped.rids
     ran = f"TP1 ran decode of request {steady} (1 token) in step {{step}} where TP0 ran extend of request {odd}"
     check(dropped, "mode", ran)
@@ -229,7 +229,7 @@ def test_a_rank_that_dropped_a_request_is_named_with_the_step_and_the_request(dr
         ("retract", "decision", "retract", "TP1 decided retract on the way to step {step} where TP0 did not"),
     ],
 )
-def test_a_rank_that_decided_alone_is_named_with_the_step_and_the_request(
+def test_a_rank_that_decided_alone_is_named_with_its_request(
     tmp_path_factory: pytest.TempPathFactory, way: str, kind: str, decision: str | None, statement: str
 ) -> None:
     told = tell(way, tmp_path_factory)

@@ -72,7 +72,7 @@ def test_the_containers_status_has_the_verdict(contained: Wreck, message: Path) 
     assert str(contained.folder) in message.read_text()
 
 
-def test_a_program_with_an_engine_ends_as_upstream_has_it_once_its_incident_is_whole(tmp_path: Path) -> None:
+def test_an_engines_program_ends_as_upstreams_after_its_incident(tmp_path: Path) -> None:
     lane, folder, script = ensure_lane("0.5.23"), tmp_path / "crash", tmp_path / "program.py"
     script.write_text(PROGRAM)
     command = [lane.python, script, lane.model_dir, folder]

@@ -120,7 +120,7 @@ class StateWatch:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_named_so(release: str, tmp_path: Path) -> None:
+def test_a_rank_that_the_oom_killer_ended_is_named_so(release: str, tmp_path: Path) -> None:
     try:
         with memory_group("sglang-crashkit-test") as group:
             left = _starve(release, group, tmp_path)

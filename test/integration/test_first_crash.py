@@ -133,7 +133,7 @@ def test_without_a_gpu_the_flight_recorder_is_not_waited_for(crash: Crash) -> No
     assert all("gloo" in finding["group"] for finding in crash.wreck.incident["collectives"]["findings"])
 
 
-def test_each_rank_left_its_last_steps_which_agree_up_to_the_end(crash: Crash) -> None:
+def test_each_rank_left_its_last_steps_and_they_agree(crash: Crash) -> None:
     steps, in_flight = {}, {request.rid for request in crash.wreck.sent}
     for title in (VICTIM, SURVIVOR):
         piece = crash.wreck.evidence(title, "steps")

@@ -77,7 +77,7 @@ def answers(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
             rank.stdin.close()
 
 
-def test_a_real_dump_holds_nothing_but_plain_data_and_is_read_whole(answers: list[Received]) -> None:
+def test_a_real_dump_is_plain_data_and_is_read_whole(answers: list[Received]) -> None:
     for answer in answers:
         assert repr(load_plain(answer.data)) == repr(pickle.loads(answer.data))
 
@@ -100,7 +100,7 @@ def test_its_entries_are_what_the_rank_did(answers: list[Received]) -> None:
         assert abs(group[0].created - time.time()) < 2 * START_SECS
 
 
-def test_the_rank_that_has_not_begun_what_the_other_waits_in_is_named(answers: list[Received]) -> None:
+def test_the_rank_that_has_not_begun_the_collective_is_named(answers: list[Received]) -> None:
     later = time.time() + 10
     records = [RankRecord(one.rank, f"rank {one.rank}", "", one.dump, later, "gloo") for one in answers]
     first, *others = judge_collectives(records)

@@ -80,13 +80,13 @@ def test_both_ranks_have_the_stacks_of_three_moments(story: Story) -> None:
     assert [look["state"] for look in story.report_on(VICTIM, hung.document)["looks"]] == ["T"] * 3
 
 
-def test_the_rank_is_left_as_it_was_and_nothing_is_killed(story: Story) -> None:
+def test_the_rank_is_left_alone_and_nothing_is_killed(story: Story) -> None:
     assert story.hung["stop"].state == "T"
     for way, hung in story.hung.items():
         assert "process_exited" not in events_of(hung.document), way
 
 
-def test_when_the_rank_goes_on_the_request_is_answered_and_the_incident_says_so(story: Story) -> None:
+def test_a_rank_that_goes_on_answers_and_is_told_of(story: Story) -> None:
     for way, hung in story.hung.items():
         assert len(hung.late_answer) == (16 if way == "stop" else LONG_ANSWER), way
         assert hung.over["verdict"]["first_failure"] == hung.document["verdict"]["first_failure"], way
@@ -102,9 +102,7 @@ def test_when_the_rank_goes_on_the_request_is_answered_and_the_incident_says_so(
         ("sleep_in_kernel", "D", "is in uninterruptible sleep (state D)", ""),
     ],
 )
-def test_the_rank_that_the_other_one_waits_for_is_named_with_what_holds_it(
-    story: Story, way: str, state: str, words: str, how: str
-) -> None:
+def test_the_rank_waited_for_is_named_with_the_reason(story: Story, way: str, state: str, words: str, how: str) -> None:
     hang = story.hung[way].document
     verdict, victim = hang["verdict"], story.report_on(VICTIM, hang)
     assert (hang["kind"], verdict["kind"], verdict["level"]) == ("hang", "hang", "supported")
@@ -132,7 +130,7 @@ def _share_of_cpu(looks: list[dict[str, Any]]) -> float:
     return share
 
 
-def test_a_hang_in_a_batch_names_the_rank_while_the_other_one_waits_in_an_all_reduce(story: Story) -> None:
+def test_a_rank_that_hangs_in_a_batch_is_named(story: Story) -> None:
     assert story.second["kind"] == "hang"
     assert story.second["verdict"]["first_failure"]["pid"] == story.pids[VICTIM]
     silent = [entry for entry in story.second["timeline"] if entry["event"] == "no_progress"]
@@ -142,7 +140,7 @@ def test_a_hang_in_a_batch_names_the_rank_while_the_other_one_waits_in_an_all_re
     assert any("all_reduce" in frame.partition(" (")[0] for frame in doing), doing
 
 
-def test_a_rank_that_is_killed_in_its_hang_is_an_incident_of_its_own(story: Story) -> None:
+def test_a_rank_killed_in_its_hang_is_another_incident(story: Story) -> None:
     assert story.killed["kind"] == "killed"
     assert story.killed["verdict"]["first_failure"]["pid"] == story.pids[VICTIM]
     assert story.killed["verdict"]["level"] == "established"
@@ -157,7 +155,7 @@ def test_a_rank_that_is_killed_in_its_hang_is_an_incident_of_its_own(story: Stor
         ("stop", "waiting", "skipped", "it is stopped, so that nobody answers"),
     ],
 )
-def test_the_collective_that_it_has_not_entered_is_named_unless_it_cannot_answer(
+def test_the_collective_not_entered_is_named_if_the_rank_answers(
     story: Story, way: str, kind: str, status: str, reason: str | None
 ) -> None:
     hung = story.hung[way]

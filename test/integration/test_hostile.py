@@ -258,7 +258,7 @@ def test_a_flood_on_the_handlers_socket_changes_nothing(story: Story) -> None:
     assert story.answers[0] == story.answers[1] == story.answers[2]
 
 
-def test_a_rank_asleep_in_the_kernel_is_captured_and_sleeps_on(story: Story) -> None:
+def test_a_rank_asleep_in_the_kernel_is_captured_asleep(story: Story) -> None:
     assert story.observed["kind"] == "snapshot"
     piece = evidence_of(story.observed, FIRST, "stack")
     assert (piece["status"], piece["source"]) == ("captured", "py-spy"), piece
@@ -299,7 +299,7 @@ def test_a_hang_ends_the_server_although_py_spy_never_returns(story: Story) -> N
     assert "stopped" in stopped["reason"]
 
 
-def test_what_the_server_leaves_in_shared_memory_is_gone_or_told_of(story: Story) -> None:
+def test_shared_memory_that_the_server_leaves_is_removed_or_reported(story: Story) -> None:
     assert story.shared_memory
     told = [entry for entry in story.end.incident["timeline"] if entry["event"] == "shared_memory_left"]
     left = {segment["name"] for entry in told for segment in entry["segments"]}

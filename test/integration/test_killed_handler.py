@@ -185,7 +185,7 @@ def check_what_is_finished(stage: Stage, found: StoredIncident, left: Wreck) -> 
     assert_saved([str(saved)], left.sent)
 
 
-def test_a_handler_killed_at_any_stage_leaves_what_can_be_read_and_the_next_start_finishes(
+def test_a_killed_handlers_incident_is_finished_at_the_next_start(
     stage: Stage, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left, found = wreck_at(stage, tmp_path, temporary)

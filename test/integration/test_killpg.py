@@ -58,7 +58,7 @@ def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: 
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_script_that_started_the_server_in_its_own_group_goes_on(release: str, tmp_path: Path) -> None:
+def test_a_script_in_its_servers_group_goes_on(release: str, tmp_path: Path) -> None:
     lane, crash, fate = ensure_lane(release), tmp_path / "crash", tmp_path / "fate"
     env = ENV | {"FATE": str(fate)}
     options = ["--crash-dump-folder", str(crash)]

@@ -60,9 +60,7 @@ def kill_scheduler(server: Server) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_server_whose_handler_was_killed_serves_on_and_a_killed_rank_ends_it(
-    release: str, tmp_path: Path, temporary: Path
-) -> None:
+def test_without_its_handler_it_serves_until_a_rank_dies(release: str, tmp_path: Path, temporary: Path) -> None:
     with start(tmp_path / "crash", temporary, release) as server:
         server.wait_ready()
         before = answers_of(server)
@@ -79,7 +77,7 @@ def test_a_server_whose_handler_was_killed_serves_on_and_a_killed_rank_ends_it(
 
 
 @pytest.mark.matrix
-def test_so_does_a_killed_rank_that_upstream_does_not_look_at(tmp_path: Path, temporary: Path) -> None:
+def test_a_killed_rank_that_upstream_overlooks_ends_it_too(tmp_path: Path, temporary: Path) -> None:
     with start(tmp_path / "crash", temporary, dp=2) as server:
         server.wait_ready()
         os.kill(handler_pid(server), signal.SIGKILL)
@@ -93,7 +91,7 @@ def test_so_does_a_killed_rank_that_upstream_does_not_look_at(tmp_path: Path, te
 
 
 @pytest.mark.matrix
-def test_a_server_whose_socket_is_gone_serves_on_and_the_handler_ends_it(tmp_path: Path, temporary: Path) -> None:
+def test_without_its_socket_it_serves_and_the_handler_ends_it(tmp_path: Path, temporary: Path) -> None:
     with start(tmp_path / "crash", temporary) as server:
         server.wait_ready()
         before = answers_of(server)
@@ -109,9 +107,7 @@ def test_a_server_whose_socket_is_gone_serves_on_and_the_handler_ends_it(tmp_pat
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_an_unusable_crash_folder_costs_neither_the_end_nor_the_evidence(
-    release: str, tmp_path: Path, temporary: Path
-) -> None:
+def test_an_unusable_crash_folder_costs_neither_end_nor_evidence(release: str, tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with start(tmp_path / "file" / "crash", temporary, release) as server:
         server.wait_ready()
@@ -132,7 +128,7 @@ def test_an_unusable_crash_folder_costs_neither_the_end_nor_the_evidence(
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_healthy_server_that_gets_sigterm_answers_what_it_was_asked_and_leaves_no_incident(
+def test_sigterm_lets_a_healthy_server_answer_without_an_incident(
     release: str, tmp_path: Path, temporary: Path
 ) -> None:
     with start(tmp_path / "crash", temporary, release, tp=2) as server:

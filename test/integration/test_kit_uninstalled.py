@@ -63,7 +63,7 @@ def before_the_log_has_its_form(log: list[str]) -> list[str]:
     return [line for line in log if line.startswith("crash kit:")]
 
 
-def test_a_patched_sglang_imports_and_serves_without_the_kit_and_says_so_once(lane: Lane, tmp_path: Path) -> None:
+def test_without_the_kit_a_patched_sglang_serves_and_warns_once(lane: Lane, tmp_path: Path) -> None:
     pip(lane, "uninstall", "--yes", "sglang-crashkit")
     said = log_of_import(lane, crashkit=False)
     assert said.startswith("crash kit: sglang-crashkit is not installed")

@@ -93,9 +93,7 @@ def elastic(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_rank_of_an_elastic_server_dies_and_the_others_serve_on(
-    release: str, tmp_path: Path, elastic: Mapping[str, str]
-) -> None:
+def test_an_elastic_server_serves_on_when_a_rank_dies(release: str, tmp_path: Path, elastic: Mapping[str, str]) -> None:
     crash = tmp_path / "crash"
     arguments = ["--crash-dump-folder", str(crash)]
     with Server.start(ensure_lane(release), dp=2, extra_args=arguments, env=elastic) as server:
@@ -198,9 +196,7 @@ def neighbour_of(program: Program, lane: Lane, folder: Path, *, detached: bool =
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_end_of_a_server_brings_no_signal_to_the_program_that_started_it_nor_its_end_one_to_the_server(
-    release: str, tmp_path: Path
-) -> None:
+def test_the_signals_of_server_and_starting_program_stay_apart(release: str, tmp_path: Path) -> None:
     lane = ensure_lane(release)
     with Program(lane, tmp_path / "a", tmp_path / "a-crash") as program:
         program.do("engine = launch()")
@@ -234,9 +230,7 @@ def test_the_end_of_a_server_brings_no_signal_to_the_program_that_started_it_nor
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_program_shuts_its_engine_down_and_ends_and_the_server_that_it_started_lives(
-    release: str, tmp_path: Path
-) -> None:
+def test_a_server_outlives_the_program_that_started_it(release: str, tmp_path: Path) -> None:
     lane = ensure_lane(release)
     with Program(lane, tmp_path / "a", tmp_path / "a-crash") as program:
         program.do("engine = launch()")
@@ -282,9 +276,7 @@ SIGQUIT_HANDLERS = {
     "how", ["custom_sigquit_handler", pytest.param("faulthandler.register", marks=pytest.mark.matrix)]
 )
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_program_with_its_own_sigquit_handler_is_not_ended_because_a_rank_died(
-    release: str, how: str, tmp_path: Path
-) -> None:
+def test_a_dead_rank_does_not_end_a_program_handling_sigquit(release: str, how: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         patched = stack.enter_context(Program(ensure_lane(release), tmp_path / "patched", tmp_path / "crash", END))
         programs = {"patched": patched}
@@ -332,7 +324,7 @@ def names_of_a_child(program: Program) -> set[str]:
 
 
 @pytest.mark.matrix
-def test_a_hang_of_the_second_engine_is_noticed_and_what_the_program_starts_has_none_of_its_variables(
+def test_a_second_engines_hang_is_noticed_without_inherited_variables(
     tmp_path: Path,
 ) -> None:
     crash = tmp_path / "crash"

@@ -121,7 +121,7 @@ def test_a_prompt_stands_among_the_requests_only(left: Left) -> None:
     assert outside == [str(path.relative_to(left.folder))]
 
 
-def test_the_dump_has_the_type_and_the_shape_that_upstream_reads(left: Left) -> None:
+def test_the_dump_has_upstreams_type_and_shape(left: Left) -> None:
     read = subprocess.run(
         [left.lane.python, "-c", READ_PICKLE, left.incident["requests"]["path"]],
         env=left.lane.serve_env(),

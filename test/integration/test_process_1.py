@@ -109,7 +109,7 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 
 
-def test_a_clean_stop_of_process_1_leaves_nothing_and_is_no_crash(lane: Lane, host: Host) -> None:
+def test_a_clean_stop_of_process_1_is_no_crash(lane: Lane, host: Host) -> None:
     with host.start(lane) as server:
         server.wait_ready()
         server.generate("Hello", max_new_tokens=4, timeout_s=120)
@@ -121,7 +121,7 @@ def test_a_clean_stop_of_process_1_leaves_nothing_and_is_no_crash(lane: Lane, ho
 
 
 @pytest.mark.matrix
-def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(lane: Lane, host: Host) -> None:
+def test_a_crash_of_process_1_leaves_a_whole_incident_only(lane: Lane, host: Host) -> None:
     with host.start(lane) as server:
         server.wait_ready()
         os.kill(server.pid_of("sglang::scheduler"), signal.SIGKILL)
@@ -136,7 +136,7 @@ def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(lane: Lan
 
 
 @pytest.mark.matrix
-def test_the_end_of_a_container_that_is_killed_is_no_crash_of_the_next(host: Host) -> None:
+def test_a_killed_container_is_no_crash_of_the_next(host: Host) -> None:
     with host.start(ensure_lane("0.5.23")) as server:
         server.wait_ready()
         os.kill(first_process_of(server), signal.SIGKILL)

@@ -58,9 +58,7 @@ def their_folder() -> Iterator[Path]:
 
 @pytest.mark.skipif(not can_restrain(), reason="a server of another user takes root and setpriv")
 @pytest.mark.parametrize("release", RELEASES)
-def test_faulthandler_tells_of_both_ranks_of_another_user_that_nobody_may_trace(
-    release: str, their_folder: Path
-) -> None:
+def test_faulthandler_tells_of_ranks_that_nobody_may_trace(release: str, their_folder: Path) -> None:
     crash = their_folder / "crash"
     (their_folder / "sitecustomize.py").write_text(SITE)
     env = {"PYTHONPATH": str(their_folder), "TMPDIR": str(their_folder)}
@@ -86,7 +84,7 @@ def test_faulthandler_tells_of_both_ranks_of_another_user_that_nobody_may_trace(
     assert left.folder.stat().st_uid == NOBODY
 
 
-def test_without_py_spy_a_rank_that_dies_while_the_server_is_asked_to_end_is_one_incident(tmp_path: Path) -> None:
+def test_a_rank_dying_at_shutdown_is_told_without_py_spy(tmp_path: Path) -> None:
     missing = str(tmp_path / "py-spy")
 
     def fault(server: Server) -> None:
@@ -109,7 +107,7 @@ def test_without_py_spy_a_rank_that_dies_while_the_server_is_asked_to_end_is_one
     assert "run_scheduler_process" in stack_of(left, FIRST)
 
 
-def test_two_ranks_that_die_at_once_are_one_incident_that_names_one_of_them(tmp_path: Path) -> None:
+def test_two_ranks_that_die_at_once_are_one_incident(tmp_path: Path) -> None:
     def fault(server: Server) -> None:
         pids = [server.pid_of(title) for title in RANKS]
         for pid in pids:

@@ -26,7 +26,7 @@ READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 120
 
 
-def test_serve_answers_on_two_ranks_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+def test_serve_answers_on_two_ranks_and_ctrl_c_ends_everything(tmp_path: Path) -> None:
     ensure_lane("0.5.23")
     said = tmp_path / "stdout"
     with said.open("wb") as out:

@@ -123,7 +123,7 @@ def test_every_process_has_a_stack_or_its_end(case: Case, left: Wreck) -> None:
 
 
 @pytest.mark.matrix
-def test_a_killed_supervisor_leaves_the_requests_and_a_stack_of_every_worker(release: str, tmp_path: Path) -> None:
+def test_a_killed_supervisor_leaves_requests_and_every_workers_stack(release: str, tmp_path: Path) -> None:
     with start(release, tmp_path) as server:
         wait_ready(server)
         left = wreck(server, tmp_path, lambda broken: os.kill(broken.pid, signal.SIGKILL), requests=REQUESTS)

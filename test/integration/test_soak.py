@@ -19,7 +19,7 @@ START_S = 600.0
 pytestmark = [pytest.mark.live, pytest.mark.timeout(60 * MINUTES + START_S + 300)]
 
 
-def test_a_healthy_server_does_the_same_with_the_kit_as_without_it(tmp_path: Path) -> None:
+def test_a_healthy_server_does_the_same_without_the_kit(tmp_path: Path) -> None:
     lanes = [ensure_lane(RELEASE, pristine=pristine) for pristine in (False, True)]
     outcome = soak(*lanes, tmp_path, seconds=60 * MINUTES)
     assert outcome.problems == [], outcome.table

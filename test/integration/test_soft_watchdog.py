@@ -30,7 +30,7 @@ def timeouts(folder: Path, title: str = "") -> list[dict[str, Any]]:
     return [document for document in tripped if title in document["trigger"]["title"]][::-1]
 
 
-def test_a_process_that_is_stuck_after_a_slow_start_has_an_incident_that_names_it(tmp_path: Path) -> None:
+def test_a_process_stuck_after_a_slow_start_is_named(tmp_path: Path) -> None:
     arguments = ["--crash-dump-folder", str(tmp_path), "--soft-watchdog-timeout", str(TIMEOUT_SECS)]
     environ = {"SGLANG_TEST_STUCK_DETOKENIZER": str(STUCK_SECS), "SGLANG_CRASHKIT_CAPTURE_SECS": "10"}
     with Server.start(ensure_lane("0.5.23"), extra_args=arguments, env=environ) as server:

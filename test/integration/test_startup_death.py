@@ -167,7 +167,7 @@ def test_the_incident_is_whole_soon_after_the_death(death: Death) -> None:
     assert death.incident["requests"]["reason"] == "the server had not started to serve"
 
 
-def test_every_process_of_the_server_has_a_stack_or_its_end(death: Death) -> None:
+def test_every_process_of_the_server_has_a_stack_or_ended(death: Death) -> None:
     assert death.incident["complete"] is True
     assert_present(death.incident, death.members)
     assert_told(death.incident, death.folder, [death.pid])
@@ -175,7 +175,7 @@ def test_every_process_of_the_server_has_a_stack_or_its_end(death: Death) -> Non
 
 
 @pytest.mark.matrix
-def test_a_rank_that_raises_while_it_loads_is_named_with_its_exception(release: str, tmp_path: Path) -> None:
+def test_a_rank_that_raises_while_loading_is_named(release: str, tmp_path: Path) -> None:
     # The tiny model has no weights but those that the test's servers make up.
     options = ["--crash-dump-folder", str(tmp_path), "--load-format", "auto"]
     with Server.start(ensure_lane(release), extra_args=options) as server:
@@ -186,7 +186,7 @@ def test_a_rank_that_raises_while_it_loads_is_named_with_its_exception(release: 
     assert "Cannot find any model weights" in text
 
 
-def test_a_rank_that_raises_before_the_first_request_is_named_with_its_exception(release: str, tmp_path: Path) -> None:
+def test_a_rank_that_raises_before_serving_is_named(release: str, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(RAISE)
     options = ["--crash-dump-folder", str(tmp_path / "crash")]

@@ -108,7 +108,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         return Story({RANKS[0]: first, RANKS[1]: second}, held, verdict_on(server, output))
 
 
-def test_the_rank_that_the_other_one_waits_for_in_the_store_is_named(story: Story) -> None:
+def test_the_rank_awaited_in_the_store_is_named(story: Story) -> None:
     assert (story.held["kind"], story.held["level"]) == ("outlier", "supported")
     (named,) = story.held["named"]
     assert (named["title"], named["pid"]) == (RANKS[1], story.pids[RANKS[1]])
@@ -119,7 +119,7 @@ def test_the_rank_that_the_other_one_waits_for_in_the_store_is_named(story: Stor
     assert f"while {RANKS[0]} (pid {story.pids[RANKS[0]]}) waited in _create_c10d_store (" in story.held["statement"]
 
 
-def test_of_ranks_that_wait_for_each_other_in_the_store_that_is_told_and_nobody_is_blamed(story: Story) -> None:
+def test_nobody_is_blamed_where_ranks_wait_for_each_other(story: Story) -> None:
     assert (story.apart["kind"], story.apart["level"], story.apart["named"]) == ("waiting", "unknown", [])
     first, second = (f"{rank} (pid {story.pids[rank]})" for rank in RANKS)
     assert story.apart["statement"].startswith(

@@ -127,7 +127,7 @@ def test_a_busy_server_and_a_short_absence_are_no_hang(told: Told) -> None:
 
 
 @pytest.mark.parametrize(("place", "way"), WAYS)
-def test_who_does_not_come_back_is_named_and_nothing_is_killed(told: Told, place: str, way: Way) -> None:
+def test_a_stuck_loop_is_named_and_nothing_is_killed(told: Told, place: str, way: Way) -> None:
     hung = told.hung[place, way]
     hang, first = hung.document, hung.document["verdict"]["first_failure"]
     assert (hang["kind"], hang["trigger"]["event"]) == ("hang", "no_progress")

@@ -143,7 +143,7 @@ def loss(request: pytest.FixtureRequest, release: str, tmp_path_factory: pytest.
     return both[victim], both[1 - victim]
 
 
-def test_the_node_of_a_killed_rank_ends_at_once_and_says_so(loss: tuple[Node, Node]) -> None:
+def test_the_node_of_a_killed_rank_ends_at_once(loss: tuple[Node, Node]) -> None:
     victim, _other = loss
     assert victim.status == ServerExit.KILLED, victim.log[-3000:]
     assert victim.left == []
@@ -164,7 +164,7 @@ def test_the_other_node_says_that_it_lost_a_peer(loss: tuple[Node, Node]) -> Non
 
 
 @pytest.mark.matrix
-def test_a_server_that_is_asked_to_end_is_no_failure_of_any_node(release: str, tmp_path: Path) -> None:
+def test_an_orderly_shutdown_is_no_failure_of_any_node(release: str, tmp_path: Path) -> None:
     with two_nodes(release, tmp_path) as nodes:
         wait_all_ready(nodes)
 
@@ -186,7 +186,7 @@ def test_a_server_that_is_asked_to_end_is_no_failure_of_any_node(release: str, t
 
 
 @pytest.mark.matrix
-def test_a_rank_that_is_killed_on_node_1_while_it_loads_ends_that_node(release: str, tmp_path: Path) -> None:
+def test_a_rank_killed_on_node_1_while_loading_ends_it(release: str, tmp_path: Path) -> None:
     with two_nodes(release, tmp_path) as nodes:
         deadline = time.monotonic() + TITLE_TIMEOUT_S
         while (pid := titled(nodes[1], RANKS[1])) is None:

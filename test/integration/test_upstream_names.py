@@ -75,7 +75,7 @@ def test_without_a_crash_folder_no_variable_is_set(seen: tuple[dict[str, Any], P
     assert seen[0]["arguments"]["without"] == {"set": {}, "by_name": {}, "log": []}
 
 
-def test_resolving_the_arguments_sets_what_the_user_did_not_and_says_so(seen: tuple[dict[str, Any], Path]) -> None:
+def test_resolving_arguments_sets_what_is_unset_and_says_so(seen: tuple[dict[str, Any], Path]) -> None:
     found, folder = seen[0]["arguments"]["with"], seen[1] / "crash"
     assert found["set"].keys() == VARIABLES
     assert found["set"] == found["by_name"]

@@ -149,7 +149,7 @@ def test_nothing_that_is_no_hang_is_taken_for_one(story: Story) -> None:
     assert (kinds.count("hang"), kinds.count("crash")) == (1, 0)
 
 
-def test_the_hang_is_seen_in_time_and_the_stopped_rank_is_named(story: Story) -> None:
+def test_the_hang_is_seen_in_time_with_the_stopped_rank(story: Story) -> None:
     # The goal is 15 s more than the limit; a machine that is busy with other tests has more.
     assert HANG_SECS < story.hang_secs < HANG_SECS + 60
     assert f"{VICTIM} (pid {story.pids[VICTIM]}) is stopped (state T)" in story.hang["text"]
@@ -158,7 +158,7 @@ def test_the_hang_is_seen_in_time_and_the_stopped_rank_is_named(story: Story) ->
     assert {rank["title"]: rank["manner"] for rank in story.hang["ranks"]}[VICTIM] == "stopped"
 
 
-def test_all_ranks_have_the_stacks_of_three_moments_and_the_rank_stays_stopped(story: Story) -> None:
+def test_all_ranks_have_three_stacks_and_the_rank_stays_stopped(story: Story) -> None:
     assert story.snapshots["missing"] == []
     for title in (VICTIM, WAITING):
         moments = story.moments(title)
@@ -167,7 +167,7 @@ def test_all_ranks_have_the_stacks_of_three_moments_and_the_rank_stays_stopped(s
     assert story.state == "T"
 
 
-def test_it_says_that_progress_returned_and_ends_when_the_server_is_gone(story: Story) -> None:
+def test_it_tells_of_progress_and_ends_with_the_server(story: Story) -> None:
     assert story.progress["secs"] >= HANG_SECS
     assert len(story.late_answer) == 16
     assert story.events[-1]["event"] == "gone"
@@ -225,7 +225,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Keyed:
 
 
 @pytest.mark.matrix
-def test_with_its_key_a_paused_server_is_no_hang_and_the_stopped_rank_is_named(keyed: Keyed) -> None:
+def test_with_its_key_a_paused_server_is_no_hang(keyed: Keyed) -> None:
     assert keyed.calm == ["watching", "serving"]
     kinds = [event["event"] for event in keyed.events[True]]
     assert kinds == [*keyed.calm, "hang", "snapshots", "verdict"]
@@ -233,7 +233,7 @@ def test_with_its_key_a_paused_server_is_no_hang_and_the_stopped_rank_is_named(k
 
 
 @pytest.mark.matrix
-def test_without_its_key_the_option_is_named_once_and_a_hang_is_told_nevertheless(keyed: Keyed) -> None:
+def test_without_its_key_the_option_is_named_and_hangs_told(keyed: Keyed) -> None:
     (problem,) = [event["text"] for event in keyed.events[False] if event["event"] == "problem"]
     assert "/server_info is answered with 401" in problem
     assert problem.endswith("next: give its key with --api-key-file")

@@ -84,7 +84,7 @@ def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return watched, not request.param
 
 
-def test_a_killed_rank_is_a_crash_and_is_named_as_the_first(crashed: tuple[Watched, bool]) -> None:
+def test_a_killed_rank_is_a_crash_and_named_first(crashed: tuple[Watched, bool]) -> None:
     watched, _is_patched = crashed
     crash = watched.one("crash")
     assert crash["text"].startswith(f"{VICTIM} (pid {watched.victim}) was killed by SIGKILL; ")
@@ -94,7 +94,7 @@ def test_a_killed_rank_is_a_crash_and_is_named_as_the_first(crashed: tuple[Watch
     assert watched.status == 3
 
 
-def test_what_the_others_did_is_kept_and_nobody_is_named_for_it(crashed: tuple[Watched, bool]) -> None:
+def test_what_the_others_did_is_kept_and_nobody_blamed(crashed: tuple[Watched, bool]) -> None:
     watched, is_patched = crashed
     assert "verdict" not in watched.kinds
     snapshots = watched.one("snapshots")
@@ -110,7 +110,7 @@ def test_what_the_others_did_is_kept_and_nobody_is_named_for_it(crashed: tuple[W
     assert is_patched or WAITING in seen
 
 
-def test_the_incident_of_a_patched_server_is_told_with_its_verdict(crashed: tuple[Watched, bool]) -> None:
+def test_the_incident_of_a_patched_server_has_its_verdict(crashed: tuple[Watched, bool]) -> None:
     watched, is_patched = crashed
     if not is_patched:
         assert "incident" not in watched.kinds
@@ -124,7 +124,7 @@ def test_the_incident_of_a_patched_server_is_told_with_its_verdict(crashed: tupl
 
 
 @pytest.mark.matrix
-def test_a_patched_server_that_is_asked_to_end_did_not_crash(tmp_path: Path) -> None:
+def test_the_shutdown_of_a_patched_server_is_no_crash(tmp_path: Path) -> None:
     watched = watch(tmp_path, pristine=False, is_killed=False)
     # On a busy machine the end may take longer than a hang, which is excused.
     assert [kind for kind in watched.kinds if kind != "excused"] == ["watching", "serving", "gone"]

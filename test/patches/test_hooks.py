@@ -103,7 +103,7 @@ def test_without_the_kit_sglang_does_what_it_does_as_published(site):
     )
 
 
-def test_one_process_of_a_server_says_that_the_kit_is_missing(site):
+def test_one_process_of_a_server_reports_a_missing_kit(site):
     program = """
         import subprocess, sys
         import sglang.srt.crashkit as hooks
@@ -116,7 +116,7 @@ def test_one_process_of_a_server_says_that_the_kit_is_missing(site):
     assert log.count("crash kit:") == 1
 
 
-def test_nothing_is_said_of_a_missing_kit_that_is_switched_off(site):
+def test_a_missing_kit_that_is_switched_off_is_not_reported(site):
     assert ask(site, "from sglang.srt.crashkit import on_batch", **{SWITCH: "0"}) == ({}, "")
 
 
@@ -130,7 +130,7 @@ def test_nothing_is_said_of_a_missing_kit_that_is_switched_off(site):
         ("", "AttributeError("),
     ],
 )
-def test_a_kit_that_does_not_import_is_switched_off_as_a_whole(site, arming, why):
+def test_a_kit_that_does_not_import_is_switched_off_whole(site, arming, why):
     beat = "def on_batch(*args): raise RuntimeError\ndef on_iteration(*args): raise RuntimeError\n"
     put_kit(site, {"srt/stack_hooks": arming, "srt/managers/__init__": "", "srt/managers/scheduler_heartbeat": beat})
     program = """
@@ -149,7 +149,7 @@ def test_a_kit_that_does_not_import_is_switched_off_as_a_whole(site, arming, why
     assert "; next: pip install --force-reinstall sglang-crashkit, or" in log
 
 
-def test_where_the_kit_is_there_its_own_functions_are_handed_out_and_no_other_module_is_imported(site):
+def test_a_hook_imports_the_kits_own_module_only(site):
     modules = {
         "srt/managers/__init__": "",
         "srt/stack_hooks": "",
@@ -229,7 +229,7 @@ def uses(tree: ast.Module, hooks: set[str]) -> dict[str, str]:
 
 
 @pytest.mark.wheels
-def test_what_is_in_a_hooks_place_suits_how_each_file_uses_it(wheels, patches, release):
+def test_what_replaces_a_hook_suits_each_use_of_it(wheels, patches, release):
     table = stand_ins()
     refs = patches.resolve(release)
     used: dict[str, str] = {}

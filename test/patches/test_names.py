@@ -98,7 +98,7 @@ def test_resolving_the_arguments_sets_the_core_dump_variables(parse: Parse) -> N
         assert [call for call in calls if "handle_crash_dump_env" in call]
 
 
-def test_a_watchdog_tells_the_kit_and_then_does_what_it_did(parse: Parse) -> None:
+def test_a_watchdog_tells_the_kit_and_acts_as_before(parse: Parse) -> None:
     tree = parse("srt/utils/watchdog.py")
     calls = calls_in(find(find(tree, "WatchdogRaw"), "_watchdog_once"))
     at = calls.index("on_watchdog_timeout(self)")
@@ -139,7 +139,7 @@ BACKENDS = ("mooncake", "nixl", "mori")
 CONN = "srt/disaggregation/{}/conn.py"
 
 
-def test_both_sides_of_a_pair_watch_the_other_by_tables_that_are_there(parse: Parse) -> None:
+def test_both_sides_of_a_pair_watch_by_tables_that_exist(parse: Parse) -> None:
     common = parse(CONN.format("common"))
     assert attributes_in(find(common, "CommonKVManager")) >= {
         "connection_pool",
@@ -187,7 +187,7 @@ def test_whoever_gives_a_prefill_server_up_tells_the_kit_first(parse: Parse) -> 
     assert all(names == ["on_node_failure"] for names in found)
 
 
-def test_every_worker_is_armed_once_it_has_its_title_and_upstreams_faulthandler(parse: Parse) -> None:
+def test_every_worker_has_stack_hooks_after_title_and_faulthandler(parse: Parse) -> None:
     assert decorators(find(parse("srt/utils/common.py"), "configure_logger"))[0] == "on_configure_logger"
     for module in ("scheduler", "data_parallel_controller", "detokenizer_manager"):
         calls = [call.partition("(")[0] for call in calls_in(parse(f"srt/managers/{module}.py"))]

@@ -51,7 +51,7 @@ def test_a_patch_adds_calls_and_no_logic(name):
 
 
 @each_caller
-def test_a_patch_reaches_the_kit_by_the_one_file_that_bears_its_absence(name):
+def test_a_patch_reaches_the_kit_by_one_tolerant_file(name):
     added = b"".join(line.text for hunk in REFS[name].read().hunks for line in hunk.lines if line.tag == b"+")
     assert b"sglang_crashkit" not in added
     table = read_hooks(b"".join(REFS[HOOKS].read().hunks[0].new))

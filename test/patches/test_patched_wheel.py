@@ -94,7 +94,7 @@ def _needing_wheel(folder: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the wheel in the lock is for Python 3.11")
-def test_pip_installs_it_without_an_index_where_exactly_this_release_is_required(built, tmp_path):
+def test_pip_installs_it_without_an_index_for_exactly_this_release(built, tmp_path):
     folder = built[1]
     _needing_wheel(folder)
     run(sys.executable, "-m", "venv", tmp_path / "venv")

@@ -81,14 +81,14 @@ def test_what_runs_them_says_what_later_releases_say(archive: zipfile.ZipFile) -
     assert missing(of_diagnostics, DIAGNOSTICS) == []
 
 
-def test_the_wait_for_a_process_tree_says_what_later_releases_say(archive: zipfile.ZipFile) -> None:
+def test_the_wait_for_a_process_tree_has_later_releases_words(archive: zipfile.ZipFile) -> None:
     names = ["kill_process_tree", "_wait_for_reap_or_raise"]
     source = archive.read("sglang/srt/utils/common.py")
     told = [text for node in functions(source, names) for text in texts_told(node)]
     assert missing(told, "srt/utils/common.py") == []
 
 
-def test_the_variables_of_gpu_cores_are_told_as_in_later_releases(archive: zipfile.ZipFile) -> None:
+def test_the_variables_of_gpu_cores_have_later_releases_words(archive: zipfile.ZipFile) -> None:
     # The function has moved, by 0.5.19 into a file of its own.
     paths = [name for name in archive.namelist() if re.fullmatch(r"sglang/srt/(server_args|arg_groups/\w+)\.py", name)]
     told = [text for path in paths for text in texts_told(ast.parse(archive.read(path)))]

@@ -74,7 +74,7 @@ def test_the_running_test_fails_by_name_within_seconds(loss: Loss, capsys: pytes
     assert seconds < MAX_S, loss.run.output[-8000:]
 
 
-def test_the_report_says_who_ended_and_what_the_others_were_doing(loss: Loss) -> None:
+def test_the_report_says_who_ended_and_what_others_did(loss: Loss) -> None:
     message = loss.run.messages["test_that_is_cut_short"]
     assert f"{loss.victim} (pid=" in message
     for survivor in set(VICTIMS) - {loss.victim}:

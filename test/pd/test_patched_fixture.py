@@ -56,7 +56,7 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 
 
-def test_the_fixture_watches_each_process_from_its_start_to_the_teardown(lane: Lane) -> None:
+def test_the_fixture_watches_each_process_until_the_teardown(lane: Lane) -> None:
     done = subprocess.run(
         [lane.python, "-c", TESTS], env=lane.serve_env(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )

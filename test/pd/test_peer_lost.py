@@ -222,7 +222,7 @@ def test_it_names_the_requests_that_wait(parting: Parting) -> None:
     assert all(rid in verdict["text"] for rid in RIDS)
 
 
-def test_every_process_of_the_survivor_is_listed_without_stacks_and_goes_on(parting: Parting) -> None:
+def test_every_process_of_the_survivor_is_listed_and_goes_on(parting: Parting) -> None:
     (stored,) = parting.lost
     document = document_of(stored)
     titles = [process["title"] for process in document["processes"] if process["role"] == "scheduler"]
@@ -259,7 +259,7 @@ def test_the_dead_server_has_an_incident_of_its_own(parting: Parting) -> None:
     assert_requests(document, stored.path, [Sent(rid, PROMPT) for rid in RIDS])
 
 
-def test_every_process_of_the_dead_server_has_a_stack_or_its_end(parting: Parting) -> None:
+def test_every_process_of_the_dead_server_is_accounted_for(parting: Parting) -> None:
     (stored,) = parting.other
     document = document_of(stored)
     if parting.victim == "decode":
@@ -275,7 +275,7 @@ def test_every_process_of_the_dead_server_has_a_stack_or_its_end(parting: Partin
     assert {end["cause"] for end in ends.values()} <= {"signal", "parent_ended"}, ends
 
 
-def test_what_the_other_server_waits_for_is_named_from_outside_too(parting: Parting) -> None:
+def test_what_the_other_server_waits_for_is_seen_from_outside(parting: Parting) -> None:
     told = {
         "is stopped (state T) until somebody sends SIGCONT.": parting.stopped,
         "is gone: there before, and not in the last sample.": parting.gone,

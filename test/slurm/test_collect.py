@@ -142,7 +142,7 @@ def test_the_ranks_of_both_nodes_are_in_one_result(cluster: Cluster, crowd: Crow
         assert [[process.pid for process in one.processes] for one in rounds] == [[pid], [pid]]
 
 
-def test_a_person_sees_each_rank_with_its_node_and_where_it_is(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
+def test_each_rank_is_shown_with_its_node_and_place(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
     with stopped(crowd.ranks["n2"]):
         done = collect(cluster, crowd.job, f"--output-dir={tmp_path}")
     lines = [line.split()[:6] for line in done.stdout.splitlines() if line.startswith(("n1 ", "n2 "))]
@@ -158,9 +158,7 @@ def test_a_person_sees_each_rank_with_its_node_and_where_it_is(cluster: Cluster,
     assert any(re.search(r"n1:\d+ TP0; n2:\d+ TP1: .*all_reduce", line) for line in explanation)
 
 
-def test_a_node_without_the_tool_is_named_and_the_other_ones_result_is_there(
-    cluster: Cluster, crowd: Crowd, tmp_path: Path
-) -> None:
+def test_a_node_without_the_tool_is_named_beside_the_result(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
     command = only_on("n2", "exec python3 -I -S -m sglang_crashkit")
     done = collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}", f"--remote-command={command}")
     document = result_of(done, ExitCode.PARTIAL)
@@ -171,7 +169,7 @@ def test_a_node_without_the_tool_is_named_and_the_other_ones_result_is_there(
     assert "install sglang-crashkit" in problem["next"]
 
 
-def test_a_node_whose_slurmd_is_gone_is_named_and_the_other_ones_result_is_there(
+def test_a_node_without_slurmd_is_named_beside_the_others_result(
     cluster: Cluster, crowd: Crowd, tmp_path: Path
 ) -> None:
     cluster.stop_node("n2")
@@ -186,7 +184,7 @@ def test_a_node_whose_slurmd_is_gone_is_named_and_the_other_ones_result_is_there
     assert problem["next"] == "scontrol show node n2"
 
 
-def test_debuggers_that_do_not_end_are_called_off_before_their_nodes_are_given_up(
+def test_endless_debuggers_are_called_off_before_nodes_are_given_up(
     cluster: Cluster, crowd: Crowd, tmp_path: Path
 ) -> None:
     debugger = tmp_path / "bin" / "cuda-gdb"
@@ -217,9 +215,7 @@ def test_a_node_that_does_not_end_is_given_up(cluster: Cluster, crowd: Crowd, tm
     wait_until(lambda: len(cluster.steps(crowd.job)) == 1, "the step is gone", LONG_S)
 
 
-def test_where_a_nodes_files_cannot_be_seen_its_snapshots_are_here_nevertheless(
-    cluster: Cluster, crowd: Crowd, tmp_path: Path
-) -> None:
+def test_snapshots_are_here_where_a_nodes_files_cannot_be_seen(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
     probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, timeout=LONG_S, check=False)
     if probe.returncode != 0:
         pytest.skip(f"no file system of its own can be given to a node here: {probe.stderr.strip()}")
@@ -246,9 +242,7 @@ def test_a_job_that_there_is_not_is_nothing_to_do(cluster: Cluster, tmp_path: Pa
     assert "Slurm knows no job 99999" in done.stderr
 
 
-def test_the_collector_beside_the_workers_of_a_job_script_collects_on_both_nodes(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_the_collector_of_a_job_script_collects_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
     log_dir, ranks = tmp_path / "logs", tmp_path / "ranks"
     ranks.mkdir()
     config = tmp_path / "job.yaml"

@@ -49,7 +49,7 @@ def test_the_nodes_of_a_job_are_found(job: str) -> None:
     assert find_job(job) == Job(job, job, NODES)
 
 
-def test_a_job_that_there_is_not_or_that_is_over_is_nothing_to_do(cluster: Cluster) -> None:
+def test_a_missing_or_ended_job_is_nothing_to_do(cluster: Cluster) -> None:
     with pytest.raises(NothingToDoError, match="Slurm knows no job 99999, or no longer"):
         find_job("99999")
     job = cluster.allocate()
@@ -59,9 +59,7 @@ def test_a_job_that_there_is_not_or_that_is_over_is_nothing_to_do(cluster: Clust
     assert error.value.next_step == f"scontrol show job {job}"
 
 
-def test_every_node_is_asked_beside_a_step_that_has_all_of_its_cores_and_memory(
-    cluster: Cluster, job: str, tmp_path: Path
-) -> None:
+def test_nodes_are_asked_beside_a_step_with_all_their_resources(cluster: Cluster, job: str, tmp_path: Path) -> None:
     ready = [tmp_path / f"{node}.ready" for node in NODES]
     work = f"touch {tmp_path}/$SLURMD_NODENAME.ready; sleep 600"
     everything = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--mem=0", "--exclusive"]
@@ -84,7 +82,7 @@ def test_no_more_than_asked_for_run_at_once(job: str, tmp_path: Path) -> None:
     assert [run.status for run in runs.values()] == [0, 0]
 
 
-def test_what_does_not_end_in_time_is_ended_on_the_node_too(cluster: Cluster, job: str, tmp_path: Path) -> None:
+def test_what_does_not_end_in_time_is_ended_remotely(cluster: Cluster, job: str, tmp_path: Path) -> None:
     found = find_job(job)
     # One ends and the other never does, whatever it is asked.
     script = "trap '' TERM INT; echo $$ >$0/$SLURMD_NODENAME.pid; [ $SLURMD_NODENAME = n1 ] || sleep 600"
@@ -99,7 +97,7 @@ def test_what_does_not_end_in_time_is_ended_on_the_node_too(cluster: Cluster, jo
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_whose_slurmd_is_gone_or_silent_holds_up_no_other(
+def test_a_node_without_a_slurmd_that_answers_delays_no_other(
     cluster: Cluster, job: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     found = find_job(job)

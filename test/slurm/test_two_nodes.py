@@ -131,7 +131,7 @@ def test_the_ranks_of_both_nodes_are_in_one_result(story: Story) -> None:
         assert not {pid for its, pid in story.pids.items() if its != node} & found.keys()
 
 
-def test_the_one_that_is_stopped_is_seen_so_and_the_other_waits_for_it(story: Story) -> None:
+def test_the_stopped_rank_is_seen_and_the_other_waits(story: Story) -> None:
     states = {one["pid"]: one["states"] for one in story.node("n2")["processes"]}
     assert states[story.pids["n2"]] == ["T", "T"]
     first, second = story.last("n1"), story.last("n2")

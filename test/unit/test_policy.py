@@ -39,7 +39,7 @@ GOES_ON = {Event.HUNG, Event.PEER_LOST, Event.STACKS_WANTED, Event.WORKER_DIED, 
 
 @pytest.mark.parametrize("event", Event)
 @pytest.mark.parametrize("mode", Mode)
-def test_only_a_server_program_that_fails_is_told_ended_or_hurt(mode: Mode, event: Event) -> None:
+def test_only_a_failing_server_program_is_told_ended_or_hurt(mode: Mode, event: Event) -> None:
     action = decide(mode, event)
     if mode is not Mode.SERVER or event in GOES_ON:
         assert (action.tells, action.ends) == (False, False)

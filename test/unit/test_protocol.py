@@ -73,7 +73,7 @@ def test_one_who_waits_gets_the_answer(path: str, mailbox: Mailbox) -> None:
     assert got[0].address is not None
 
 
-def test_a_handler_that_does_not_answer_ends_the_wait_at_its_time(path: str, mailbox: Mailbox) -> None:
+def test_a_silent_handler_ends_the_wait_at_its_time(path: str, mailbox: Mailbox) -> None:
     assert protocol.request(path, "event", 0.3) == {}
 
 
@@ -99,12 +99,12 @@ while not (messages := mailbox.receive()): time.sleep(0.005)
 """
 
 
-def test_a_handler_that_dies_while_it_is_waited_for_ends_the_wait(path: str) -> None:
+def test_a_handler_that_dies_ends_the_wait(path: str) -> None:
     with child(HANDLER + "os.kill(os.getpid(), 9)", path), pytest.raises(HandlerUnreachableError, match="died"):
         protocol.request(path, "event", 600.0)
 
 
-def test_the_answer_of_a_handler_that_left_right_afterwards_is_not_lost(
+def test_the_answer_of_a_handler_that_left_is_kept(
     path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer_and_leave(_path: str) -> bool:
@@ -140,13 +140,13 @@ def test_a_queue_that_is_full_is_waited_for(path: str, full: Mailbox) -> None:
 
 
 @pytest.mark.usefixtures("full")
-def test_a_handler_that_reads_nothing_does_not_hold_a_sender_for_ever(path: str) -> None:
+def test_a_handler_that_reads_nothing_delays_no_sender_forever(path: str) -> None:
     for attempt in (lambda: protocol.notify(path, "event"), lambda: protocol.request(path, "event", 0.2)):
         with pytest.raises(HandlerUnreachableError):
             attempt()
 
 
-def test_a_message_that_is_too_long_is_refused_before_it_is_sent(path: str, mailbox: Mailbox) -> None:
+def test_a_message_too_long_is_refused_before_it_is_sent(path: str, mailbox: Mailbox) -> None:
     with pytest.raises(HandlerUnreachableError, match="over 60000"):
         protocol.notify(path, "event", text="x" * 60_000)
     assert mailbox.receive() == []
@@ -265,7 +265,7 @@ def test_what_is_no_time_extends_no_wait(path: str, mailbox: Mailbox, asked: obj
     assert time.monotonic() - began < LONG
 
 
-def test_a_handler_that_did_not_say_who_it_is_is_not_believed(path: str, mailbox: Mailbox) -> None:
+def test_a_handler_that_is_not_named_is_not_believed(path: str, mailbox: Mailbox) -> None:
     Path(path).with_name(HANDLER_PID).unlink()
     with answering(mailbox, ack="done"):
         assert protocol.request(path, "event", 0.5) == {}
@@ -292,7 +292,7 @@ def test_one_who_does_not_wait_here_is_not_answered(
             sender.recv(100)
 
 
-def test_a_message_arrives_where_there_is_no_room_for_a_reply(
+def test_a_message_arrives_without_room_for_a_reply(
     path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "_numbers", iter([7]))
@@ -315,7 +315,7 @@ def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailb
     Path(path).parent.mkdir()
 
 
-def test_a_path_that_is_taken_or_too_long_leaves_no_descriptor(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
+def test_a_taken_or_long_path_leaves_no_descriptor(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
     before = descriptors()
     for impossible in (Path(path), tmp_path / ("x" * 107), tmp_path / "absent" / "s"):
         with pytest.raises(OSError, match=r".+"):
@@ -340,7 +340,7 @@ def test_a_stopped_handler_is_still_reachable(path: str) -> None:
         ("of tomorrow", {"pid": "7"}, {"pid", "time"}),
     ],
 )
-def test_a_field_has_the_type_that_its_event_gives_it_or_is_left_out(
+def test_a_field_of_another_type_is_left_out(
     path: str, mailbox: Mailbox, event: str, fields: dict[str, object], kept: set[str]
 ) -> None:
     protocol.notify(path, event, **fields)

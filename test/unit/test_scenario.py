@@ -56,7 +56,7 @@ pause()
 """
 
 
-def test_the_requests_of_all_journals_that_are_not_answered_are_known_by_their_ids() -> None:
+def test_the_unanswered_requests_of_all_journals_are_known() -> None:
     with child(JOURNALS) as process:
         assert journaled_rids(process.pid) == {"first", "second"}
     assert journaled_rids(process.pid) == set()

@@ -103,7 +103,7 @@ def test_either_of_upstreams_diagnostics_keeps_the_kit_awake() -> None:
     ]
 
 
-def test_a_variable_is_read_under_its_earlier_name_where_it_is_not_set() -> None:
+def test_an_earlier_name_is_read_where_the_new_is_unset() -> None:
     earlier, name = "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", "SGLANG_CRASHKIT_CAPTURE_SECS"
     assert Settings.from_environ({earlier: "0.5"}).capture_secs == 0.5
     assert Settings.from_environ({earlier: "0.5", name: "4"}).capture_secs == 4.0
@@ -111,7 +111,7 @@ def test_a_variable_is_read_under_its_earlier_name_where_it_is_not_set() -> None
     assert earlier_names_in({name: "0.5"}) == {}
 
 
-def test_the_socket_follows_from_pid_and_start_time_and_has_room_in_its_address(
+def test_the_sockets_address_follows_from_the_process_and_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
@@ -121,7 +121,7 @@ def test_the_socket_follows_from_pid_and_start_time_and_has_room_in_its_address(
     assert len(str(first)) <= 107
 
 
-def test_a_temporary_folder_that_is_too_deep_for_a_socket_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_folder_too_deep_for_sockets_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
     path = settings.socket_path(1, 2)
     assert path.parent == settings.runtime_folder(1, 2)

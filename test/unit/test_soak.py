@@ -40,7 +40,7 @@ def test_a_request_follows_from_the_seed_and_its_number() -> None:
     assert another not in (first, of_another_seed)
 
 
-def test_growth_is_from_the_first_third_to_the_last_and_bears_a_single_high_sample() -> None:
+def test_growth_is_measured_over_thirds_and_bears_one_peak() -> None:
     memory = [100, 101, 900, 150, 150, 150, 111, 110, 109]
     side = Side("patched", cast(Server, None), samples=[(value, 9.0, 3.0, 0.0) for value in memory])
     assert side.growth(0) == 110 - 101

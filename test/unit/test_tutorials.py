@@ -19,7 +19,7 @@ def text_of(name: str) -> str:
     return (pages.PAGES / f"{name}.md").read_text()
 
 
-def test_there_is_a_page_for_each_trouble_and_a_link_to_it() -> None:
+def test_there_is_a_linked_page_for_each_trouble() -> None:
     assert sorted(path.stem for path in pages.PAGES.glob("[a-z]*.md")) == NAMES
     assert [name for name in NAMES if f"]({name}.md)" not in text_of("README")] == []
 
@@ -98,5 +98,5 @@ def test_names_of_this_machine_are_replaced_and_found_again() -> None:
     assert its.words_of("sglang-crashkit steps --pid 4101 /venv/x") == ["steps", "--pid", str(pid), "/venv/real/x"]
 
 
-def test_lines_break_in_the_shown_folder_as_in_the_real_one() -> None:
+def test_lines_break_in_the_shown_folder_as_in_reality() -> None:
     assert len(pages.SHOWN_FOLDER) == len(pages.REAL_FOLDER)

@@ -81,12 +81,12 @@ def test_a_compiler_that_was_there_before_may_be_gone(left: Wreck) -> None:
 
 
 @pytest.mark.parametrize("title", [MAIN, HELPER, RANK, WORKER])
-def test_each_but_the_one_that_the_fault_killed_must_have_a_stack(left: Wreck, title: str) -> None:
+def test_all_but_the_killed_process_must_have_a_stack(left: Wreck, title: str) -> None:
     left.report(title)["evidence"] = [UNTOLD]
     assert is_refused(left)
 
 
-def test_a_rank_that_went_with_its_parent_must_have_left_its_last_sign(left: Wreck) -> None:
+def test_a_rank_ended_by_its_parent_must_leave_a_sign(left: Wreck) -> None:
     process = left.report(RANK)
     process |= {"exit": end("parent_ended"), "last_sign": None}
     process["evidence"] = [UNTOLD, {"kind": "exit", "status": "captured", "path": None}]
@@ -102,7 +102,7 @@ def test_a_slow_tool_excuses_a_helper_only(left: Wreck, title: str, is_refused_t
     assert is_refused(left) is is_refused_then
 
 
-def test_a_record_of_its_exception_stands_for_a_stack_that_is_there_to_be_read(left: Wreck) -> None:
+def test_an_exception_record_stands_for_a_readable_stack(left: Wreck) -> None:
     piece = left.report(RANK)["evidence"][0]
     piece["kind"] = "exception"
     assert not is_refused(left)
@@ -128,7 +128,7 @@ def test_a_record_of_its_exception_stands_for_a_stack_that_is_there_to_be_read(l
         (MAIN, end("exit_status", None, 82), True),
     ],
 )
-def test_each_end_must_be_that_of_the_fault_or_a_consequence(
+def test_each_end_must_be_the_faults_or_a_consequence(
     left: Wreck, title: str, found: dict[str, Any] | None, is_right: bool
 ) -> None:
     process = left.report(title)

@@ -591,7 +591,7 @@ def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
     assert steps[0].startswith("`sglang-crashkit steps 1a2b3c4d` ")
 
 
-def test_a_stopped_process_has_one_command_that_lets_it_go_on() -> None:
+def test_one_command_lets_a_stopped_process_go_on() -> None:
     document = next(row[1] for row in TABLE if row[2] == "stopped_process")
     steps = causes.explain(document)["next_steps"]
     assert [step.startswith("`kill -CONT 1") for step in steps if "kill -CONT" in step] == [True]

@@ -39,7 +39,7 @@ def judge(*records: RankRecord) -> CollectiveFinding:
     return finding
 
 
-def test_who_has_not_begun_what_the_others_wait_in_is_named() -> None:
+def test_who_has_not_begun_the_awaited_collective_is_named() -> None:
     frames = [("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 9), ("forward", "sglang/model.py", 7)]
     waiting = [*done(41), entry(42, 42, state="started", frames=frames)]
     ranks = (0, 1, 2, 3)
@@ -152,7 +152,7 @@ def test_what_may_differ_between_ranks_is_no_mismatch(one: dict[str, Any], other
     assert judge(record(0, [one]), record(1, [other])).kind == "in_step"
 
 
-def test_several_that_are_carried_out_as_one_are_compared_as_one() -> None:
+def test_several_carried_out_as_one_are_compared_as_one() -> None:
     both = [entry(0, 1, "all_reduce"), entry(1, 1, "broadcast")]
     assert judge(record(0, both), record(1, both)).kind == "in_step"
     finding = judge(record(0, both), record(1, both[:1]))
@@ -160,14 +160,14 @@ def test_several_that_are_carried_out_as_one_are_compared_as_one() -> None:
     assert "rank0 began all_reduce of 4x3 with broadcast of 4x3" in finding.statement
 
 
-def test_what_fell_out_of_a_recorder_is_not_taken_for_not_begun() -> None:
+def test_what_fell_out_of_a_recorder_counts_as_begun() -> None:
     old = [entry(number, number - 50) for number in range(60, 70)]
     elsewhere = [entry(number, number, group=("1", "")) for number in range(60, 70)]
     found = judge_collectives([record(0, [*old, entry(70, 20, state="scheduled")], _1=(0, 1)), record(1, elsewhere)])
     assert [(finding.kind, finding.named) for finding in found if "group 0" in finding.group] == [("waiting", ())]
 
 
-def test_each_group_is_judged_by_itself_and_what_tells_most_comes_first() -> None:
+def test_groups_are_judged_separately_and_the_most_telling_comes_first() -> None:
     groups: dict[str, Any] = {"_1": (0, 1), "_2": (2, 3), "_10": (0, 2)}
     pending = entry(9, 1, group=("2", ""), state="scheduled")
     records = [record(rank, [*done(2), pending] if rank == 2 else done(2), (0, 1, 2, 3), **groups) for rank in range(4)]
@@ -196,7 +196,7 @@ def test_a_message_that_is_under_way_names_nobody() -> None:
     assert judge_collectives([sender, receiver])[0].kind == "in_step"
 
 
-def test_who_should_send_and_gave_no_dump_is_named_as_unknown() -> None:
+def test_a_sender_without_a_dump_is_named_as_unknown() -> None:
     finding = judge(record(1, [message(0, "recv 1<-0")]))
     assert (finding.kind, finding.named, finding.level) == ("message", (0,), "unknown")
 
@@ -226,7 +226,7 @@ def test_replicas_are_worlds_of_their_own(places: list[Mapping[str, int]], expec
     assert list(worlds_of(dict(enumerate(places))).values()) == expected
 
 
-def test_what_was_done_over_nccl_and_over_gloo_is_one_account_by_sglangs_names() -> None:
+def test_nccl_and_gloo_are_one_account_by_sglangs_names() -> None:
     # Only the dumps of gloo know the names, also of the groups of NCCL.
     names = {"4": ("tp", (0, 1)), "5": ("tp", (0, 1))}
     over_nccl = [entry(0, 7, group=("4", "undefined"), state="scheduled")]
@@ -317,7 +317,7 @@ def anything(draw: Callable[..., Any]) -> list[dict[str, Any]]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), anything()), max_size=4), st.permutations(range(4)))
-def test_whatever_the_dumps_say_the_findings_do_not_depend_on_their_order(
+def test_the_findings_do_not_depend_on_the_dumps_order(
     dumps: list[tuple[int, list[dict[str, Any]]]], order: Sequence[int]
 ) -> None:
     records = [record(rank, entries, (0, 1, 2), _1=(0, 2)) for rank, entries in dict(dumps).items()]

@@ -243,7 +243,7 @@ def in_flight(number: int = LAST, phase: str = "forward_begun", **fields: Any) -
     ],
 )
 @pytest.mark.parametrize("read_at", [LAST + 1.9, LAST - 1.0])
-def test_ranks_that_are_read_in_the_middle_of_a_step_have_not_diverged(last: list[Step], read_at: float) -> None:
+def test_ranks_read_in_the_middle_of_a_step_agree(last: list[Step], read_at: float) -> None:
     ranks = (TP0, steps()), (TP1, [*steps(LAST - 1), *last])
     found = judge(*ranks, moment=Moment(LAST, "it", read_at))
     assert (found.kind, found.level, found.diverged) == ("none", "established", False)

@@ -79,7 +79,7 @@ def test_one_look_names_who_is_elsewhere_but_is_not_sure() -> None:
     assert (told.kind, told.level, pids(told)) == ("outlier", "unknown", [11])
 
 
-def test_one_that_waits_elsewhere_is_not_named_where_somebody_goes_on() -> None:
+def test_waiting_elsewhere_names_nobody_where_somebody_goes_on() -> None:
     moving = (ALL_REDUCE[0], "helper (x.py:1)", *ALL_REDUCE[1:])
     rows = ranks([*["ALL_REDUCE"] * 6, "BROADCAST", "ALL_REDUCE"], 3)
     assert pids(explain(*rows)) == [16]
@@ -172,7 +172,7 @@ def test_a_prefill_side_that_died_is_named() -> None:
         ([BROADCAST, BROADCAST], "waiting"),
     ],
 )
-def test_of_a_side_alone_it_is_said_that_the_other_was_not_found(frames: list[tuple[str, ...]], kind: str) -> None:
+def test_a_side_alone_is_told_that_the_other_is_missing(frames: list[tuple[str, ...]], kind: str) -> None:
     told = explain(*([side(some)] for some in frames))
     assert told.kind == kind
     assert "No process of the prefill side was found." in told.findings[0].evidence
@@ -190,7 +190,7 @@ def test_of_a_side_alone_it_is_said_that_the_other_was_not_found(frames: list[tu
 # -- processes that are no ranks, or have no titles
 
 
-def test_a_stopped_process_that_is_no_rank_is_named_and_a_helper_that_ended_is_not() -> None:
+def test_a_stopped_process_is_named_unlike_an_ended_helper() -> None:
     stopped = process(5, ("poll (x.py:1)",), title="sglang::detokenizer", role="detokenizer", state="T")
     assert pids(explain(*[[process(10, RECEIVE), stopped]] * 2)) == [5]
     rank, helper = process(10, RECEIVE), process(6, (), title="cc1plus", role="helper")
@@ -222,7 +222,7 @@ def test_of_processes_without_titles(members: list[Sample], expected: tuple[str,
     assert (told.kind, told.level, pids(told)) == expected
 
 
-def test_a_rank_without_a_title_that_spins_or_ends_is_named() -> None:
+def test_a_rank_without_a_title_that_spins_is_named() -> None:
     told = explain(*([untitled(10, ALL_REDUCE), untitled(11, SPIN, cpu_secs=5.0 * n)] for n in range(3)))
     assert told.statement.startswith("untitled scheduler (pid 11) was in spin (sitecustomize.py:12) in 3 samples")
     assert told.to_json()["named"][0]["title"] == SPAWNED
@@ -250,7 +250,7 @@ def test_it_is_the_same_in_whatever_order_snapshots_come() -> None:
         assert explain_sightings(Sightings.of(order)).to_json() == first
 
 
-def test_as_json_and_as_text_it_says_who_is_named_and_what_is_missing() -> None:
+def test_json_and_text_say_who_is_named_and_missing() -> None:
     nodes = rounds(*ranks(["ALL_REDUCE", "SPIN"], 2))
     nodes[0] = replace(nodes[0], problems=(Problem("pid 12", "it ended", "look again"), Problem("n2", "silent")))
     sightings = Sightings.of(nodes)
@@ -284,7 +284,7 @@ STACKS = st.sampled_from([(), ALL_REDUCE, BROADCAST, RECEIVE, SPIN, STORE, COMPI
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.tuples(STATES, STACKS, st.floats(0, 50)), min_size=1, max_size=4), min_size=1, max_size=3))
-def test_somebody_is_named_only_as_an_outlier_and_who_only_waits_only_beside_more(told: Any) -> None:
+def test_only_outliers_are_named_and_waiters_only_beside_more(told: Any) -> None:
     explanation = explain(
         *(
             [process(10 + tp, frames, tp=tp, state=state, cpu_secs=cpu) for tp, (state, frames, cpu) in enumerate(look)]

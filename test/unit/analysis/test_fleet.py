@@ -28,7 +28,7 @@ def fleet() -> list[FleetIncident]:
     ]
 
 
-def test_what_the_hosts_of_a_fault_share_is_told_with_its_numbers() -> None:
+def test_what_the_hosts_of_a_fault_share_has_its_numbers() -> None:
     (found,) = [one for one in group(fleet()) if "SIGSEGV" in one.fault]
     assert found.lines(1000) == [
         "seen on 31 of 1000 hosts",

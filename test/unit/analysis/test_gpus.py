@@ -65,7 +65,7 @@ def test_a_healthy_gpu_takes_a_line() -> None:
         (False, None, True, None),
     ],
 )
-def test_who_has_a_gpu_is_said_as_well_as_it_is_known(
+def test_who_has_a_gpu_is_said_as_far_as_known(
     listed: bool, named: str | None, sees_all_pids: bool, level: str | None
 ) -> None:
     holder = Holder(12, "rank", NOW, named)
@@ -122,7 +122,7 @@ def test_a_gpu_that_is_lost_says_so() -> None:
     assert told(start=({"index": 4},))["lines"][0] == "GPU 4: not read"
 
 
-def test_a_gpu_that_answers_no_more_is_known_from_the_start() -> None:
+def test_a_gpu_that_stopped_answering_is_known_from_the_start() -> None:
     lost = {"index": 1, "errors": {"GPU is lost": ["all of it"]}}
     start = tuple({name: gpu(index)[name] for name in ("index", "name", "bus_id", "uuid")} for index in (0, 1, 2))
     xids = XidSources([{"xid": 79, "bus_id": "0000:01:00", "time": NOW}])

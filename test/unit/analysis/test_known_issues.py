@@ -67,7 +67,7 @@ def known(document: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["issue"]))
-def test_an_issue_is_known_by_what_it_shows_of_itself_and_taken_for_no_other(case: dict[str, Any]) -> None:
+def test_an_issue_is_known_by_its_own_signs_only(case: dict[str, Any]) -> None:
     assert known(document_of(case)) == [case["issue"]]
 
 
@@ -120,14 +120,14 @@ def test_no_entry_is_claimed_on_one_vague_word(issue: KnownIssue) -> None:
     assert issue.fixed_in is None or re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", issue.fixed_in)
 
 
-def test_an_issue_is_not_known_of_a_release_with_its_fix() -> None:
+def test_an_issue_is_unknown_in_a_release_with_its_fix() -> None:
     case = next(case for case in CASES if case["issue"] == 29516)
     assert known(document_of(case | {"release": "0.5.13.post1"})) == [29516]
     assert known(document_of(case | {"release": "0.5.14"})) == []
     assert known(document_of(case | {"release": "0.5.23+crashkit.1"})) == []
 
 
-def test_an_argument_that_is_not_known_is_not_taken_for_granted() -> None:
+def test_an_unknown_argument_is_not_taken_for_granted() -> None:
     case = next(case for case in CASES if case["issue"] == 40729)
     assert known(document_of(case)) == [40729]
     assert known(document_of(case | {"arguments": ["--disaggregation-mode", "decode"]})) == []

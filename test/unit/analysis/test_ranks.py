@@ -40,7 +40,7 @@ def test_a_set_reads_as_a_person_would_write_it(ranks: list[Rank], text: str) ->
 
 
 @given(NUMBERS, NUMBERS)
-def test_a_union_reads_as_all_of_both_and_no_two_ranges_touch(first: set[int], second: set[int]) -> None:
+def test_a_union_reads_as_both_without_touching_ranges(first: set[int], second: set[int]) -> None:
     ranks, other = RankSet(tp(*first)), RankSet(tp(*second))
     ranks.update(other)
     assert (len(ranks), str(other)) == (len(first | second), str(RankSet(tp(*second))))
@@ -87,7 +87,7 @@ def test_stages_sides_and_servers_are_groups() -> None:
     assert group_of(rank_of(process(15, (), pp=0))) != group_of(rank_of(process(16, (), pp=1)))
 
 
-def test_a_server_is_known_by_its_rendezvous_else_by_its_root_else_by_its_host() -> None:
+def test_a_server_is_known_by_rendezvous_then_root_then_host() -> None:
     one = process(10, (), tp=0)
     assert server_of(one) == "n1:1"
     assert server_of(replace(one, rendezvous="10.0.0.1:5000")) == "10.0.0.1:5000"

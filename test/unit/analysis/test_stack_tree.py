@@ -40,7 +40,7 @@ def only_child(node: Node) -> Node:
     return child
 
 
-def test_common_calls_are_one_node_and_a_set_is_that_of_all_below() -> None:
+def test_common_calls_are_one_node_with_all_ranks_below() -> None:
     tree = tree_of(
         [
             (rank(0), (frame("wait"), frame("loop"), frame("main"))),

@@ -102,7 +102,7 @@ def test_each_suspect_has_its_reasons() -> None:
     ]
 
 
-def test_what_is_not_listed_of_a_large_batch_is_no_first_time() -> None:
+def test_an_unlisted_request_of_a_large_batch_is_no_first() -> None:
     ((suspect,), _left_out) = suspects_of(incident("a", last=[step(8, "b") | {"size": 9}]))
     assert suspect.reasons == ["it was the only request of the step that was not finished"]
 
@@ -141,7 +141,7 @@ LAUNCHED = step(8, "b", "c", ended=False)
         ("", None, "forward_begun", None),
     ],
 )
-def test_of_two_unfinished_steps_the_one_that_the_rank_was_at_counts(
+def test_of_two_unfinished_steps_the_one_at_hand_counts(
     message: str, signal: str | None, phase: str, expected: list[tuple[str, str, str]] | None
 ) -> None:
     made = incident("a", last=[LAUNCHED], message=message)
@@ -154,7 +154,7 @@ def test_of_two_unfinished_steps_the_one_that_the_rank_was_at_counts(
     assert found == (expected or [(rid, "unknown", IN_SEVERAL) for rid in "abc"])
 
 
-def test_the_older_step_counts_where_the_rank_was_at_its_results() -> None:
+def test_the_older_step_counts_where_its_results_were_read() -> None:
     made = incident("a", message="IndexError: x")
     (rank,) = made.processes
     assert rank.steps is not None
@@ -292,7 +292,7 @@ BESIDE = [
 
 
 @pytest.mark.parametrize(("end", "in_main", "grammars", "unfinished", "expected"), BESIDE)
-def test_those_that_wait_count_where_it_may_not_have_been_the_step(
+def test_those_that_wait_count_where_no_step_need_be(
     end: Exit | None, in_main: bool | None, grammars: int, unfinished: int, expected: list[tuple[str, str, str]]
 ) -> None:
     made = incident("a")
@@ -308,7 +308,7 @@ def test_those_that_wait_count_where_it_may_not_have_been_the_step(
 
 @pytest.mark.parametrize(("end", "in_main"), [(SEGFAULT, False), (OUT_OF_MEMORY, None)])
 @pytest.mark.parametrize(("lost", "level"), [(0, "supported"), (1, "unknown")])
-def test_where_no_other_one_was_under_way_it_is_still_alone(
+def test_a_request_is_alone_where_no_other_was_under_way(
     end: Exit, in_main: bool | None, lost: int, level: str
 ) -> None:
     made = incident("a")
@@ -317,7 +317,7 @@ def test_where_no_other_one_was_under_way_it_is_still_alone(
     assert told(made) == [("a", level)]
 
 
-def test_an_exception_is_of_the_step_whatever_waits_for_its_grammar() -> None:
+def test_an_exception_belongs_to_the_step_despite_waiting_grammars() -> None:
     made = incident("a", message="IndexError: x")
     assert made.processes[0].steps is not None
     made.processes[0].steps.last[-1]["decisions"] = {"grammar": 1}
@@ -337,7 +337,7 @@ def test_those_that_were_answered_count_only_where_nobody_waits() -> None:
     assert suspects_of(made) == ([], 0)
 
 
-def test_where_a_rank_was_is_looked_for_in_the_whole_traceback() -> None:
+def test_the_rank_is_looked_for_in_the_whole_traceback() -> None:
     made = between(unfinished=2, takes_in=True)
     (rank,) = made.processes
     inner = [f"inner{number} (sglang/x.py:1)" for number in range(6)]
@@ -435,7 +435,7 @@ LOGPROBS = ["get_top_logprobs (sglang/srt/layers/logits_processor.py:900)", "for
         ([*["f (x.py:1)"] * 8, *SEARCH], "", {"a": (), "b": ("sampling_params.stop",)}, "unknown", "in the step"),
     ],
 )
-def test_one_that_alone_asks_for_what_the_rank_was_at_is_suspected(
+def test_asking_alone_for_what_failed_is_suspicious(
     frames: list[str], message: str, asked: dict[str, tuple[str, ...]], level: str, told: str
 ) -> None:
     made = incident("a", "b", message=message)

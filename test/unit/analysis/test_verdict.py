@@ -184,9 +184,7 @@ def test_a_lost_connection_is_a_consequence(message: str, is_lost: bool) -> None
         (SHAPE, ("S", "T (stopped)"), 10),
     ],
 )
-def test_a_stopped_rank_is_the_peer_that_another_one_waited_for_in_vain(
-    message: str, states: tuple[str, str], named: int
-) -> None:
+def test_a_stopped_rank_is_the_peer_waited_for_in_vain(message: str, states: tuple[str, str], named: int) -> None:
     incident = ended(None, None)
     for report, state in zip(incident.processes, states, strict=True):
         report.state = {"State": state}
@@ -207,7 +205,7 @@ def test_a_lost_peer_is_the_verdict_where_no_process_failed() -> None:
     assert judge(incident, []).level == "supported"
 
 
-def test_what_the_others_did_and_what_was_on_the_gpus_is_told() -> None:
+def test_what_the_others_and_the_gpus_did_is_told() -> None:
     incident = ended(None, "killed")
     incident.processes[0].doing = ["all_reduce (dist.py:3)", "main (x.py:1)"]
     incident.processes[0].gpu = ["kernel spin on GPU 0: grid 1x1x1, block 32x1x1, its name inferred"]
@@ -220,7 +218,7 @@ def test_what_the_others_did_and_what_was_on_the_gpus_is_told() -> None:
     ]
 
 
-def test_what_the_collectives_show_is_told_and_does_not_change_the_first_failure() -> None:
+def test_collectives_are_told_and_do_not_change_the_first_failure() -> None:
     incident = ended(None, "killed")
     shown = [("A wait.", "behind", "unknown"), ("In step.", "in_step", "supported")]
     shown += [(f"Group {number}.", "behind", "supported") for number in range(9)]
@@ -249,7 +247,7 @@ events_of_three = st.lists(
 
 
 @given(events_of_three.flatmap(lambda events: st.tuples(st.just(events), st.permutations(events))))
-def test_the_verdict_depends_on_the_events_and_not_on_how_they_came_in(
+def test_the_verdict_does_not_depend_on_the_order_of_events(
     orders: tuple[list[FailureEvent], list[FailureEvent]],
 ) -> None:
     incident, (events, others) = ended("killed", "status", None), orders
@@ -378,7 +376,7 @@ def test_what_holds_it_is_told(one: ProcessReport, words: str) -> None:
 
 
 @pytest.mark.parametrize("gil", ["main", "taken"])
-def test_a_gil_that_was_held_in_some_samples_only_is_not_said_to_be(gil: Gil) -> None:
+def test_a_gil_held_in_some_samples_is_not_reported(gil: Gil) -> None:
     held = suspect_of(rank(0, BROADCAST), rank(1, SPIN, gil=gil))
     assert held is not None
     assert "GIL" in held[1]
@@ -451,7 +449,7 @@ def test_where_the_ranks_diverged_is_part_of_the_verdict(kind: str, in_hang: boo
     assert ("They did." in judge(crashed, [death(10, 1.0)]).basis) == in_crash
 
 
-def test_ranks_that_diverged_and_wait_alike_are_not_told_to_have_no_reason() -> None:
+def test_diverged_ranks_that_wait_alike_have_a_reason() -> None:
     hung = incident_of(rank(0, BROADCAST), rank(1, BROADCAST))
     hung.divergence = {"kind": "requests", "level": "established", "statement": "They did."}
     verdict = judge(hung, silent(10, 11))
@@ -474,7 +472,7 @@ def test_ranks_that_diverged_and_wait_alike_are_not_told_to_have_no_reason() -> 
         (STOPPED, behind(10), 11),
     ],
 )
-def test_where_all_wait_the_one_that_is_behind_in_its_collectives_is_named(
+def test_where_all_wait_the_rank_behind_in_collectives_is_named(
     ranks: list[ProcessReport], told: Collectives, named: int | None
 ) -> None:
     incident = incident_of(*ranks)
@@ -519,7 +517,7 @@ def busy(number: int, frames: tuple[str, ...], states: str = "RRR", cpu: float =
         ([busy(0, ATTENDS, cpu=0.0, tokens=40_000), busy(1, ALL_REDUCE, tokens=40_000)], False),
     ],
 )
-def test_a_rank_for_which_the_others_wait_may_be_at_work(ranks: list[ProcessReport], is_busy: bool) -> None:
+def test_an_awaited_rank_may_be_at_work(ranks: list[ProcessReport], is_busy: bool) -> None:
     assert find_busy(ranks).endswith((": at work, which may take long.", "as so long a prompt may take.")) is is_busy
 
 

@@ -145,7 +145,7 @@ def test_what_native_functions_say(kind: str, backend: str, function: str) -> No
     assert (activity.kind, activity.backend) == (kind, backend)
 
 
-def test_to_make_a_group_of_gloo_is_to_wait_in_the_store() -> None:
+def test_making_a_gloo_group_is_waiting_in_the_store() -> None:
     frames = stack(
         "c10d::detail::UvTcpSocket::wait (libtorch_cpu.so:0)",
         "gloo::rendezvous::Context::connectFullMesh (libtorch_cpu.so:0)",
@@ -203,12 +203,12 @@ def test_the_state_comes_before_the_stack() -> None:
     assert activity_of(process("S", *ALL_REDUCE)).kind == "collective"
 
 
-def test_who_sleeps_with_the_interpreter_lock_holds_it_in_native_code() -> None:
+def test_who_sleeps_with_the_gil_holds_it_in_native_code() -> None:
     assert "holding the GIL in native code" in activity_of(process("S", "f (x.py:1)", owns_gil=True)).words
     assert "GIL" not in activity_of(process("R", "f (x.py:1)", owns_gil=True)).words
 
 
-def test_who_compiles_or_loads_is_told_by_the_innermost_caller_that_does() -> None:
+def test_compiling_or_loading_is_told_by_the_innermost_such_caller() -> None:
     compiles, loads = "compile (torch/_inductor/codecache.py:1)", "load_model (model_runner.py:5)"
     waits = ("_try_wait (subprocess.py:2004)", "wait (subprocess.py:1264)")
     told = caller_that_tells(stack(*waits, compiles, "run (torch/_inductor/compile_fx.py:9)", loads))

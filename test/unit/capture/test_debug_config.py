@@ -21,7 +21,7 @@ def read(folder: Path, text: str | bytes) -> DebugConfig:
     return read_debug_config(path)
 
 
-def test_other_sections_are_other_programs_and_the_defaults_are_the_documents(tmp_path: Path) -> None:
+def test_other_sections_are_other_programs_and_defaults_are_documented(tmp_path: Path) -> None:
     assert read(tmp_path, JOB) == DebugConfig(True, 600, "{log_dir}/backtraces")
 
 

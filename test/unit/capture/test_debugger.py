@@ -43,7 +43,7 @@ def runs_on(pid: int) -> bool:
 
 
 @needs_gdb
-def test_gdb_gives_the_stacks_of_all_threads_and_the_target_runs_on() -> None:
+def test_gdb_gives_all_stacks_and_the_target_runs_on() -> None:
     gdb = Debugger("gdb", shutil.which("gdb") or "")
     code = "import threading\ndef work(): time.sleep(120)\nthreading.Thread(target=work, daemon=True).start()\n"
     with child(code + "secret = 'hunter2-in-a-local'\n" + SLEEPER) as process:
@@ -57,7 +57,7 @@ def test_gdb_gives_the_stacks_of_all_threads_and_the_target_runs_on() -> None:
     assert "hunter2" not in debugged.text
 
 
-def test_the_command_line_reads_no_file_of_the_users_and_asks_nothing() -> None:
+def test_the_command_line_reads_no_user_files_and_asks_nothing() -> None:
     command = command_of(Debugger("cuda-gdb", "/opt/cuda-gdb"), 7)
     assert command[:3] == ["/opt/cuda-gdb", "-nx", "-batch"]
     assert command[3:5] == ["-iex", "set debuginfod enabled off"]
@@ -69,7 +69,7 @@ def test_the_command_line_reads_no_file_of_the_users_and_asks_nothing() -> None:
     assert "set auto-solib-add off" in command_of(Debugger("gdb", "gdb"), 7, ["libc.so"])
 
 
-def test_gdb_reads_the_symbols_of_the_libraries_on_the_stacks_and_of_a_few_more(tmp_path: Path) -> None:
+def test_gdb_reads_the_symbols_of_libraries_on_the_stacks(tmp_path: Path) -> None:
     tool = stand_in(tmp_path, 'echo "$@" > $0.arguments')
     with child("import ctypes; ctypes.CDLL('libstdc++.so.6')\n" + SLEEPER) as process:
         settle_in_sleep(process.pid)
@@ -125,7 +125,7 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_all_together_are_called_off_in_time_with_what_they_have(
+def test_all_together_are_called_off_in_time_with_their_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_crashkit.capture.debugger.most_at_once", lambda: 2)

@@ -179,7 +179,7 @@ def test_where_a_process_runs(
     assert environment.read_place(7, environ) == expected
 
 
-def test_shared_memory_is_told_with_who_maps_it_also_once_it_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlinked_shared_memory_is_told_with_who_maps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     path = environment.SHARED_MEMORY / f"crashkit-test-{os.getpid()}"
     path.write_bytes(bytes(8192))
     try:

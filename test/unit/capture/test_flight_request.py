@@ -73,9 +73,7 @@ def test_a_dump_is_waited_for_until_it_is_whole(start: Start, tmp_path: Path) ->
     assert not (tmp_path / "rank3").exists()
 
 
-def test_in_a_folder_that_others_write_to_a_dump_of_before_is_not_taken_and_none_is_removed(
-    start: Start, tmp_path: Path
-) -> None:
+def test_an_earlier_dump_in_a_shared_folder_stays_unused(start: Start, tmp_path: Path) -> None:
     (tmp_path / "rank3").write_bytes(pickled(document([])))
     request = start(is_own=False)
     assert not request.take_unasked()
@@ -84,7 +82,7 @@ def test_in_a_folder_that_others_write_to_a_dump_of_before_is_not_taken_and_none
     assert (tmp_path / "rank3").read_bytes() == CONTENT
 
 
-def test_a_dump_that_pytorch_wrote_by_itself_is_taken_without_asking(start: Start, tmp_path: Path) -> None:
+def test_a_dump_that_pytorch_wrote_unasked_is_taken(start: Start, tmp_path: Path) -> None:
     request = start(how="deaf")
     (tmp_path / "rank3").write_bytes(CONTENT)
     request.send()
@@ -92,7 +90,7 @@ def test_a_dump_that_pytorch_wrote_by_itself_is_taken_without_asking(start: Star
     assert receive(request).rank == 3
 
 
-def test_a_dump_that_came_too_late_for_who_asked_before_is_not_taken(start: Start, tmp_path: Path) -> None:
+def test_a_dump_too_late_for_an_earlier_request_is_ignored(start: Start, tmp_path: Path) -> None:
     request = start()
     (tmp_path / "rank3").write_bytes(pickled(document([])))
     request.send(after_one_too_late=True)
@@ -100,7 +98,7 @@ def test_a_dump_that_came_too_late_for_who_asked_before_is_not_taken(start: Star
     assert receive(request).data == CONTENT
 
 
-def test_a_dump_of_a_dead_process_is_found_by_its_name(tmp_path: Path) -> None:
+def test_a_dead_processs_dump_is_found_by_its_name(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     process.wait(LONG)
     request = FlightRequest(process.pid, FlightPlace("", str(tmp_path / "4711-99-rank"), is_own=True))
@@ -112,7 +110,7 @@ def test_a_dump_of_a_dead_process_is_found_by_its_name(tmp_path: Path) -> None:
     assert receive(request).rank == 12
 
 
-def test_the_one_whose_pipe_lost_its_name_to_another_is_reached_too(start: Start, tmp_path: Path) -> None:
+def test_a_process_whose_pipe_was_renamed_is_reached(start: Start, tmp_path: Path) -> None:
     first = start(is_own=False)
     second = start(is_own=False)
     first.send()
@@ -181,7 +179,7 @@ HEAD = b"1 1795300000.5\n"
 DUMP = pickled(document([entry(0, 1, backend="gloo")]))
 
 
-def test_of_two_real_ranks_the_one_is_named_that_has_not_entered_what_the_other_waits_in() -> None:
+def test_of_two_real_ranks_the_one_behind_is_named() -> None:
     told = [parse_answer(answer) for answer in ANSWERS]
     records = [RankRecord(one.rank, f"rank {one.rank}", "", one.dump, told[0].seconds + 7, "gloo") for one in told]
     first, second = judge_collectives(records)
@@ -194,7 +192,7 @@ def test_of_two_real_ranks_the_one_is_named_that_has_not_entered_what_the_other_
     assert (second.kind, second.group) == ("in_step", "process group 0 (default_pg, ranks 0-1)")
 
 
-def test_an_answer_that_comes_bit_by_bit_is_taken_when_it_is_whole(impostor) -> None:
+def test_an_answer_in_pieces_is_taken_when_it_is_whole(impostor) -> None:
     open_before = descriptors()
     request = GlooRequest(os.getpid(), impostor(HEAD + DUMP))
     with contextlib.closing(request):
@@ -230,7 +228,7 @@ def test_what_is_no_answer_is_named_within_bounds(impostor, answer: bytes, words
         receive(request)
 
 
-def test_a_process_without_pytorch_says_so_and_one_that_holds_the_gil_says_nothing(runtime: Path) -> None:
+def test_a_process_answers_without_pytorch_but_not_without_gil(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
         free_request, held_request = (
             GlooRequest(one.pid, HookFiles.of(runtime, one.pid, one.start_ticks).socket) for one in (free, held)

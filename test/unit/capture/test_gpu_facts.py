@@ -61,7 +61,7 @@ def test_all_that_the_driver_knows_is_read(driver: Driver) -> None:
     assert second["counters"]["ecc"] == none | {"uncorrected_volatile": 1, "uncorrected_aggregate": 1}
 
 
-def test_what_a_driver_does_not_support_is_named_once_with_its_error(driver: Driver) -> None:
+def test_what_a_driver_does_not_support_is_named_once(driver: Driver) -> None:
     driver.say(mode="errors")
     first, second = ask().gpus
     assert first["errors"] == {"Not Supported": ["ecc", "nvlink"]}
@@ -89,7 +89,7 @@ def test_what_came_before_the_driver_hung_is_kept(driver: Driver) -> None:
     assert facts.kernel_problem == "/nowhere: No such file or directory"
 
 
-def test_a_library_that_is_not_there_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
@@ -106,7 +106,7 @@ def test_a_child_that_cannot_be_started_is_an_answer(monkeypatch: pytest.MonkeyP
     assert "/no/python: No such file" in ask().reason
 
 
-def test_a_failure_of_the_reader_is_not_told_as_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_reader_is_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_facts, "_command", lambda *_: ["echo", '{"driver": 1}'])
     error = "AttributeError: 'int' object has no attribute 'get'"
     assert ask().reason == f"the kit failed to read what the driver said: {error}"

@@ -55,9 +55,7 @@ def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
     ],
     ids=["refused", "hangs"],
 )
-def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
-    runtime: Path, use_tool, script: str, reason: str
-) -> None:
+def test_every_process_gets_its_stack_in_time_despite_py_spy(runtime: Path, use_tool, script: str, reason: str) -> None:
     use_tool(script)
     with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
@@ -73,9 +71,7 @@ def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
     assert (first.gil, second.gil) == ("", "taken")
 
 
-def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_stacks(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_stood_still_does_not_cost_the_stacks(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a round of py-spy that took the time of all, and a process that is slow to answer
     late = 0.0
 
@@ -138,7 +134,7 @@ def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: P
     assert second.seconds < LONG / 5
 
 
-def test_a_thread_in_uninterruptible_sleep_is_waited_for_by_no_rung(runtime: Path, use_tool) -> None:
+def test_no_rung_waits_for_a_thread_in_uninterruptible_sleep(runtime: Path, use_tool) -> None:
     with asleep(runtime) as target:
         (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
         assert sample.source == "py-spy"

@@ -52,7 +52,7 @@ def test_py_spy_is_found_beside_the_interpreter_first(tmp_path: Path, monkeypatc
     assert (result.threads, result.problem) == ((), "py-spy is not installed; next: pip install py-spy")
 
 
-def test_many_that_hang_are_killed_at_one_deadline_and_leave_nothing(use_tool) -> None:
+def test_many_that_hang_are_killed_at_one_deadline(use_tool) -> None:
     use_tool("trap '' TERM; exec sleep 600")
     before, fds = children(), descriptors()
     results = sample_all(range(1, 33), 0.5)

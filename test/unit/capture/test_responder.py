@@ -83,7 +83,7 @@ def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:
     assert "describe_threads" not in functions_of(sample.threads)
 
 
-def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_others_nothing(runtime: Path) -> None:
+def test_a_process_that_cannot_answer_costs_the_others_nothing(runtime: Path) -> None:
     fds = descriptors()
     with armed(runtime, LOCK_HOLDER) as held, armed(runtime, SLEEPER) as free:
         sockets = {one.pid: sock(runtime, one.pid, one.start_ticks) for one in (held, free)}
@@ -97,9 +97,7 @@ def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_o
     assert descriptors().items() <= fds.items()
 
 
-def test_an_answer_that_came_while_nobody_looked_is_no_lock_that_is_held(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unread_answer_is_not_taken_for_a_held_gil(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may give the reader no processor until the time is over."""
     begin = Conversation.begin
 

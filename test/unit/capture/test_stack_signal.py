@@ -39,7 +39,7 @@ def ask(folder: Path, *targets: StackHooks, secs: float = LONG):
     return ask_faulthandler(targets, {target.pid: folder for target in targets}, secs)
 
 
-def test_a_process_whose_lock_is_held_in_c_says_where_all_its_threads_are(runtime: Path) -> None:
+def test_a_lock_held_in_c_does_not_hide_any_thread(runtime: Path) -> None:
     with armed(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
         (sample,) = ask(runtime, target)
@@ -66,7 +66,7 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
     assert descriptors().items() <= fds.items()
 
 
-def test_a_stopped_process_is_not_asked_and_has_no_signal_pending(runtime: Path) -> None:
+def test_a_stopped_process_gets_no_pending_signal(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target:
         os.kill(target.pid, signal.SIGSTOP)
         settle(target.pid, "T")
@@ -83,7 +83,7 @@ def test_a_traced_process_is_not_asked(runtime: Path) -> None:
     assert sample.problem == f"process {tracer} traces it, and would take the signal"
 
 
-def test_one_that_does_not_catch_the_signal_any_more_is_not_sent_it(runtime: Path) -> None:
+def test_one_that_stopped_catching_the_signal_is_not_sent_it(runtime: Path) -> None:
     with armed(runtime, EXEC) as target:
         # Its handler went with its program, and the signal would end it.
         wait_until(lambda: "import time; time.sleep(120)" in procfs.read_cmdline(target.pid), "it runs another program")
@@ -92,7 +92,7 @@ def test_one_that_does_not_catch_the_signal_any_more_is_not_sent_it(runtime: Pat
     assert sample.problem == f"it does not catch signal {target.signal} any more"
 
 
-def test_one_that_blocks_the_signal_in_every_thread_is_not_sent_it(runtime: Path) -> None:
+def test_one_whose_threads_all_block_the_signal_is_spared(runtime: Path) -> None:
     with armed(runtime, SLEEPER, before=BLOCKED) as target:
         (sample,) = ask(runtime, target)
     assert sample.problem.startswith("no thread of it can take a signal now")
@@ -106,7 +106,7 @@ def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
     assert sample.problem == "it has ended"
 
 
-def test_one_that_is_gone_or_has_no_file_is_said_to(runtime: Path) -> None:
+def test_an_ended_process_or_a_missing_file_is_named(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target:
         HookFiles.of(runtime, target.pid, target.start_ticks).stack.unlink()
         assert ask(runtime, target)[0].problem == "No such file or directory"
@@ -171,7 +171,7 @@ def test_paths_are_shortened_by_the_longest_folder_of_modules() -> None:
 
 
 @pytest.mark.parametrize("length", range(0, len(WHOLE), 7))
-def test_whatever_was_cut_off_is_read_as_far_as_it_goes(length: int) -> None:
+def test_what_was_cut_off_is_read_as_far_as_possible(length: int) -> None:
     output = parse(WHOLE[:length])
     whole = parse(WHOLE)
     ended = "in <module>\n" in WHOLE[:length]

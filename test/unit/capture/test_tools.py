@@ -32,7 +32,7 @@ def shell(script: str) -> list[str]:
         (None, LONG, "", "/no/such: No such file or directory"),
     ],
 )
-def test_what_it_printed_is_kept_and_why_that_is_not_all(
+def test_output_is_kept_with_the_reason_why_it_is_partial(
     script: str | None, seconds: float, text: str, reason: str
 ) -> None:
     run = run_tool(shell(script) if script else ["/no/such"], seconds)
@@ -49,7 +49,7 @@ def test_time_can_have_begun_before() -> None:
     assert (run.reason, run.status) == (f"sh did not end within {LONG:g} s", None)
 
 
-def test_one_that_is_slow_to_die_is_reaped_later_and_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_death_is_reaped_later_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_slow(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         raise subprocess.TimeoutExpired(process.args, timeout or 0)
 
@@ -66,7 +66,7 @@ def test_one_that_is_slow_to_die_is_reaped_later_and_is_no_warning(monkeypatch: 
     assert tools._dying == []
 
 
-def test_one_that_does_not_end_is_killed_with_its_children_and_what_it_printed_is_kept(tmp_path: Path) -> None:
+def test_an_endless_tool_is_killed_with_its_children(tmp_path: Path) -> None:
     script = f"trap '' TERM INT; sleep 600 & echo $! > {tmp_path}/pid; echo first; while :; do sleep 1; done"
     run = run_tool(shell(script), 1.0)
     assert (run.text, run.reason) == ("first\n", "sh did not end within 1 s")
@@ -74,7 +74,7 @@ def test_one_that_does_not_end_is_killed_with_its_children_and_what_it_printed_i
     wait_until(lambda: is_gone(child), "its child is killed")
 
 
-def test_a_child_that_it_left_behind_is_killed_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_child_left_behind_is_killed_without_a_wait(tmp_path: Path) -> None:
     run = run_tool(shell(f"sleep 600 & echo $! > {tmp_path}/pid; echo done"), LONG)
     assert (run.text, run.reason) == ("done\n", "")
     wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())), "its child is killed")

@@ -61,7 +61,7 @@ def guards() -> set[int]:
 
 @pytest.mark.parametrize("code", [HOLDS, LEFT_STOPPED], ids=["holds it", "left it stopped"])
 @pytest.mark.parametrize("way", WAYS)
-def test_where_its_parent_is_killed_the_tool_is_too_and_its_target_runs_on(
+def test_a_tool_dies_with_its_parent_and_its_target_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, way: str
 ) -> None:
     tool = make_tool(tmp_path, code)
@@ -78,7 +78,7 @@ def test_where_its_parent_is_killed_the_tool_is_too_and_its_target_runs_on(
             wait_until(lambda: not obstacle_of(target.pid, start_ticks(target.pid)), "the target runs on")
 
 
-def test_it_ends_with_its_parent_and_touches_nothing_that_has_ended(tmp_path: Path) -> None:
+def test_it_ends_with_its_parent_and_spares_reused_pids(tmp_path: Path) -> None:
     with child(SLEEPER) as target:
         before = guards()
         watch = ToolGuard()
@@ -162,7 +162,7 @@ def test_a_traced_target_is_left_to_its_tracer() -> None:
     assert obstacles[process.pid].endswith("traces it already")
 
 
-def test_one_that_is_gone_or_another_process_by_now_is_an_obstacle() -> None:
+def test_an_ended_or_replaced_process_is_an_obstacle() -> None:
     with child(SLEEPER) as process:
         assert obstacle_of(process.pid, start_ticks(process.pid) - 1) == "it has ended"
         assert obstacle_of(process.pid, start_ticks(process.pid)) == ""
@@ -206,7 +206,7 @@ def test_where_it_is_interrupted_the_target_runs_on(monkeypatch: pytest.MonkeyPa
         runs_on(process.pid)
 
 
-def test_a_stop_that_waits_for_the_end_of_a_sleep_is_taken_back(runtime: Path, tmp_path: Path) -> None:
+def test_a_stop_pending_behind_a_sleep_is_taken_back(runtime: Path, tmp_path: Path) -> None:
     # GIVEN a thread in uninterruptible sleep that a tracer, dead by now, asked to stop
     with asleep(runtime) as target:
         with child(PTRACE + "attach(int(sys.argv[1])); ready(); pause()", str(target.pid)):

@@ -129,9 +129,7 @@ def test_a_prompt_that_stands_everywhere_is_nowhere_in_the_bundle(
     assert "CANARY" not in capsys.readouterr().out
 
 
-def test_a_report_is_told_to_a_program_and_has_no_builders_path(
-    incident: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_names_its_program_and_no_builders_path(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads((incident / "incident.json").read_text())
     document["verdict"]["text"] = "TP0 raised: [/pytorch/third_party/gloo/pair.cc:561] Connection closed."
     (incident / "incident.json").write_text(json.dumps(document))
@@ -142,7 +140,7 @@ def test_a_report_is_told_to_a_program_and_has_no_builders_path(
     assert "pair.cc" not in told["report"]
 
 
-def test_a_report_is_ready_to_paste_and_nothing_in_it_is_markup(
+def test_a_report_is_ready_to_paste_and_free_of_markup(
     incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = json.loads((incident / "incident.json").read_text())
@@ -229,7 +227,7 @@ def test_long_prompts_are_searched_for_to_their_end(
         ([{"rid": name, "input_ids": [TOKENS]} for name in "ab"], "a prompt is known by its tokens only (2 requests)"),
     ],
 )
-def test_where_not_all_prompts_are_known_the_servers_words_are_left_out(
+def test_with_unknown_prompts_the_servers_words_are_left_out(
     incident: Path, capsys: pytest.CaptureFixture[str], requests: list[dict[str, object]] | None, gap: str
 ) -> None:
     plant(incident, requests, log="a prompt of nobody knows whom\n")
@@ -305,7 +303,7 @@ def test_a_core_is_not_read_to_its_end(incident: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("prompt", ["processes", "kind", "incident_id", "schema_version", "sglang::scheduler_TP1"])
-def test_a_prompt_that_is_a_word_of_the_kit_leaves_it_readable(
+def test_a_prompt_equal_to_a_kit_word_leaves_it_readable(
     incident: Path, capsys: pytest.CaptureFixture[str], prompt: str
 ) -> None:
     before = json.loads((incident / "incident.json").read_text())

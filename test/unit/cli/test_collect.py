@@ -34,7 +34,7 @@ def collect(pid: int, output: Path, *arguments: str) -> int:
     return main(["collect", "--pid", str(pid), "--output-dir", str(output), *arguments])
 
 
-def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
+def test_every_process_has_two_files_and_every_moment_a_snapshot(
     rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "deep" / "out"
@@ -121,7 +121,7 @@ def test_for_another_machine_it_ends_with_its_reader(rank: int, tmp_path: Path, 
     assert state_of(rank) == "S"
 
 
-def test_what_native_stacks_add_to_the_verdict_is_told_after_them(
+def test_what_native_stacks_add_to_the_verdict_is_told(
     rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
@@ -157,7 +157,7 @@ def test_where_the_folder_cannot_be_made_the_snapshots_are_printed(
     assert Path(document["output_dir"]).parent == tmp_path
 
 
-def test_the_text_files_are_in_the_answer_where_there_is_room(
+def test_the_text_files_are_answered_where_there_is_room(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*QUICK, "--json", "--with-snapshots", "--with-texts"]
@@ -215,7 +215,7 @@ def _titles(pid: int) -> list[str]:
     return [process.title for process in find_processes(pid=pid).processes]
 
 
-def test_without_a_process_the_status_is_3_and_nothing_is_written(
+def test_without_a_process_nothing_is_written_and_status_is_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with child(SLEEPER) as process:
@@ -226,7 +226,7 @@ def test_without_a_process_the_status_is_3_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_in_the_shell_of_a_slurm_job_those_of_another_job_are_told_of(
+def test_in_a_slurm_shell_processes_of_other_jobs_are_mentioned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Discovery(elsewhere={Place("8", "n2"): (4711, 4712)})
@@ -244,7 +244,7 @@ def job(folder: Path, text: str) -> str:
     return str(folder / "job.yaml")
 
 
-def test_a_jobs_file_says_where_to_and_how_long_to_wait(
+def test_a_jobs_file_names_its_folder_and_its_time(
     rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = job(tmp_path, "name: x\ndebug:\n  enabled: true\n  wait_seconds: 1\n")

@@ -71,7 +71,7 @@ def collect(tmp_path: Path, *arguments: str) -> int:
     return main.main(["collect", "--slurm-job=12", f"--output-dir={tmp_path / 'out'}", *arguments])
 
 
-def test_each_node_runs_the_collector_in_its_container_with_its_own_folder(slurm: Slurm, tmp_path: Path) -> None:
+def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_path: Path) -> None:
     arguments = ["--container-name=sglang_{job_id}_{node}", "--snapshots=2", "--interval=0.5", "--all"]
     assert collect(tmp_path, *arguments, "--srun-option=--mem=0") == ExitCode.DONE
     for node in ("n1", "n2"):
@@ -92,7 +92,7 @@ def test_each_node_runs_the_collector_in_its_container_with_its_own_folder(slurm
         ]
 
 
-def test_without_a_container_it_is_this_python_and_any_command_when_asked_for(slurm: Slurm, tmp_path: Path) -> None:
+def test_without_a_container_it_is_this_python_or_any_command(slurm: Slurm, tmp_path: Path) -> None:
     collect(tmp_path, "--native")
     asked = slurm.asked("n1")
     assert "--native" in asked
@@ -130,7 +130,7 @@ def test_the_status_says_whether_all_nodes_gave_what_they_have(
     assert json.loads(capsys.readouterr().out)["exit_code"] == status
 
 
-def test_what_a_node_could_not_do_is_told_with_its_name(
+def test_what_a_node_could_not_do_is_told_by_name(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.answer(n2=REFUSED)
@@ -144,7 +144,7 @@ def test_what_a_node_could_not_do_is_told_with_its_name(
     assert lines[3:5] == ["node n2: cannot write to /x", "  next: name another"]
 
 
-def test_snapshots_of_a_node_that_has_no_such_folder_are_written_here(
+def test_snapshots_of_a_node_without_the_folder_are_written_here(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.answer(n2=FOUND | {"snapshots": ["snapshot_host_1.json"], "output_dir": "/no/elsewhere"})
@@ -154,7 +154,7 @@ def test_snapshots_of_a_node_that_has_no_such_folder_are_written_here(
     assert sorted(path.name for path in (tmp_path / "out/n2").glob("*.json")) == ["snapshot.1.json", "snapshot.2.json"]
 
 
-def test_a_job_that_there_is_not_is_told_before_the_wait(
+def test_a_missing_job_is_told_before_the_wait(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm.forget_the_job()
@@ -172,7 +172,7 @@ def test_a_job_that_there_is_not_is_told_before_the_wait(
         (FOUND | {"snapshots": ["x" * 9999]}, "File name too long"),
     ],
 )
-def test_an_answer_that_is_not_understood_is_told_and_holds_up_nothing(
+def test_an_answer_not_understood_is_told_and_delays_nothing(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], document: dict[str, object], why: str
 ) -> None:
     slurm.answer(n2=document)
@@ -201,7 +201,7 @@ def test_the_snapshots_of_all_nodes_are_explained_as_one(
     assert "(pid 4711 on n2) is stopped (state T)" in lines[-1]
 
 
-def test_of_very_many_lines_some_are_printed_and_all_are_in_a_file(
+def test_of_many_lines_some_are_printed_and_all_filed(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = tuple(replace(RANK, host="n1", pid=pid, ranks={"tp": pid}) for pid in range(300))
@@ -227,7 +227,7 @@ def test_of_very_many_lines_some_are_printed_and_all_are_in_a_file(
     [["--pid=1"], ["--remote-command="], ["--remote-command='"], ["--container-name={rank}"]],
     ids=["pid", "no command", "quote", "pattern"],
 )
-def test_what_makes_no_sense_for_a_job_is_refused_before_any_node_is_asked(
+def test_nonsense_for_a_job_is_refused_before_asking_any_node(
     slurm: Slurm, tmp_path: Path, arguments: list[str]
 ) -> None:
     assert collect(tmp_path, *arguments) == ExitCode.USAGE
@@ -324,7 +324,7 @@ def test_the_files_of_each_host_come_with_its_answer(hosts: Hosts, capsys: pytes
     assert document["via"] == "python"
 
 
-def test_each_host_is_asked_for_its_files_by_the_command_of_the_user(hosts: Hosts) -> None:
+def test_each_host_is_asked_for_files_by_the_users_command(hosts: Hosts) -> None:
     hosts.collect(ANSWERS, "--all-servers", "--any-user", "--snapshots=2", "--remote-command=env 'X=a b' kit")
     for host in ANSWERS:
         assert hosts.asked(host) == [
@@ -348,7 +348,7 @@ def test_each_host_is_asked_for_its_files_by_the_command_of_the_user(hosts: Host
     ],
     ids=["hangs", "wants a password", "junk", "no object", "long", "killed"],
 )
-def test_a_host_without_an_answer_is_named_and_the_others_are_there(
+def test_a_host_without_an_answer_is_named_beside_the_others(
     hosts: Hosts, capsys: pytest.CaptureFixture[str], script: str, why: str
 ) -> None:
     # The others are to answer within that, too.

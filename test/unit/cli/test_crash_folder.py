@@ -21,7 +21,7 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_folder_of_a_running_server_is_known_by_its_handlers_log(
+def test_a_running_servers_folder_is_known_by_its_handlers_log(
     nothing_known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = tmp_path / "crash" / "node7"

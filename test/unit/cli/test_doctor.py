@@ -27,9 +27,7 @@ def test_all_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {"kit", "py-spy", "crash folder", "grace period"} <= {finding["topic"] for finding in told["findings"]}
 
 
-def test_a_problem_is_the_exit_status_and_its_path_is_escaped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_is_the_exit_status_with_its_path_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a\x1b[2J").write_text("")
     assert main(["doctor", "--crash-dump-folder", str(tmp_path / "a\x1b[2J")]) == 1
     text = capsys.readouterr().out

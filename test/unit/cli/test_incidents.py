@@ -94,9 +94,7 @@ def test_without_an_incident_the_status_is_3(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_without_a_folder_the_status_is_3_and_the_next_step_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_folder_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["incidents", str(tmp_path / "absent")]) == 3
     assert capsys.readouterr().err == (
         f"sglang-crashkit incidents: {tmp_path}/absent is not a folder\n"
@@ -185,7 +183,7 @@ def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_folder_that_may_not_be_read_is_said_to_be_so(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_said_to_be_so(tmp_path: Path) -> None:
     # The command must be readable by that user, so it is started as root and becomes that user.
     path = make_incident(tmp_path, 1.0, "")
     code = "import os, sys; import sglang_crashkit.kernel.guarded_read; from sglang_crashkit.cli import main; "
@@ -241,7 +239,7 @@ def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_host_that_is_closed_is_named_among_those_that_are_open() -> None:
+def test_a_closed_host_is_named_among_the_open_ones() -> None:
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         crash = Path(name) / "crash"

@@ -100,7 +100,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         (PartialError, 5),
     ],
 )
-def test_an_error_ends_with_its_status_and_names_the_next_step(
+def test_an_error_has_its_status_and_names_the_next_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[CrashkitError], status: int
 ) -> None:
     def fail(_args: object) -> ExitCode:

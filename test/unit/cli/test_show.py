@@ -175,7 +175,7 @@ def test_a_program_gets_the_document(crash_dir: Path, capsys: pytest.CaptureFixt
         ("--env", "no environment in {}\n"),
     ],
 )
-def test_a_part_that_is_not_there_is_said_to_be_missing_and_why(
+def test_a_missing_part_is_said_to_be_missing_and_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, words: str
 ) -> None:
     evidence = [{"kind": "steps", "status": "skipped", "reason": "it was dead"}]

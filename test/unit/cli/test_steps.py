@@ -45,7 +45,7 @@ def incident(tmp_path: Path) -> Path:
     return make_incident(incidents, pieces=pieces(TP0=TP0, TP1=TP1))
 
 
-def test_the_ranks_stand_side_by_side_and_the_diverging_step_is_marked(
+def test_ranks_stand_side_by_side_with_the_divergence_marked(
     incident: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["steps", str(incident), "--last", "3"]) == 0
@@ -62,7 +62,7 @@ def test_the_ranks_stand_side_by_side_and_the_diverging_step_is_marked(
     )
 
 
-def test_an_incident_is_meant_by_its_id_its_folder_or_as_the_latest(
+def test_an_incident_is_meant_by_id_folder_or_latest(
     incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", list)
@@ -96,17 +96,13 @@ def test_what_the_incident_says_of_the_divergence_stands(tmp_path: Path, capsys:
     assert [line.split()[0] for line in told[3:7]] == ["4", ">", "6", "1,101"]
 
 
-def test_of_many_ranks_those_that_did_the_same_share_a_column(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_did_the_same_share_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = {f"TP{number}": TP1 if number == 3 else TP0 for number in range(8)}
     assert main(["steps", str(make_incident(tmp_path, pieces=pieces(**ranks)))]) == 0
     assert capsys.readouterr().out.splitlines()[2].split() == ["step", "TP0-2,4-7", "TP3"]
 
 
-def test_of_a_server_with_one_rank_nothing_is_said_of_others(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_one_rank_nothing_is_said_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_incident(tmp_path / "host" / "incidents", pieces={"ranks/scheduler-11.steps.jsonl": lines(TP0)})
     assert main(["steps", str(path), "--last", "1"]) == 0
     assert capsys.readouterr().out == (
@@ -128,9 +124,7 @@ def test_a_torn_line_is_counted_and_the_others_are_read(tmp_path: Path, capsys: 
     assert "scheduler" in capsys.readouterr().out
 
 
-def test_a_rank_that_is_not_there_is_named_with_those_that_are(
-    incident: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_rank_is_named_with_those_there_are(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["steps", str(incident), "--rank", "TP7"]) == 2
     assert "there is no rank TP7\n  next: --rank TP0   # or TP1" in capsys.readouterr().err
 

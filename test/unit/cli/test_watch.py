@@ -78,7 +78,7 @@ def hang(server: Served) -> None:
     server.mode.write_text("hang")
 
 
-def test_a_hang_is_seen_the_stacks_are_taken_and_progress_is_told(tmp_path: Path) -> None:
+def test_a_hang_is_seen_captured_and_its_progress_told(tmp_path: Path) -> None:
     with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.ranks[RANKS[0]])) as watch:
         assert f"server {server.popen.pid} at {server.url}" in watch.await_event("watching")["text"]
         watch.await_event("serving")
@@ -102,7 +102,7 @@ def test_a_hang_is_seen_the_stacks_are_taken_and_progress_is_told(tmp_path: Path
         assert watch.events()[-1]["event"] == "gone"
 
 
-def test_a_crash_is_told_with_who_failed_first_and_no_hang_after_it(tmp_path: Path) -> None:
+def test_a_crash_names_who_failed_first_and_hides_later_hangs(tmp_path: Path) -> None:
     with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
         watch.await_event("serving")
         pid = server.ranks[RANKS[1]]
@@ -143,9 +143,7 @@ def test_the_incident_of_a_patched_server_is_told(tmp_path: Path, monkeypatch: p
     assert (incident["headline"], incident["path"]) == (f"killed: {RANKS[1]} (pid {pid})", str(made))
 
 
-def test_a_crash_that_only_the_handler_saw_is_told_in_the_same_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_only_the_handler_saw_has_the_same_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
@@ -177,7 +175,7 @@ def test_it_ends_in_order_when_it_is_asked_to(tmp_path: Path, signum: int, statu
         assert watch.popen.stderr.read() == b""
 
 
-def test_of_a_server_that_is_no_process_here_the_health_check_alone_tells(tmp_path: Path) -> None:
+def test_without_local_processes_the_health_check_alone_tells(tmp_path: Path) -> None:
     with answering(ELSEWHERE) as server, watching(tmp_path, "--url", server.url) as watch:
         watch.await_event("serving")
         server.statuses |= {"/health_generate": 0, "/server_info": 0}
@@ -210,7 +208,7 @@ def test_without_json_each_event_is_a_line(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_stacks_that_cannot_be_written_are_told_and_the_watch_goes_on(tmp_path: Path) -> None:
+def test_stacks_that_cannot_be_written_do_not_end_the_watch(tmp_path: Path) -> None:
     (tmp_path / "stacks").write_text("no folder")
     with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
         watch.await_event("serving")
@@ -222,7 +220,7 @@ def test_stacks_that_cannot_be_written_are_told_and_the_watch_goes_on(tmp_path: 
 
 
 @pytest.mark.parametrize(("value", "secs"), [("0", "60 s"), ("rubbish", "60 s"), ("0.5", "2 s"), ("90", "90 s")])
-def test_the_time_is_that_of_the_handler_or_the_default_where_that_is_switched_off(
+def test_the_time_is_the_handlers_or_else_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, secs: str
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_HANG_SECS", value)
@@ -230,7 +228,7 @@ def test_the_time_is_that_of_the_handler_or_the_default_where_that_is_switched_o
         assert watch.await_event("watching")["text"].endswith(f"; {secs} without an answer are a hang")
 
 
-def test_a_paused_server_behind_a_key_is_seen_to_be_paused(tmp_path: Path) -> None:
+def test_a_paused_server_behind_a_key_is_seen_paused(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("top secret\n")
     with (

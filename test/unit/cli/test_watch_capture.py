@@ -72,9 +72,7 @@ def test_a_verdict_that_native_stacks_change_is_told_again(rank: int, tmp_path: 
     assert first.keys() == second.keys() == {"level", "explanation"}
 
 
-def test_a_folder_that_is_lost_while_the_debugger_runs_is_told(
-    rank: int, tmp_path: Path, told: Told, gdb: Path
-) -> None:
+def test_a_folder_lost_while_the_debugger_runs_is_told(rank: int, tmp_path: Path, told: Told, gdb: Path) -> None:
     output = tmp_path / "out"
     gdb.write_text(f"{GDB}mv {output} {output}.moved\n")
     capture(rank, output, told)

@@ -104,7 +104,7 @@ def test_the_debuggers_output_stands_below_what_is_missing_of_it() -> None:
     ]
 
 
-def test_a_state_says_where_the_kernel_has_it_and_who_traces_it() -> None:
+def test_a_state_says_where_in_the_kernel_and_who_traces() -> None:
     assert state_in_words(moment()) == "it had ended"
     assert state_in_words(moment(state="D", wchan="nfs_wait", tracer=9)) == (
         "in uninterruptible sleep (D) in nfs_wait, traced by process 9, 0.00 s of CPU time used"

@@ -58,7 +58,7 @@ def test_a_round_is_a_snapshot_with_what_the_server_is(tmp_path: Path) -> None:
     assert "inner_function" in functions_of(one.threads)
 
 
-def test_several_rounds_tell_a_process_that_spins_from_one_that_stands(tmp_path: Path) -> None:
+def test_several_rounds_tell_spinning_from_standing(tmp_path: Path) -> None:
     with child(SLEEPER) as still, child("ready()\nwhile True: pass") as spinning:
         settle_in_sleep(still.pid)
         plan = {"snapshots": 3, "interval_secs": 0.3}
@@ -72,7 +72,7 @@ def test_several_rounds_tell_a_process_that_spins_from_one_that_stands(tmp_path:
     assert used[0][1] > 0.0
 
 
-def test_one_that_has_ended_is_told_of_and_the_others_are_collected(tmp_path: Path) -> None:
+def test_an_ended_process_is_told_and_the_others_are_collected(tmp_path: Path) -> None:
     with child(SLEEPER) as process, child(SLEEPER) as gone:
         processes = found(process.pid), found(gone.pid)
         gone.kill()
@@ -90,7 +90,7 @@ def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: 
     assert (seen.problems[0].why, seen.problems[0].next) == ("Permission denied", MAY_TRACE)
 
 
-def test_a_process_of_a_patched_server_tells_its_own_stacks_where_py_spy_cannot(
+def test_a_patched_server_tells_its_stacks_where_py_spy_cannot(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_crashkit.collect.observing.socket_of", lambda _pid: runtime / "handler.sock")
@@ -110,7 +110,7 @@ def test_the_limit_of_a_tool_is_for_all_rounds(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_processes_are_captured_side_by_side_whatever_server_they_are_of(
+def test_processes_of_different_servers_are_captured_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a py-spy that ends only when three of it run at the same time
@@ -126,9 +126,7 @@ def test_processes_are_captured_side_by_side_whatever_server_they_are_of(
     assert [functions_of(process.threads) for process in seen.processes] == [["waits"]] * 3, seen.problems
 
 
-def test_without_a_debugger_py_spy_takes_native_stacks_and_the_file_says_what_is_missing(
-    tmp_path: Path, no_debugger: None
-) -> None:
+def test_without_a_debugger_py_spy_takes_native_stacks(tmp_path: Path, no_debugger: None) -> None:
     with child(SLEEPER) as process:
         settle_in_sleep(process.pid)
         collection, (seen,) = collect(tmp_path, found(process.pid), native=True)
@@ -141,7 +139,7 @@ def test_without_a_debugger_py_spy_takes_native_stacks_and_the_file_says_what_is
 IDLE = "def recv_requests(): time.sleep(120)\nready(); recv_requests()"
 
 
-def test_a_server_that_does_not_hang_is_spared_beside_one_that_may(tmp_path: Path, no_debugger: None) -> None:
+def test_a_server_that_does_not_hang_is_spared(tmp_path: Path, no_debugger: None) -> None:
     # GIVEN one that waits for requests in each of several looks, and one of which nothing is certain
     with child(IDLE, title=TITLE) as idle, child(SLEEPER) as unclear:
         settle_in_sleep(idle.pid)

@@ -65,7 +65,7 @@ def test_why_a_node_is_silent_is_told_with_what_helps(
     assert following in problem.next
 
 
-def test_the_answer_is_found_in_what_a_container_prints_around_it() -> None:
+def test_the_answer_is_found_amid_what_a_container_prints() -> None:
     answer = {"exit_code": 1, "nested": {"exit_code": 0}, "text": "}\n{"}
     printed = f"== PyTorch ==\n{{not json}}\n{{}}\n{json.dumps(answer)}\nbye {{}}\n{{}}\n"
     assert find_answer(printed) == answer
@@ -103,7 +103,7 @@ def run_all(
     ],
     ids=["hangs", "ignores signals", "prints for ever", "complains for ever", "cannot be run"],
 )
-def test_a_node_that_does_not_end_well_is_given_up_alone(argv: list[str], problem: str, tmp_path: Path) -> None:
+def test_a_node_that_ends_badly_is_given_up_alone(argv: list[str], problem: str, tmp_path: Path) -> None:
     given_up: list[str] = []
     limits = Limits(at_once=2, node_secs=2.0, max_output=ONE_MIB)
     runs = run_all({"bad": argv, "well": WELL}, tmp_path, limits, given_up)
@@ -146,7 +146,7 @@ def test_nodes_whose_time_is_over_are_not_asked(tmp_path: Path) -> None:
     assert not (tmp_path / "asked").exists()
 
 
-def test_where_a_nodes_folder_cannot_be_made_it_is_not_asked(tmp_path: Path) -> None:
+def test_a_node_whose_folder_cannot_be_made_is_not_asked(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a file")
     (run,) = run_all({"a": ["touch", str(tmp_path / "asked")]}, tmp_path, Limits()).values()
     assert run.problem.startswith("touch was not started: ")

@@ -53,7 +53,7 @@ def test_a_jobs_environment_gives_its_options_to_no_step() -> None:
 
 
 @pytest.mark.parametrize(("argv", "is_cancelled"), [(["sleep", "600"], True), (["/no/srun"], True), (["true"], False)])
-def test_the_step_of_a_node_that_gives_no_answer_is_cancelled(
+def test_the_step_of_an_unanswering_node_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], is_cancelled: bool
 ) -> None:
     # GIVEN a stand-in for what is asked which step is to be cancelled

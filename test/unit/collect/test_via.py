@@ -79,7 +79,7 @@ def test_what_reaches_no_host_is_refused(template: str, hosts: list[str], why: s
     "template",
     ["sudo -n ssh {host}", "timeout 5 /usr/bin/ssh {host}", "autossh {host}", "kubectl exec {host} -- ssh in"],
 )
-def test_ssh_behind_another_word_has_to_be_told_where_the_command_goes(template: str) -> None:
+def test_wrapped_ssh_must_be_told_where_the_command_goes(template: str) -> None:
     with pytest.raises(UsageError, match="has a shell take the command apart") as caught:
         reach_hosts(template, ["h"])
     assert caught.value.next_step == f"--via '{template} {{command}}'"
@@ -151,6 +151,6 @@ def test_a_late_host_is_told_with_what_it_said_last() -> None:
     assert problem.next == "raise --node-timeout or --timeout, or look at it: kubectl exec h -c sglang -- true"
 
 
-def test_what_a_host_prints_in_place_of_an_answer_is_shown() -> None:
+def test_what_a_host_prints_instead_of_an_answer_is_shown() -> None:
     problem = why_silent(NodeRun("h", 0, output="welcome\n/bin/kit: bad interpreter\n"), reach_hosts(KUBECTL, ["h"]))
     assert problem.why == "the collector ended there with status 0 and without a result: /bin/kit: bad interpreter"

@@ -40,7 +40,7 @@ def test_this_machine_is_looked_at(tmp_path: Path) -> None:
     assert "--crash-dump-folder" in facts.arguments
 
 
-def test_a_crash_folder_that_was_given_by_nobody_is_the_temporary_one() -> None:
+def test_the_default_crash_folder_is_the_temporary_one() -> None:
     facts = gather(Installation("patched", "x"), [], environ={})
     assert not facts.has_own_folder
     assert facts.folder.path.endswith(f"sglang-crashkit-{os.getuid()}")
@@ -60,7 +60,7 @@ def test_the_mode_follows_from_the_command_line(arguments: tuple[str, ...], mode
     assert server.mode is mode
 
 
-def test_a_server_has_the_handler_that_one_of_its_workers_knows() -> None:
+def test_a_server_has_the_handler_that_its_worker_knows() -> None:
     workers = [process(9, "sglang::scheduler_TP0"), process(10, "sglang::scheduler_TP1")]
     (watched,) = server_facts(workers, {10: (12, "")})
     (alone,) = server_facts(workers, {99: (12, "")})
@@ -131,7 +131,7 @@ def test_what_incidents_take_is_counted(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["host"]
 
 
-def test_a_folder_that_is_not_there_is_judged_by_the_one_above(tmp_path: Path) -> None:
+def test_a_missing_folder_is_judged_by_the_one_above(tmp_path: Path) -> None:
     facts = read_folder(tmp_path / "a" / "b", {})
     assert (facts.exists, facts.problem) == (False, "")
     assert facts.total > 0

@@ -121,7 +121,7 @@ def test_a_restarted_process_is_followed_and_its_forerunner_forgotten(tmp_path, 
     assert watch.death().pid == second.pid
 
 
-def test_an_exit_that_was_announced_is_quiet_and_the_next_one_is_not(tmp_path, start):
+def test_an_announced_exit_is_quiet_and_the_next_is_not(tmp_path, start):
     members = {"server": start(), "other": start()}
     watch = Watch(members.items, tmp_path)
     with watch.watcher.expecting("server"):
@@ -134,7 +134,7 @@ def test_an_exit_that_was_announced_is_quiet_and_the_next_one_is_not(tmp_path, s
     assert watch.death().pid == members["server"].pid
 
 
-def test_an_exit_that_was_announced_is_quiet_although_it_is_seen_later(tmp_path, start):
+def test_an_announced_exit_is_quiet_although_it_is_seen_later(tmp_path, start):
     process, listed = start(), threading.Event()
 
     def members():
@@ -346,7 +346,7 @@ def test_the_run_ends_with_the_status_of_the_dead_process(code, rc, status):
     assert seconds < 60
 
 
-def test_the_run_goes_on_after_status_0_and_after_the_event_is_set():
+def test_the_run_goes_on_after_status_0_or_the_event():
     done, _ = run("", seconds=1)
     assert (done.returncode, "the end" in done.stdout, "FAIL-FAST" in done.stderr) == (0, True, False)
     done, _ = run("import time; time.sleep(120)", "stop.set(); victim.kill(); victim.wait()", seconds=0.5)
@@ -377,7 +377,7 @@ def test_upstreams_own_watcher_starts_where_the_kit_is_off(monkeypatch):
     event.set()
 
 
-def test_one_process_of_each_side_is_named_first_and_a_scheduler_before_others():
+def test_one_process_of_each_side_is_named_schedulers_first():
     titles = [("a", "python -m x"), ("a", "sglang::scheduler_TP0"), ("b", "python -m y"), ("a", "sglang::detokenizer")]
     survivors = [Survivor(name, pid, title, ("f (x:1)", "g (x:2)")) for pid, (name, title) in enumerate(titles)]
     lines = list(Death("c", 9, -9, 0.0, survivors=survivors).lines())

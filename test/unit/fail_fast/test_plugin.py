@@ -81,7 +81,7 @@ def test_of_something_else():
 """
 
 
-def test_the_running_test_fails_by_name_and_everything_else_goes_on(run):
+def test_the_running_test_fails_by_name_and_others_go_on(run):
     result = run(CLASS, "-s")
     assert result.outcomes == {
         "test_before": ["passed"],
@@ -194,7 +194,7 @@ def test_a_broken_connection_is_explained_by_the_death_behind_it(run):
 
 
 @pytest.mark.wide
-def test_a_death_during_setup_fails_the_setup_and_what_it_began_is_cleaned_up(run):
+def test_a_death_during_setup_fails_and_cleans_it_up(run):
     result = run(
         """
         @pytest.fixture(scope="class")
@@ -231,7 +231,7 @@ def test_a_death_during_setup_fails_the_setup_and_what_it_began_is_cleaned_up(ru
 
 
 @pytest.mark.wide
-def test_a_test_that_does_not_depend_on_the_dead_process_is_not_interrupted(run):
+def test_a_test_independent_of_the_dead_process_goes_on(run):
     result = run(
         """
         @pytest.fixture(scope="session")
@@ -262,7 +262,7 @@ def test_a_test_that_does_not_depend_on_the_dead_process_is_not_interrupted(run)
     assert "server (pid=" in result.messages["test_3"]
 
 
-def test_a_death_that_no_test_met_is_an_error_of_the_last_teardown(run):
+def test_a_death_between_tests_is_an_error_of_the_teardown(run):
     result = run(
         """
         @pytest.fixture

@@ -60,7 +60,7 @@ def finish(crash_folder: Path, lines: dict[str, dict[str, Any]]) -> Incident:
 
 
 @pytest.mark.parametrize(("others", "first"), [(3, "odd"), (1, "0")])
-def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, others: int, first: str) -> None:
+def test_a_request_with_a_unique_parameter_comes_first(tmp_path: Path, others: int, first: str) -> None:
     plain = {"text": "x", "sampling_params": {"top_k": 5}}
     lines = {str(number): plain for number in range(others)} | {"odd": plain | {"return_logprob": True}}
     suspects = finish(tmp_path, lines).suspects
@@ -68,7 +68,7 @@ def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, other
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
 
 
-def test_of_a_large_batch_what_the_last_one_asks_for_is_known(tmp_path: Path) -> None:
+def test_all_requests_of_a_large_batch_are_known(tmp_path: Path) -> None:
     lines = {f"r{number:03}": {"text": f"text {number}", "sampling_params": {"top_k": 5}} for number in range(100)}
     lines["odd"] = {"text": "x", "sampling_params": {"top_k": 5, "min_p": 0.5}}
     text = "".join(line_of(rid, line) for rid, line in lines.items())
@@ -106,7 +106,7 @@ def test_a_suspect_says_that_it_was_aborted_before(
     assert made.suspects[0].reasons == [ALONE, *([ABORTED] if is_before else [])]
 
 
-def test_before_a_hang_whose_beginning_is_not_known_nothing_was_aborted(tmp_path: Path) -> None:
+def test_before_a_hang_of_unknown_beginning_nothing_was_aborted(tmp_path: Path) -> None:
     made = incident("0")
     made.verdict = Verdict("hang", Failure(7, "x"), "supported", "It hangs.")
     made.note(NOON + 60, "unhealthy_at_sigterm", pid=1)
@@ -115,7 +115,7 @@ def test_before_a_hang_whose_beginning_is_not_known_nothing_was_aborted(tmp_path
 
 
 @pytest.mark.parametrize(("secs", "is_before"), [(30.0, True), (50.0, False)])
-def test_who_left_while_the_last_step_stood_still_did_not_leave_before(
+def test_who_left_during_the_last_step_had_not_left_before(
     tmp_path: Path, secs: float, is_before: bool
 ) -> None:
     made = incident("0")
@@ -217,7 +217,7 @@ def test_of_very_many_unanswered_requests_the_newest_are_chosen(
 
 
 @pytest.mark.parametrize("odd", ["x" * 1025, None])
-def test_an_id_that_is_none_or_too_long_is_left_out_and_no_more(tmp_path: Path, odd: str | None) -> None:
+def test_an_id_that_is_none_or_too_long_is_skipped(tmp_path: Path, odd: str | None) -> None:
     assert [suspect.rid for suspect in late(tmp_path, ["early", odd, "late"]).suspects] == ["late", "early"]
 
 
@@ -245,7 +245,7 @@ def test_the_only_request_of_a_second_fatal_step_is_proven(
 
 
 @pytest.mark.parametrize(("unfinished", "listed"), [(1, "proven"), (2, "suspected")])
-def test_what_was_in_no_step_is_proven_where_nothing_else_was_under_way(
+def test_what_was_alone_before_any_step_is_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfinished: int, listed: str
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
@@ -258,7 +258,7 @@ def test_what_was_in_no_step_is_proven_where_nothing_else_was_under_way(
     assert [entry.level for entry in read_entries(tmp_path)] == [listed]
 
 
-def test_what_was_in_a_rank_that_somebody_stopped_is_not_in_quarantine(
+def test_requests_in_a_rank_stopped_from_outside_are_not_quarantined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
@@ -269,9 +269,7 @@ def test_what_was_in_a_rank_that_somebody_stopped_is_not_in_quarantine(
     assert read_entries(tmp_path) == []
 
 
-def test_one_of_several_is_a_suspect_and_without_a_quarantine_none_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_several_is_a_suspect_only_with_a_quarantine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crash(tmp_path, 1, "a", "b")
     assert read_entries(tmp_path) == []
     monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
@@ -366,7 +364,7 @@ def make_incident(kind: str = "exception") -> Incident:
 @pytest.mark.parametrize(
     ("record", "name"), [(json.dumps(RECORD), "poison_request"), ("{torn", "exception"), (None, "exception")]
 )
-def test_the_record_of_the_rank_is_read_where_it_is_whole(tmp_path: Path, record: str | None, name: str) -> None:
+def test_the_rank_record_is_read_where_it_is_whole(tmp_path: Path, record: str | None, name: str) -> None:
     if record is not None:
         (tmp_path / "ranks").mkdir()
         (tmp_path / "ranks" / "r.exception.json").write_text(record)

@@ -141,9 +141,7 @@ def test_a_hang_names_the_rank_that_is_behind(start_gpu_server: Start, record: R
     assert server.process.poll() is None
 
 
-def test_without_nccl_what_was_done_over_gloo_names_the_rank_that_is_behind(
-    start_gpu_server: Start, tmp_path: Path
-) -> None:
+def test_without_nccl_gloo_names_the_rank_that_is_behind(start_gpu_server: Start, tmp_path: Path) -> None:
     server = start_gpu_server(SGLANG_CRASHKIT_HANG_SECS="2")
     for rank, content in ((0, WAITING), (1, BEHIND)):
         record_gloo(server, tmp_path, rank, content)
@@ -176,7 +174,7 @@ def test_without_nccl_and_gloo_nothing_is_told(start_gpu_server: Start) -> None:
     assert "## Collectives" not in told["summary"]
 
 
-def test_a_rank_that_holds_the_gil_has_no_record_of_gloo_and_it_says_so(start_gpu_server: Start) -> None:
+def test_a_rank_holding_the_gil_says_why_gloo_is_missing(start_gpu_server: Start) -> None:
     server = start_gpu_server()
     server.say("tell scheduler_TP0 hold_the_lock")
     told = crash(server)
@@ -197,7 +195,7 @@ def test_without_a_crash_folder_nothing_is_asked(start_server: Start) -> None:
     )
 
 
-def test_a_rank_that_does_not_answer_is_given_up_within_its_time(start_gpu_server: Start, record: Record) -> None:
+def test_a_rank_without_an_answer_is_given_up_in_time(start_gpu_server: Start, record: Record) -> None:
     server = start_gpu_server()
     record(server, 0, pickled(WAITING), how="deaf")
     told = crash(server)

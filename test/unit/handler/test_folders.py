@@ -407,7 +407,7 @@ def test_what_the_servers_processes_could_not_finish_is_removed(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
-def test_disks_that_do_not_answer_share_the_time_that_the_launch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_disks_share_the_time_that_the_launch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now, given = [100.0], []
 
     def make(secs: float, _make: Callable[[], object]) -> str:

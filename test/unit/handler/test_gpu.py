@@ -117,7 +117,7 @@ def test_an_incident_has_what_became_of_the_gpus(start_server: Start, driver: Dr
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_a_driver_that_hangs_costs_neither_the_incident_nor_what_was_seen_before(
+def test_a_hanging_driver_costs_neither_incident_nor_earlier_facts(
     start_server: Start, driver: Driver, tmp_path: Path, from_the_start: bool
 ) -> None:
     driver.say(mode="hang_all" if from_the_start else "")

@@ -735,7 +735,7 @@ def live(world: World, *silent: int, cpu: float = 0.0) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("role", LOOPS)
-def test_a_loop_that_does_not_come_round_hangs_until_it_does(whole: World, role: str) -> None:
+def test_a_loop_that_does_not_come_round_hangs_until_then(whole: World, role: str) -> None:
     whole.root.role = role
     whole.pass_time(20, live(whole))
     whole.pass_time(4, live(whole, ROOT))
@@ -750,7 +750,7 @@ def test_a_loop_that_does_not_come_round_hangs_until_it_does(whole: World, role:
 
 
 @pytest.mark.parametrize("root_hangs", [False, True])
-def test_a_loop_between_two_beats_does_not_hang_with_a_rank(root_hangs: bool) -> None:
+def test_a_loop_between_two_heartbeats_does_not_hang_too(root_hangs: bool) -> None:
     world = World(hang_secs=2.0)
     world.processes.append(world.root)
     world.beat()
@@ -842,7 +842,7 @@ def test_a_loop_hangs_while_a_scheduler_compiles(whole: World) -> None:
 
 
 @given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
-def test_of_a_loop_too_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: float) -> None:
+def test_for_a_loop_only_time_seen_to_pass_counts(gaps: list[float], hang_secs: float) -> None:
     world = World(hang_secs)
     world.processes.append(world.root)
     world.beat()
@@ -856,7 +856,7 @@ def test_of_a_loop_too_only_time_that_was_seen_to_pass_counts(gaps: list[float],
     assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
 
 
-def test_what_a_process_that_is_gone_passed_on_is_given_back(whole: World) -> None:
+def test_descriptors_passed_on_by_ended_processes_are_closed(whole: World) -> None:
     whole.root.exited_at = 1.0
     whole.pass_time(60, live(whole, ROOT))
     assert (whole.hangs, whole.heartbeats.said_by(whole.root)) == ([], None)  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ def test_a_hang_may_end_come_again_and_become_a_crash(start_server: Start) -> No
 
 
 @pytest.mark.parametrize("name", ["detokenizer", "server"])
-def test_what_has_no_heartbeat_and_is_stopped_is_named_until_it_goes_on(start_server: Start, name: str) -> None:
+def test_a_stopped_process_without_heartbeat_is_named_until_it_continues(start_server: Start, name: str) -> None:
     server = start_beating(start_server)
     pid = server.ranks.get(name, server.pid)
     os.kill(pid, signal.SIGSTOP)

@@ -53,7 +53,7 @@ def world() -> Iterator[World]:
         writer.close()
 
 
-def test_the_silent_are_named_in_the_order_of_their_last_signs(world: World) -> None:
+def test_the_silent_are_named_by_their_last_signs(world: World) -> None:
     world.follow().now += 0.5
     world.beat(10)
     world.now += 2.0

@@ -206,7 +206,7 @@ def test_a_child_that_the_kernel_reaped_has_ended(
     assert (tmp_path / "kit.prom").is_file()
 
 
-def test_a_shared_folder_that_comes_later_is_checked_all_the_same(
+def test_a_shared_folder_that_comes_later_is_checked_too(
     publisher: Callable[..., MetricsPublisher], tmp_path: Path
 ) -> None:
     made = publisher({"port": 1, "enable_metrics": True}, **{SHARED: str(tmp_path / "later")})

@@ -105,7 +105,7 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
     assert (Path(document["folder"]) / "incident.json").stat().st_size < 60_000
 
 
-def test_of_a_second_step_that_is_not_finished_the_requests_are_told() -> None:
+def test_requests_of_a_second_unfinished_step_are_told() -> None:
     requests = tuple(StepRequest(f"r{number}", number, 1, 9) for number in range(100))
     done, launched, current = (
         Step(number, 1.0, 2.0 if number == 1 else None, "scheduled", "decode", requests, 100, 100)
@@ -156,7 +156,7 @@ def pieces(report: dict[str, object], kind: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.story
-def test_a_killed_rank_leaves_its_log_and_what_surrounded_the_server(start_server: Callable[..., Server]) -> None:
+def test_a_killed_rank_leaves_its_log_and_the_servers_environment(start_server: Callable[..., Server]) -> None:
     server = start_server()
     server.kill("scheduler_TP1")
     document = document_of(server)
@@ -178,7 +178,7 @@ def test_a_killed_rank_leaves_its_log_and_what_surrounded_the_server(start_serve
     assert not any("canary-api-key" in text for text in written)
 
 
-def test_a_killed_server_is_told_of_from_what_it_said_at_its_launch(start_server: Callable[..., Server]) -> None:
+def test_a_killed_servers_launch_facts_are_told(start_server: Callable[..., Server]) -> None:
     server = start_server(environ={"SGLANG_CRASHKIT_LOG_RECORDS": "0"})
     server.process.kill()
     document = document_of(server)
@@ -243,7 +243,7 @@ def test_gathering_ends_with_the_incident(budget: float, now: float, deadline: f
     assert gathering_deadline(100.0, budget, now) == deadline
 
 
-def test_an_incident_that_waited_as_long_as_it_may_gathers_within_its_budget() -> None:
+def test_a_late_incident_gathers_within_its_budget() -> None:
     for budget in (1.0, 5.0, 20.0, 300.0):
         assert gathering_deadline(0.0, budget, secs_before(budget)) <= budget
 

@@ -63,12 +63,12 @@ def test_without_a_verdict_there_is_no_status() -> None:
     assert exit_status_of(document) is None
 
 
-def test_while_the_server_starts_only_a_signal_and_a_lost_peer_tell_more() -> None:
+def test_at_startup_only_signals_and_lost_peers_tell_more() -> None:
     assert {while_starting(status) for status in (None, 81, 83, 84, 85, 86)} == {86}
     assert [while_starting(status) for status in (OUT_OF_MEMORY, 139, 82, 87)] == [137, 139, 82, 87]
 
 
-def test_no_status_is_one_that_a_shell_python_or_the_kits_commands_use() -> None:
+def test_no_status_is_one_that_shells_python_or_commands_use() -> None:
     for status in ServerExit:
         assert 78 < status < 126
     assert OUT_OF_MEMORY == 128 + signal.SIGKILL
@@ -97,7 +97,7 @@ def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool
         (ExitStatus(), False),
     ],
 )
-def test_an_orderly_end_is_one_that_somebody_may_have_asked_for(end: ExitStatus, expected: bool) -> None:
+def test_an_orderly_end_is_one_that_may_be_requested(end: ExitStatus, expected: bool) -> None:
     assert exit_status.is_orderly(end) == expected
 
 

@@ -105,7 +105,7 @@ def test_what_tells_faults_apart_does(document: dict[str, Any], path: str, value
     assert fault.key != other.key
 
 
-def test_hangs_of_which_no_stack_was_seen_are_not_taken_for_the_same() -> None:
+def test_hangs_without_a_stack_are_not_taken_for_the_same() -> None:
     hung = changed(changed(RAISED, "verdict.kind", "hang"), "timeline", [])
     assert fault_of(hung) is not None
     for process in hung["processes"]:
@@ -121,7 +121,7 @@ def starting(title: str, rank: dict[str, int], doing: list[str]) -> dict[str, An
     return changed(document, "processes.1.doing", doing)
 
 
-def test_of_a_server_that_starts_neither_the_moment_nor_a_title_that_is_not_set_yet_matters() -> None:
+def test_at_startup_neither_the_moment_nor_a_missing_title_matters() -> None:
     one = fault_of(starting("sglang::scheduler_TP1", {"tp": 1}, ["get_code (<frozen importlib>:1)"]))
     assert one == fault_of(starting("Rank 1 scheduler", {}, ["compile (model.py:7)"]))
     assert one is not None
@@ -254,7 +254,7 @@ def index(folder: Path, last: float) -> None:
     (folder / INDEX).write_text(json.dumps(told))
 
 
-def test_the_crashes_of_the_last_hour_are_told_in_one_line(tmp_path: Path) -> None:
+def test_the_last_hours_crashes_are_told_in_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "host" / "incidents"
     for kind, age in (("exception", 10), ("exception", 20), ("killed", 30), ("hang", 5), ("killed", 4000)):
         make_incident(folder, kind=kind, seconds=NOON - age)

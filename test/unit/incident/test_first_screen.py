@@ -56,7 +56,7 @@ def test_the_first_line_names_rank_cause_status_and_requests(killed: dict[str, A
     assert first_screen(killed)[0] == "TP1 was killed by SIGKILL; exit status 82; 3 requests lost"
 
 
-def test_a_status_that_is_about_to_be_is_told_until_there_is_one(killed: dict[str, Any]) -> None:
+def test_an_upcoming_status_is_told_until_there_is_one(killed: dict[str, Any]) -> None:
     killed["timeline"] = [entry for entry in killed["timeline"] if entry["event"] != "server_exited"]
     assert first_screen(killed)[0] == (
         "TP1 was killed by SIGKILL: its memory cgroup counts no OOM kill; 3 requests lost"
@@ -98,7 +98,7 @@ def test_of_many_consequences_that_are_alike_there_is_one(killed: dict[str, Any]
     assert len(line) <= WIDTH
 
 
-def test_a_message_of_a_consequence_is_short_and_without_the_builders_path() -> None:
+def test_a_consequences_message_is_short_without_the_builders_path() -> None:
     told = consequence_in_words("RuntimeError: [/__w/p/gloo/pair.cc:545] Read\nerror \033[31m" + "x" * 500)
     assert told.startswith("RuntimeError: Read error [31mxxx")
     assert told.endswith("...")
@@ -217,7 +217,7 @@ def test_the_reasons_of_a_suspect_may_take_a_second_line(killed: dict[str, Any])
 @pytest.mark.parametrize(
     ("mode", "words"), [("decode", "in step 13 (decode of 3)"), ("", "in step 13 (not yet scheduled)")]
 )
-def test_a_step_that_was_not_scheduled_is_said_to_be_so(killed: dict[str, Any], mode: str, words: str) -> None:
+def test_an_unscheduled_step_is_said_to_be_so(killed: dict[str, Any], mode: str, words: str) -> None:
     for process in killed["processes"]:
         if process["steps"]:
             process["steps"]["in_step"]["mode"] = mode

@@ -41,7 +41,7 @@ def test_the_incidents_of_all_hosts_are_read(crash_folder: Path) -> None:
     assert [one.host for one in found.incidents] == ["a", "b"]
 
 
-def test_a_folder_of_crash_folders_and_one_hosts_own_are_read(crash_folder: Path) -> None:
+def test_crash_folders_of_many_hosts_or_of_one_are_read(crash_folder: Path) -> None:
     assert len(read_fleet([crash_folder.parent]).incidents) == 2
     assert read_fleet([crash_folder / "b"]).hosts == {"b"}
     assert len(read_fleet([crash_folder, crash_folder / "a"]).incidents) == 2
@@ -69,7 +69,7 @@ def test_many_are_read_by_several_processes(crash_folder: Path, monkeypatch: pyt
     assert read_fleet([crash_folder]) == alone
 
 
-def test_the_fault_is_known_again_in_another_rank_release_and_line() -> None:
+def test_the_fault_is_recognised_in_another_rank_release_and_line() -> None:
     text = json.dumps(DOCUMENT).replace("0.5.23", "0.5.9").replace('"tp": 3', '"tp": 0').replace("b.py:7", "b.py:9")
     one, other = found_of("h", NAME, DOCUMENT), found_of("i", NAME, json.loads(text))
     assert one.fault == other.fault == ("scheduler", "SIGSEGV", "f (a/b.py)")

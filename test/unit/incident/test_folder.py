@@ -24,7 +24,7 @@ def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert (folder.path / "a" / "later.txt").read_text() == "text"
 
 
-def test_a_folder_that_is_renamed_is_called_so_when_it_is_whole_and_is_not_removed_to_make_room(tmp_path: Path) -> None:
+def test_a_renamed_folder_tells_its_name_and_is_not_removed(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "exited", "0123abcd", NOON, DiskLimits(max_use=0, keep_free=0))
     folder.rename("killed")
     assert folder.name == "20231114T221320.250Z-killed-0123abcd"
@@ -75,7 +75,7 @@ def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
     folder.discard()
 
 
-def test_evidence_is_refused_with_the_reason_and_nothing_else_is_done(tmp_path: Path) -> None:
+def test_evidence_is_refused_with_the_reason_and_nothing_else(tmp_path: Path) -> None:
     folder = NullFolder("no folder took it")
     record = tmp_path / "record"
     record.write_text("mine")

@@ -42,7 +42,7 @@ def abandon(incidents: Path, **options: Any) -> Path:
     return make_incident(incidents, publish=False, **options)
 
 
-def test_what_is_missing_is_named_and_the_folder_gets_its_name(tmp_path: Path) -> None:
+def test_missing_pieces_are_named_and_the_folder_is_renamed(tmp_path: Path) -> None:
     other = REPORT | {"pid": 9, "evidence": [{"kind": "stack", "status": "captured", "path": "stacks/x-9.txt"}]}
     partial = abandon(tmp_path, processes=[REPORT, other], pieces={"stacks/x-9.txt": "x"})
     (path,) = finish_abandoned(tmp_path)
@@ -142,9 +142,7 @@ def test_one_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
         assert len(finish_abandoned(tmp_path)) == 1
 
 
-def test_without_locks_a_writer_is_known_by_its_pid_and_start_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_a_writer_is_known_by_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -161,7 +159,7 @@ def test_without_locks_a_writer_is_known_by_its_pid_and_start_time(
     assert recent.exists()
 
 
-def test_what_is_not_an_incident_or_not_this_users_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_files_and_folders_are_left_alone(tmp_path: Path) -> None:
     incidents, elsewhere = tmp_path / "incidents", tmp_path / "elsewhere"
     elsewhere.mkdir()
     incidents.mkdir()

@@ -22,7 +22,7 @@ TEXT = {"text": "Hello", "sampling_params": {"max_new_tokens": 4}}
         {"sampling_params": {"max_new_tokens": 4, "top_k": None}},
     ],
 )
-def test_what_is_not_given_or_not_asked_for_does_not_count(other: dict[str, Any]) -> None:
+def test_what_is_not_given_or_asked_for_is_ignored(other: dict[str, Any]) -> None:
     assert fingerprint_of(TEXT | other) == fingerprint_of(TEXT)
 
 

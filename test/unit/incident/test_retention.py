@@ -100,9 +100,7 @@ def test_what_essential_files_took_is_made_up_for(tmp_path: Path) -> None:
     assert left(old) == [False, True, True, True]
 
 
-def test_on_a_disk_that_others_filled_an_incident_takes_what_older_ones_gave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_disk_filled_by_others_older_incidents_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = old_incidents(tmp_path, 6)
     before = size_of(tmp_path)
     free = [50 * MB]
@@ -120,7 +118,7 @@ def test_on_a_disk_that_others_filled_an_incident_takes_what_older_ones_gave(
         ledger.charge("d", 10 * MB)
 
 
-def test_the_oldest_incidents_make_room_for_what_others_write_beside_them(
+def test_room_for_others_on_the_disk_costs_the_oldest_incidents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = old_incidents(tmp_path, 6)
@@ -212,7 +210,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_disk_that_fills_up_in_the_middle_takes_the_essential_files(small_disk: Path) -> None:
+def test_a_disk_that_fills_midway_takes_the_essential_files(small_disk: Path) -> None:
     incidents = small_disk / "incidents"
     folder = IncidentFolder(incidents, "killed", "0123abcd", NOON, DiskLimits(keep_free=0, max_use=100 * MB))
     folder.write_text("stacks/a.txt", "a" * 100_000)
@@ -256,7 +254,7 @@ def test_a_disk_without_any_room_takes_no_incident(small_disk: Path) -> None:
     assert list(incidents.iterdir()) == []
 
 
-def test_on_a_full_disk_the_oldest_incident_makes_room_for_what_is_essential(small_disk: Path) -> None:
+def test_on_a_full_disk_essentials_replace_the_oldest_incident(small_disk: Path) -> None:
     incidents = small_disk / "incidents"
     old = old_incidents(incidents, 3, 500 * KB)
     fill(small_disk)

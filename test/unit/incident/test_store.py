@@ -27,7 +27,7 @@ def test_incidents_are_found_from_every_folder_newest_first(tmp_path: Path) -> N
     assert only.document["kind"] == "killed"
 
 
-def test_one_incident_is_meant_by_its_folder_its_id_or_as_the_latest(tmp_path: Path) -> None:
+def test_one_incident_is_meant_by_folder_id_or_latest(tmp_path: Path) -> None:
     old = make_incident(tmp_path / "one" / "incidents")
     new = make_incident(tmp_path / "two" / "incidents", seconds=NOON + 1)
     make_incident(tmp_path / "two" / "incidents", seconds=NOON + 2, publish=False)
@@ -90,7 +90,7 @@ def test_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
         find_incidents(tmp_path / "absent")
 
 
-def test_a_killed_writer_leaves_a_folder_that_is_known_as_unfinished(tmp_path: Path) -> None:
+def test_a_killed_writers_folder_is_known_as_unfinished(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
@@ -106,7 +106,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0005, 1_700_000_000.25, 1_700_000_000.9999])
-def test_a_name_tells_time_kind_and_id_and_whether_it_is_finished(seconds: float) -> None:
+def test_a_name_tells_time_kind_id_and_whether_finished(seconds: float) -> None:
     name = IncidentName(seconds, "failed_start", "0123abcd")
     for mark, finished in (("", True), (".partial-", False)):
         found = parse_name(f"{mark}{name}")

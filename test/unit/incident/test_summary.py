@@ -149,7 +149,7 @@ def test_requests_are_counted_once_and_health_checks_apart() -> None:
     assert "3 requests lost" in text
 
 
-def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
+def test_a_summary_names_lost_servers_and_who_waits_for_them() -> None:
     incident = make_incident()
     waiting = [WaitingRequest(str(number), number) for number in range(MAX_NAMED + 5)]
     incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", waiting, [WaitingRequest("x")])]
@@ -161,7 +161,7 @@ def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
     assert "- waits for a decode server: x (room None)" in lines
 
 
-def test_the_headline_names_who_failed_first_and_not_who_told_of_it() -> None:
+def test_the_headline_names_who_failed_and_not_who_told() -> None:
     incident = make_incident()
     incident.trigger = Trigger("exception", "t", 9, "sglang::scheduler_TP0")
     before = headline(incident.to_json())
@@ -196,7 +196,7 @@ def test_a_document_of_another_shape_has_a_summary(document: dict[str, Any]) -> 
     assert format_summary(document).startswith("# ")
 
 
-def test_collectives_are_told_with_what_they_rest_on_and_who_is_missing() -> None:
+def test_collectives_are_told_with_their_basis_and_missing_ranks() -> None:
     incident = make_incident()
     told = {"group": "process group 0", "kind": "behind", "level": "established", "named": [1], "pids": [9]}
     lines = {"statement": "One had not begun it.", "evidence": ["One had begun 3.", "Two had begun 4."]}
@@ -221,7 +221,7 @@ No flight recorder:
     assert expected in text
 
 
-def test_the_last_steps_of_the_first_failure_are_told_with_the_requests_of_the_one_it_died_in() -> None:
+def test_the_last_steps_of_the_first_failure_name_their_requests() -> None:
     document = make_incident().to_json()
     document["divergence"] = {"statement": "TP1 went another way.", "level": "established", "kind": "mode"}
     request = {"rid": "ab12", "id_hash": 1, "tokens": 37, "length": 37}
@@ -342,7 +342,7 @@ def test_many_ranks_that_agree_are_one_section() -> None:
     )
 
 
-def test_who_failed_first_has_a_section_of_its_own_before_all_others() -> None:
+def test_who_failed_first_has_the_first_section() -> None:
     detokenizer = {"pid": 7, "title": "sglang::detokenizer", "role": "detokenizer"}
     text = text_of(detokenizer, *(rank(number) for number in range(4)), first=1002)
     heads = [line for line in text.splitlines() if line.startswith("#")]

@@ -40,7 +40,7 @@ def test_the_one_number_that_tells_stands_apart(of_all: dict[str, Any], of_one: 
     assert lines[1].startswith("TP5: ")
 
 
-def test_a_few_and_those_of_no_process_stand_each_for_itself() -> None:
+def test_few_events_and_those_of_no_process_stand_alone() -> None:
     assert len(told(*(event(number) for number in range(8)))) == 8
     assert len(told(*({"time": str(number), "event": "note"} for number in range(20)))) == 20
 
@@ -51,7 +51,7 @@ def test_what_happened_between_them_stands_at_its_own_time() -> None:
     assert lines[2] == "TP10: signal SIGB"
 
 
-def test_two_kinds_by_turns_are_two_lines_and_later_ones_a_third() -> None:
+def test_two_alternating_kinds_are_two_lines_and_later_ones_another() -> None:
     names = ("exception", "no_progress", "no_progress")
     events = [event(number * 10 + 900 * (part == 2), name) for number in range(9) for part, name in enumerate(names)]
     assert [line.partition(")")[0] for line in told(*events)] == [

@@ -84,7 +84,7 @@ def test_apply_patches_and_revert_gives_back_the_exact_bytes(environment, kit):
     ],
     ids=["no-line-end", "dos", "unlisted", "without-hash", "quoted", "empty"],
 )
-def test_any_record_comes_back_as_it_was_with_what_pip_adds_meanwhile(environment, kit, change):
+def test_any_record_comes_back_with_pips_own_later_additions(environment, kit, change):
     record, added = environment.dist_info / "RECORD", b"sglang/__pycache__/x.pyc,,\n"
     before = "".join(change(record.read_text().splitlines(keepends=True))).encode()
     record.write_bytes(before)
@@ -109,14 +109,14 @@ def test_a_missing_record_and_one_that_is_none(environment, kit):
     assert snapshot(environment.site) == pristine
 
 
-def test_a_row_keeps_its_algorithm_and_has_the_hash_as_pip_writes_it():
+def test_a_row_keeps_its_algorithm_and_pips_form_of_hash():
     assert format_row("a,b", b"x") == '"a,b",sha256=LXEWQrcmsEQBYnyp-6wy9chTD7GQPMTbAiWHF5IaSIE,1\n'
     rewritten = rewrite_record(b"a,sha512=x,9\r\n", {"a": b""}, {"k": None}, is_kits=lambda _path: False, source="R")
     assert rewritten.startswith(b"k,,\r\na,sha512=z4PhNX7vuL3xVChQ1m2AB9Yg5AULVxXcg_SpIdNs6c5H0NE8XYXysP-")
     assert rewritten.endswith(b",0\r\n")
 
 
-def test_links_into_a_cache_leave_it_alone_and_modes_and_owners_are_kept(environment, kit, tmp_path):
+def test_linked_caches_stay_unchanged_and_modes_and_owners_are_kept(environment, kit, tmp_path):
     cache, package = tmp_path / "cache", environment.package
     cache.mkdir()
     (package / "srt/deep/second.py").chmod(0o750)
@@ -157,7 +157,7 @@ def test_stale_bytecode_goes_and_that_of_other_modules_stays(ready, kit, action)
         ("srt/new/third.py", b"mine\n", Overall.FOREIGN),  # where the kit would make its own
     ],
 )
-def test_what_is_neither_upstreams_nor_the_kits_is_refused_by_name(ready, kit, action, path, data, state):
+def test_a_foreign_file_is_refused_by_name(ready, kit, action, path, data, state):
     environment = ready(action)
     file = environment.package / path
     file.parent.mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ def test_a_python_without_this_kit_is_refused(environment, kit, found, why):
     assert overall(environment, kit) is Overall.PRISTINE
 
 
-def test_an_unsupported_release_is_refused_and_one_that_was_supported_reverted(environment, tmp_path, kit):
+def test_an_unsupported_release_is_refused_but_may_be_reverted(environment, tmp_path, kit):
     other = install(write_wheel(tmp_path / "other", "0.5.99"), tmp_path / "other-site")
     with pytest.raises(RefusedError, match=r"SGLang 0\.5\.99 is not supported"):
         apply(other, kit.patches, kit.lock)
@@ -305,7 +305,7 @@ def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, a
 @pytest.mark.wide
 @both
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_at_any_step_leaves_what_running_it_again_finishes(tmp_path, wheel, kit, ready, action, code):
+def test_after_an_error_at_any_step_another_run_finishes(tmp_path, wheel, kit, ready, action, code):
     sample = install(wheel, tmp_path / "sample")
     pristine = snapshot(sample.site)
     patched = snapshot(ready(revert, sample).site)
@@ -418,7 +418,7 @@ def test_a_change_on_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
             assert now == seconds
 
 
-def test_a_second_process_gets_a_clear_error_and_is_not_held_up_by_a_killed_one(tmp_path):
+def test_a_second_process_gets_an_error_unless_the_first_died(tmp_path):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -33,12 +33,12 @@ def test_an_installation_is_found_without_importing_it(venv, site, tmp_path, mon
 
 
 @pytest.mark.parametrize("call", ["sglang_crashkit.no_such_module.function", "sglang_crashkit.errors.no_such_function"])
-def test_a_function_that_patches_call_and_that_is_not_there_is_named(venv, site, call):
+def test_a_missing_function_that_patches_call_is_named(venv, site, call):
     with pytest.raises(RefusedError, match=f"cannot import {call}"):
         require_kit(find_environment(str(venv), calls=[call]))
 
 
-def test_a_python_without_the_kit_is_told_how_to_install_it(venv, site, monkeypatch):
+def test_a_python_without_the_kit_is_told_the_install_command(venv, site, monkeypatch):
     (site / "kit.pth").unlink()
     (site / "sglang_crashkit").mkdir()  # as an uninstalled kit leaves it
     with pytest.raises(RefusedError, match="cannot import sglang_crashkit") as caught:

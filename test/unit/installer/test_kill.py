@@ -89,7 +89,7 @@ def shrinking_scene(tmp_path, wheel, kit, other_kit) -> Scene:
 
 
 @pytest.mark.wide
-def test_a_kill_while_a_later_kit_patches_fewer_files_can_be_finished(shrinking_scene):
+def test_a_kill_between_two_versions_of_the_kit_is_finished(shrinking_scene):
     kill_at_every_step(shrinking_scene, "outdated", apply)
 
 
@@ -103,7 +103,7 @@ def test_a_kill_while_a_later_kit_patches_fewer_files_can_be_finished(shrinking_
         ("outdated", revert),
     ],
 )
-def test_a_kill_at_any_step_leaves_a_tree_that_can_be_finished(scene, start, action):
+def test_a_kill_at_any_step_can_be_finished(scene, start, action):
     kill_at_every_step(scene, start, action)
 
 
@@ -120,7 +120,7 @@ def kill_at_every_step(scene: Scene, start: str, action) -> None:
 
 
 @pytest.mark.wide
-def test_kills_one_after_another_leave_a_tree_that_can_be_finished(scene):
+def test_several_kills_in_a_row_can_be_finished(scene):
     chance = random.Random(20261121)
     for _ in range(40):
         environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))

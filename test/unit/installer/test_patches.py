@@ -56,7 +56,7 @@ def test_the_header_and_the_hunks_are_read():
     ],
     ids=["empty", "no diff", "two files", "longer", "shorter"],
 )
-def test_what_is_not_the_patch_of_one_file_is_refused_by_name(text):
+def test_what_is_no_patch_of_one_file_is_refused(text):
     with pytest.raises(PatchFormatError, match=r"some\.patch does not read as the patch of one file"):
         parse_patch(text, source="some.patch")
 
@@ -113,7 +113,7 @@ def write(root, *names):
         (root / name).write_text("")
 
 
-def test_each_file_takes_the_highest_baseline_at_or_below_the_release(tmp_path):
+def test_each_file_takes_the_highest_baseline_up_to_the_release(tmp_path):
     write(tmp_path, *(f"{baseline}/a.patch" for baseline in ("0.5.9", "0.5.10", "0.5.12.post1")))
     write(tmp_path, "0.5.9/b.patch", "0.5.12/b.drop", "0.5.13/b.patch")
     tree = PatchTree.load(tmp_path)
@@ -145,7 +145,7 @@ def test_what_does_not_belong_among_the_patches_is_refused(tmp_path, given, why)
         PatchTree.load(tmp_path)
 
 
-def test_a_patch_of_another_file_than_its_name_says_is_refused(tmp_path):
+def test_a_patch_of_a_differently_named_file_is_refused(tmp_path):
     write(tmp_path, "0.5.9/srt/a.py.patch")
     file = tmp_path / "0.5.9/srt/a.py.patch"
     ref = PatchTree.load(tmp_path).resolve("0.5.9")["srt/a.py"]
@@ -157,7 +157,7 @@ def test_a_patch_of_another_file_than_its_name_says_is_refused(tmp_path):
         ref.read()
 
 
-def test_patches_that_do_not_give_what_the_lock_says_are_refused(kit, other_kit):
+def test_patches_that_contradict_the_lock_are_refused(kit, other_kit):
     locked = kit.lock.releases["0.5.9"]
     pristine = {"srt/first.py": b"import os\n", "srt/deep/second.py": b""}
     with pytest.raises(HunkConflictError):
@@ -169,7 +169,7 @@ def test_patches_that_do_not_give_what_the_lock_says_are_refused(kit, other_kit)
         patch_files("0.5.9", third, other_kit.patches, {})
 
 
-def test_the_lock_loads_as_dumped_and_finds_the_builds_of_a_release(tmp_path):
+def test_the_lock_loads_as_dumped_and_finds_builds(tmp_path):
     files = {"srt/a.py": LockedFile("1" * 64, "0.5.9/srt/a.py.patch", "2" * 64), "srt/n.py": LockedFile(None, "x", "3")}
     releases = {
         "0.5.9": LockedRelease({"sglang-0.5.9-py3-none-any.whl": "4" * 64}, files),
@@ -197,7 +197,7 @@ def test_a_damaged_lock_is_named(tmp_path, text):
         load_lock(tmp_path)
 
 
-def test_releases_have_an_order_and_builds_of_them_a_local_part():
+def test_releases_are_ordered_and_their_builds_are_local_versions():
     given = ["0.5.10", "0.5.9", "0.5.12.post1", "0.5.13", "0.5.12", "0.5.10.post1"]
     assert sorted_releases(given) == ["0.5.9", "0.5.10", "0.5.10.post1", "0.5.12", "0.5.12.post1", "0.5.13"]
     assert base_release("0.5.23+crashkit.0.1.0") == "0.5.23"

@@ -35,7 +35,7 @@ def built(tmp_path, wheel, kit):
     return build_patched_wheel(wheel, tmp_path / "built wheels", kit.patches, kit.lock)
 
 
-def test_the_wheel_is_a_local_version_of_the_release_and_the_same_on_a_second_build(built, wheel, kit, tmp_path):
+def test_the_wheel_is_a_reproducible_local_version_of_the_release(built, wheel, kit, tmp_path):
     assert built.name == f"sglang-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(built) as new, zipfile.ZipFile(wheel) as old:
         head, _, text = new.read(f"{INFO}/METADATA").decode().partition("\n\n")
@@ -58,7 +58,7 @@ def test_the_wheel_is_a_local_version_of_the_release_and_the_same_on_a_second_bu
     assert other.name == f"sglang-{VERSION}-cp312-cp312-linux_x86_64.whl"
 
 
-def test_an_installation_of_it_is_patched_and_says_how_to_go_back(built, kit, other_kit, tmp_path):
+def test_an_installation_of_it_is_patched_and_tells_how_back(built, kit, other_kit, tmp_path):
     environment = install(built, tmp_path / "patched-site")
     tree = read_tree(environment, kit.lock.find(environment.version))
     assert (tree.overall, tree.by_wheel) == (Overall.PATCHED, True)
@@ -71,7 +71,7 @@ def test_an_installation_of_it_is_patched_and_says_how_to_go_back(built, kit, ot
     assert "sglang-crashkit wheel 0.5.9" in caught.value.next_step
 
 
-def test_what_is_not_upstreams_wheel_of_a_supported_release_is_refused(tmp_path, kit, wheel, built):
+def test_what_is_no_supported_upstream_wheel_is_refused(tmp_path, kit, wheel, built):
     mine = FILES | {"srt/first.py": b"mine\n"}
     damaged, torn = (tmp_path / f"sglang-0.5.9-py3-none-{name}.whl" for name in ("linux_x86_64", "win32"))
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(damaged, "w") as new:
@@ -94,7 +94,7 @@ def test_what_is_not_upstreams_wheel_of_a_supported_release_is_refused(tmp_path,
 
 
 @pytest.mark.wide
-def test_the_kit_runs_from_its_wheel_and_builds_the_same_wheel_again(tmp_path):
+def test_the_kit_builds_the_same_wheel_from_its_own(tmp_path):
     (tmp_path / "again").mkdir()
     wheel = build_kit_wheel(tmp_path)
     assert wheel.name == f"sglang_crashkit-{__version__}-py3-none-any.whl"
@@ -128,7 +128,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "sglang-crashkit" / "wheels"
 
 
-def test_a_cached_wheel_is_the_one_that_the_lock_names_and_is_checked(cache):
+def test_a_cached_wheel_is_checked_against_the_lock(cache):
     write_wheel(cache, tags="cp310-cp310-linux_x86_64")
     write_wheel(cache, "0.5.8.post1")
     wheel = write_wheel(cache, tags="cp311-cp311-linux_x86_64")
@@ -155,7 +155,7 @@ def test_a_wheel_for_another_python_is_left_in_the_cache(cache):
         assert find_wheel(release, {}, download=False, python_tag="cp312") == fitting
 
 
-def test_pip_is_asked_for_the_very_wheel_that_the_lock_names(cache, tmp_path, monkeypatch):
+def test_pip_is_asked_for_the_wheel_named_by_the_lock(cache, tmp_path, monkeypatch):
     made = write_wheel(tmp_path / "registry", tags="cp311-cp311-manylinux_2_34_x86_64")
     pip = tmp_path / "pip"
     script = f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nwhile [ "$1" != --dest ]; do shift; done\ncp {made} "$2"\n'
@@ -171,7 +171,7 @@ def test_pip_is_asked_for_the_very_wheel_that_the_lock_names(cache, tmp_path, mo
     assert "--no-deps --only-binary=:all:" in arguments
 
 
-def test_a_download_that_fails_says_what_pip_said_and_a_missing_pip_is_named(cache, monkeypatch):
+def test_a_failed_download_and_a_missing_pip_are_named(cache, monkeypatch):
     with monkeypatch.context() as patch:
         text = "import sys; sys.exit('ERROR: no matching distribution')"
         patch.setattr(wheel_module, "_pip", lambda: [sys.executable, "-c", text])

@@ -142,7 +142,7 @@ def test_any_process_of_a_server_stands_for_it() -> None:
         assert {one, other} <= set(find_processes().servers)
 
 
-def test_what_belongs_to_another_slurm_job_or_node_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_another_slurm_job_or_node_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     with family(*RANKS) as (server, _pids):
@@ -151,7 +151,7 @@ def test_what_belongs_to_another_slurm_job_or_node_is_left_out(monkeypatch: pyte
         assert titles_of(server, here=Place("8", "n2")) == []
 
 
-def test_without_titles_what_runs_sglang_and_what_it_spawned_is_found(tmp_path: Path) -> None:
+def test_without_titles_sglang_is_found_with_what_it_spawned(tmp_path: Path) -> None:
     with server_module(tmp_path, "--disaggregation-mode", "prefill") as server:
         found = wait_until(
             lambda: [
@@ -183,7 +183,7 @@ def test_another_users_processes_are_passed_over_and_told_of() -> None:
         assert {process.user for process in find_processes(pid=os.getpid()).processes} == {os.geteuid(), 65534}
 
 
-def test_a_title_of_another_slurm_job_says_nothing_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_title_of_another_slurm_job_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     with family(*RANKS) as (_server, pids):
@@ -200,14 +200,14 @@ def test_a_title_of_another_slurm_job_says_nothing_of_this_one(tmp_path: Path, m
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_server_whose_ranks_run_as_another_user_is_known_by_their_titles(tmp_path: Path) -> None:
+def test_another_users_ranks_are_known_by_their_titles(tmp_path: Path) -> None:
     rank = "import os, setproctitle; os.setuid(65534); setproctitle.setproctitle('sglang::scheduler_TP0'); input()"
     with launcher(tmp_path, "sglang.launch_server", "-c", rank) as (_server, pid):
         wait_until(lambda: read_title(pid).startswith("sglang::"), "it has its title")
         assert [process.pid for process in find_processes(pid=os.getpid()).processes] == [pid]
 
 
-def test_a_program_that_is_only_called_so_is_found_where_nothing_is_titled(tmp_path: Path) -> None:
+def test_a_program_called_so_is_found_where_titles_are_missing(tmp_path: Path) -> None:
     with server_module(tmp_path, module="dynamo.sglang") as engine:
         found = wait_until(lambda: _spawned_by(engine), "the spawned process is there")
         assert {process.server for process in found} == {engine}
@@ -306,7 +306,7 @@ def test_a_process_that_no_job_started_may_belong_to_any(monkeypatch: pytest.Mon
         assert other_place_of(process.pid, Place("7", "n1")) is None
 
 
-def test_a_process_whose_title_has_overwritten_its_environment_is_where_its_launcher_is(
+def test_a_process_with_an_overwritten_environment_is_with_its_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")

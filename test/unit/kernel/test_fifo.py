@@ -22,7 +22,7 @@ def reader(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_a_pipe_that_lost_its_name_is_written_to_through_the_kernels_link(reader: int, tmp_path: Path) -> None:
+def test_a_pipe_without_a_name_is_written_to_by_link(reader: int, tmp_path: Path) -> None:
     (tmp_path / "pipe").unlink()
     (link,) = [link for link, path in open_files(os.getpid()) if str(path).startswith(str(tmp_path))]
     write_to_fifo(link, b"1", ME, follow=True)

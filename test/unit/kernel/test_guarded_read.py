@@ -51,7 +51,7 @@ def test_a_file_is_read_whole(reader: GuardedReader, tmp_path: Path) -> None:
     assert helper_of(reader) == first
 
 
-def test_a_read_that_waits_is_ended_and_the_next_one_works(reader: GuardedReader, tmp_path: Path) -> None:
+def test_a_blocked_read_is_ended_and_the_next_works(reader: GuardedReader, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     assert reader.read(tmp_path / "file") == b"x"
     first = helper_of(reader)
@@ -62,7 +62,7 @@ def test_a_read_that_waits_is_ended_and_the_next_one_works(reader: GuardedReader
     wait_until(lambda: procfs.is_dead(first), "the first helper has ended")
 
 
-def test_who_let_a_read_wait_is_left_alone_for_a_while(reader: GuardedReader, tmp_path: Path) -> None:
+def test_who_blocked_a_read_is_left_alone_for_a_while(reader: GuardedReader, tmp_path: Path) -> None:
     path = fifo(tmp_path / "stuck")
     with pytest.raises(BlockedReadError, match="in time"):
         reader.read(path)
@@ -154,7 +154,7 @@ def test_after_a_fork_each_process_has_its_own(reader: GuardedReader, tmp_path: 
     assert helper_of(reader) == first
 
 
-def test_so_many_that_even_a_kill_does_not_end_are_the_last(
+def test_readers_that_outlive_a_kill_are_limited(
     reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded_read, "_is_reaped", lambda _pid: False)
@@ -167,7 +167,7 @@ def test_so_many_that_even_a_kill_does_not_end_are_the_last(
     wait_until(lambda: reader.read(Path("/proc/self/stat")), "the next helper")
 
 
-def test_a_process_whose_memory_map_is_locked_is_read_in_time(tmp_path: Path, reader: GuardedReader) -> None:
+def test_a_process_with_a_locked_memory_map_is_read(tmp_path: Path, reader: GuardedReader) -> None:
     with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
         guard_reads(reader)
         try:

@@ -24,7 +24,7 @@ def test_a_key_names_pid_start_time_and_namespace() -> None:
     assert server_key(7, 1234) == f"7-1234-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
-def test_another_process_of_this_namespace_has_the_key_that_it_gives_itself() -> None:
+def test_a_process_has_the_same_key_from_inside_and_outside() -> None:
     code = _OWN_KEY + "ready(server_key(stat.pid, stat.start_ticks)); pause()"
     with child(code) as process:
         stat = procfs.read_stat(process.pid)
@@ -32,7 +32,7 @@ def test_another_process_of_this_namespace_has_the_key_that_it_gives_itself() ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
-def test_process_1_of_a_container_is_told_from_that_of_another_and_found_from_outside() -> None:
+def test_process_1_of_each_container_has_its_own_key() -> None:
     code = _OWN_KEY + "print(server_key(stat.pid, stat.start_ticks), flush=True); import sys; sys.stdin.read()"
     keys = []
     for _ in range(2):

@@ -49,9 +49,7 @@ def test_nothing_is_known_of_a_process_that_lives() -> None:
     ],
 )
 @pytest.mark.parametrize("reaped", [False, True])
-def test_how_it_ended_is_told_of_a_zombie_and_after_it_was_reaped(
-    code: str, expected: ExitStatus, reaped: bool
-) -> None:
+def test_the_end_is_known_of_zombies_and_the_reaped(code: str, expected: ExitStatus, reaped: bool) -> None:
     with child(f"ready(); sys.stdin.readline(); {code}") as process:
         handle = ProcessHandle(process.pid)
         process.stdin.close()
@@ -66,7 +64,7 @@ def test_how_it_ended_is_told_of_a_zombie_and_after_it_was_reaped(
     assert status == expected
 
 
-def test_where_the_kernel_does_not_tell_the_zombie_does_until_it_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernel_the_zombie_tells_until_it_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     # A kernel before 6.15 answers the request with ENOTTY; 0 is a request that no kernel knows.
     monkeypatch.setattr(pidfd, "_PIDFD_GET_INFO", 0)
     process = subprocess.Popen(["sh", "-c", "exit 7"])
@@ -138,7 +136,7 @@ def test_closing_twice_closes_once() -> None:
     os.close(reused)
 
 
-def test_the_end_of_one_that_may_not_be_traced_is_not_taken_for_a_clean_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untraceable_processs_end_is_not_taken_for_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a zombie that was killed, of a user with more rights than the crash handler; no kernel that tells otherwise
     code = "import sys\nfrom sglang_crashkit.kernel.pidfd import ProcessHandle\n"
     code += "ProcessHandle._from_kernel = lambda self: None\n"
@@ -161,7 +159,7 @@ def test_the_end_of_one_that_may_not_be_traced_is_not_taken_for_a_clean_one(monk
         (-46, ExitStatus(signal="SIG46")),
     ],
 )
-def test_what_stands_for_a_reaped_process_knows_how_it_ended_and_holds_nothing(code: int, status: ExitStatus) -> None:
+def test_a_reaped_process_keeps_its_status_and_no_descriptor(code: int, status: ExitStatus) -> None:
     before = descriptors()
     handle = ProcessHandle.of_reaped(os.getpid(), ExitStatus.from_exit_code(code))
     assert descriptors() == before

@@ -31,7 +31,7 @@ def mode_of(path: Path) -> str:
     return oct(stat.S_IMODE(path.lstat().st_mode))
 
 
-def test_a_folder_and_its_missing_parents_are_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+def test_a_folder_with_its_parents_is_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     folder = make_private_folder(tmp_path / "a" / "b" / "c")
     assert folder == tmp_path / "a" / "b" / "c"
     assert [mode_of(path) for path in (folder, folder.parent, folder.parent.parent)] == ["0o700"] * 3
@@ -104,7 +104,7 @@ except OSError as error:
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_what_a_user_names_may_be_a_pipe_or_a_device_and_stays_one(tmp_path: Path) -> None:
+def test_a_pipe_or_device_named_by_a_user_stays_one(tmp_path: Path) -> None:
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to("/dev/full")
@@ -120,7 +120,7 @@ def test_what_a_user_names_may_be_a_pipe_or_a_device_and_stays_one(tmp_path: Pat
     assert link.is_symlink()
 
 
-def test_what_is_no_file_and_a_link_to_one_are_refused(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "file")

@@ -38,7 +38,7 @@ def test_a_process_that_is_gone_answers_nothing() -> None:
     assert not procfs.catches_signal(pid, signal.SIGTERM)
 
 
-def test_the_stat_line_of_a_name_with_parentheses_is_read_right(tmp_path: Path) -> None:
+def test_a_stat_line_with_parentheses_is_read_right(tmp_path: Path) -> None:
     program = tmp_path / "a) Z (b"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as process:
@@ -124,7 +124,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_scan_finds_all_descendants_and_forgets_those_that_are_gone() -> None:
+def test_a_scan_finds_descendants_and_forgets_ended_ones() -> None:
     with child(GRANDCHILD) as process:
         inner = int(process.first_line)  # type: ignore[attr-defined]
         scanner = procfs.TreeScanner(process.pid)
@@ -158,7 +158,7 @@ pause()
 """
 
 
-def test_an_orphan_is_found_below_its_new_parent_when_parents_are_read_anew() -> None:
+def test_an_orphan_is_found_below_its_new_parent() -> None:
     with child(ADOPTER) as root:
         middle, inner = map(int, root.first_line.split())  # type: ignore[attr-defined]
         scanner = procfs.TreeScanner(root.pid, refresh_every=3)
@@ -191,7 +191,7 @@ def test_a_tracer_is_named() -> None:
             assert procfs.read_tracer(process.pid) == tracer
 
 
-def test_without_permission_to_trace_it_is_known_for_python_and_not_inspected() -> None:
+def test_without_permission_python_is_known_but_not_inspected() -> None:
     code = "import sys; from sglang_crashkit.kernel import procfs\n"
     code += "print(*[(procfs.is_python(int(pid)), procfs.may_inspect(int(pid))) for pid in sys.argv[1:]])"
     with (
@@ -203,7 +203,7 @@ def test_without_permission_to_trace_it_is_known_for_python_and_not_inspected() 
     assert procfs.may_inspect(os.getpid())
 
 
-def test_the_files_that_a_process_maps_are_its_libraries_among_others() -> None:
+def test_the_mapped_files_of_a_process_include_its_libraries() -> None:
     mapped = procfs.mapped_files(os.getpid())
     assert any(Path(path).name.startswith("libc.so") for path in mapped)
     assert all(path.startswith("/") for path in mapped)

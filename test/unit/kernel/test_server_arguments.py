@@ -35,7 +35,7 @@ def test_whether_the_server_answers_https(arguments: list[str], tls: bool) -> No
         (side_of, [], None),
     ],
 )
-def test_where_the_hosts_of_a_server_meet_and_its_side_of_a_pair(
+def test_the_rendezvous_and_the_side_of_a_pair_are_read(
     read: Callable[[Sequence[str]], str | None], arguments: list[str], value: str | None
 ) -> None:
     assert read(arguments) == value

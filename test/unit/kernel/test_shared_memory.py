@@ -70,7 +70,7 @@ def why(segment: Segment, dead: dict[int, int]) -> str:
 
 
 @pytest.mark.parametrize("pattern", ["torch_PID_3456_1", "sgl_shm_mq_PID_0123abcd", "multi_tokenizer_args_PID"])
-def test_what_a_dead_process_made_is_removed_when_nobody_maps_it(left_behind, pattern: str) -> None:
+def test_a_dead_processs_memory_is_removed_when_nobody_maps_it(left_behind, pattern: str) -> None:
     segment, dead = left_behind(pattern)
     assert segment.creator in dead
     assert clear([segment], dead) == ([segment.name], [])
@@ -150,7 +150,7 @@ def test_where_another_users_process_cannot_be_read_all_stays(left_behind) -> No
     assert (FOLDER / segment.name).exists()
 
 
-def test_a_process_that_does_not_let_itself_be_read_may_map_it(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_process_may_map_it(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
     segment, dead = left_behind("torch_PID_3456_1")
 
     def read_maps(pid: int) -> bytes:

@@ -28,7 +28,7 @@ def test_one_holder_at_a_time_has_a_lock(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_failed_or_missing_program_is_named_with_the_end_of_what_it_printed(programs, capsys):
+def test_a_failed_or_missing_program_is_named_with_its_output(programs, capsys):
     source = "import sys; print(*range(100), sep='\\n'); sys.exit(7)"
     with pytest.raises(LaneError, match="exit status 7") as caught:
         run_command([sys.executable, "-c", source], timeout_s=LONG)

@@ -66,7 +66,7 @@ def packages(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_a_lane_is_made_of_carried_packages_with_the_machines_behind_them(packages, monkeypatch):
+def test_a_lane_is_made_of_carried_packages_before_the_machines(packages, monkeypatch):
     monkeypatch.setattr(sys, "path", ["/checkout/scripts", "/opt/torch/site-packages", "/usr/lib/dist-packages"])
 
     lane = ensure_gpu_lane(RELEASE, packages)
@@ -104,7 +104,7 @@ def pins_in(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("release", gpu_releases())
-def test_what_is_carried_is_what_the_locks_name_and_leaves_torch_to_the_machine(release):
+def test_carried_packages_are_those_of_the_locks_without_torch(release):
     carried = pins_in(RECIPES / f"{release}.gpu")
     locked = pins_in(RECIPES / "tools.lock") | pins_in(RECIPES / f"{release}.lock")
 

@@ -75,7 +75,7 @@ ALL_STEPS = ["venv", "sync", "model.py", "install", "apply"]
 
 
 @pytest.mark.parametrize("pristine", [False, True])
-def test_a_lane_is_made_in_steps_and_a_second_call_runs_nothing(installer, pristine):
+def test_a_lane_is_made_in_steps_and_only_once(installer, pristine):
     lane = lanes.ensure_lane("0.5.23", pristine)
 
     assert installer.steps == (ALL_STEPS[:3] if pristine else ALL_STEPS)
@@ -243,7 +243,7 @@ def test_an_unknown_release_is_named(registry, monkeypatch, programs):
         ('[[packages]]\nname = "sglang"\nversion = "9.9.9"', []),
     ],
 )
-def test_resolve_goes_back_to_the_day_after_the_release_where_that_is_known(registry, facts, newest):
+def test_resolve_goes_back_to_the_day_after_the_release(registry, facts, newest):
     calls = registry(facts)
     limits = {option: lanes.RECIPES / f"9.9.9.{option}s" for option in ("constraint", "override")}
     lanes.RECIPES.mkdir()
@@ -257,7 +257,7 @@ def test_resolve_goes_back_to_the_day_after_the_release_where_that_is_known(regi
     }
 
 
-def test_write_lock_keeps_what_the_lane_was_made_from_and_replaces_no_lock(registry):
+def test_write_lock_keeps_what_was_used_and_replaces_no_lock(registry):
     registry('name = "sglang"')
     resolved = lanes.versions_of("9.9.9")
     path = lanes.write_lock("9.9.9")
@@ -302,7 +302,7 @@ def test_has_driver_is_not_misled_by_the_stub(stub_dir, monkeypatch):
         (["gcc"], "icc", r"no C compiler \(icc\) on PATH"),
     ],
 )
-def test_the_compiler_is_the_one_that_cc_names_or_the_first_on_path(programs, monkeypatch, there, chosen, found):
+def test_the_compiler_is_ccs_or_the_first_on_path(programs, monkeypatch, there, chosen, found):
     for name in there:
         programs.add(name, "")
     if chosen:
@@ -316,7 +316,7 @@ def test_the_compiler_is_the_one_that_cc_names_or_the_first_on_path(programs, mo
         assert "apt-get install gcc libc6-dev" in str(caught.value.next_step)
 
 
-def test_the_stub_says_that_there_is_no_device_and_is_compiled_anew_with_its_source(stub_dir, monkeypatch, tmp_path):
+def test_the_stub_reports_no_device_and_is_rebuilt_when_changed(stub_dir, monkeypatch, tmp_path):
     assert lanes.ensure_stub() == stub_dir
     library = ctypes.CDLL(str(stub_dir / "libcuda.so.1"))
     assert (library.cuInit(0), library.cuMemGetAddressRange_v2(), hasattr(library, lanes.MARKER)) == (100, 100, True)

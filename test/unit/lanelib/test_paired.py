@@ -65,7 +65,7 @@ def server(switch: Switch) -> Iterator[Any]:
         answers.shutdown()
 
 
-def test_a_pair_is_of_runs_with_and_without_after_one_that_does_not_count(
+def test_pairs_run_with_and_without_after_a_discarded_one(
     server: Any, switch: Switch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     switched = []
@@ -94,7 +94,7 @@ def test_a_median_is_told_with_its_spread() -> None:
     assert spread([5.0, 1.0, 3.0, 2.0, 4.0], ".1f").strip() == "3.0 (5 pairs; 95 %: 1.0 to 5.0)"
 
 
-def test_the_interval_of_a_ratio_holds_it_and_narrows_with_more_pairs() -> None:
+def test_the_interval_of_a_ratio_narrows_with_more_pairs() -> None:
     few, many = (interval([0.99, 1.03] * pairs) for pairs in (5, 100))
     for middle, low, high in (few, many):
         assert low < middle < high

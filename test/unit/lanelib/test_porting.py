@@ -51,7 +51,7 @@ def port_release(kit, wheel, tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_only_the_patch_that_fails_is_written_with_what_became_of_its_lines(port_release, kit):
+def test_only_the_failing_patch_is_written_with_its_lines_fate(port_release, kit):
     code, out, err = port_release("0.5.10")
     assert code == 5
     assert "0.5.10: 2 of 3 patches apply as they are" in out
@@ -126,7 +126,7 @@ def test_a_draft_with_something_that_has_no_place_is_refused(kit, old, new, why)
     assert why in str(caught.value)
 
 
-def test_the_lock_has_the_hashes_before_and_after_or_names_what_does_not_fit(kit, wheel, tmp_path):
+def test_the_lock_has_both_hashes_or_names_what_fails(kit, wheel, tmp_path):
     locked = kit.lock.releases["0.5.9"]
     assert locked.wheels == {wheel.name: sha256_hex(wheel.read_bytes())}
     assert list(locked.files) == ["srt/deep/second.py", "srt/first.py", "srt/new/third.py"]

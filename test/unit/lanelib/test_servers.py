@@ -80,7 +80,7 @@ def start(tmp_path):
         server.stop(grace_s=1)
 
 
-def test_wait_ready_fails_at_once_with_the_log_when_the_process_dies(start):
+def test_wait_ready_fails_with_the_log_when_the_process_dies(start):
     server = start("import sys; print('line one'); sys.exit('out of luck')")
     began = time.monotonic()
 

@@ -49,7 +49,7 @@ def reader_of(process: Any) -> HeartbeatReader:
         os.close(descriptor)
 
 
-def test_a_new_heartbeat_has_given_a_sign_and_begun_no_batch(writer: HeartbeatWriter) -> None:
+def test_a_new_heartbeat_has_a_sign_and_no_batch(writer: HeartbeatWriter) -> None:
     found = read(writer)
     assert abs(found.at - time.monotonic()) < LONG
     assert (found.batch_at, found.batches, found.requests) == (0.0, 0, 0)
@@ -87,7 +87,7 @@ def test_the_flags_say_what_the_scheduler_was_about(writer: HeartbeatWriter, fla
     assert found.doing.startswith(doing)
 
 
-def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: HeartbeatWriter) -> None:
+def test_only_its_user_may_open_it_and_nobody_truncate_it(writer: HeartbeatWriter) -> None:
     assert os.fstat(writer.fd).st_mode & 0o777 == 0o600
     for size in (0, 10_000):
         with pytest.raises(PermissionError):

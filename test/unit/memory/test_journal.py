@@ -132,7 +132,7 @@ def test_what_was_given_up_is_told_and_outlives_others(writer: JournalWriter, cl
     assert "finished" not in kept
 
 
-def test_that_a_large_request_was_given_up_is_told_as_long_as_it_is(writer: JournalWriter, clock: Clock) -> None:
+def test_a_large_requests_abort_is_told_until_it_ends(writer: JournalWriter, clock: Clock) -> None:
     large = writer.begin({"rid": "large"}, text="x" * 20_000)
     writer.abort(large)
     for number in range(500):
@@ -146,7 +146,7 @@ def test_that_a_large_request_was_given_up_is_told_as_long_as_it_is(writer: Jour
             assert told == {1000.0} or (number > 400 and not told)
 
 
-def test_what_was_given_up_makes_room_for_what_is_under_way(writer: JournalWriter) -> None:
+def test_given_up_requests_make_room_for_those_under_way(writer: JournalWriter) -> None:
     for number in range(16):
         aborted = writer.begin({"rid": f"gone-{number}"}, text="x" * 100)
         writer.abort(aborted)
@@ -304,7 +304,7 @@ def test_a_pair_of_texts_is_kept() -> None:
 
 
 @pytest.mark.parametrize("length", [MAX_IDS, MAX_IDS + 1, 900_000])
-def test_of_many_token_ids_the_first_and_the_last_are_kept(length: int) -> None:
+def test_of_many_token_ids_both_ends_are_kept(length: int) -> None:
     ids = list(range(length))
     request = decode_request(begin({"rid": "r"}, input_ids=ids, most=2**20))
     if length <= MAX_IDS:
@@ -316,7 +316,7 @@ def test_of_many_token_ids_the_first_and_the_last_are_kept(length: int) -> None:
 
 
 @pytest.mark.parametrize("letter", ["x", "ж", "漢", "😀", "\ud800"])
-def test_of_a_long_text_the_beginning_and_the_end_are_kept(letter: str) -> None:
+def test_of_a_long_text_both_ends_are_kept(letter: str) -> None:
     text = f"begin{letter * 900_000}end"
     record = begin({"rid": "r"}, text=text, most=2**20)
     assert len(record) <= 2**20
@@ -329,7 +329,7 @@ def test_of_a_long_text_the_beginning_and_the_end_are_kept(letter: str) -> None:
     assert len(request["text"]) > 2**20 // 4 - 1000
 
 
-def test_what_has_no_room_in_the_record_is_kept_in_part() -> None:
+def test_what_does_not_fit_the_record_is_kept_in_part() -> None:
     request = decode_request(begin({"rid": "r"}, text="x" * 9000, most=8192))
     told = request["truncated"]["text"]
     assert told["first"] + told["last"] == len(request["text"]) > 7000

@@ -300,7 +300,7 @@ while True:
 """
 
 
-def test_a_writer_that_is_killed_leaves_all_but_the_last_record() -> None:
+def test_a_killed_writer_leaves_all_but_its_last_record() -> None:
     for _ in range(12):
         with child(WRITE) as process:
             descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line.strip()}", os.O_RDONLY)

@@ -92,7 +92,7 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     assert (ended.phase, ended.ended) == ("processed", 8.25)
 
 
-def test_an_id_that_is_too_long_to_keep_is_told_by_its_hash(writer: StepWriter) -> None:
+def test_an_id_too_long_to_keep_is_told_by_hash(writer: StepWriter) -> None:
     run(writer, 1, ["x" * 1024, "y" * 1025, "z" * 70_000, ""], [1, 2, 3, 4])
     (step,) = read(writer).steps
     assert [one.rid[:3] for one in step.requests] == [
@@ -172,7 +172,7 @@ def test_the_requests_of_the_newest_steps_are_there_whatever_comes(writer: StepW
     assert len(writer._known) <= 4 * MAX_REQUESTS + 201
 
 
-def test_a_request_that_stays_keeps_its_id_while_others_are_received(writer: StepWriter) -> None:
+def test_a_request_that_stays_keeps_its_id(writer: StepWriter) -> None:
     for number in range(1, 100):
         writer.receive(number, 0.0, [f"{number}-{place}" for place in range(100)], [5] * 100, 100)
         run(writer, number, ["stays"], [number])
@@ -186,7 +186,7 @@ def test_more_requests_than_there_is_room_for_are_counted(writer: StepWriter) ->
     assert (step.size, len(step.requests), step.requests[-1].tokens) == (count, MAX_REQUESTS, 2)
 
 
-def test_the_hash_agrees_where_all_agrees_and_never_again_after_it_did_not() -> None:
+def test_the_hash_agrees_until_something_differs_and_never_again() -> None:
     def hashes(odd: dict[str, Any] | None) -> list[int]:
         writer = StepWriter()
         for number in range(1, 6):

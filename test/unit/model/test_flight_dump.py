@@ -55,7 +55,7 @@ def test_a_process_that_recorded_nothing_has_a_dump_too() -> None:
     assert dump.is_from_the_start
 
 
-def test_a_cpu_backend_says_that_an_operation_is_over_by_giving_it_up() -> None:
+def test_a_cpu_backend_retires_an_operation_that_is_over() -> None:
     over = entry(0, 1, backend="gloo", state="scheduled", retired=True)
     given_up = entry(0, 1, backend="nccl", state="scheduled", retired=True)
     assert [one.is_done for one in parse_dump(pickled(document([over, given_up]))).entries] == [True, False]
@@ -153,7 +153,7 @@ def test_a_hostile_pickle_is_refused_and_takes_little_memory(
 
 
 @given(st.binary())
-def test_whatever_the_bytes_are_there_is_a_value_or_the_one_error(data: bytes) -> None:
+def test_any_bytes_give_a_value_or_the_one_error(data: bytes) -> None:
     for bytes_ in (data, b"\x80\x02" + data, b"\x80\x02" + data + b"."):
         with contextlib.suppress(FlightDumpError):
             load_plain(bytes_)
@@ -163,7 +163,7 @@ LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.
 
 
 @given(st.data())
-def test_a_dump_with_anything_else_in_it_is_read_or_refused(data: st.DataObject) -> None:
+def test_a_dump_with_anything_in_it_is_read_or_refused(data: st.DataObject) -> None:
     value: Any = copy.deepcopy(sample())
     place = data.draw(st.sampled_from([value, value["pg_config"], *value["entries"]]))
     place[data.draw(st.sampled_from(sorted(place)))] = data.draw(LEAF)
@@ -198,7 +198,7 @@ def test_a_text_that_no_file_would_take_is_made_fit() -> None:
     assert len(frame.file) == 500
 
 
-def test_a_file_is_read_where_it_is_one_of_the_right_user(tmp_path: Path) -> None:
+def test_a_regular_file_of_the_right_user_is_read(tmp_path: Path) -> None:
     path = tmp_path / "4711-0"
     path.write_bytes(pickled(sample()))
     assert len(parse_dump(read_bytes(path, ME)).entries) == 3
@@ -220,7 +220,7 @@ def test_anything_but_a_regular_file_is_refused_at_once(tmp_path: Path, kind: st
         read_bytes(path, ME)
 
 
-def test_a_file_of_any_size_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight_dump, "MAX_BYTES", 1 << 20)
     path = tmp_path / "4711-0"
     with path.open("wb") as file:

@@ -13,7 +13,7 @@ def make_incident() -> Incident:
 
 
 @given(st.lists(st.floats(0, 2e9), max_size=10))
-def test_the_timeline_is_in_the_order_of_time_however_it_was_noted(times: list[float]) -> None:
+def test_the_timeline_is_ordered_by_time(times: list[float]) -> None:
     incident = make_incident()
     for seconds in times:
         incident.note(seconds, "event", pid=1)

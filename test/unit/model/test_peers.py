@@ -88,13 +88,13 @@ def test_what_is_no_report_is_none(fields: dict[str, object]) -> None:
     assert LostPeer.from_fields(fields, pid=7) is None
 
 
-def test_what_is_wrong_in_a_report_does_not_lose_the_rest() -> None:
+def test_one_wrong_entry_does_not_lose_the_report() -> None:
     peer = lost(requests=[{"rid": "a", "room": "x"}, 3, {}], count="many", unassigned={}, unassigned_count=True)
     assert peer.requests == [WaitingRequest("a"), WaitingRequest("None")]
     assert (peer.count, peer.unassigned, peer.unassigned_count) == (2, [], 0)
 
 
-def test_ranks_that_have_the_same_requests_count_them_once_and_others_are_added() -> None:
+def test_ranks_count_shared_requests_once_and_add_others() -> None:
     peer = lost(sign="heartbeat", requests=[{"rid": "a", "room": 1}], count=1)
     peer.merge(lost(requests=[{"rid": "a", "room": 1}, {"rid": "b", "room": 2}], count=2))
     other = lost(requests=[{"rid": "c", "room": 3}], count=9)
@@ -105,7 +105,7 @@ def test_ranks_that_have_the_same_requests_count_them_once_and_others_are_added(
     assert peer.since == "2026-08-01T00:00:00.000000Z"
 
 
-def test_the_servers_of_many_hosts_are_told_of_in_one_sentence() -> None:
+def test_servers_of_many_hosts_are_told_in_one_sentence() -> None:
     few = [LostPeer.of(f"10.0.0.{n}:1", "prefill", "refused", SINCE, requests(f"of {n}")) for n in range(4)]
     assert len(describe(few)) == 4
     many = [LostPeer.of(f"10.0.0.{n}:1", "prefill", "refused", SINCE, requests(f"of {n}")) for n in range(5)]
@@ -116,7 +116,7 @@ def test_the_servers_of_many_hosts_are_told_of_in_one_sentence() -> None:
     ]
 
 
-def test_the_requests_of_many_servers_are_added_up_those_of_ranks_of_one_are_not() -> None:
+def test_requests_are_added_up_over_servers_but_not_ranks() -> None:
     ranks = [
         LostPeer.of(f"10.0.0.1:{n}", "decode", "refused", SINCE, requests(*map(str, range(100)))) for n in range(8)
     ]
@@ -148,7 +148,7 @@ def test_peers_arrive_as_they_were_told(count: int) -> None:
     assert read(known.to_packets()) == known
 
 
-def test_no_packet_is_too_long_and_there_are_not_too_many() -> None:
+def test_packets_are_limited_in_length_and_number() -> None:
     packets = peers(3 * MAX_PROCESSES).to_packets()
     assert max(map(len, packets)) < MAX_BYTES
     known = read(packets)
@@ -156,7 +156,7 @@ def test_no_packet_is_too_long_and_there_are_not_too_many() -> None:
     assert len(known.peers) == MAX_PROCESSES
 
 
-def test_an_answer_that_was_broken_off_is_not_mixed_with_the_next_one() -> None:
+def test_a_broken_off_answer_is_not_mixed_with_the_next() -> None:
     reader = AnswerReader(7)
     assert reader.take(peers(800).to_packets()[0]) is False
     assert read(peers(3).to_packets(), reader) == peers(3)
@@ -172,7 +172,7 @@ def test_questions_arrive_as_they_were_asked() -> None:
     assert len(read_question(waiting_question(["x"] * 99)) or []) == 8
 
 
-def test_who_waits_is_told_peer_by_peer_named_as_far_as_there_is_room() -> None:
+def test_who_waits_is_told_by_peer_within_the_room() -> None:
     many = [WaitingRequest("r" * 900 + str(number), number) for number in range(2000)]
     answers = list(waiting_answers(["a:1", "b:2"], "decode", {"a:1": many, None: many[:1]}))
     assert max(map(len, answers)) < MAX_BYTES

@@ -29,7 +29,7 @@ def test_threads_and_frames_are_read() -> None:
     assert parsed.frames == (Frame("forward", "sglang/model.py", 7), Frame("main", "/site/sglang/model.py", 3))
 
 
-def test_text_that_no_file_would_take_is_made_one_that_it_does() -> None:
+def test_text_that_no_file_takes_is_escaped() -> None:
     frame = {"name": "f\udcff", "filename": 5, "line": 1}
     (parsed,) = parse_pyspy(json.dumps([{**THREAD, "thread_name": "\ud800", "os_thread_id": "x", "frames": [frame]}]))
     assert (parsed.name, parsed.native_id) == ("\\ud800", None)
@@ -63,7 +63,7 @@ def test_anything_else_is_an_error(text: str) -> None:
         parse_pyspy(text)
 
 
-def test_the_main_thread_is_the_one_whose_id_is_the_pid() -> None:
+def test_the_main_threads_id_is_the_pid() -> None:
     threads = [thread("MainThread", 11), thread("renamed", 10)]
     assert main_thread(threads, 10) is threads[1]
 
@@ -74,7 +74,7 @@ def test_without_ids_the_main_thread_goes_by_its_name() -> None:
     assert main_thread(threads[:1], 10) is None
 
 
-def test_a_stack_file_begins_with_what_a_summary_quotes_and_the_main_thread() -> None:
+def test_a_stack_file_begins_with_its_quote_and_main_thread() -> None:
     (main, unread) = parse_pyspy(
         json.dumps([THREAD, {**THREAD, "thread_name": None, "os_thread_id": None, "active": False}])
     )

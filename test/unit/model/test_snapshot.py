@@ -117,7 +117,7 @@ def test_what_is_no_json_is_refused(text: str | bytes) -> None:
         parse(text)
 
 
-def test_text_that_no_file_would_take_is_made_one_that_it_does() -> None:
+def test_text_that_no_file_takes_is_escaped() -> None:
     node = parse(json.dumps(changed("processes", 0, "title", to="\ud800")))
     assert node.processes[0].title == "\\ud800"
     node = parse(json.dumps(changed("processes", 0, "threads", 0, 0, to="\ud800")))

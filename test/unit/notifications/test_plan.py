@@ -33,7 +33,7 @@ def test_a_command_is_split_without_a_shell() -> None:
         "https://h/k y",
     ],
 )
-def test_what_is_no_url_is_a_problem_that_does_not_repeat_it(value: str) -> None:
+def test_a_wrong_url_is_a_problem_that_hides_it(value: str) -> None:
     plan = Plan.from_environ({WEBHOOK: value})
     assert plan.url == ""
     assert value not in plan.problems["webhook"]

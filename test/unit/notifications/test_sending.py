@@ -60,7 +60,7 @@ def test_a_hook_is_told_and_the_body_is_signed(tell: Callable[..., dict[str, Any
     ("statuses", "tries", "done"),
     [((503, 200), 2, True), ((500,), 3, False), ((429, 204), 2, True), ((404, 200), 1, False)],
 )
-def test_a_hook_that_fails_is_tried_again_where_that_may_do(
+def test_a_failed_hook_is_tried_again_where_that_helps(
     tell: Callable[..., dict[str, Any]], statuses: tuple[int, ...], tries: int, done: bool
 ) -> None:
     with hook(*statuses) as server:
@@ -86,7 +86,7 @@ def test_a_hook_that_hangs_is_given_up(tell: Callable[..., dict[str, Any]], monk
     assert "did not end within 0.7 s" in outcome["webhook"]["reason"]
 
 
-def test_a_hook_that_is_not_there_does_not_show_its_url(tell: Callable[..., dict[str, Any]]) -> None:
+def test_an_unreachable_hook_does_not_show_its_url(tell: Callable[..., dict[str, Any]]) -> None:
     outcome = tell(**{WEBHOOK: "http://127.0.0.1:9/services/token"})
     assert "Refused" in outcome["webhook"]["reason"]
     assert "token" not in json.dumps(outcome)
@@ -181,7 +181,7 @@ def test_a_reason_is_told_without_the_keys_of_its_url(url: str, text: str, expec
     assert sending._without_keys(text, url) == expected
 
 
-def test_a_key_is_taken_out_before_a_reason_is_cut_off() -> None:
+def test_a_key_is_masked_before_a_reason_is_cut() -> None:
     text = f"{'x' * (sending._MAX_WORDS - 17)} SECRETabc"
     run = ToolRun(text, "it failed", 0.0)
     assert "SECRE" not in sending._words_of(run, "http://h/SECRETabc")

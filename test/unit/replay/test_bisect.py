@@ -378,7 +378,7 @@ def test_requests_that_are_needed_in_order_are_found(
     assert " &" not in (tmp_path / "out" / "reproduce.sh").read_text()
 
 
-def test_what_does_not_come_in_order_either_depends_on_time_or_load(
+def test_what_no_order_brings_back_depends_on_time_or_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = {"rule": staticmethod(lambda _bodies: False), "comes_once": True}

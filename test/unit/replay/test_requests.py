@@ -36,7 +36,7 @@ def read(folder: Path, *lines: object, **fields: Any) -> list[StoredRequest]:
     return read_requests(find_one(str(folder)))
 
 
-def test_a_line_of_the_journal_is_a_request_as_it_came(tmp_path: Path) -> None:
+def test_a_journal_line_is_a_request_as_it_came(tmp_path: Path) -> None:
     earlier = {**LINE, "rid": "b", "state": "finished", "arrived": "2026-01-01T00:00:01.000000Z"}
     first, second = read(tmp_path, LINE, earlier)
     assert (first.rid, second.rid, second.arrived - first.arrived) == ("b", "a", 1.0)
@@ -70,7 +70,7 @@ def test_what_the_journal_does_not_keep_is_said(tmp_path: Path, more: dict[str, 
     assert not request.is_complete
 
 
-def test_a_number_that_json_does_not_have_is_sent_as_it_came(tmp_path: Path) -> None:
+def test_a_number_outside_json_is_sent_as_it_came(tmp_path: Path) -> None:
     came = {"temperature": float("-inf"), "logit_bias": {"5": float("inf")}, "stop": "NaN", "top_k": 5}
     line = LINE | {"sampling_params": {**came, "temperature": "-Infinity", "logit_bias": {"5": "Infinity"}}}
     (request,) = read(tmp_path, line)

@@ -145,9 +145,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, Any]] | N
     return record
 
 
-def test_each_process_group_has_the_name_that_sglang_has_for_it(
-    torch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_group_has_sglangs_name_for_it(torch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     site = sys.path[-1]
     frames = [
         ("all_reduce", f"{site}/torch/distributed/distributed_c10d.py", 1),

@@ -61,7 +61,7 @@ def test_a_record_is_kept_without_secrets(handler: RingHandler) -> None:
     assert broken.text == "one %s too few %s"
 
 
-def test_another_crash_handler_at_the_same_place_is_given_a_ring_too(listener: Listener) -> None:
+def test_another_handler_at_the_same_place_gets_a_ring(listener: Listener) -> None:
     logging.basicConfig(handlers=[logging.NullHandler()], force=True)
     for pid in (7, 8, 8):
         (listener.path.parent / HANDLER_PID).write_text(str(pid))
@@ -103,13 +103,13 @@ def test_what_a_request_holds_is_not_kept(handler: RingHandler, name: str, messa
         ("  File 'x.py', line 3\n    return self.text", "  File 'x.py', line 3\n    return self.text"),
     ],
 )
-def test_where_a_record_shows_a_request_its_body_is_left_out(handler: RingHandler, message: str, kept: str) -> None:
+def test_a_request_body_is_left_out_of_a_record(handler: RingHandler, message: str, kept: str) -> None:
     handler.quotes = False
     log(handler, message)
     assert [one.text for one in told(handler)] == [kept]
 
 
-def test_of_a_long_record_the_ends_are_kept_and_no_part_of_a_secret(handler: RingHandler) -> None:
+def test_of_a_long_record_both_ends_without_secrets_are_kept(handler: RingHandler) -> None:
     # At each place of the record once, so that every cut would go through one.
     for shift in range(0, 9000, 7):
         log(
@@ -133,7 +133,7 @@ def test_an_exception_is_kept_with_its_innermost_frames(handler: RingHandler) ->
     assert long.endswith("ValueError: the reason")
 
 
-def test_where_prompts_cannot_be_looked_for_an_exceptions_words_are_left_out(handler: RingHandler) -> None:
+def test_unsearchable_prompts_cost_the_words_of_an_exception(handler: RingHandler) -> None:
     handler.quotes = False
     log(handler, "failed: bad prompt: sing", exc_info=raised("bad prompt: sing"))
     try:
@@ -154,7 +154,7 @@ def test_one_that_fails_is_switched_off_with_one_warning(
     assert [one.getMessage() for one in caplog.records] == ["crash kit: log records are kept no longer"]
 
 
-def test_the_crash_handler_is_given_the_ring_once_and_logging_may_be_set_up_anew(listener: Listener) -> None:
+def test_the_handler_is_given_the_ring_once(listener: Listener) -> None:
     for _ in range(2):
         logging.basicConfig(handlers=[logging.NullHandler()], force=True)
         keep_log_records(ARGS, of_all=True)
@@ -201,7 +201,7 @@ def test_where_no_records_are_wanted_there_is_no_handler(
     assert log_handler._handler is None
 
 
-def test_a_program_that_did_not_set_logging_up_may_still_do_so(listener: Listener) -> None:
+def test_a_program_may_still_set_logging_up(listener: Listener) -> None:
     logging.getLogger().handlers.clear()
     keep_log_records(ARGS, of_all=True)
     assert (log_handler._handler, logging.getLogger().handlers) == (None, [])

@@ -203,7 +203,7 @@ def test_large_inputs_and_unknown_fields_are_described() -> None:
     assert read_request(request)[0]["omitted"] == {"image_data": "list of 2, 100000 characters", "brand_new": "dict"}
 
 
-def test_a_logit_processor_is_kept_and_what_is_empty_is_nothing() -> None:
+def test_a_logit_processor_is_kept_unless_it_is_empty() -> None:
     request = GenerateReqInput(rid="a", image_data=[], brand_new={}, watermark=0, custom_logit_processor="80049")
     assert read_request(request)[0] == {
         "kind": "GenerateReqInput",

@@ -60,7 +60,7 @@ def test_pytorchs_other_name_for_the_size_counts(environ: MutableMapping[str, st
 
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
 @pytest.mark.parametrize("value", ["", " ", "many", "0x7", "99999999999"])
-def test_a_size_that_would_hang_pytorch_counts_as_not_set_and_is_told(
+def test_a_size_that_would_hang_pytorch_counts_as_unset(
     environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: str
 ) -> None:
     environ[name] = value

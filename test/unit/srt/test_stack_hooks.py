@@ -57,7 +57,7 @@ def run(folder: Path, code: str, *, title: str = TITLE, **environ: str) -> subpr
     )
 
 
-def test_a_worker_is_armed_with_private_files_that_no_program_inherits(runtime: Path) -> None:
+def test_a_workers_files_are_private_and_not_inherited(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target:
         assert procfs.catches_signal(target.pid, DEFAULT_SIGNAL)
         files = files_of(runtime, target.pid)
@@ -77,7 +77,7 @@ def test_arming_twice_is_arming_once(runtime: Path) -> None:
         assert len(procfs.thread_states(target.pid)) == 2
 
 
-def test_a_process_whose_crash_handler_is_another_now_is_armed_anew(runtime: Path) -> None:
+def test_stack_hooks_follow_a_new_crash_handler(runtime: Path) -> None:
     (runtime / "next").mkdir()
     again = "os.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\ninstall_in_worker()\n"
     with armed(runtime, again + SLEEPER) as target:
@@ -127,7 +127,7 @@ def test_another_signal_can_be_named(
     assert found == ([caught] if caught else [])
 
 
-def test_what_a_fatal_signal_ended_has_written_its_stacks_and_the_signal_stays(runtime: Path) -> None:
+def test_a_fatal_signal_leaves_its_stacks_and_stays_fatal(runtime: Path) -> None:
     with armed(runtime, FALL) as target:
         os.kill(target.pid, signal.SIGSEGV)
         fault = HookFiles.of(runtime, target.pid, target.start_ticks).fault
@@ -142,7 +142,7 @@ def stat(pid: int) -> str:
 
 
 @pytest.mark.parametrize("end", ["abort", "pause"])
-def test_a_forked_child_neither_answers_nor_writes_to_its_parents_files(runtime: Path, end: str) -> None:
+def test_a_forked_child_does_not_touch_its_parents_files(runtime: Path, end: str) -> None:
     with child(ARM + FORK, str(runtime), end, title=TITLE) as parent:
         forked = int(parent.first_line)  # type: ignore[attr-defined]
         files = files_of(runtime, parent.pid)
@@ -252,9 +252,7 @@ def test_a_users_own_faulthandler_stays(runtime: Path, tmp_path: Path) -> None:
 SERVER = ARM.replace("install_in_worker", "install_in_server")
 
 
-def test_the_server_writes_what_the_crash_handler_has_to_say_line_by_line(
-    runtime: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_writes_the_handlers_lines_one_by_one(runtime: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with child(SERVER + SLEEPER, str(runtime)) as server:
         path = files_of(runtime, server.pid).say
         for fields in ({}, {"text": 7}, {"text": "a\nb\x1b[31m\udcff"}, {"text": "x" * 10_000}):
@@ -277,7 +275,7 @@ def test_a_worker_takes_nothing_for_the_log(runtime: Path) -> None:
         assert not files_of(runtime, target.pid).say.exists()
 
 
-def test_a_server_that_cannot_be_told_is_armed_all_the_same(runtime: Path) -> None:
+def test_an_unreachable_server_gets_its_stack_hooks_nevertheless(runtime: Path) -> None:
     taken = "from pathlib import Path\nfrom sglang_crashkit.kernel import procfs\n"
     taken += "stat = procfs.read_stat(os.getpid())\n"
     taken += "Path(sys.argv[1], f'{stat.pid}-{stat.start_ticks}.say').touch()\n"
@@ -377,7 +375,7 @@ def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("code", "status"), [("exit 3", 3 << 8), ("kill -9 $$", 9), ("kill -37 $$", 37)])
-def test_it_says_how_a_child_ended_and_leaves_it_to_be_reaped(path: Path, code: str, status: int) -> None:
+def test_a_childs_end_is_told_and_left_to_reap(path: Path, code: str, status: int) -> None:
     with subprocess.Popen(["sh", "-c", f"read line; {code}"], stdin=subprocess.PIPE) as process:
         # That it lives, or is no child, is no answer.
         assert ask(path, b"exit %d" % process.pid) == b""

@@ -42,7 +42,7 @@ def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
         Address.parse(url)
 
 
-def test_a_server_that_says_nothing_is_never_asked_twice_at_once() -> None:
+def test_a_silent_server_is_never_asked_twice_at_once() -> None:
     with answering() as server:
         server.statuses[HEALTH_PATH] = 0
         probe = probe_of(server)
@@ -62,7 +62,7 @@ def test_a_port_that_nobody_listens_on_refuses() -> None:
         settle(HealthProbe(Address("http", "127.0.0.1", held.getsockname()[1]), 0.05, 30.0), "refused")
 
 
-def test_a_host_that_is_not_known_is_told_as_a_problem() -> None:
+def test_an_unknown_host_is_told_as_a_problem() -> None:
     probe = HealthProbe(Address("http", "no-such-host.invalid", 1), 0.05, 30.0)
     settle(probe, "refused")
     assert "no-such-host.invalid" in probe.problem
@@ -100,7 +100,7 @@ def test_the_key_goes_with_both_questions() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "of another server"])
-def test_without_the_key_it_is_said_what_is_needed_and_no_key_is_shown(key: str) -> None:
+def test_without_a_key_the_need_is_told_and_none_shown(key: str) -> None:
     with answering() as server:
         server.key = "top secret"
         probe = HealthProbe(Address.parse(server.url), 0.05, 30.0, api_key=key)

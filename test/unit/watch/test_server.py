@@ -15,7 +15,7 @@ from unit.targets import settle
 from unit.waiting import LONG, child
 
 
-def test_it_is_found_by_its_main_process_by_a_rank_and_by_its_address(tmp_path: Path) -> None:
+def test_it_is_found_by_main_process_rank_or_address(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         for pid in (server.popen.pid, *server.ranks.values()):
             watched = WatchedServer(pid)
@@ -28,7 +28,7 @@ def test_it_is_found_by_its_main_process_by_a_rank_and_by_its_address(tmp_path: 
     assert find_listener(Address("http", "192.0.2.1", 30000)) is None
 
 
-def test_its_processes_are_sampled_with_their_stacks_where_they_are_wanted(tmp_path: Path) -> None:
+def test_its_processes_are_sampled_with_stacks_when_wanted(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         watched = WatchedServer(server.popen.pid)
         samples = watched.sample(stacks=False)
@@ -49,7 +49,7 @@ def test_its_processes_are_sampled_with_their_stacks_where_they_are_wanted(tmp_p
         watched.close()
 
 
-def test_who_ends_first_is_known_and_one_that_had_ended_before_it_was_watched(tmp_path: Path) -> None:
+def test_who_ends_first_after_the_watch_began_is_known(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         first, second = (server.ranks[title] for title in RANKS)
         os.kill(first, signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_who_ends_first_is_known_and_one_that_had_ended_before_it_was_watched(tm
         watched.close()
 
 
-def test_a_process_that_is_no_server_is_not_taken_for_one() -> None:
+def test_a_process_that_is_no_server_is_not_one() -> None:
     with child("ready(); pause()") as process:
         watched = WatchedServer(process.pid)
         assert not watched.is_known
@@ -119,7 +119,7 @@ def test_those_that_are_killed_together_end_together() -> None:
         watch.close()
 
 
-def test_where_several_ended_in_one_moment_their_parent_was_not_the_first() -> None:
+def test_of_several_that_ended_together_the_parent_comes_later() -> None:
     with child(PAUSE) as root, child(PAUSE) as worker, child(PAUSE):
         watch = DeathWatch(root.pid)
         watch.follow({root.pid: "root", worker.pid: "worker"})
@@ -131,7 +131,7 @@ def test_where_several_ended_in_one_moment_their_parent_was_not_the_first() -> N
         watch.close()
 
 
-def test_one_that_is_gone_is_not_followed_and_the_wait_has_an_end() -> None:
+def test_an_ended_process_is_not_followed_for_ever() -> None:
     with child("ready()") as process:
         process.wait(LONG)
     watch = DeathWatch(1)

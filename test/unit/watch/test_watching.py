@@ -175,7 +175,7 @@ def test_a_process_that_is_no_rank_may_be_the_one(server: Server) -> None:
     assert len(server.told[-1].ranks) == 2
 
 
-def test_patience_is_told_with_its_reason_and_ends_before_upstreams_watchdog() -> None:
+def test_patience_has_its_reason_and_ends_before_upstreams_watchdog() -> None:
     server = Server(hang_secs=60.0)
     server.is_busy = True
     server.pass_by(3, "ok")
@@ -198,7 +198,7 @@ ASKED = ExitStatus(signal="SIGTERM")
 
 
 @pytest.mark.parametrize("end", [KILLED, FAULT, RAISED, ExitStatus(code=0), ExitStatus()])
-def test_a_rank_that_ends_alone_is_a_crash_at_once_and_nothing_else_after_it(server: Server, end: ExitStatus) -> None:
+def test_a_rank_that_ends_alone_is_one_crash_at_once(server: Server, end: ExitStatus) -> None:
     server.end(1, end)
     assert server.pass_by(1, "waiting") == ["crash"]
     crash = server.told[-1]
@@ -240,7 +240,7 @@ def test_what_ends_while_the_server_ends_is_no_crash(server: Server) -> None:
     assert server.pass_by(HANG_SECS - 1, "starting") == []
 
 
-def test_a_server_that_serves_on_without_a_rank_is_said_to_and_watched_on(server: Server) -> None:
+def test_a_server_that_serves_without_a_rank_is_watched_on(server: Server) -> None:
     server.end(1, KILLED)
     # The answer of the moment before is still there for a while.
     assert server.pass_by(10, "ok") == ["crash"]
@@ -253,7 +253,7 @@ def test_a_server_that_serves_on_without_a_rank_is_said_to_and_watched_on(server
     assert server.pass_by(1, "waiting") == ["crash"]
 
 
-def test_a_server_that_is_never_ready_is_told_of_once_after_its_own_time() -> None:
+def test_a_server_never_ready_is_told_once_in_time() -> None:
     server = Server(start_secs=50.0)
     assert server.pass_by(50, "starting") == []
     assert server.pass_by(200, "starting") == ["hang"]
@@ -273,7 +273,7 @@ def test_what_the_watcher_did_not_see_is_not_counted(server: Server) -> None:
 
 
 @pytest.mark.parametrize("hang_secs", [2.0, 5.0, 60.0])
-def test_of_a_gap_much_less_than_the_time_to_a_hang_is_counted(hang_secs: float) -> None:
+def test_only_a_small_part_of_a_gap_is_counted(hang_secs: float) -> None:
     # The watcher was stopped, or got no CPU, for a moment.
     server = Server(hang_secs=hang_secs)
     server.pass_by(3, "ok")
@@ -281,7 +281,7 @@ def test_of_a_gap_much_less_than_the_time_to_a_hang_is_counted(hang_secs: float)
     assert server.watching.silent_secs <= 0.75 * hang_secs
 
 
-def test_without_a_health_check_ranks_that_go_on_again_are_progress() -> None:
+def test_without_a_health_check_moving_ranks_are_progress() -> None:
     server = Server()
     assert server.pass_by(3 * HANG_SECS, "none") == ["hang"]
     server.is_busy = True

@@ -100,7 +100,7 @@ def test_what_is_no_elf_file_of_64_bits_is_refused(write: Write, data: bytes, wo
 
 
 @pytest.mark.parametrize(("kind", "osabi"), [(2, 0x33), (4, 0)])
-def test_an_elf_file_that_is_no_core_of_a_gpu_is_refused(write: Write, kind: int, osabi: int) -> None:
+def test_an_elf_file_without_a_gpu_core_is_refused(write: Write, kind: int, osabi: int) -> None:
     with open_source(write(elf_bytes(PARTS, kind, osabi=osabi))) as source:
         part = ElfPart(source)
         with pytest.raises(CudaCoreError, match="no core of the CUDA driver's") as caught:

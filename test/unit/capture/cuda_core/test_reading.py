@@ -288,7 +288,7 @@ def test_a_core_has_one_table_of_devices(count: int) -> None:
 
 
 @pytest.mark.wide
-def test_many_tables_of_the_same_bytes_do_not_fill_the_memory() -> None:
+def test_many_tables_of_the_same_bytes_fit_into_memory() -> None:
     # 300 tables of 4 MB each, all of them the same 4 MB.
     parts = core_parts(CoreSpec([DeviceSpec()]))
     number = next(index for index, part in enumerate(parts) if part.kind == SMTBL)
@@ -337,7 +337,7 @@ def test_a_core_that_is_larger_than_memory_is_no_trouble(tmp_path: Path) -> None
 SMALL = hung_core()
 
 
-def test_a_core_that_is_cut_off_anywhere_is_refused_or_read() -> None:
+def test_a_core_cut_off_anywhere_is_refused_or_read() -> None:
     for size in range(0, len(SMALL), 11):
         assert read_or_refuse(SMALL[:size]) is None, size
 

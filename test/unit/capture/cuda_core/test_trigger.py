@@ -113,7 +113,7 @@ def test_a_pipe_that_an_earlier_process_left_is_passed_over(start: Start, tmp_pa
     assert wait_until(request.look, "the core is whole")
 
 
-def test_a_core_that_the_driver_writes_by_itself_is_waited_for(start: Start, tmp_path: Path) -> None:
+def test_a_core_that_the_driver_began_is_waited_for(start: Start, tmp_path: Path) -> None:
     asked = start(seconds=1.0)
     (tmp_path / f"core.cuda.1.{asked.pid}").write_bytes(core_bytes())
     assert not asked.join()
@@ -124,7 +124,7 @@ def test_a_core_that_the_driver_writes_by_itself_is_waited_for(start: Start, tmp
     assert path.name != f"core.cuda.1.{asked.pid}"
 
 
-def test_of_a_process_that_is_gone_nothing_more_is_waited_for(tmp_path: Path) -> None:
+def test_nothing_more_of_an_ended_process_is_waited_for(tmp_path: Path) -> None:
     template = {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%p")}
     request, path = CoreRequest(os.getpid(), template), tmp_path / f"core.{os.getpid()}"
     assert request.look(has_ended=True) is None
@@ -148,7 +148,7 @@ def test_what_the_driver_wrote_by_itself_is_found(tmp_path: Path) -> None:
     assert request.written_since(5000.0) is None
 
 
-def test_a_core_of_before_is_not_taken_for_the_one_asked_for(start: Start, tmp_path: Path) -> None:
+def test_an_earlier_core_is_not_taken_for_the_new_one(start: Start, tmp_path: Path) -> None:
     request = start(seconds=0.0)
     old = tmp_path / f"core.cuda.1.{request.pid}"
     old.write_bytes(core_bytes())
@@ -156,7 +156,7 @@ def test_a_core_of_before_is_not_taken_for_the_one_asked_for(start: Start, tmp_p
     assert wait_until(request.look, "the core is whole") != old
 
 
-def test_a_driver_that_gives_up_in_the_middle_leaves_no_core(start: Start) -> None:
+def test_a_driver_that_gives_up_midway_leaves_no_core(start: Start) -> None:
     request = start(seconds=0.1, fraction=0.6)
     request.send()
     with pytest.raises(NoCoreError, match=r"core\.cuda\.\d+\.\d+ is no whole core \(\d+ bytes\)"):
@@ -181,7 +181,7 @@ def test_without_a_pipe_there_is_no_core(tmp_path: Path) -> None:
     assert request.leftover() == "no file appeared"
 
 
-def test_a_driver_that_was_not_told_to_listen_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_listener_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoCoreError, match="CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set"):
         CoreRequest(os.getpid(), {}).send()
 
@@ -192,7 +192,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
         CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_PIPE": str(tmp_path / "pipe")}).send()
 
 
-def test_a_link_and_a_file_in_the_pipes_place_are_not_written_to(tmp_path: Path) -> None:
+def test_links_and_files_in_the_pipes_place_stay_untouched(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     (tmp_path / "link").symlink_to(victim)
@@ -210,7 +210,7 @@ def test_a_pipe_of_another_user_is_not_written_to(start: Start, tmp_path: Path) 
         request.send()
 
 
-def test_a_pipe_with_the_time_in_its_name_is_found_among_the_open_files(start: Start, tmp_path: Path) -> None:
+def test_a_pipe_named_by_time_is_found_among_open_files(start: Start, tmp_path: Path) -> None:
     # A driver holds its pipe open; here somebody writes to it already.
     request = start(name="corepipe.%t.%p", pipe=str(tmp_path / "corepipe.%t.%p"))
     descriptor = os.open(next(tmp_path.glob("corepipe*")), os.O_WRONLY)

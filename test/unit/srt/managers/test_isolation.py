@@ -143,7 +143,7 @@ def test_under_load_others_are_held_once_and_not_for_long(loop: FakeLoop) -> Non
     assert max(server.began[f"load-{number}"][0] - number * 0.5 for number in range(80)) <= HOLD_SECS
 
 
-def test_one_that_never_gets_its_moment_is_sent_all_the_same(loop: FakeLoop) -> None:
+def test_a_request_that_never_gets_its_moment_is_sent(loop: FakeLoop) -> None:
     server = run(
         loop,
         lambda server: asyncio.gather(

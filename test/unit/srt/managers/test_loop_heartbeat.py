@@ -83,7 +83,7 @@ def test_a_loop_beats_from_its_first_request_until_it_ends(listener: Listener, w
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("beat", os.getpid(), True)
 
 
-def test_a_loop_that_is_only_let_go_is_no_silent_one(listener: Listener, written: list[HeartbeatWriter]) -> None:
+def test_a_loop_merely_let_go_is_not_silent(listener: Listener, written: list[HeartbeatWriter]) -> None:
     manager, loop = Tokenizer(), asyncio.new_event_loop()
     beat_in_loop(manager)
 
@@ -222,7 +222,7 @@ def test_an_exception_of_the_detokenizer_is_its_own(
     assert listener is not None
 
 
-def test_a_detokenizer_without_a_handler_or_of_another_release_runs_as_it_is(
+def test_a_detokenizer_without_handler_or_known_form_runs_unchanged(
     kind: type[Detokenizer], written: list[HeartbeatWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)

@@ -104,9 +104,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def test_a_sigquit_that_the_supervisor_took_ends_the_server_after_each_worker_saved(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_supervisors_sigquit_ends_the_server_once_workers_saved(start: Start, tmp_path: Path) -> None:
     process = start("supervised", seconds=0.2)
     os.kill(process.pid, signal.SIGQUIT)
     assert said(process) == "killed True True\n"
@@ -141,7 +139,7 @@ def test_other_signals_do_what_they_did(start: Start, tmp_path: Path, signum: si
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_worker_that_does_not_end_is_not_waited_for_for_ever(
+def test_a_worker_that_does_not_end_delays_only_so_long(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.3")
@@ -150,9 +148,7 @@ def test_a_worker_that_does_not_end_is_not_waited_for_for_ever(
     assert said(process) == "killed True True\n"
 
 
-def test_an_exception_of_the_router_is_told_and_the_workers_save(
-    listener: Listener, start: Start, tmp_path: Path
-) -> None:
+def test_the_routers_exception_is_told_and_the_workers_save(listener: Listener, start: Start, tmp_path: Path) -> None:
     process = start("supervised", "exception")
     told = listener.heard()
     assert (told["event"], told["message"], told["pid"]) == ("exception", "KeyError: 'rid'", process.pid)
@@ -188,7 +184,7 @@ def test_the_router_keeps_a_method_of_its_own() -> None:
     assert vars(Plain)["dump_requests_before_crash"] is dump_requests_of_workers
 
 
-def test_an_event_loop_in_the_main_thread_keeps_its_own_descriptor() -> None:
+def test_an_event_loop_in_the_main_thread_keeps_its_descriptor() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)

@@ -261,7 +261,7 @@ def requests(draw: st.DrawFn) -> tuple[AsSglang, int | None]:
 
 
 @given(requests())
-def test_a_request_that_comes_again_is_recognised_by_what_the_journal_has(drawn: tuple[AsSglang, int | None]) -> None:
+def test_a_returning_request_is_recognised_by_its_journal_record(drawn: tuple[AsSglang, int | None]) -> None:
     request, number = drawn
     whole = request.normalised(number)
     fields, text, input_ids = RequestReader().read(whole)
@@ -342,7 +342,7 @@ def test_a_suspect_that_always_fails_is_forgotten(suspected: Manager, caplog: py
     assert caplog.text.count("sent alone") == MAX_TURNS
 
 
-def test_a_suspect_whose_client_gives_up_each_time_holds_others_a_few_times_only(
+def test_a_suspect_whose_client_keeps_leaving_delays_others_seldom(
     suspected: Manager, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def stream() -> Any:

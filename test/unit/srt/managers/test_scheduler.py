@@ -91,7 +91,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("tree", ["strangers"], indirect=True)
-def test_processes_that_are_not_the_servers_are_named_and_left_alive(tree) -> None:
+def test_foreign_processes_are_named_and_left_alive(tree) -> None:
     wrapper, (bystander, *server) = tree
     wait_until(lambda: not any(map(alive, server)), "the server's processes are gone")
     assert len(server) == 3
@@ -106,7 +106,7 @@ def test_processes_that_are_not_the_servers_are_named_and_left_alive(tree) -> No
 
 
 @pytest.mark.parametrize("tree", ["alone"], indirect=True)
-def test_a_group_that_is_the_servers_own_is_killed_as_a_whole(tree) -> None:
+def test_a_group_of_the_servers_own_is_killed_whole(tree) -> None:
     server, workers = tree
     assert server.wait(LONG) == -signal.SIGKILL
     wait_until(lambda: not any(map(alive, workers)), "the workers are gone")
@@ -119,7 +119,7 @@ def test_the_server_is_the_first_ancestor_that_is_no_worker() -> None:
     assert find_server(os.getpid()) == os.getpid()
 
 
-def test_nothing_is_done_where_there_is_no_killpg_or_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_without_killpg_or_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[str] = []
     monkeypatch.setattr(scheduler, "kill_own_group", lambda: killed.append("group"))
     monkeypatch.setattr(scheduler, "_await_server", lambda seconds: None)

@@ -130,7 +130,7 @@ class Mode(IntEnum):
     DECODE = 2
 
 
-def test_the_forward_mode_and_the_tokens_of_an_extend_are_told(listener: Listener, scheduler: Scheduler) -> None:
+def test_the_forward_mode_and_an_extends_tokens_are_told(listener: Listener, scheduler: Scheduler) -> None:
     beating(listener, scheduler).close()
     assert scheduler_heartbeat._writer is not None
     reader = HeartbeatReader(scheduler_heartbeat._writer.fd, {1: "extend", 2: "decode"})
@@ -149,9 +149,7 @@ def test_the_forward_mode_and_the_tokens_of_an_extend_are_told(listener: Listene
     assert (found.mode, found.tokens, found.doing) == ("decode", 0, "batch 2, of 1 request (decode)")
 
 
-def test_without_a_handler_nothing_beats_and_it_is_asked_for_once(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_handler_there_is_no_heartbeat(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     scheduler.process_input_requests([])
     monkeypatch.setenv(SOCKET_VARIABLE, "/nowhere")
@@ -170,7 +168,7 @@ def test_it_can_be_switched_off(
     assert scheduler_heartbeat._writer is None
 
 
-def test_a_handler_that_is_gone_leaves_a_warning_and_no_descriptor(
+def test_a_missing_handler_leaves_a_warning_and_no_descriptor(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "sock"))
@@ -196,7 +194,7 @@ def test_without_memory_the_scheduler_goes_on(
 
 
 @pytest.mark.parametrize("broken", ["round", "batch"])
-def test_a_scheduler_of_another_make_is_not_stopped_and_its_silence_is_no_hang(
+def test_an_unknown_schedulers_silence_is_no_hang(
     listener: Listener, scheduler: Scheduler, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     reader = beating(listener, scheduler)

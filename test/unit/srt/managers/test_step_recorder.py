@@ -101,9 +101,7 @@ def test_a_step_goes_through_its_phases(scheduler: Scheduler) -> None:
         ({"copy_done": SimpleNamespace(query=lambda: True)}, "forward_done"),
     ],
 )
-def test_on_a_gpu_the_pass_is_done_once_its_results_have_arrived(
-    scheduler: Scheduler, changed: dict[str, Any], phase: str
-) -> None:
+def test_a_gpus_pass_is_done_when_its_results_arrive(scheduler: Scheduler, changed: dict[str, Any], phase: str) -> None:
     scheduler.device = "cuda"
     scheduler.process_input_requests()
     batch = batch_of(DECODE, [A])
@@ -121,7 +119,7 @@ def counted(batch: Any, number: int) -> Any:
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
-def test_with_overlap_a_step_is_processed_after_the_next_is_launched(scheduler: Scheduler, is_counted: bool) -> None:
+def test_with_overlap_a_step_is_processed_after_the_next_launch(scheduler: Scheduler, is_counted: bool) -> None:
     batches = [batch_of(DECODE, [A]) for _ in range(3)]
     if is_counted:
         batches = [counted(batch, number) for number, batch in enumerate(batches, 1)]
@@ -137,9 +135,7 @@ def test_with_overlap_a_step_is_processed_after_the_next_is_launched(scheduler: 
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
-def test_the_idle_batch_within_one_that_was_prefilled_elsewhere_ends_with_it(
-    scheduler: Scheduler, is_counted: bool
-) -> None:
+def test_an_idle_batch_within_a_prefilled_one_ends_with_it(scheduler: Scheduler, is_counted: bool) -> None:
     inner, outer = batch_of(IDLE, []), batch_of(PREBUILT, [A], inner_idle_batch=object())
     following = batch_of(DECODE, [A])
     if is_counted:
@@ -246,7 +242,7 @@ def test_what_one_rank_decides_alone_is_told_and_hashed(listener: Listener, deci
     assert (odd.retracted, usual.retracted) == (int(name == "retract"), 0)
 
 
-def test_how_requests_came_together_does_not_matter_but_their_order_does(listener: Listener) -> None:
+def test_only_the_order_of_requests_matters_not_their_grouping(listener: Listener) -> None:
     hashes = []
     one, two = TokenizedGenerateReqInput("one"), TokenizedGenerateReqInput("two")
     for rounds in ([[one, two]], [[one], [], [two]], [[two, one]]):
@@ -310,7 +306,7 @@ def test_it_is_switched_off(
     assert (len(descriptors()) > before) is is_on
 
 
-def test_without_a_handler_nothing_is_noted_and_one_line_says_so(
+def test_without_a_handler_nothing_is_noted_but_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "nobody"))

@@ -104,7 +104,7 @@ def test_upstreams_diagnostics_are_off_during_the_dump_only(
     assert [os.environ.get(name) for name in FLAGS] == [value, value]
 
 
-def test_an_error_of_the_dump_is_told_without_secrets_and_prompts_and_does_not_escape(
+def test_an_error_of_the_dump_is_told_without_secrets(
     listener: Listener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = Manager(tmp_path)
@@ -126,7 +126,7 @@ def test_without_a_crash_folder_the_reason_is_told(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("gone", ["never", "dead", "removed"])
-def test_without_a_handler_the_requests_are_saved_and_the_diagnostics_are_made_here(
+def test_without_a_handler_requests_and_diagnostics_are_saved_here(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, diagnosed: list[str], gone: str
 ) -> None:
     if gone != "never":
@@ -146,7 +146,7 @@ def test_without_a_handler_the_requests_are_saved_and_the_diagnostics_are_made_h
     assert signal.getsignal(signal.SIGQUIT) is sigquit
 
 
-def test_a_handler_that_dies_during_the_dump_does_not_hold_it_up(listener: Listener, tmp_path: Path) -> None:
+def test_a_handler_that_dies_does_not_delay_the_dump(listener: Listener, tmp_path: Path) -> None:
     manager = Manager(tmp_path)
     dump = type(manager).dump_requests_before_crash.__wrapped__  # type: ignore[attr-defined]
 
@@ -311,7 +311,7 @@ def test_a_torn_dump_leaves_nothing(tmp_path: Path, error: BaseException) -> Non
     assert vars(manager) == {}
 
 
-def test_a_second_dump_within_a_second_gets_a_name_of_its_own(tmp_path: Path) -> None:
+def test_two_dumps_in_a_second_have_two_names(tmp_path: Path) -> None:
     names = []
     for text in (b"first", b"second", b"third"):
         manager = SimpleNamespace()

@@ -247,7 +247,7 @@ def no_nap(seconds: float) -> None:
     raise AssertionError(f"napped for {seconds} s although a pidfd was to be had")
 
 
-def test_a_sleep_ends_with_the_first_process_and_leaves_no_descriptor():
+def test_a_sleep_ends_with_the_first_process_without_a_leak():
     with child("ready(); pause()") as process, child("ready(); pause()") as another:
         before = descriptors()
         known = [psutil.Process(process.pid), psutil.Process(another.pid)]
@@ -361,7 +361,7 @@ def after(cause: BaseException) -> ValueError:
         pytest.param(ValueError("x"), {"is_program": False}, ["teardown"], id="is a user's"),
     ],
 )
-def test_a_program_that_raises_is_told_before_it_ends_its_children(
+def test_a_raising_program_is_told_before_it_ends_its_children(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, error: BaseException, its: dict[str, bool], told: list[str]
 ) -> None:
     @hooks.on_kill_process_tree
