@@ -37,7 +37,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "launch": {"mode": (str,)},
     "member": {},
     "members": {"started": (list,)},
-    "beat": {"modes": (dict,), "gpu": (str,)},
+    "heartbeat": {"modes": (dict,), "gpu": (str,)},
     "journal": {},
     "steps": {"modes": (dict,)},
     "log": {},

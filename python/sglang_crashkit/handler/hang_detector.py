@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sglang_crashkit.analysis.explain import NEEDED
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
 from sglang_crashkit.handler.answers import log_lines
-from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, Sight, by_last_sign
+from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
@@ -181,14 +181,11 @@ class HangDetector:
             for process in living
         }
         for one in self._others.values():
-            one.look(self._sight_of(one.process), seen_secs, self._looked_at)
+            said = self._heartbeats.said_by(one.process)
+            # That of the others does not tell anything.
+            cpu_secs = _cpu_secs_of(one.process) if said is not None and said.is_waiting else 0.0
+            one.look(_state_of(one.process), said, cpu_secs, seen_secs, self._looked_at)
         return [*self._others.values()]
-
-    def _sight_of(self, process: TrackedProcess) -> Sight:
-        said = self._heartbeats.said_by(process)
-        # That of the others does not tell anything.
-        cpu_secs = _cpu_secs_of(process) if said is not None and said.is_waiting else 0.0
-        return Sight(_state_of(process), said, cpu_secs)
 
     def _end(self, hang: Hang) -> None:
         # Otherwise it is over because they are dead.
@@ -212,7 +209,7 @@ class HangDetector:
     def _is_starting(self) -> bool:
         """Say whether a scheduler may not be ready yet; where one has begun a batch, all are."""
         heartbeats = self._heartbeats
-        if any(heartbeat.beat.batches for heartbeat in heartbeats.followed.values()):
+        if any(heartbeat.sign.batches for heartbeat in heartbeats.followed.values()):
             return False
         known = heartbeats.followed.keys() | heartbeats.unfollowed
         return any(process.role == "scheduler" and process.pid not in known for process in self._tree.alive())
@@ -221,12 +218,12 @@ class HangDetector:
         """Return by what the time is multiplied after which a silence is a hang."""
         # Whatever one that is stopped has to do, it does not do it.
         running = (pid for pid, state in states.items() if state != "T")
-        beats = [self._heartbeats.followed[pid].beat for pid in running]
-        if any(beat.is_busy and not beat.in_batch for beat in beats):
+        signs = [self._heartbeats.followed[pid].sign for pid in running]
+        if any(sign.is_busy and not sign.in_batch for sign in signs):
             return _BUSY_FACTOR
-        working = [beat for beat in beats if beat.in_batch]
-        first = _FIRST_FACTOR if any(beat.batches <= _FIRST_BATCHES for beat in working) else 1
-        longest = max((beat.tokens for beat in working), default=0)
+        working = [sign for sign in signs if sign.in_batch]
+        first = _FIRST_FACTOR if any(sign.batches <= _FIRST_BATCHES for sign in working) else 1
+        longest = max((sign.tokens for sign in working), default=0)
         return max(first, min(longest // _USUAL_TOKENS, _COMPILING_FACTOR))
 
     def _is_compiling(self, silent: list[Followed], longest: float, limit: float) -> bool:
@@ -281,7 +278,7 @@ class Hang:
                 heartbeat.signs = 0
                 self._heartbeats.append(heartbeat)
                 if isinstance(heartbeat, FollowedHeartbeat):
-                    self.run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
+                    self.run.add_silence(heartbeat.process, heartbeat.sign, heartbeat.silent_secs)
                 else:
                     self.run.add_silence(heartbeat.process, None, heartbeat.silent_secs, heartbeat.how)
 
@@ -310,7 +307,7 @@ class Hang:
 
         Of one whose heartbeat was switched off nothing more is known.
         """
-        living = [one for one in self._heartbeats if one.process.exited_at is None and not one.beat.is_off]
+        living = [one for one in self._heartbeats if one.process.exited_at is None and not one.sign.is_off]
         if any(heartbeat.signs < _SIGNS_OF_PROGRESS for heartbeat in living):
             return False
         if living:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from sglang_crashkit.analysis.explain import NEEDED
@@ -21,21 +20,6 @@ _WITH_LOOPS = frozenset({"server", "tokenizer_worker"})
 _AWAKE = 0.05
 
 
-@dataclass(frozen=True)
-class Sight:
-    """What is seen of a process at one look.
-
-    Attributes:
-        state: letter that ``/proc`` has for the state of its main thread.
-        said: what its heartbeat says; None where it has none.
-        cpu_secs: CPU time that its main thread has used since its start, in seconds.
-    """
-
-    state: str
-    said: Heartbeat | None = None
-    cpu_secs: float = 0.0
-
-
 class FollowedHeartbeat:
     """Counts for how long a scheduler was seen to be silent.
 
@@ -43,7 +27,7 @@ class FollowedHeartbeat:
     CPU, it saw nothing.
 
     Attributes:
-        beat: what the heartbeat said at the last look.
+        sign: what the heartbeat said at the last look.
         silent_secs: for how long it has said nothing else, in seconds.
         signs: at how many looks it had moved on since `signs` was last set to 0.
     """
@@ -51,26 +35,26 @@ class FollowedHeartbeat:
     def __init__(self, process: TrackedProcess, reader: HeartbeatReader) -> None:
         self.process = process
         self._reader = reader
-        self.beat: Heartbeat = reader.read()
+        self.sign: Heartbeat = reader.read()
         self.silent_secs = 0.0
         self.signs = 0
 
     def look(self, seen_secs: float) -> None:
         """Take in what it says now, so many seconds that the handler saw pass after the last look."""
-        beat = self._reader.read()
-        if beat == self.beat:
+        sign = self._reader.read()
+        if sign == self.sign:
             self.silent_secs += seen_secs
         else:
-            self.beat = beat
+            self.sign = sign
             self.silent_secs = 0.0
             self.signs += 1
 
     def catch_up(self, now: float) -> None:
         """Take in what it says now, and count all of the time since its last sign, seen or not."""
-        beat = self._reader.read()
-        self.signs += beat != self.beat
-        self.beat = beat
-        self.silent_secs = max(0.0, now - beat.at)
+        sign = self._reader.read()
+        self.signs += sign != self.sign
+        self.sign = sign
+        self.silent_secs = max(0.0, now - sign.at)
 
     def hold(self, seen_secs: float) -> None:
         """Do not count the time since the last look."""
@@ -92,7 +76,7 @@ class FollowedProcess:
     at one message, or waits for the next one in a way in which nobody waits for messages.
 
     Attributes:
-        beat: when it was last seen to go on.
+        sign: when it was last seen to go on.
         silent_secs: for how long it was seen not to go on since, in seconds.
         signs: at how many looks it went on since `signs` was last set to 0.
         how: how it did not go on when it was last seen so, in words.
@@ -108,12 +92,20 @@ class FollowedProcess:
         self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        self.beat = Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
+        self.sign = Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
 
-    def look(self, sight: Sight, seen_secs: float, now: float) -> None:
-        """Take in what is seen of it, so many seconds that the handler saw pass after the last look."""
-        how = self._stands(sight, seen_secs)
-        self._said, self._cpu_secs = sight.said, sight.cpu_secs
+    def look(self, state: str, said: Heartbeat | None, cpu_secs: float, seen_secs: float, now: float) -> None:
+        """Take in what is seen of it now.
+
+        Args:
+            state: letter that ``/proc`` has for the state of its main thread.
+            said: what its heartbeat says; None where it has none.
+            cpu_secs: CPU time that its main thread has used since its start, in seconds.
+            seen_secs: how many seconds the handler saw pass after the last look.
+            now: by the monotonic clock, in seconds.
+        """
+        how = self._stands(state, said, cpu_secs - self._cpu_secs, seen_secs)
+        self._said, self._cpu_secs = said, cpu_secs
         if how:
             self.how = how
             self.silent_secs += seen_secs
@@ -122,20 +114,19 @@ class FollowedProcess:
             self.signs += 1
             self._go_on(now)
 
-    def _stands(self, sight: Sight, seen_secs: float) -> str:
+    def _stands(self, state: str, said: Heartbeat | None, used_secs: float, seen_secs: float) -> str:
         """Return how it did not go on since the last look, in words; empty where it did."""
-        if sight.state == "T":
+        if state == "T":
             return "was stopped"
-        said = sight.said
         # Of one that a debugger holds nobody knows.
-        if said is None or said != self._said or said.is_off or sight.state == "t":
+        if said is None or said != self._said or said.is_off or state == "t":
             return ""
         if not said.is_waiting:
             is_loop = self.process.role in _WITH_LOOPS
             return "did not come back to its event loop" if is_loop else "worked at one message"
         # Whoever waits for a message sleeps, and can be interrupted.
-        is_awake = sight.cpu_secs - self._cpu_secs >= _AWAKE * seen_secs > 0
-        return "did not come to the next message" if is_awake or sight.state == "D" else ""
+        is_awake = used_secs >= _AWAKE * seen_secs > 0
+        return "did not come to the next message" if is_awake or state == "D" else ""
 
     def hold(self, seen_secs: float) -> None:
         """Do not count the time since the last look."""
@@ -204,10 +195,10 @@ class Heartbeats:
             is_dead = heartbeat.process.exited_at is not None
             if not is_dead:
                 heartbeat.look(seen_secs)
-            if is_dead or heartbeat.beat.is_off:
+            if is_dead or heartbeat.sign.is_off:
                 # One that lives beats no more, for a reason that it has logged.
                 self.unfollowed.add(pid)
-                if not heartbeat.beat.is_off:
+                if not heartbeat.sign.is_off:
                     self._last[pid] = heartbeat.last()
                 self.followed.pop(pid).close()
 
@@ -238,7 +229,7 @@ class Heartbeats:
         living, now = self.living(), self._clock()
         for heartbeat in living:
             heartbeat.catch_up(now)
-        return by_last_sign(one for one in living if one.silent_secs >= secs and not one.beat.is_off)
+        return by_last_sign(one for one in living if one.silent_secs >= secs and not one.sign.is_off)
 
     def last_signs(self) -> dict[int, Heartbeat]:
         """Return what the heartbeat of each scheduler says, or said last, by pid; it outlives the process."""
@@ -247,7 +238,7 @@ class Heartbeats:
 
 def by_last_sign(heartbeats: Iterable[SomeFollowed]) -> list[SomeFollowed]:
     """Return heartbeats in the order in which they gave their last signs."""
-    return sorted(heartbeats, key=lambda heartbeat: (heartbeat.beat.at, heartbeat.process.pid))
+    return sorted(heartbeats, key=lambda heartbeat: (heartbeat.sign.at, heartbeat.process.pid))
 
 
 def modes_of(value: object) -> dict[int, str]:

@@ -385,18 +385,18 @@ class IncidentRun:
         self.incident.collectives = told
         self._checkpoint()
 
-    def add_silence(self, process: TrackedProcess, beat: Heartbeat | None, secs: float, how: str = "") -> None:
-        """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`.
+    def add_silence(self, process: TrackedProcess, sign: Heartbeat | None, secs: float, how: str = "") -> None:
+        """Take in that a scheduler gave no sign for so many seconds, the last of which was `sign`.
 
         Of another process that is None, and `how` has in words how it did not go on for so long.
         """
         now = time.time()
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
         message = f"{how} for {secs:.1f} s"
-        if beat is not None:
-            self._note_last_sign(process, beat, secs)
-            details |= {"doing": beat.doing, "batches": beat.batches}
-            message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
+        if sign is not None:
+            self._note_last_sign(process, sign, secs)
+            details |= {"doing": sign.doing, "batches": sign.batches}
+            message = f"made no progress for {secs:.1f} s; the last sign was of {sign.doing}"
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
         if self.finished:
             self._try_to_save()
@@ -407,14 +407,14 @@ class IncidentRun:
         """Take in what the heartbeats of the schedulers that died said last, by pid, which needs no stack."""
         now, clock = time.time(), time.monotonic()
         for process in self._tree:
-            if process.exited_at is not None and (beat := signs.get(process.pid)) is not None:
-                # The beat is of the monotonic clock.
-                self._note_last_sign(process, beat, process.exited_at - now + clock - beat.at)
+            if process.exited_at is not None and (sign := signs.get(process.pid)) is not None:
+                # The heartbeat is of the monotonic clock.
+                self._note_last_sign(process, sign, process.exited_at - now + clock - sign.at)
 
-    def _note_last_sign(self, process: TrackedProcess, beat: Heartbeat, secs: float) -> None:
-        secs = round(max(0.0, secs), 3)
-        sign = LastSign(beat.doing, beat.batches, beat.requests, beat.mode, beat.tokens, secs)
-        self.report(process).last_sign = sign
+    def _note_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> None:
+        before = round(max(0.0, secs), 3)
+        last = LastSign(sign.doing, sign.batches, sign.requests, sign.mode, sign.tokens, before)
+        self.report(process).last_sign = last
 
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.

@@ -332,12 +332,12 @@ class MetricsPublisher:
         now, clock = time.time(), time.monotonic()
         signs: dict[str, float] = {}
         steps: dict[str, float] = {}
-        for pid, beat in self._session.received.heartbeats.last_signs().items():
+        for pid, sign in self._session.received.heartbeats.last_signs().items():
             process = self._tree.get(pid)
-            if process is not None and process.exited_at is None and not beat.is_off:
+            if process is not None and process.exited_at is None and not sign.is_off:
                 rank = process.title.removeprefix("sglang::scheduler").strip("_") or "TP0"
-                signs[rank] = now - clock + beat.at
-                steps |= {rank: now - clock + beat.batch_at} if beat.batch_at else {}
+                signs[rank] = now - clock + sign.at
+                steps |= {rank: now - clock + sign.batch_at} if sign.batch_at else {}
         journals = self._session.received.journal_bytes()
         return Measured(self._port, True, now, signs, steps, journals, sum(self._hits.values()))
 

@@ -199,7 +199,7 @@ class Session:
                 run.set_requests({"reason": action.words})
             case Do.ADD_SILENCE:
                 for heartbeat in self.received.heartbeats.silent(SILENT_SECS):
-                    run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
+                    run.add_silence(heartbeat.process, heartbeat.sign, heartbeat.silent_secs)
             case Do.NAME_UNKNOWN:
                 run.name_unknown()
             case Do.NOTE:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from sglang_crashkit.memory.ring import create_sealed, is_ring
 
-NAME = "sglang-crashkit-beat"
+NAME = "sglang-crashkit-heartbeat"
 
 FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = 1, 2, 3, 4, 5, 6, 7
 #: Between two beats of the event loop of a process beside the schedulers, in seconds.

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from sglang_crashkit.analysis.verdict import FailureEvent, order_failures
 from sglang_crashkit.collect.observing import observe
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel import procfs
@@ -111,10 +112,13 @@ class DeathWatch:
         followed = {pid: self._alive.pop(pid) for pid, _end in ended}
         time.sleep(_ALL_KILLED_SECS)
         alone = not any(handle.has_exited() or procfs.is_ending(pid) for pid, (handle, _title) in self._alive.items())
-        for pid, end in sorted(ended, key=lambda one: one[0] == self._root):
-            handle, title = followed[pid]
+        ends = dict(ended)
+        # What started them ends for the end of another.
+        events = [FailureEvent(pid, at, "exit", is_answer=pid == self._root) for pid in ends]
+        for event in order_failures(events):
+            handle, title = followed[event.pid]
             handle.close()
-            self.deaths.append(Death(pid, title, at, end, alone=alone and bool(self._alive)))
+            self.deaths.append(Death(event.pid, title, at, ends[event.pid], alone=alone and bool(self._alive)))
 
     def close(self) -> None:
         """Let go of those that live."""

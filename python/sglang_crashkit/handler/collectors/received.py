@@ -86,7 +86,7 @@ class Received:
         """Take in what came with a message, said at `seconds` since the epoch; other messages mean nothing here."""
         descriptor, fields = message.descriptor, message.fields
         match message.event:
-            case "beat":
+            case "heartbeat":
                 self.heartbeats.follow(sender, descriptor, fields.get("modes"))
             case "journal":
                 self._journals.follow(sender, descriptor)

@@ -47,7 +47,7 @@ def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> H
         return None
     writer = HeartbeatWriter()
     try:
-        protocol.notify(socket_path, "beat", descriptor=writer.fd, **describe())
+        protocol.notify(socket_path, "heartbeat", descriptor=writer.fd, **describe())
     except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: hangs of this %s are not noticed: %s", who, error)
         writer.close()

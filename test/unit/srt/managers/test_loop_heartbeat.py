@@ -80,7 +80,7 @@ def test_a_loop_beats_from_its_first_request_until_it_ends(listener: Listener, w
     # Nothing of it is on the way of a request.
     assert "auto_create_handle_loop" not in vars(manager)
     message = listener.heard()
-    assert (message["event"], message["pid"], message["has_descriptor"]) == ("beat", os.getpid(), True)
+    assert (message["event"], message["pid"], message["has_descriptor"]) == ("heartbeat", os.getpid(), True)
 
 
 def test_a_loop_merely_let_go_is_not_silent(listener: Listener, written: list[HeartbeatWriter]) -> None:
@@ -92,7 +92,7 @@ def test_a_loop_merely_let_go_is_not_silent(listener: Listener, written: list[He
         await asyncio.sleep(0.01)
 
     loop.run_until_complete(call())
-    assert listener.heard()["event"] == "beat"
+    assert listener.heard()["event"] == "heartbeat"
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.run_until_complete(asyncio.sleep(0))
@@ -105,7 +105,7 @@ def test_a_routers_loop_beats_which_a_thread_runs(listener: Listener, written: l
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     beat_in_router(SimpleNamespace(_loop=loop))
-    assert listener.heard()["event"] == "beat"
+    assert listener.heard()["event"] == "heartbeat"
     loop.call_soon_threadsafe(loop.stop)
     thread.join(LONG)
     assert said(written).loop_at > 0
@@ -207,7 +207,7 @@ def test_the_detokenizer_tells_when_it_works_and_when_it_waits(
     assert manager.answers == [None, "text"]
     assert [one.is_waiting for one in seen] == [False, False, True]
     assert seen[0].loop_at < seen[1].loop_at < seen[2].loop_at
-    assert listener.heard()["event"] == "beat"
+    assert listener.heard()["event"] == "heartbeat"
 
 
 def test_an_exception_of_the_detokenizer_is_its_own(

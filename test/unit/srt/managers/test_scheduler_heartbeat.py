@@ -50,7 +50,7 @@ def scheduler() -> Scheduler:
 
 def heard_beat(listener: Listener) -> HeartbeatReader:
     message = listener.heard()
-    assert (message["event"], message["pid"], message["has_descriptor"]) == ("beat", os.getpid(), True)
+    assert (message["event"], message["pid"], message["has_descriptor"]) == ("heartbeat", os.getpid(), True)
     assert scheduler_heartbeat._writer is not None
     return HeartbeatReader(scheduler_heartbeat._writer.fd)
 
@@ -235,4 +235,4 @@ def test_the_handler_is_told_which_gpu_the_scheduler_has(
     except ValueError:
         on_scheduler_exception()
     heard = [listener.heard(), listener.heard()]
-    assert [(one["event"], one.get("gpu")) for one in heard] == [("beat", gpu), ("exception", gpu)]
+    assert [(one["event"], one.get("gpu")) for one in heard] == [("heartbeat", gpu), ("exception", gpu)]
