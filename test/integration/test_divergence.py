@@ -172,8 +172,8 @@ def tell(
         load_secs: so long it is under mixed load before, in seconds.
         more: arguments of the server.
         env: more of its environment.
-        tokens: of the answer beside the odd one.
-        prompt: of the odd one.
+        tokens: of the answer beside the outlier.
+        prompt: of the outlier.
     """
     told, crash = Story(), factory.mktemp("crash")
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
@@ -240,7 +240,7 @@ def test_a_rank_that_decided_alone_is_named_with_its_request(
 
 @pytest.mark.matrix
 def test_a_rank_that_alone_did_not_prefetch_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
-    # The cache's events hold the ranks together once it is the odd one's turn; until then the steady one runs alone.
+    # The cache's events hold the ranks together once it is the outlier's turn; until then the steady one runs alone.
     storage = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path_factory.mktemp("storage"))}
     told = tell("prefetch", tmp_path_factory, more=HICACHE, env=storage, tokens=150, prompt="1 " * 400)
     check(told, "decision", "TP0 decided prefetch on the way to step {step} where TP1 did not")

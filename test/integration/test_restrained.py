@@ -25,7 +25,7 @@ DETOKENIZER = "sglang::detokenizer"
 #: On a loaded machine, in seconds.
 LONG = 120.0
 #: What every Python of the server runs first: nobody may trace it without the capability; and a rank that finds a file
-#: says so, and holds its interpreter lock in C for ever. Not by a signal, which Python does not take while it waits for
+#: says so, and holds the GIL in C for ever. Not by a signal, which Python does not take while it waits for
 #: the other rank.
 SITE = """
 import ctypes, os, pathlib, threading, time
@@ -66,7 +66,7 @@ def test_faulthandler_tells_of_ranks_that_nobody_may_trace(release: str, their_f
 
     def fault(server: Server) -> None:
         (their_folder / "hold").touch()
-        held = "both ranks hold their interpreter locks"
+        held = "both ranks hold their GILs"
         wait_until(lambda: len(list(their_folder.glob("*.held"))) == 2, held, LONG)
         os.kill(server.pid_of(DETOKENIZER), signal.SIGKILL)
 

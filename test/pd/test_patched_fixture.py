@@ -1,4 +1,4 @@
-"""The fixture that a patched release ships, with stand-ins for its servers: armed early, quiet at its teardown."""
+"""The fixture that a patched release ships, with stand-ins for its servers: in place early, quiet at its teardown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes in the states that a crash handler meets: armed, without permission, holding the lock, stopped, asleep."""
+"""Processes in the states that a crash handler meets: with stack hooks, untraceable, keeping the GIL, stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unit.waiting import child, wait_until
 
 TITLE = "sglang::scheduler_TP0"
 #: The runtime folder is the first argument.
-ARM = """
+INSTALL = """
 os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
 from sglang_crashkit.srt.stack_hooks import install_in_worker
 install_in_worker()
@@ -30,7 +30,7 @@ def inner_function(): time.sleep(120)
 ready()
 outer_function()
 """
-#: C code that keeps the interpreter lock, here by waiting for a mutex for ever: no thread of the process runs Python.
+#: C code that keeps the GIL, here by waiting for a mutex for ever: no thread of the process runs Python.
 HOLD = """
 import ctypes
 def hold_the_lock():
@@ -99,9 +99,9 @@ def settle_in_sleep(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def armed(folder: Path, code: str, *, before: str = "", arguments: tuple[str, ...] = ()) -> Iterator[StackHooks]:
-    """Run `code` in a worker that is armed in the runtime folder `folder`; see `waiting.child`."""
-    with child(before + ARM + code, str(folder), *arguments, title=TITLE) as process:
+def hooked(folder: Path, code: str, *, before: str = "", arguments: tuple[str, ...] = ()) -> Iterator[StackHooks]:
+    """Run `code` in a worker with stack hooks in the runtime folder `folder`; see `waiting.child`."""
+    with child(before + INSTALL + code, str(folder), *arguments, title=TITLE) as process:
         found = read_stack_hooks(folder, process.pid, start_ticks(process.pid))
         assert found is not None, "it has no hooks"
         yield found
@@ -109,10 +109,10 @@ def armed(folder: Path, code: str, *, before: str = "", arguments: tuple[str, ..
 
 @contextlib.contextmanager
 def asleep(folder: Path) -> Iterator[StackHooks]:
-    """An armed worker whose main thread is in uninterruptible sleep (state D) until the end of the block."""
+    """A worker with stack hooks whose main thread is in uninterruptible sleep (state D) until the end of the block."""
     fifo = folder / "fifo"
     os.mkfifo(fifo)
-    with armed(folder, ASLEEP, arguments=(str(fifo),)) as target:
+    with hooked(folder, ASLEEP, arguments=(str(fifo),)) as target:
         settle(target.pid, "D")
         try:
             yield target

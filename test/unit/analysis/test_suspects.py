@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.analysis.suspects import ALONE, MAX_SUSPECTS, ONLY, Asked, suspects_of
+from sglang_crashkit.model import IN_SEVERAL
 from sglang_crashkit.model.incident import (
-    IN_SEVERAL,
     Exit,
     Failure,
     Incident,

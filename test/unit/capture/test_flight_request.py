@@ -27,7 +27,7 @@ from sglang_crashkit.model.flight_dump import FlightDumpError
 from unit import torch_recorder
 from unit.capture.test_responder import impostor as impostor
 from unit.flight_dumps import document, entry, pickled
-from unit.targets import LOCK_HOLDER, SLEEPER, armed, settle
+from unit.targets import LOCK_HOLDER, SLEEPER, hooked, settle
 from unit.targets import runtime as runtime
 from unit.waiting import LONG, descriptors, spawned, wait_until
 
@@ -229,7 +229,7 @@ def test_what_is_no_answer_is_named_within_bounds(impostor, answer: bytes, words
 
 
 def test_a_process_answers_without_pytorch_but_not_without_gil(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
+    with hooked(runtime, SLEEPER) as free, hooked(runtime, LOCK_HOLDER) as held:
         free_request, held_request = (
             GlooRequest(one.pid, HookFiles.of(runtime, one.pid, one.start_ticks).socket) for one in (free, held)
         )

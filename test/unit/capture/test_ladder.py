@@ -18,9 +18,9 @@ from unit.targets import (
     LOCK_HOLDER,
     SLEEPER,
     UNDUMPABLE,
-    armed,
     asleep,
     functions_of,
+    hooked,
     run_unprivileged,
     settle,
     settle_in_lock,
@@ -40,7 +40,7 @@ print(json.dumps([dataclasses.asdict(one) for one in found]))
 
 
 def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
-    with armed(runtime, LOCK_HOLDER) as target:
+    with hooked(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
         (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert (sample.source, sample.problem) == ("py-spy", "")
@@ -57,7 +57,7 @@ def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
 )
 def test_every_process_gets_its_stack_in_time_despite_py_spy(runtime: Path, use_tool, script: str, reason: str) -> None:
     use_tool(script)
-    with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
+    with hooked(runtime, SLEEPER) as free, hooked(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
         settle(free.pid, "S")
         first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
@@ -87,7 +87,7 @@ def test_a_machine_that_stood_still_does_not_cost_the_stacks(runtime: Path, monk
     monkeypatch.setattr(ladder, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late))
     monkeypatch.setattr(ladder, "sample_all", stand_still)
     monkeypatch.setattr(ladder, "ask_responders", answer_late)
-    with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
+    with hooked(runtime, SLEEPER) as free, hooked(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
         first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
     # THEN there are two ways left
@@ -97,9 +97,9 @@ def test_a_machine_that_stood_still_does_not_cost_the_stacks(runtime: Path, monk
 def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) -> None:
     # GIVEN processes that nobody may trace without the capability, one of them with its lock held
     with (
-        armed(runtime, SLEEPER, before=UNDUMPABLE) as free,
-        armed(runtime, LOCK_HOLDER, before=UNDUMPABLE) as held,
-        armed(runtime, SLEEPER) as open_to_all,
+        hooked(runtime, SLEEPER, before=UNDUMPABLE) as free,
+        hooked(runtime, LOCK_HOLDER, before=UNDUMPABLE) as held,
+        hooked(runtime, SLEEPER) as open_to_all,
     ):
         settle_in_lock(held.pid)
         settle(free.pid, "S")
@@ -121,7 +121,7 @@ def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) 
 
 def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: Path, use_tool) -> None:
     use_tool("exit 1")
-    with armed(runtime, SLEEPER) as stopped, armed(runtime, SLEEPER) as free:
+    with hooked(runtime, SLEEPER) as stopped, hooked(runtime, SLEEPER) as free:
         os.kill(stopped.pid, signal.SIGSTOP)
         settle(stopped.pid, "T")
         first, second = capture_all(
@@ -147,7 +147,7 @@ def test_no_rung_waits_for_a_thread_in_uninterruptible_sleep(runtime: Path, use_
 
 
 def test_a_traced_process_is_captured_beside_its_tracer(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as target, traced(target.pid) as tracer:
+    with hooked(runtime, SLEEPER) as target, traced(target.pid) as tracer:
         settle(target.pid, "S")
         (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
         assert Path(f"/proc/{target.pid}/status").read_text().split("TracerPid:")[1].split()[0] == str(tracer)
@@ -156,7 +156,7 @@ def test_a_traced_process_is_captured_beside_its_tracer(runtime: Path) -> None:
 
 def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> None:
     use_tool("echo Error: no such process >&2; exit 1")
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         pass
     (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert sample == dataclasses.replace(sample, threads=(), problem="no such process", source="py-spy")

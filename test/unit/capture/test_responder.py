@@ -12,7 +12,7 @@ import pytest
 
 from sglang_crashkit.capture.responder import Conversation, ask_responders
 from sglang_crashkit.kernel.stack_hooks import HookFiles
-from unit.targets import LOCK_HOLDER, SLEEPER, armed, functions_of, settle
+from unit.targets import LOCK_HOLDER, SLEEPER, functions_of, hooked, settle
 from unit.waiting import LONG, descriptors
 
 TWO_THREADS = """
@@ -67,7 +67,7 @@ def impostor(runtime: Path):
 
 
 def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:
-    with armed(runtime, TWO_THREADS + SLEEPER) as target:
+    with hooked(runtime, TWO_THREADS + SLEEPER) as target:
         settle(target.pid, "S")
         (sample,) = ask_responders({target.pid: sock(runtime, target.pid, target.start_ticks)}, LONG)
     assert (sample.problem, sample.source) == ("", "in-process")
@@ -85,7 +85,7 @@ def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:
 
 def test_a_process_that_cannot_answer_costs_the_others_nothing(runtime: Path) -> None:
     fds = descriptors()
-    with armed(runtime, LOCK_HOLDER) as held, armed(runtime, SLEEPER) as free:
+    with hooked(runtime, LOCK_HOLDER) as held, hooked(runtime, SLEEPER) as free:
         sockets = {one.pid: sock(runtime, one.pid, one.start_ticks) for one in (held, free)}
         first, second = ask_responders(sockets, 1.5)
     assert first.pid == held.pid
@@ -109,7 +109,7 @@ def test_an_unread_answer_is_not_taken_for_a_held_gil(runtime: Path, monkeypatch
         return conversation
 
     monkeypatch.setattr(Conversation, "begin", begin_and_be_late)
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         sockets = {target.pid: sock(runtime, target.pid, target.start_ticks)}
         (sample,) = ask_responders(sockets, 0.0)
     assert (sample.problem, sample.gil) == ("", "")
@@ -117,7 +117,7 @@ def test_an_unread_answer_is_not_taken_for_a_held_gil(runtime: Path, monkeypatch
 
 
 def test_a_process_that_was_stopped_answers_once_it_goes_on(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         sockets = {target.pid: sock(runtime, target.pid, target.start_ticks)}
         os.kill(target.pid, signal.SIGSTOP)
         settle(target.pid, "T")

@@ -16,8 +16,8 @@ from sglang_crashkit.model.sample import Frame
 from unit.targets import (
     LOCK_HOLDER,
     SLEEPER,
-    armed,
     functions_of,
+    hooked,
     settle,
     settle_in_lock,
     start_ticks,
@@ -40,7 +40,7 @@ def ask(folder: Path, *targets: StackHooks, secs: float = LONG):
 
 
 def test_a_lock_held_in_c_does_not_hide_any_thread(runtime: Path) -> None:
-    with armed(runtime, LOCK_HOLDER) as target:
+    with hooked(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
         (sample,) = ask(runtime, target)
         assert state_of(target.pid) == "S"
@@ -55,7 +55,7 @@ def test_a_lock_held_in_c_does_not_hide_any_thread(runtime: Path) -> None:
 @pytest.mark.wide
 def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
     fds = descriptors()
-    with armed(runtime, LOCK_HOLDER) as target:
+    with hooked(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
         for _ in range(20):
             (sample,) = ask(runtime, target)
@@ -67,7 +67,7 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
 
 
 def test_a_stopped_process_gets_no_pending_signal(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         os.kill(target.pid, signal.SIGSTOP)
         settle(target.pid, "T")
         (sample,) = ask(runtime, target)
@@ -78,13 +78,13 @@ def test_a_stopped_process_gets_no_pending_signal(runtime: Path) -> None:
 
 
 def test_a_traced_process_is_not_asked(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as target, traced(target.pid) as tracer:
+    with hooked(runtime, SLEEPER) as target, traced(target.pid) as tracer:
         (sample,) = ask(runtime, target)
     assert sample.problem == f"process {tracer} traces it, and would take the signal"
 
 
 def test_one_that_stopped_catching_the_signal_is_not_sent_it(runtime: Path) -> None:
-    with armed(runtime, EXEC) as target:
+    with hooked(runtime, EXEC) as target:
         # Its handler went with its program, and the signal would end it.
         wait_until(lambda: "import time; time.sleep(120)" in procfs.read_cmdline(target.pid), "it runs another program")
         (sample,) = ask(runtime, target)
@@ -93,7 +93,7 @@ def test_one_that_stopped_catching_the_signal_is_not_sent_it(runtime: Path) -> N
 
 
 def test_one_whose_threads_all_block_the_signal_is_spared(runtime: Path) -> None:
-    with armed(runtime, SLEEPER, before=BLOCKED) as target:
+    with hooked(runtime, SLEEPER, before=BLOCKED) as target:
         (sample,) = ask(runtime, target)
     assert sample.problem.startswith("no thread of it can take a signal now")
 
@@ -107,7 +107,7 @@ def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
 
 
 def test_an_ended_process_or_a_missing_file_is_named(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         HookFiles.of(runtime, target.pid, target.start_ticks).stack.unlink()
         assert ask(runtime, target)[0].problem == "No such file or directory"
     assert ask(runtime, target)[0].problem
@@ -115,7 +115,7 @@ def test_an_ended_process_or_a_missing_file_is_named(runtime: Path) -> None:
 
 def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> None:
     # GIVEN a process whose signal does something else
-    with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, armed(runtime, LOCK_HOLDER) as target:
+    with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, hooked(runtime, LOCK_HOLDER) as target:
         silent = dataclasses.replace(target, pid=other.pid, start_ticks=start_ticks(other.pid))
         HookFiles.of(runtime, silent.pid, silent.start_ticks).stack.touch()
         first, second = ask(runtime, silent, target, secs=1.0)

@@ -14,8 +14,8 @@ from sglang_crashkit.model.snapshot import NodeSnapshot, parse
 from unit.targets import (
     SLEEPER,
     TITLE,
-    armed,
     functions_of,
+    hooked,
     make_tool,
     settle_in_sleep,
     start_ticks,
@@ -95,7 +95,7 @@ def test_a_patched_server_tells_its_stacks_where_py_spy_cannot(
 ) -> None:
     monkeypatch.setattr("sglang_crashkit.collect.observing.socket_of", lambda _pid: runtime / "handler.sock")
     monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
     assert "inner_function" in functions_of(seen.processes[0].threads)
 
@@ -162,9 +162,9 @@ def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, m
     asked: list[int] = []
     monkeypatch.setattr(
         "sglang_crashkit.capture.ladder.ask_faulthandler",
-        lambda armed, *_args: asked.extend(a.pid for a in armed) or [],
+        lambda hooked, *_args: asked.extend(a.pid for a in hooked) or [],
     )
     monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
     assert (asked, seen.processes[0].threads) == ([], ())

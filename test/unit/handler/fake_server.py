@@ -239,7 +239,7 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "exit_later":
                 time.sleep(0.5)
                 os._exit(int(argument))
-            elif verb == "become_armed_controller":
+            elif verb == "become_hooked_controller":
                 setproctitle.setproctitle("sglang::data_parallel_controller")
                 os.write(answers, f"{start_copy(argument, is_worker=True)}\n".encode())
             elif verb == "cuda":

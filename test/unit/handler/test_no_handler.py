@@ -70,7 +70,7 @@ def test_a_workers_end_ends_the_server_with_its_requests_saved(
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("start", ["start sglang::scheduler_TP2", "tell scheduler_TP0 become_armed_controller DP1"])
+@pytest.mark.parametrize("start", ["start sglang::scheduler_TP2", "tell scheduler_TP0 become_hooked_controller DP1"])
 def test_so_does_that_of_one_started_later(start_server: Start, start: str) -> None:
     server = start_server()
     if "controller" in start:

@@ -22,7 +22,7 @@ from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader,
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from unit.handler.launching import Case, handling, watched
 from unit.locked_memory import locked_process
-from unit.targets import ARM
+from unit.targets import INSTALL
 from unit.waiting import LONG, child, descriptors, wait_until
 
 SERVER = """
@@ -572,9 +572,9 @@ def test_a_server_reaped_meanwhile_has_ended_before_its_rank(
         assert not list(tmp_path.rglob("incident.json"))
 
 
-#: An armed main process with two ranks that die with it, and that it never reaps.
+#: A main process with stack hooks, with two ranks that die with it, and that it never reaps.
 ARMED_SERVER = (
-    ARM
+    INSTALL
     + """
 import ctypes, subprocess
 die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -372,7 +372,7 @@ def test_a_node_that_waits_for_its_ranks_ends_with_any(start_server: Start, how:
 
 def test_a_rank_below_the_data_parallel_controller_is_watched(start_server: Start) -> None:
     server = start_server()
-    pid = int(server.ask("tell scheduler_TP1 become_armed_controller sglang::scheduler_DP1_TP0"))
+    pid = int(server.ask("tell scheduler_TP1 become_hooked_controller sglang::scheduler_DP1_TP0"))
     server.settle()
     os.kill(pid, signal.SIGKILL)
     document = document_of(server)

@@ -12,8 +12,8 @@ from sglang_crashkit.incident.summary import (
     headline,
     process_sections,
 )
+from sglang_crashkit.model import UNANSWERED
 from sglang_crashkit.model.incident import (
-    UNANSWERED,
     Collectives,
     Evidence,
     Exit,

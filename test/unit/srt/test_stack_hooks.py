@@ -20,7 +20,7 @@ from sglang_crashkit.protocol import notify
 from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
 from sglang_crashkit.srt import stack_hooks
 from sglang_crashkit.srt.stack_hooks import start_answering, stop_answering
-from unit.targets import ARM, SLEEPER, TITLE, armed, start_ticks
+from unit.targets import INSTALL, SLEEPER, TITLE, hooked, start_ticks
 from unit.targets import runtime as runtime
 from unit.waiting import LONG, child, descriptors, wait_until
 
@@ -58,7 +58,7 @@ def run(folder: Path, code: str, *, title: str = TITLE, **environ: str) -> subpr
 
 
 def test_a_workers_files_are_private_and_not_inherited(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         assert procfs.catches_signal(target.pid, DEFAULT_SIGNAL)
         files = files_of(runtime, target.pid)
         for path in (files.description, files.stack, files.fault):
@@ -72,7 +72,7 @@ def test_a_workers_files_are_private_and_not_inherited(runtime: Path) -> None:
 
 
 def test_arming_twice_is_arming_once(runtime: Path) -> None:
-    with armed(runtime, "install_in_worker(); install_in_worker()\n" + SLEEPER) as target:
+    with hooked(runtime, "install_in_worker(); install_in_worker()\n" + SLEEPER) as target:
         assert len([name for name in descriptors(target.pid).values() if name.startswith(str(runtime))]) == 2
         assert len(procfs.thread_states(target.pid)) == 2
 
@@ -80,7 +80,7 @@ def test_arming_twice_is_arming_once(runtime: Path) -> None:
 def test_stack_hooks_follow_a_new_crash_handler(runtime: Path) -> None:
     (runtime / "next").mkdir()
     again = "os.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\ninstall_in_worker()\n"
-    with armed(runtime, again + SLEEPER) as target:
+    with hooked(runtime, again + SLEEPER) as target:
         assert read_stack_hooks(runtime / "next", target.pid, target.start_ticks) is not None
         wait_until(lambda: len(procfs.thread_states(target.pid)) == 2, "the first one's thread has ended")
         opened = [name for name in descriptors(target.pid).values() if name.startswith(str(runtime))]
@@ -99,19 +99,19 @@ def test_stack_hooks_follow_a_new_crash_handler(runtime: Path) -> None:
 def test_where_nothing_is_to_be_armed_nothing_is(runtime: Path, title: str, environ: dict[str, str]) -> None:
     code = "from sglang_crashkit.kernel.procfs import catches_signal\n"
     code += "print(catches_signal(os.getpid(), 45), __import__('faulthandler').is_enabled())"
-    done = run(runtime, ARM + code, title=title, **environ)
+    done = run(runtime, INSTALL + code, title=title, **environ)
     assert (done.stdout.split(), done.stderr) == (["False", "False"], "")
     assert list(runtime.iterdir()) == []
 
 
 def test_without_a_crash_handler_nothing_is_armed_and_nothing_said(runtime: Path) -> None:
-    done = run(runtime / "absent", ARM + "print('on')")
+    done = run(runtime / "absent", INSTALL + "print('on')")
     assert (done.stdout, done.stderr) == ("on\n", "")
 
 
 @pytest.mark.parametrize("use", ["signal.signal(45, lambda *_: None)", "signal.signal(45, signal.SIG_IGN)"])
 def test_a_signal_that_is_in_use_is_left_alone(runtime: Path, use: str) -> None:
-    done = run(runtime, f"{use}\nbefore = signal.getsignal(45)\n{ARM}print(signal.getsignal(45) is before)")
+    done = run(runtime, f"{use}\nbefore = signal.getsignal(45)\n{INSTALL}print(signal.getsignal(45) is before)")
     assert done.stdout == "True\n"
     assert "signal 45 is in use here; next: name another in SGLANG_CRASHKIT_STACK_SIGNAL" in done.stderr
 
@@ -121,14 +121,14 @@ def test_another_signal_can_be_named(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, value: str, caught: int | None
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_STACK_SIGNAL", value)
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         assert target.signal == (caught or 0)
         found = [signum for signum in range(34, 65) if procfs.catches_signal(target.pid, signum)]
     assert found == ([caught] if caught else [])
 
 
 def test_a_fatal_signal_leaves_its_stacks_and_stays_fatal(runtime: Path) -> None:
-    with armed(runtime, FALL) as target:
+    with hooked(runtime, FALL) as target:
         os.kill(target.pid, signal.SIGSEGV)
         fault = HookFiles.of(runtime, target.pid, target.start_ticks).fault
         wait_until(lambda: not Path(f"/proc/{target.pid}/exe").exists() or "Z" in stat(target.pid), "it has died")
@@ -143,7 +143,7 @@ def stat(pid: int) -> str:
 
 @pytest.mark.parametrize("end", ["abort", "pause"])
 def test_a_forked_child_does_not_touch_its_parents_files(runtime: Path, end: str) -> None:
-    with child(ARM + FORK, str(runtime), end, title=TITLE) as parent:
+    with child(INSTALL + FORK, str(runtime), end, title=TITLE) as parent:
         forked = int(parent.first_line)  # type: ignore[attr-defined]
         files = files_of(runtime, parent.pid)
         try:
@@ -165,7 +165,7 @@ def test_a_forked_child_does_not_touch_its_parents_files(runtime: Path, end: str
 
 
 def test_a_forked_child_has_faulthandler_as_upstream_left_it(runtime: Path) -> None:
-    code = "import faulthandler; faulthandler.enable()\n" + ARM
+    code = "import faulthandler; faulthandler.enable()\n" + INSTALL
     code += "pid = os.fork()\nif pid == 0: faulthandler._sigsegv()\nos.waitpid(pid, 0)"
     done = run(runtime, code)
     assert "Fatal Python error: Segmentation fault" in done.stderr
@@ -175,7 +175,7 @@ def test_a_full_disk_costs_the_worker_nothing(runtime: Path) -> None:
     # GIVEN a folder in which the worker may create nothing
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    done = run(runtime, code + ARM + "print('on')")
+    done = run(runtime, code + INSTALL + "print('on')")
     assert done.stdout == "on\n"
     assert "install_in_worker failed" in done.stderr
     assert not list(runtime.glob("*.json"))
@@ -242,14 +242,14 @@ def test_a_worker_says_nothing_of_others(runtime: Path, monkeypatch: pytest.Monk
 
 def test_a_users_own_faulthandler_stays(runtime: Path, tmp_path: Path) -> None:
     code = "import faulthandler\nown = open(sys.argv[1] + '/own', 'w')\nfaulthandler.enable(file=own)\n"
-    code += ARM.replace("install_in_worker", "install_in_server") + "faulthandler._sigsegv()"
+    code += INSTALL.replace("install_in_worker", "install_in_server") + "faulthandler._sigsegv()"
     done = run(runtime, code, title="python user_program.py")
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in (runtime / "own").read_text()
     assert [path.name for path in runtime.glob("*.fault")] == []
 
 
-SERVER = ARM.replace("install_in_worker", "install_in_server")
+SERVER = INSTALL.replace("install_in_worker", "install_in_server")
 
 
 def test_the_server_writes_the_handlers_lines_one_by_one(runtime: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +271,7 @@ def test_the_server_writes_the_handlers_lines_one_by_one(runtime: Path, capfd: p
 
 
 def test_a_worker_takes_nothing_for_the_log(runtime: Path) -> None:
-    with armed(runtime, SLEEPER) as target:
+    with hooked(runtime, SLEEPER) as target:
         assert not files_of(runtime, target.pid).say.exists()
 
 
@@ -288,18 +288,18 @@ def test_the_hooks_arm_after_what_they_wrap(runtime: Path) -> None:
 from sglang_crashkit.srt.stack_hooks import on_configure_logger, on_tokenizer_worker
 os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
 from sglang_crashkit.kernel.procfs import catches_signal
-armed = lambda: catches_signal(os.getpid(), 45)
+hooked = lambda: catches_signal(os.getpid(), 45)
 @on_configure_logger
-def configure_logger(arguments, prefix=""): return arguments, prefix, armed()
+def configure_logger(arguments, prefix=""): return arguments, prefix, hooked()
 @on_tokenizer_worker
 class Worker:
     def __init__(self, arguments, ports):
         setproctitle.setproctitle("sglang::tokenizer_worker:1")
-        self.at_first = arguments, ports, armed()
+        self.at_first = arguments, ports, hooked()
 if sys.argv[1].endswith("1"):
-    print(configure_logger(1, prefix="p"), armed(), configure_logger.__name__)
+    print(configure_logger(1, prefix="p"), hooked(), configure_logger.__name__)
 else:
-    print(Worker(1, ports=2).at_first, armed(), Worker.__name__)
+    print(Worker(1, ports=2).at_first, hooked(), Worker.__name__)
 """
     for name, title in (("1", TITLE), ("2", "python")):
         (runtime / name).mkdir()
