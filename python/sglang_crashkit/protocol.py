@@ -119,7 +119,7 @@ def request(
     timeout_secs: float,
     *,
     on_wait: Callable[[float], object] | None = None,
-    most_secs: float = MAX_SECS,
+    max_secs: float = MAX_SECS,
     **fields: Any,
 ) -> dict[str, Any]:
     """Send a message and wait for its acknowledgement.
@@ -129,7 +129,7 @@ def request(
         event: what happened.
         timeout_secs: the longest to wait as long as the handler does not ask for more.
         on_wait: called with for how many seconds from now the handler asks to wait at most.
-        most_secs: the longest to wait in all, whatever the handler asks for.
+        max_secs: the longest to wait in all, whatever the handler asks for.
         fields: the rest of the message, JSON values.
 
     Returns:
@@ -139,12 +139,12 @@ def request(
     Raises:
         HandlerUnreachableError: the message could not be handed over, or the handler died before it answered.
     """
-    last = time.monotonic() + most_secs
+    last = time.monotonic() + max_secs
     deadline = min(time.monotonic() + timeout_secs, last)
     with _reply_socket(Path(socket_path).parent) as (sender, is_bound):
         # Before it is asked: it may be asked to remove that.
         handler_pid = read_handler_pid(Path(socket_path).parent)
-        _send(sender, socket_path, event, fields | ({"wait": True} if is_bound else {}), min(timeout_secs, most_secs))
+        _send(sender, socket_path, event, fields | ({"wait": True} if is_bound else {}), min(timeout_secs, max_secs))
         # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
         poller = select.poll()
         poller.register(sender, select.POLLIN)

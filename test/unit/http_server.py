@@ -18,7 +18,7 @@ class Answering(ThreadingHTTPServer):
         delay_secs: how long each answer takes.
         asked: the paths that were asked for, in order.
         open: how many questions wait for an answer.
-        most_open: how many did at once, at most.
+        max_open: how many did at once, at most.
         key: what is asked for without this API key is answered with 401; empty where there is none. Health checks
             need none, as with SGLang.
         keys: what came with each question as ``Authorization``, None where nothing did.
@@ -33,7 +33,7 @@ class Answering(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.key = ""
         self.keys: list[str | None] = []
-        self.open = self.most_open = 0
+        self.open = self.max_open = 0
         self.lock = threading.Lock()
         self.end = threading.Event()
 
@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.asked.append(self.path)
             server.keys.append(self.headers["Authorization"])
             server.open += 1
-            server.most_open = max(server.most_open, server.open)
+            server.max_open = max(server.max_open, server.open)
         try:
             status = server.statuses.get(self.path, 404)
             if server.key and "health" not in self.path and self.headers["Authorization"] != f"Bearer {server.key}":

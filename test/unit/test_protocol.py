@@ -252,7 +252,7 @@ def test_a_wait_is_capped_by_the_one_who_waits(
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later, time=time.time)
     monkeypatch.setattr(protocol, "time", clock)
     with answering(mailbox, ack="wait", **{WAIT_FIELD: asked}):
-        assert protocol.request(path, "event", LONG / 2, on_wait=wait, most_secs=LONG) == {}
+        assert protocol.request(path, "event", LONG / 2, on_wait=wait, max_secs=LONG) == {}
     assert len(told) == 1
     assert told[0] < LONG
 

@@ -114,7 +114,7 @@ class PrefixTree:
             waiting += node.children.values()
 
 
-def format_tree(tree: PrefixTree, most_lines: int = 400) -> Iterator[str]:
+def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
     """Yield the tree line by line.
 
     A chain of calls in which nothing branches is one entry. Where it branches, the branch of the fewest ranks comes
@@ -122,7 +122,7 @@ def format_tree(tree: PrefixTree, most_lines: int = 400) -> Iterator[str]:
 
     Args:
         tree: the merged stacks.
-        most_lines: after so many lines it ends with how many entries were left out.
+        max_lines: after so many lines it ends with how many entries were left out.
     """
     sets = tree.sets()
     hide = list(tree.everyone().places())
@@ -135,14 +135,14 @@ def format_tree(tree: PrefixTree, most_lines: int = 400) -> Iterator[str]:
         indent = "  " * min(depth, _MAX_INDENTED)
         words = sets[id(node)].format(hide)
         for position, text in enumerate(_chain_lines(chain)):
-            if lines >= most_lines:
+            if lines >= max_lines:
                 yield f"... and {len(waiting) + 1} more branches"
                 return
             lead = f"{words}: " if position == 0 else "    "
             yield f"{indent}{lead}{text}"
             lines += 1
         below = _by_rarity(chain[-1], sets)
-        if below and len(chain[-1].ranks) and lines < most_lines:
+        if below and len(chain[-1].ranks) and lines < max_lines:
             yield f"{indent}  {chain[-1].ranks.format(hide)}: no further"
             lines += 1
         waiting += [(child, depth + 1) for child in reversed(below)]

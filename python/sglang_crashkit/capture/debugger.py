@@ -186,7 +186,7 @@ def debug_all(
     stop = threading.Event()
     until = time.monotonic() + within_secs
     left: dict[Future[Debugged], int] = {}
-    with contextlib.closing(ToolGuard()) as guard, ThreadPoolExecutor(most_at_once()) as pool:
+    with contextlib.closing(ToolGuard()) as guard, ThreadPoolExecutor(max_at_once()) as pool:
         try:
             for pid, start_ticks in processes.items():
                 left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
@@ -199,7 +199,7 @@ def debug_all(
                 take(pid, future.result())
 
 
-def most_at_once() -> int:
+def max_at_once() -> int:
     """Return how many debuggers this host has the cores and the memory for, at least one."""
     cores = len(os.sched_getaffinity(0))
     available = procfs.available_bytes()

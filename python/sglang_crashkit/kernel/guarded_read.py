@@ -60,7 +60,7 @@ class GuardedReader:
     """
 
     def __init__(self, deadline_secs: float = DEADLINE_SECS) -> None:
-        self._most_secs = self._deadline_secs = deadline_secs
+        self._max_secs = self._deadline_secs = deadline_secs
         self._lock = threading.Lock()
         self._helper: _Helper | None = None
         self._stuck: list[int] = []
@@ -86,7 +86,7 @@ class GuardedReader:
                 self._skip(target, how_long)
                 raise
             self._skipped.pop(target, None)
-            self._deadline_secs = min(self._most_secs, 2 * self._deadline_secs)
+            self._deadline_secs = min(self._max_secs, 2 * self._deadline_secs)
             return data
         finally:
             self._lock.release()

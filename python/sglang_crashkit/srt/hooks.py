@@ -100,9 +100,9 @@ def request(
     socket_path = os.environ.get(SOCKET_VARIABLE)
     if not socket_path:
         return None
-    most_secs = Settings.from_environ().exit_secs
+    max_secs = Settings.from_environ().exit_secs
     try:
-        return protocol.request(socket_path, event, timeout_secs, on_wait=on_wait, most_secs=most_secs, **fields)
+        return protocol.request(socket_path, event, timeout_secs, on_wait=on_wait, max_secs=max_secs, **fields)
     except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: no crash handler: %s", error)
         return None

@@ -89,7 +89,7 @@ class Watching:
 
     def __init__(self, hang_secs: float, start_secs: float = 0.0) -> None:
         self._hang_secs, self._start_secs = hang_secs, start_secs
-        self._most_secs = min(_MAX_SECS, _MAX_SHARE * hang_secs)
+        self._max_secs = min(_MAX_SECS, _MAX_SHARE * hang_secs)
         self._at: float | None = None
         # It may take health checks in without having answered one.
         self._has_served = self._has_answered = self._is_late = self._is_ending = False
@@ -154,7 +154,7 @@ class Watching:
             self._rounds.append(NodeSnapshot("", seen.at, left))
         if seen.health == "ok":
             return self._on_answer(seen)
-        counted = min(secs, self._most_secs)
+        counted = min(secs, self._max_secs)
         if self._hung_at is not None:
             return self._while_hung(seen, counted)
         if not self._has_served:

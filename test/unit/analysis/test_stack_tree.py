@@ -128,7 +128,7 @@ def test_it_ends_with_how_much_was_left_out() -> None:
     tree = PrefixTree()
     for number in range(50):
         add(tree, number, "main", f"f{number:02}")
-    lines = list(format_tree(tree, most_lines=10))
+    lines = list(format_tree(tree, max_lines=10))
     assert len(lines) == 11
     assert lines[-1] == "... and 41 more branches"
 

@@ -128,7 +128,7 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
 def test_all_together_are_called_off_in_time_with_their_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.capture.debugger.most_at_once", lambda: 2)
+    monkeypatch.setattr("sglang_crashkit.capture.debugger.max_at_once", lambda: 2)
     # GIVEN one that ends, and more that do not than may run at once
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(child(SLEEPER)).pid for _each in range(4)]

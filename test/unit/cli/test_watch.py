@@ -184,7 +184,7 @@ def test_without_local_processes_the_health_check_alone_tells(tmp_path: Path) ->
         assert watch.await_event("snapshots")["files"] == []
         server.release()
         watch.await_event("progress")
-        assert server.most_open == 2  # the health check, and the question whether the schedulers answer that
+        assert server.max_open == 2  # the health check, and the question whether the schedulers answer that
 
 
 def test_without_json_each_event_is_a_line(tmp_path: Path) -> None:

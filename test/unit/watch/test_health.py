@@ -53,7 +53,7 @@ def test_a_silent_server_is_never_asked_twice_at_once() -> None:
         assert server.asked == [HEALTH_PATH]
         server.release()
         settle(probe, "ok")
-        assert server.most_open == 1
+        assert server.max_open == 1
 
 
 def test_a_port_that_nobody_listens_on_refuses() -> None:

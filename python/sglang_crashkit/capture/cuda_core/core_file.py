@@ -65,8 +65,8 @@ class Source:
 
     Args:
         path: the file itself; neither a link nor anything but a file is opened.
-        most_bytes: how much is read in all, in bytes.
-        most_seconds: how long that may take.
+        max_bytes: how much is read in all, in bytes.
+        max_seconds: how long that may take.
 
     Attributes:
         path: as given.
@@ -74,11 +74,11 @@ class Source:
         rows_left: how many rows of tables are read yet.
     """
 
-    def __init__(self, path: Path, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES, max_seconds: float = MAX_SECONDS) -> None:
         self.path = path
-        self._left = most_bytes
+        self._left = max_bytes
         self.rows_left = MAX_ROWS
-        self._deadline = time.monotonic() + most_seconds
+        self._deadline = time.monotonic() + max_seconds
         try:
             # Not blocking: the open of a pipe would wait for somebody to write to it.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -143,9 +143,9 @@ class Source:
 
 
 @contextmanager
-def open_source(path: Path, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> Iterator[Source]:
+def open_source(path: Path, max_bytes: int = MAX_BYTES, max_seconds: float = MAX_SECONDS) -> Iterator[Source]:
     """Yield a file that is read in pieces, and close it; see `Source`."""
-    source = Source(path, most_bytes, most_seconds)
+    source = Source(path, max_bytes, max_seconds)
     try:
         yield source
     finally:

@@ -71,7 +71,7 @@ MAX_OUTPUT = 16 << 20
 _GRACE_SECS = 5
 
 
-def read_cuda_core(path: Path, *, most_seconds: float = MAX_SECONDS) -> CudaCore:
+def read_cuda_core(path: Path, *, max_seconds: float = MAX_SECONDS) -> CudaCore:
     """Return what a core says.
 
     What can be told without them, is told without the threads, and without the names, where those cannot be read; then
@@ -79,12 +79,12 @@ def read_cuda_core(path: Path, *, most_seconds: float = MAX_SECONDS) -> CudaCore
 
     Args:
         path: the core itself, not a link to it.
-        most_seconds: how long that may take.
+        max_seconds: how long that may take.
 
     Raises:
         CudaCoreError: it is no core of the CUDA driver's, is damaged, or is more than is read of one.
     """
-    with open_source(path, most_seconds=most_seconds) as source:
+    with open_source(path, max_seconds=max_seconds) as source:
         return _Reading(source).result()
 
 
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.alarm(int(seconds) + _GRACE_SECS)
     answer: dict[str, Any]
     try:
-        core = read_cuda_core(path, most_seconds=seconds)
+        core = read_cuda_core(path, max_seconds=seconds)
         answer = {"core": _kept(core).to_json(warps=False), "brief": list(brief(core))}
     except CudaCoreError as error:
         answer = {"error": error.message}

@@ -23,7 +23,7 @@ from typing import Literal
 
 from sglang_crashkit.capture.cuda_core.reading import CoreReader, Reading
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
-from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, Debugger, debug, find_debugger, most_at_once
+from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, Debugger, debug, find_debugger, max_at_once
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
@@ -73,7 +73,7 @@ class Cores:
         self._run = run
         self._began = time.monotonic()
         self._wait_secs, self._exit_secs = settings.core_wait_secs, settings.exit_secs
-        self._most_bytes = settings.disk.max_core
+        self._max_bytes = settings.disk.max_core
         # All that the server's end waits for began with the incident.
         self._end_at = run.opened + (1 - _LAST_SHARE) * self._exit_secs
         self._last_write = self._end_at - min(READ_SECS, _READING_SHARE * self._exit_secs)
@@ -173,8 +173,8 @@ class Cores:
         longest = max(sizes, key=lambda pid: sizes[pid], default=None)
         if longest is None:
             return
-        if sizes[longest] > self._most_bytes:
-            which = f"that of process {longest} takes more than {MAX_CORE} ({self._most_bytes / MB:g} MB)"
+        if sizes[longest] > self._max_bytes:
+            which = f"that of process {longest} takes more than {MAX_CORE} ({self._max_bytes / MB:g} MB)"
         else:
             which = self._run.why_no_longer(self._under_way[longest][1].folder)
         if which:
@@ -339,7 +339,7 @@ class GpuStacks:
             run.report(process).evidence.append(Evidence("gpu_stack", "skipped", reason=reason))
         if reason or debugger is None or not processes:
             return
-        pool = ThreadPoolExecutor(most_at_once(), thread_name_prefix="cuda-gdb")
+        pool = ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
         for process in processes:
             future = pool.submit(self._debug, debugger, process.pid, process.handle.start_ticks)
             self._under_way.append((future, run.report(process)))

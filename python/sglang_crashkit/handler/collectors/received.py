@@ -161,8 +161,8 @@ class HeldMemory:
     #: What is in it, for messages; and so many pieces of dead processes are held, and of each living one. A tokenizer
     #: worker that ends by itself is started anew for ever, and a program may make one engine after the other.
     what: ClassVar[str]
-    most_of_dead: ClassVar[int] = 4
-    most_of_one: ClassVar[int] = 4
+    max_of_dead: ClassVar[int] = 4
+    max_of_one: ClassVar[int] = 4
 
     def __init__(self) -> None:
         self.held: list[Held] = []
@@ -179,8 +179,8 @@ class HeldMemory:
             logger.warning("%s (pid %d) passed on no %s: %s", process.title, process.pid, self.what, problem)
             return
         self.held.append(Held(process, os.dup(descriptor), modes_of(modes)))
-        self._drop_oldest([held for held in self.held if held.is_of_dead], self.most_of_dead)
-        self._drop_oldest([held for held in self.held if held.process is process], self.most_of_one)
+        self._drop_oldest([held for held in self.held if held.is_of_dead], self.max_of_dead)
+        self._drop_oldest([held for held in self.held if held.process is process], self.max_of_one)
 
     def release(self, *, is_written: bool) -> None:
         """Give back what dead processes left and the incident holds, where that is on the disk by now.
@@ -245,8 +245,8 @@ class StepRecords(HeldMemory):
 
     what = "record of its steps"
     #: An elastic server may start ranks anew for ever.
-    most_of_dead = 32
-    most_of_one = 1
+    max_of_dead = 32
+    max_of_one = 1
 
     def add_to(self, run: IncidentRun, processes: Iterable[TrackedProcess], deadline: float) -> None:
         """Put what the schedulers noted of their steps into an incident.
@@ -297,8 +297,8 @@ class ProcessLogs(HeldMemory):
     """
 
     what = "log"
-    most_of_dead = 16
-    most_of_one = 1
+    max_of_dead = 16
+    max_of_one = 1
 
     def __init__(self, most: int) -> None:
         super().__init__()

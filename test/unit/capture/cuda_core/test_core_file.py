@@ -47,7 +47,7 @@ def test_a_file_that_is_not_there_is_told_of(tmp_path: Path, name: str) -> None:
 def test_what_is_read_in_all_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "core"
     path.write_bytes(bytes(1000))
-    with open_source(path, most_bytes=2000) as source:
+    with open_source(path, max_bytes=2000) as source:
         source.read(0, 1000, "all")
         source.read(0, 1000, "all")
         with pytest.raises(CudaCoreError, match="take more than is read of a core"):
@@ -57,7 +57,7 @@ def test_what_is_read_in_all_is_bounded(tmp_path: Path) -> None:
 def test_time_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "core"
     path.write_bytes(b"x")
-    with open_source(path, most_seconds=-1.0) as source, pytest.raises(CudaCoreError, match="in time"):
+    with open_source(path, max_seconds=-1.0) as source, pytest.raises(CudaCoreError, match="in time"):
         source.read(0, 1, "a byte")
 
 

@@ -421,7 +421,7 @@ def test_whatever_becomes_of_the_reader_there_is_an_answer(
 #: The program as it is, but for a core that takes all the memory there is.
 GREEDY = (
     "import sys; from sglang_crashkit.capture.cuda_core import reading; "
-    "reading.read_cuda_core = lambda path, most_seconds: bytearray(2 << 30); "
+    "reading.read_cuda_core = lambda path, max_seconds: bytearray(2 << 30); "
     "sys.exit(reading.main(sys.argv[1:]))"
 )
 

@@ -76,7 +76,7 @@ def test_a_broken_cubin_does_not_spoil_the_others(write: Write) -> None:
 
 
 def test_looking_up_addresses_is_bounded(write: Write) -> None:
-    with open_source(write(core_with(cubin_bytes(FUNCTIONS))), most_bytes=100_000) as source:
+    with open_source(write(core_with(cubin_bytes(FUNCTIONS))), max_bytes=100_000) as source:
         part = ElfPart(source)
         symbols = Symbols(part, list(part.sections((Kind.RELOCATED_IMAGE,))))
         assert [symbols.at(address) for address in range(1000)] == [None] * 1000

@@ -13,7 +13,7 @@
 
   // -- the icicle
 
-  const ROW = 20, THINNEST = 0.0012, MOST_BOXES = 4000;
+  const ROW = 20, THINNEST = 0.0012, MAX_BOXES = 4000;
   const icicle = { tree: 0, path: [], folds: true, query: "" };
 
   // A run of calls that nothing branches from is told by its first and its last two, or five where it ends.
@@ -61,7 +61,7 @@
       if (one.x1 - one.x0 >= THINNEST) boxes.push({ node: one.data, depth: one.depth + shift, x0: one.x0, x1: one.x1 });
     });
     place.replaceChildren();
-    for (const { node, depth, x0, x1, above } of boxes.slice(0, MOST_BOXES)) {
+    for (const { node, depth, x0, x1, above } of boxes.slice(0, MAX_BOXES)) {
       const box = make(place, "div", node.name || "all stacks", colourOf(node.set));
       box.classList.toggle("folded", Boolean(node.folded));
       box.classList.toggle("found", Boolean(icicle.query) && `${node.name} ${node.place}`.toLowerCase().includes(icicle.query));
@@ -160,7 +160,7 @@
 
   // -- searching
 
-  const MOST_MARKS = 500, MOST_OPENED = 60;
+  const MAX_MARKS = 500, MAX_OPENED = 60;
   const items = all(".item");
   const texts = new WeakMap();
   const textOf = (item) => {
@@ -175,9 +175,9 @@
     const ranges = [];
     for (const item of query ? found : []) {
       const walker = document.createTreeWalker(item, NodeFilter.SHOW_TEXT);
-      while (walker.nextNode() && ranges.length < MOST_MARKS) {
+      while (walker.nextNode() && ranges.length < MAX_MARKS) {
         const text = walker.currentNode.data.toLowerCase();
-        for (let at = text.indexOf(query); at >= 0 && ranges.length < MOST_MARKS; at = text.indexOf(query, at + query.length)) {
+        for (let at = text.indexOf(query); at >= 0 && ranges.length < MAX_MARKS; at = text.indexOf(query, at + query.length)) {
           const one = new Range();
           // Lower case may be longer.
           one.setStart(walker.currentNode, Math.min(at, walker.currentNode.length));
@@ -199,7 +199,7 @@
     items.forEach((item) => { item.hidden = Boolean(query) && !kept.has(item) && !item.closest("#what"); });
     next = 0;
     for (const item of found) {
-      for (let one = item; one && opened.length < MOST_OPENED; one = one.parentElement.closest("details")) {
+      for (let one = item; one && opened.length < MAX_OPENED; one = one.parentElement.closest("details")) {
         if (one.tagName === "DETAILS" && !one.open) { one.open = true; opened.push(one); }
       }
     }
