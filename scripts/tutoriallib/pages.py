@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from lanelib.paths import ROOT
+from sglang_crashkit.cli.commands.show import screen_lines
 from sglang_crashkit.cli.reporters.incident_text import timeline_lines
-from sglang_crashkit.cli.show import screen_lines
 from sglang_crashkit.incident.store import StoredIncident
 
 PAGES = ROOT / "docs" / "tutorials"

@@ -1,12 +1,14 @@
-"""How the tree is kept: short names of tests."""
+"""How the tree is kept: short names of tests, flat folders."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 10
+MAX_FILES = 16
 
 
 def test_a_test_is_named_in_ten_words_at_most() -> None:
@@ -18,3 +20,9 @@ def test_a_test_is_named_in_ten_words_at_most() -> None:
     }
     assert names
     assert {each for each in names if len(each[1].split("_")) - 1 > MAX_WORDS} == set()
+
+
+def test_no_folder_of_the_package_has_too_many_files() -> None:
+    folders = Counter(path.parent for path in (ROOT / "python" / "sglang_crashkit").rglob("*.py"))
+    assert folders
+    assert {str(folder.relative_to(ROOT)) for folder, count in folders.items() if count > MAX_FILES} == set()

@@ -1,1 +1,1 @@
-"""The command line: one module a command, and the only place that prints."""
+"""The command line: the only place that prints."""

@@ -36,7 +36,7 @@ def known_folders() -> list[Path]:
 
     A crash handler holds its log open, which lies in its server's crash folder.
     """
-    from sglang_crashkit.cli.status import find_running_servers
+    from sglang_crashkit.cli.commands.status import find_running_servers
 
     found = [folder for server in find_running_servers() if (folder := _folder_of(server.handler)) is not None]
     return [folder for folder in dict.fromkeys([*found, settings.fallback_folder()]) if folder.is_dir()]

@@ -47,7 +47,7 @@ def load_command(name: str) -> ModuleType:
     `CrashkitError` for `main` to print. What it needs is imported when it runs, so that every command starts without
     what the others need.
     """
-    return importlib.import_module(f"sglang_crashkit.cli.{_MODULES.get(name, name)}")
+    return importlib.import_module(f"sglang_crashkit.cli.commands.{_MODULES.get(name, name)}")
 
 
 def build_parser(called: str | None) -> argparse.ArgumentParser:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.cli import crash_folder, status
-from sglang_crashkit.cli.status import RunningServer
+from sglang_crashkit.cli import crash_folder
+from sglang_crashkit.cli.commands import status
+from sglang_crashkit.cli.commands.status import RunningServer
 from sglang_crashkit.errors import NothingToDoError
 from unit.stored import NOON, make_incident
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import sglang_crashkit
-from sglang_crashkit.cli import incidents, main
+from sglang_crashkit.cli import main
+from sglang_crashkit.cli.commands import incidents
 from sglang_crashkit.cli.main import COMMANDS
 from sglang_crashkit.errors import (
     CrashkitError,

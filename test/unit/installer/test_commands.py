@@ -12,7 +12,7 @@ import pytest
 
 import sglang_crashkit
 from sglang_crashkit.cli import main as cli
-from sglang_crashkit.cli.status import RunningServer
+from sglang_crashkit.cli.commands.status import RunningServer
 from sglang_crashkit.installer import environment as environment_module
 from sglang_crashkit.installer.apply import apply
 from sglang_crashkit.installer.environment import Kit
@@ -61,7 +61,7 @@ def test_apply_status_and_revert_say_what_they_did(site, run):
 
 
 def test_a_program_reads_what_was_done_and_checks_it(site, run, monkeypatch):
-    monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", list)
+    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
     assert run("status", "--check")[0] == 1
     told = {"release": "0.5.9", "package": f"{site.resolve()}/sglang"}
     files = ["srt/deep/second.py", "srt/first.py", "srt/new/third.py"]
@@ -78,7 +78,7 @@ def test_a_program_reads_what_was_done_and_checks_it(site, run, monkeypatch):
         assert run("status", "--check")[0] == (0 if (command, dry_run) == ("apply", False) else 1)
     run("apply")
     unwatched = RunningServer(7, "sglang::scheduler", "/run", None, "its crash handler has ended")
-    monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", lambda: [unwatched])
+    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", lambda: [unwatched])
     assert run("status", "--check")[0] == 1
     assert run("status")[0] == 0
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
+from sglang_crashkit.cli.commands.steps import groups_of, in_words, side_by_side
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
-from sglang_crashkit.cli.steps import groups_of, in_words, side_by_side
 from sglang_crashkit.incident.first_screen import undecided_in_words
 from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
 from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words, was_aborted_before

@@ -202,7 +202,7 @@ def test_an_unreadable_folder_is_said_to_be_so(tmp_path: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-import sglang_crashkit.kernel.guarded_read, sglang_crashkit.analysis.fleet, sglang_crashkit.cli.fleet
+import sglang_crashkit.kernel.guarded_read, sglang_crashkit.analysis.fleet, sglang_crashkit.cli.commands.fleet
 import sglang_crashkit.incident.fleet, sglang_crashkit.cli.crash_folder, sglang_crashkit.cli.reporters.incident_text
 from sglang_crashkit.cli import main
 for name in ("incidents", "show", "bundle", "steps", "fleet"):

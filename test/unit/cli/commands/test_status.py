@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.cli.status import RunningServer, find_running_servers, format_server
+from sglang_crashkit.cli.commands.status import RunningServer, find_running_servers, format_server
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
 from sglang_crashkit.protocol import Mailbox
 from unit.waiting import child

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli.collect import debugger_secs
+from sglang_crashkit.cli.commands.collect import debugger_secs
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.cli.reporters import collected
 from sglang_crashkit.errors import ExitCode

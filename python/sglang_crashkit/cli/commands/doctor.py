@@ -87,7 +87,7 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
 
 
 def _find_servers(pid: int | None) -> list[ServerFacts]:
-    from sglang_crashkit.cli.status import find_running_servers
+    from sglang_crashkit.cli.commands.status import find_running_servers
     from sglang_crashkit.doctor.facts import server_facts
     from sglang_crashkit.kernel.discovery import find_processes
 

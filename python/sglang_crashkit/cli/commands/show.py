@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         print(json.dumps(document, indent=2))
         return ExitCode.DONE
     if args.steps:
-        from sglang_crashkit.cli import steps
+        from sglang_crashkit.cli.commands import steps
 
         return steps.print_steps(incident)
     if args.html is not None:

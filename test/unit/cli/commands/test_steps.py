@@ -65,7 +65,7 @@ def test_ranks_stand_side_by_side_with_the_divergence_marked(
 def test_an_incident_is_meant_by_id_folder_or_latest(
     incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", list)
+    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
     monkeypatch.setattr("sglang_crashkit.settings.fallback_folder", lambda: tmp_path)
     meant = [[incident.name[-8:], "--folder", str(tmp_path)], ["latest"], [str(tmp_path)], [str(incident)]]
     for which in meant:

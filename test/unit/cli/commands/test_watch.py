@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli import watch as watch_command
+from sglang_crashkit.cli.commands import watch as watch_command
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.snapshot import parse
 from sglang_crashkit.settings import fallback_folder

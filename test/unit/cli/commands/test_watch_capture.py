@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli import watch
+from sglang_crashkit.cli.commands import watch
 from sglang_crashkit.errors import ExitCode
 from unit.cli.conftest import GDB, native_stack
 from unit.targets import TITLE

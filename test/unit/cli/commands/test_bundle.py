@@ -15,7 +15,7 @@ from sglang_crashkit.cli.main import main
 from unit.stored import make_incident
 
 SECRET = "a prompt that nobody else may read"
-GOLDEN = json.loads((Path(__file__).parents[1] / "incident" / "data" / "killed.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.cli import doctor
+from sglang_crashkit.cli.commands import doctor
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.doctor import facts
 from sglang_crashkit.doctor.facts import Installation

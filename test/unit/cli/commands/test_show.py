@@ -14,7 +14,7 @@ from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.first_screen import first_screen
 from unit.stored import NOON, make_incident
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "incident" / "data" / "killed.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
 SECRET = "a prompt that nobody else may read"
 REQUESTS = [
     {"rid": GOLDEN["suspects"][0]["rid"], "state": "unfinished", "arrived": "2026-11-23T04:57:27.805000Z"}
@@ -82,7 +82,7 @@ def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, capsys: pyt
 
 def test_the_screen_starts_without_the_model_of_incidents(tmp_path: Path) -> None:
     # With several suspects, of which the screen says why they are some.
-    document = json.loads((Path(__file__).parents[1] / "incident" / "data" / "exception.json").read_text())
+    document = json.loads((Path(__file__).parents[2] / "incident" / "data" / "exception.json").read_text())
     fields = {name: value for name, value in document.items() if name not in ("id", "kind")}
     path = make_incident(tmp_path / "node7" / "incidents", **fields)
     code = "import sys\nfrom sglang_crashkit.cli.main import main\nmain(sys.argv[1:])\nprint('loaded', *sys.modules)"
@@ -235,7 +235,7 @@ def test_an_id_is_looked_up_where_running_servers_leave_incidents(
 def test_without_any_known_folder_the_next_command_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", list)
+    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
     monkeypatch.setattr(settings, "fallback_folder", lambda: tmp_path / "absent")
     for command in (["show"], ["incidents"], ["bundle"]):
         assert main(command) == 3
