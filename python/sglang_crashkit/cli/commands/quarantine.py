@@ -67,7 +67,6 @@ def _folder_and_what(args: argparse.Namespace) -> tuple[Path, str | None]:
 def run(args: argparse.Namespace) -> ExitCode:
     """Do it."""
     from sglang_crashkit.incident.quarantine import Entry, add_entry, change_entries, clear_entries, read_entries
-    from sglang_crashkit.replay.bisect import Result, entry_for
 
     folder, what = _folder_and_what(args)
 
@@ -79,6 +78,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         return kept
 
     if args.action == "add" and what is not None:
+        from sglang_crashkit.replay.bisect import Result, entry_for
+
         try:
             told = json.loads(Path(what).read_text())
             entry = entry_for(Result(**told), time.time())
