@@ -115,9 +115,7 @@ def test_before_a_hang_of_unknown_beginning_nothing_was_aborted(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("secs", "is_before"), [(30.0, True), (50.0, False)])
-def test_who_left_during_the_last_step_had_not_left_before(
-    tmp_path: Path, secs: float, is_before: bool
-) -> None:
+def test_who_left_during_the_last_step_had_not_left_before(tmp_path: Path, secs: float, is_before: bool) -> None:
     made = incident("0")
     (rank,) = made.processes
     rank.exit = Exit(None, "SIGABRT", "signal", "", iso_time(NOON + 60))
