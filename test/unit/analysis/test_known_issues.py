@@ -96,9 +96,7 @@ def test_a_hang_is_known_by_frames_that_name_their_class() -> None:
         ([], "S (sleeping)", [26921]),
     ],
 )
-def test_where_one_keeps_the_others_waiting_it_is_no_issue_of_theirs(
-    doing: list[str], state: str, issues: list[int]
-) -> None:
+def test_an_issue_of_waiting_needs_all_to_wait(doing: list[str], state: str, issues: list[int]) -> None:
     waits = next(case for case in CASES if case["issue"] == 26921)["frames"]
     assert known(hung(TP1, doing={TP0: waits, TP1: doing}, state={TP1: state})) == issues
 

@@ -301,7 +301,7 @@ def frozen(report: ProcessReport) -> ProcessReport:
         (LOST, ["spin (x.py:1)"], 10),
     ],
 )
-def test_who_is_elsewhere_is_whom_another_one_waited_for_in_vain(message: str, doing: list[str], named: int) -> None:
+def test_a_rank_elsewhere_is_whom_another_waited_for(message: str, doing: list[str], named: int) -> None:
     made = ended(None, None)
     made.processes[1].doing = doing
     verdict = judge(made, [raised(10, 1.0, message)])
