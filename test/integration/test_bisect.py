@@ -24,6 +24,7 @@ from sglang_crashkit.incident.first_screen import first_screen
 from sglang_crashkit.incident.quarantine import FILE, Index, read_entries, read_entry
 from sglang_crashkit.incident.request_fingerprint import rest_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.replay.requests import read_requests
 from sglang_crashkit.replay.sender import Answer, send
 from sglang_crashkit.watch.health import Address
 from unit.waiting import wait_until
@@ -169,6 +170,48 @@ def test_a_poison_request_is_suspected_reduced_and_refused(tmp_path: Path) -> No
     document = find_incidents(crash_folder)[0].document or {}
     assert document["suspects"][0]["rid"] == "huge"
     assert [one["issue"] for one in document["cause"]["known_issues"]] == [40076]
+
+
+#: Prints a logit processor, of no class of SGLang's, that raises once its request is one of a batch that decodes.
+PROCESSOR = """
+import json
+import dill
+class Late:
+    calls = 0
+    def __call__(self, logits, custom_param_list=None):
+        type(self).calls += 1
+        if type(self).calls > 3:
+            raise IndexError("index 7 is out of range")
+        return logits
+print(json.dumps({"callable": dill.dumps(Late).hex()}))
+"""
+
+
+def test_the_last_of_a_large_batch_is_suspected_by_what_it_asks_for(tmp_path: Path) -> None:
+    lane, folder = ensure_lane(RELEASE), tmp_path / "crash"
+    made = subprocess.run([lane.python, "-c", PROCESSOR], capture_output=True, text=True, check=True, timeout=ANSWER_S)
+    processor = made.stdout.strip()
+    # One request of many prompts, which are one batch from its first step on.
+    bodies = [*ordinary(24), guilty("poison", 11)]
+    asked = {name: [body[name] for body in bodies] for name in ("rid", "input_ids")} | {
+        "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
+        "custom_logit_processor": [None] * 24 + [processor],
+    }
+    options = ["--crash-dump-folder", str(folder), "--max-running-requests", "32", "--enable-custom-logit-processor"]
+    with Server.start(lane, extra_args=options) as server:
+        server.wait_ready()
+        assert send(Address("http", "127.0.0.1", server.port), asked, ANSWER_S).is_lost
+        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it broke")
+        server.popen.wait(timeout=END_S)
+    (incident,) = find_incidents(folder)
+    document = incident.document or {}
+    suspects = document["suspects"]
+    assert (len(suspects), document["suspects_left_out"]) == (16, 9)
+    assert (suspects[0]["rid"], suspects[0]["level"]) == ("poison", "supported")
+    assert any("it alone asks for custom_logit_processor" in reason for reason in suspects[0]["reasons"])
+    (line,) = [one for one in read_requests(incident) if one.rid == "poison"]
+    assert line.is_complete
+    assert line.body["custom_logit_processor"] == processor
 
 
 def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> None:
