@@ -23,8 +23,8 @@ def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "late
         "incident",
         nargs="?" if default else None,
         default=default,
-        help=f"id of an incident, latest{' (the default)' if default else ''}, or the path of its folder or of a crash "
-        "folder",
+        help=f"id of an incident or how it begins, latest{' (the default)' if default else ''}, or the path of its "
+        "folder or of a crash folder",
     )
     parser.add_argument(
         "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
@@ -64,6 +64,7 @@ def find_meant(text: str, folder: Path | None) -> StoredIncident:
 
     Raises:
         NothingToDoError: there is none.
+        UsageError: there are several.
         CrashkitError: it cannot be read.
     """
     found, unreadable = [], list[OSError]()

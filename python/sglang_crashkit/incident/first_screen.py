@@ -26,12 +26,14 @@ LOG_LINES = 5
 MAX_MESSAGE = 100
 _LABEL = 8
 _MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
-#: So much of a line may be names, and the id of a request, which a user may choose.
-_MAX_NAMES, _MAX_RID = 36, 40
+#: So much of a line may be names, and what a user may choose: the id of a request, the name of a model.
+_MAX_NAMES, _MAX_RID, _MAX_MODEL = 36, 40, 40
 #: Behind a character that takes two columns.
 _SECOND_COLUMN = "\0"
 #: Where a C++ library says that its own source raised an exception; a path on the machine that built it.
 _BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
+#: Where a container's counter lies, of which the last part tells.
+_COUNTER_FOLDER = re.compile(r"/\S+/(?=memory\.)")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
 _BISECT = f"{_OWN_COMMAND}bisect"
@@ -91,12 +93,19 @@ def first_screen(
         wraps: a text may take a second line.
     """
     screen = _Screen(document, ends_with, where or str(document.get("id") or "latest"))
-    head, rows = screen.headline(), list(screen.rows())
+    head, rows = screen.headline(2 if wraps else 1), list(screen.rows())
     told = [list(_lines(label, text, most if wraps else 1)) for label, text, most in rows]
     # Where there is no room, what stands last gives up its second line first.
     for place in reversed(range(len(rows))):
         if len(head) + sum(map(len, told)) > MAX_LINES:
             told[place] = list(_lines(*rows[place][:2], 1))
+    if len(head) + sum(map(len, told)) > MAX_LINES:
+        head = screen.headline(1)
+    # The commands stand at the end: they are worth more than what is one of several.
+    for label in ("then", "ranks"):
+        for place in reversed([place for place, row in enumerate(rows) if row[0] == label][1:]):
+            if len(head) + sum(map(len, told)) > MAX_LINES:
+                told[place] = []
     return [*head, *(line for lines in told for line in lines)][:MAX_LINES]
 
 
@@ -154,19 +163,25 @@ class _Screen:
         pid = mapping_of(self._verdict.get("first_failure")).get("pid")
         self._first = next((one for one in self._processes if one.get("pid") == pid is not None), {})
 
-    def headline(self) -> list[str]:
-        """Return who failed of what, what became of the server, and how many requests it cost, in one line or two."""
+    def headline(self, most: int) -> list[str]:
+        """Return who failed of what, what became of the server, and how many requests it cost, in one line or two.
+
+        Args:
+            most: how many lines the first of these may take where it is alone in its line.
+        """
         what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
         if str(self._verdict.get("kind")) in _BY_DEATH and _columns_of(f"{what}; {behind}") > WIDTH:
             what = what.partition(":")[0]
         told = "; ".join(filter(None, (what, behind)))
-        both = [told] if not behind or _columns_of(told) <= WIDTH else [what, behind]
-        return [_cut_columns(words, WIDTH) for words in both]
+        if _columns_of(told) <= WIDTH:
+            return [told]
+        whole = _wrapped(what, WIDTH, most) if most > 1 else [_cut_columns(what, WIDTH)]
+        return [*whole, *([_cut_columns(behind, WIDTH)] if behind else [])]
 
     def rows(self) -> Iterator[tuple[str, str, int]]:
         """Yield the rest: a label, a text, and how many lines that may take."""
         yield "when", self._when(), 2
-        yield "run", self._run(), 1
+        yield "run", self._run(), 2
         yield "host", self._host(), 1
         yield "first", self._first_failure(), 2
         yield from (("then", words, 1) for words in self._consequences())
@@ -236,7 +251,7 @@ class _Screen:
         server, sizes = mapping_of(self._document.get("server")), mapping_of(self._environment.get("parallel"))
         words = [f"SGLang {server['sglang_version']}"] if server.get("sglang_version") else []
         if self._environment.get("model"):
-            words.append(str(self._environment["model"]).rstrip("/").rpartition("/")[2])
+            words.append(cut(str(self._environment["model"]).rstrip("/").rpartition("/")[2], _MAX_MODEL))
         main = [f"main process {server['pid']}"] if server.get("pid") else []
         return ", ".join([*words, *sizes_in_words(sizes), *main])
 
@@ -260,7 +275,7 @@ class _Screen:
             of = f" of {limit / (1 << 30):.1f}" if isinstance(limit, int) else ""
             words.append(f"cgroup memory {used / (1 << 30):.1f}{of} GiB")
             kills = mapping_of(memory.get("events")).get("oom_kill")
-            words.append(f"{kills} OOM kills" if kills else "no OOM kill")
+            words.append(f"{kills} OOM kill{'' if kills == 1 else 's'}" if kills else "no OOM kill")
         return ", ".join(words)
 
     # -- what happened
@@ -277,7 +292,7 @@ class _Screen:
             time, how = raised[0].get("time"), f"exception{where}"
         elif end:
             time, how = end.get("time"), str(end.get("signal") or f"exit status {end.get('code')}")
-            how += f" ({end['detail']})" if end.get("detail") else ""
+            how += f" ({_COUNTER_FOLDER.sub('', str(end['detail']))})" if end.get("detail") else ""
         else:
             time, how = None, ", ".join(self._doing_of(self._first))
         in_step = ""

@@ -116,7 +116,7 @@ def found_of(host: str, path: str, document: Mapping[str, Any]) -> FleetIncident
     """Return what a fleet takes from one incident, which is in a folder `path` of `host`."""
     name = parse_name(path.rpartition("/")[2])
     fault, cause = fault_of(document), mapping_of(document.get("cause"))
-    kind = str(document.get("kind"))
+    kind = str(document.get("kind") or (name.kind if name is not None else "incident"))
     told: tuple[str, ...] = ()
     if fault is not None:
         kind = fault.kind

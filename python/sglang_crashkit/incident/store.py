@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import settings
-from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError
+from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.kernel.server_arguments import value_of
 
@@ -163,13 +163,14 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     """Return the one finished incident that is meant.
 
     Args:
-        text: an incident's folder, a crash folder, of which the newest one is taken, or one in `folder`: ``latest`` or
-            its id.
+        text: an incident's folder, a crash folder, of which the newest one is taken, or one in `folder`: ``latest``,
+            its id, or how that begins.
         folder: a crash folder; by default the one of servers that were given none.
         unreadable: see `find_incidents`; what is meant by an id needs no other folder.
 
     Raises:
         NothingToDoError: there is none.
+        UsageError: there are several whose ids begin so.
         CrashkitError: its ``incident.json`` cannot be read, or the folder cannot.
     """
     is_name = "/" not in text and not Path(text).exists()
@@ -177,21 +178,37 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     wanted = "" if not is_name or text == "latest" else text
     closed: list[OSError] = []
     try:
-        found = [one for one in find_incidents(place, closed) if one.finished and one.name.endswith(wanted)]
+        found = [one for one in find_incidents(place, closed) if one.finished and _is_meant(one.name, wanted)]
     except OSError as error:
         raise unreadable_error(error, place) from error
     if not found:
         named = f"incident {wanted}" if wanted else "finished incident"
         told = "; ".join([f"no {named} below {place}", *(unreadable_in_words(error, place) for error in closed)])
         raise NothingToDoError(told, next_step=f"sglang-crashkit incidents {shlex.quote(str(place))}")
+    if wanted and len({one.name for one in found}) > 1:
+        raise UsageError(
+            f"the ids of {len(found)} incidents begin with {wanted}: {', '.join(one.name[-8:] for one in found[:8])}",
+            next_step=f"sglang-crashkit incidents {shlex.quote(str(place))}",
+        )
     if unreadable is not None and not wanted:
         unreadable += closed
     if found[0].document is None:
         raise CrashkitError(
             f"{found[0].path}: {found[0].problem}",
-            next_step=f"ls -l {shlex.quote(str(found[0].path))}{WHOSE_IT_IS}",
+            next_step=_what_else_tells(found[0].path),
         )
     return found[0]
+
+
+def _is_meant(name: str, wanted: str) -> bool:
+    return wanted == "" or name.endswith(f"-{wanted}") or name[-8:].startswith(wanted) or name == wanted
+
+
+def _what_else_tells(incident: Path) -> str:
+    summary = incident / "summary.md"
+    if os.access(summary, os.R_OK):
+        return f"cat {shlex.quote(str(summary))}   # says it in words"
+    return f"ls -l {shlex.quote(str(incident))}{WHOSE_IT_IS}"
 
 
 def _read(path: Path) -> StoredIncident:

@@ -77,9 +77,9 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
         CrashkitError: the requests cannot be read, or a server cannot be started.
     """
     document = incident.document or {}
-    make_private_folder(plan.folder)
     result = Result(str(document.get("id")), words_of(document))
     stored = read_requests(incident)
+    make_private_folder(plan.folder)
     result.left_out = [f"request {one.rid}: {why}" for one in stored for why in _unsent(one)]
     # Those that may be at fault first: what was under way, then what was given up, of which the server may still fail.
     items = sorted(

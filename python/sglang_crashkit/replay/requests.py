@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -86,7 +87,7 @@ def read_requests(incident: StoredIncident) -> list[StoredRequest]:
     if not found:
         raise NothingToDoError(
             f"{incident.path} holds no requests",
-            next_step="see `requests` in its incident.json for the reason",
+            next_step=f"sglang-crashkit show {shlex.quote(str(incident.path))} --requests   # says why",
         )
     return sorted(found, key=lambda one: one.arrived)
 

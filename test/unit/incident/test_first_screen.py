@@ -169,6 +169,30 @@ def test_a_crowded_screen_gives_up_second_lines_and_no_command(killed: dict[str,
     assert lines[-2] == f"next    sglang-crashkit show /var/crash/{'x' * 100} --stacks"
 
 
+def test_the_fullest_screen_ends_with_its_commands(killed: dict[str, Any]) -> None:
+    killed["verdict"] |= {"kind": "exception", "basis": ["other words " * 20]}
+    killed["divergence"] = {"kind": "mode", "statement": "words " * 40}
+    killed["cause"]["known_issues"] = [{"issue": 1, "title": "words " * 40}]
+    killed["suspects"] = [{"rid": "ab12", "level": "supported", "reasons": ["words " * 40]}]
+    for number, message in enumerate(("one", "another", "a third")):
+        told = {"time": killed["trigger"]["time"], "pid": 9000 + number, "title": f"sglang::scheduler_TP{number + 2}"}
+        killed["timeline"].append(told | {"event": "exception", "message": f"RuntimeError: {message}"})
+        killed["timeline"].append(told | {"event": "no_progress", "silent_secs": 5.5})
+    lines = first_screen(killed, where="/crash/1")
+    assert len(lines) <= MAX_LINES
+    assert [line.split()[:3] for line in lines[-4:]] == [
+        ["next", "sglang-crashkit", "bisect"],
+        ["next", "look", "at"],
+        ["next", "sglang-crashkit", "show"],
+        ["next", "sglang-crashkit", "bundle"],
+    ]
+    # What is one of several gave way, and each row that stands alone is there.
+    labels = [line.split()[0] for line in lines[2:] if not line.startswith(" ")]
+    assert list(dict.fromkeys(labels[:5])) == ["when", "run", "host", "first", "then"]
+    assert labels[-8:-4] == ["ranks", "cause", "known", "suspect"]
+    assert "steps" in labels
+
+
 def test_whether_a_restart_helps_is_said_where_it_is_known(killed: dict[str, Any]) -> None:
     killed["cause"] = {"class": "disk_full", "words": "a disk is full", "level": "supported", "restart_helps": "no"}
     assert "cause   a disk is full (disk_full, supported); a restart helps: no" in first_screen(killed)
@@ -230,6 +254,41 @@ def test_a_control_request_is_told_in_place_of_the_step(killed: dict[str, Any]) 
     text = " ".join(line[8:] for line in first_screen(killed))
     assert ", while it worked on update_weights_from_disk " in text
     assert "in step 13 (" not in text
+
+
+MESSAGE = "value cannot be converted to type int32 without overflow, in the parameter top_k of a request"
+
+
+def test_a_long_message_takes_a_second_line(killed: dict[str, Any]) -> None:
+    killed["verdict"] |= {"kind": "exception", "basis": [f"sglang::scheduler_TP1 raised RuntimeError: {MESSAGE}."]}
+    lines, short = first_screen(killed), first_screen(killed, wraps=False)
+    assert len(lines) == MAX_LINES
+    assert " ".join(lines[:2]) == f"TP1 raised RuntimeError: {MESSAGE}"
+    assert lines[2] == "exit status 82; 3 requests lost"
+    # The server's own log has its few lines for more than that.
+    assert short[0].endswith("...")
+    assert short[1] == lines[2]
+
+
+def test_a_long_name_of_a_model_leaves_room_for_the_sizes(killed: dict[str, Any]) -> None:
+    killed["environment"] |= {"model": "/models/" + "very-long-name-" * 20, "parallel": {"tp": 8, "pp": 2}}
+    text = " ".join(line[8:] for line in first_screen(killed))
+    assert "SGLang 0.5.23, very-long-name-very-long-name-very-lo..., tp 8, pp 2, main process 26843 " in text
+
+
+@pytest.mark.parametrize(("kills", "words"), [(1, "1 OOM kill"), (2, "2 OOM kills"), (0, "no OOM kill")])
+def test_the_kernels_counter_is_told_without_the_containers_path(
+    killed: dict[str, Any], kills: int, words: str
+) -> None:
+    killed["environment"]["memory"]["events"] = {"oom_kill": kills}
+    counter = f"/sys/fs/cgroup/kubepods.slice/{'0123456789abcdef' * 8}.scope/memory.events"
+    for process in killed["processes"]:
+        if process.get("exit"):
+            process["exit"] |= {"detail": f"{counter} counts 1 OOM kill(s) more than before"}
+    lines = first_screen(killed)
+    assert [line for line in lines if line.startswith("host") and line.endswith(f", {words}")]
+    text = " ".join(line[8:] for line in lines)
+    assert "SIGKILL (memory.events counts 1 OOM kill(s) more than before), in step 13 (decode of 3)" in text
 
 
 def test_a_comment_goes_before_the_line_is_too_long(killed: dict[str, Any]) -> None:

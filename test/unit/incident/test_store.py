@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.incident import store
 from sglang_crashkit.incident.store import IncidentName, find_incidents, find_one, is_finished, parse_name
 from unit.stored import NOON, make_incident
@@ -38,6 +38,32 @@ def test_one_incident_is_meant_by_folder_id_or_latest(tmp_path: Path) -> None:
     (new / "incident.json").write_text("{")
     with pytest.raises(CrashkitError, match=r"incident\.json cannot be read"):
         find_one("latest", tmp_path)
+
+
+def test_an_id_may_be_cut_short_while_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = []
+    for number, its_id in enumerate(("12345678", "12ab5678", "9a345678")):
+        monkeypatch.setattr("unit.stored.new_id", lambda its_id=its_id: its_id)
+        paths.append(make_incident(tmp_path / "one" / "incidents", seconds=NOON + number))
+    for text, path in (("123", paths[0]), ("9", paths[2]), (paths[1].name, paths[1]), ("killed-12ab5678", paths[1])):
+        assert find_one(text, tmp_path).path == path
+    with pytest.raises(UsageError, match="the ids of 2 incidents begin with 12: 12ab5678, 12345678"):
+        find_one("12", tmp_path)
+    # The end of one says nothing: the newest of several would be shown.
+    with pytest.raises(NothingToDoError, match="no incident 5678 below"):
+        find_one("5678", tmp_path)
+
+
+def test_where_a_document_is_broken_its_summary_is_named(tmp_path: Path) -> None:
+    path = make_incident(tmp_path)
+    (path / "incident.json").write_text('{"torn": ')
+    with pytest.raises(CrashkitError) as failed:
+        find_one("latest", tmp_path)
+    assert failed.value.next_step == f"cat {path}/summary.md   # says it in words"
+    (path / "summary.md").unlink()
+    with pytest.raises(CrashkitError) as failed:
+        find_one("latest", tmp_path)
+    assert str(failed.value.next_step).startswith(f"ls -l {path}")
 
 
 @pytest.mark.parametrize("moment", ["is_dir", "read_regular"])

@@ -425,6 +425,13 @@ def test_ctrl_c_keeps_what_is_known_and_leaves_no_server(tmp_path: Path, serve: 
     assert str(out) not in found.stdout
 
 
+def test_an_incident_without_requests_leaves_no_folder(tmp_path: Path, serve: Any) -> None:
+    folder = tmp_path / "bisected"
+    path = make_incident(tmp_path)
+    assert main(["bisect", str(path), "--serve", serve(BY_LENGTH), "-o", str(folder)]) == 3
+    assert not folder.exists()
+
+
 def test_a_server_that_fails_unasked_is_an_error(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,7 @@ def test_an_embedding_is_asked_for_where_it_was(tmp_path: Path) -> None:
 
 
 def test_an_incident_without_requests_is_nothing_to_do(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDoError, match="holds no requests"):
+    with pytest.raises(NothingToDoError, match=r"holds no requests\n  next: sglang-crashkit show \S+ --requests "):
         read(tmp_path)
 
 

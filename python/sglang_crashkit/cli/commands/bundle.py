@@ -85,7 +85,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     try:
         count, left_out = _write(path, incident, report, search)
     except OSError as error:
-        raise CrashkitError(f"{path} cannot be written: {error}", next_step="-o FILE, elsewhere") from error
+        raise CrashkitError(
+            f"{path} cannot be written: {error.strerror or error}", next_step="-o FILE, elsewhere"
+        ) from error
     size = path.stat().st_size
     if args.json:
         told = {"incident": incident.name[-8:], "path": str(path.absolute()), "files": count, "bytes": size}

@@ -80,8 +80,11 @@ def run(args: argparse.Namespace) -> ExitCode:
             "; ".join([*problems, *missing]), next_step=f"ls -ld {next(iter(fleet.problems))}{WHOSE_IT_IS}"
         )
     if not fleet.incidents:
+        hosts_in_words = f"{len(fleet.hosts)} host{'' if len(fleet.hosts) == 1 else 's'}"
+        late = "" if args.since is None else " that is new enough for --since"
+        broken = f"; {len(fleet.unreadable)} cannot be read" if fleet.unreadable else ""
         raise NothingToDoError(
-            "; ".join([*missing, f"no incident of {len(fleet.hosts)} hosts that can be read"]),
+            "; ".join([*missing, f"no incident{late} of {hosts_in_words}{broken}"]),
             next_step=f"sglang-crashkit fleet DIR{WHAT_DIR_IS}",
         )
     for line in [*problems, *missing]:
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> ExitCode:
                 args.html.write_bytes(page)
         except OSError as error:
             raise CrashkitError(
-                f"{args.html} cannot be written: {error}", next_step="--html FILE, another one"
+                f"{args.html} cannot be written: {error.strerror or error}", next_step="--html FILE, another one"
             ) from error
     if args.json:
         told = {"schema_version": 1, "hosts": hosts, "incidents": len(fleet.incidents), "unreadable": unreadable}

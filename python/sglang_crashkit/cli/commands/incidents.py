@@ -22,8 +22,10 @@ Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 _HEAD = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
 #: Which column gives way where there is no room, and how narrow it may become.
 _CAUSE, _LEAST = 4, 12
-#: With fewer columns than this the times have neither year nor second.
+#: With fewer columns than this the times have neither year nor second, and the causes no level.
 _WIDE = 100
+#: So many hosts are named.
+_MAX_HOSTS = 8
 #: Columns of the table where the output is no terminal and ``COLUMNS`` is not set, and the fewest that it has.
 _COLUMNS, _LEAST_COLUMNS = 120, 40
 _EXAMPLES = """\
@@ -84,7 +86,10 @@ def _others(found: Sequence[StoredIncident], args: argparse.Namespace) -> str:
     kinds = {name.kind for one in found if (name := parse_name(one.path.absolute().name)) is not None}
     if args.kind is not None and args.kind not in kinds:
         return f"--kind K, with one of those that are there: {', '.join(sorted(kinds))}"
-    return "ask for others"
+    hosts = {host for one in found for host in _hosts_of(one)[-1:]}
+    if args.host is not None and not any(args.host in _hosts_of(one) for one in found):
+        return f"--host H, with one of those that are there: {', '.join(sorted(hosts)[:_MAX_HOSTS])}"
+    return f"ask for more: the newest is {max(found, key=lambda one: one.name).name}"
 
 
 def _chosen(incidents: Sequence[StoredIncident], args: argparse.Namespace) -> list[StoredIncident]:
@@ -148,8 +153,7 @@ def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], colum
     """Yield the head and a line for each incident; `totals` has how often the fault of each was seen, by its name."""
     from sglang_crashkit.incident.first_screen import cut
 
-    of_time = slice(0, 19) if columns >= _WIDE else slice(5, 16)
-    rows = [_HEAD, *(_row(one, totals.get(one.name), of_time) for one in incidents)]
+    rows = [_HEAD, *(_row(one, totals.get(one.name), is_wide=columns >= _WIDE) for one in incidents)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(_HEAD))]
     spare = columns - sum(widths) - 2 * (len(widths) - 1)
     widths[_CAUSE] = max(_LEAST, min(widths[_CAUSE], widths[_CAUSE] + spare))
@@ -158,19 +162,20 @@ def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], colum
         yield "  ".join(cells).rstrip()
 
 
-def _row(incident: StoredIncident, total: int | None, of_time: slice) -> tuple[str, ...]:
+def _row(incident: StoredIncident, total: int | None, *, is_wide: bool) -> tuple[str, ...]:
     # A program needs none of these words.
     from sglang_crashkit.incident.first_screen import counts_of
 
     name, document = parse_name(incident.path.absolute().name), incident.document
     assert name is not None
     kind = name.kind if incident.finished else f"{name.kind} (not finished)"
-    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))[of_time]
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))[slice(0, 19) if is_wide else slice(5, 16)]
     if document is None:
         return (name.id, moment, kind, "-", incident.problem, "-", "-")
     counts = counts_of(mapping_of(document.get("requests")))
     lost = str(counts.unfinished) if counts is not None else "-"
-    return (name.id, moment, kind, _who(document), _cause_of(document), lost, str(total) if total else "-")
+    told = (_who(document), _cause_of(document, is_wide=is_wide), lost)
+    return (name.id, moment, kind, *told, str(total) if total else "-")
 
 
 def _who(document: Mapping[str, Any]) -> str:
@@ -183,10 +188,10 @@ def _who(document: Mapping[str, Any]) -> str:
     return ", ".join(f"{peer.get('role')} {peer.get('address')}" for peer in peers[:1]) or "-"
 
 
-def _cause_of(document: Mapping[str, Any]) -> str:
+def _cause_of(document: Mapping[str, Any], *, is_wide: bool) -> str:
     """Return the class of the cause with its level, what the verdict says where there is none."""
     cause, verdict = mapping_of(document.get("cause")), mapping_of(document.get("verdict"))
     if cause.get("class"):
-        return f"{cause['class']} ({cause.get('level')})"
+        return f"{cause['class']} ({cause.get('level')})" if is_wide else str(cause["class"])
     text = verdict.get("text")
     return f"{text} [{verdict.get('level', 'unknown')}]" if isinstance(text, str) and text else "-"

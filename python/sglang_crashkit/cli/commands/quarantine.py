@@ -21,12 +21,12 @@ A server with that crash folder, the same model and release, and SGLANG_CRASHKIT
 within seconds. An entry counts for 24 hours. What is proven is refused; what is only suspected is sent alone.
 """
 _BISECT = 'sglang-crashkit bisect INCIDENT --serve "COMMAND"   # writes one'
-#: What each action does, and takes beside the folder.
-_ACTIONS = {
-    "list": ("print the entries", ""),
-    "add": ("add what a reproducer.json of `bisect` proves", "FILE"),
-    "remove": ("remove the entry of a key", "KEY"),
-    "clear": ("remove all entries, also of a file that cannot be read", ""),
+#: What each action does, what it takes beside the folder, and an example of that.
+_ACTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "list": ("print the entries", "", ()),
+    "add": ("add what a reproducer.json of `bisect` proves", "FILE", ("bisect-1a2b3c4d/reproducer.json",)),
+    "remove": ("remove the entry of a key", "KEY", ("0c4f81d2a67b",)),
+    "clear": ("remove all entries, also of a file that cannot be read", "", ()),
 }
 
 
@@ -35,8 +35,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     _add_json(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, (words, what) in _ACTIONS.items():
-        sub = actions.add_parser(name, help=words, description=words)
+    for name, (words, what, example) in _ACTIONS.items():
+        sub = actions.add_parser(
+            name,
+            help=words,
+            description=words,
+            epilog=f"example:\n  {' '.join(['sglang-crashkit quarantine', name, *example])} --folder /var/crash/sglang",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         sub.usage = f"{sub.prog} [-h] --folder DIR [--json]{f' {what}' if what else ''}"
         # The folder may also be the first of them.
         sub.add_argument("words", nargs="+" if what else "*", metavar=what or "DIR", help=argparse.SUPPRESS)

@@ -47,7 +47,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     elif given.is_file():
         wheel = given
     else:
-        raise UsageError(f"{args.source} is neither a release of SGLang nor a wheel that is there")
+        raise UsageError(
+            f"{args.source} is neither a release of SGLang nor a wheel that is there",
+            next_step="sglang-crashkit wheel 0.5.23 -o DIR --download",
+        )
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         patched = build_patched_wheel(wheel, args.out, PatchTree.load(root), lock)

@@ -115,7 +115,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
             js=Markup(script),  # noqa: S704
             document=document,
             folder=str(folder),
-            headline=_part(lambda: cut(first_screen(document)[0], 300), str),
+            headline=_part(lambda: cut(first_screen(document, wraps=False)[0], 300), str),
             verdict=mapping_of(document.get("verdict")),
             basis=_part(lambda: _basis(document), list),
             cause=_part(lambda: _cause(document), dict),

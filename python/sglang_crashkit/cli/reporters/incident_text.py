@@ -174,11 +174,10 @@ def report_of(folder: Path, document: Mapping[str, Any]) -> str:
 
 def _lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     server, verdict, cause = (mapping_of(document.get(name)) for name in ("server", "verdict", "cause"))
-    head, *rest = first_screen(document)
-    yield f"### SGLang {server.get('sglang_version')}: {head}"
+    yield f"### SGLang {server.get('sglang_version')}: {first_screen(document, wraps=False)[0]}"
     yield ""
     # What to do next is for whoever runs the server.
-    yield from _fenced([head, *takewhile(lambda line: not line.startswith("next"), rest)])
+    yield from _fenced(takewhile(lambda line: not line.startswith("next    "), first_screen(document)))
     if verdict.get("text"):
         yield f"**Verdict** ({verdict.get('level')})"
         yield from _fenced([str(verdict["text"])])

@@ -165,7 +165,9 @@ def test_a_file_that_is_there_stays(incident: Path, tmp_path: Path, capsys: pyte
     assert path.read_text() == "mine"
     assert main(["bundle", str(incident), "-o", str(tmp_path / "x.zip")]) == 2
     assert "-o x.tar.zst" in capsys.readouterr().err
-    assert main(["bundle", str(incident), "-o", str(tmp_path / "absent" / "x.tar.gz")]) == 1
+    absent = tmp_path / "absent" / "x.tar.gz"
+    assert main(["bundle", str(incident), "-o", str(absent)]) == 1
+    assert f"bundle: {absent} cannot be written: No such file or directory\n" in capsys.readouterr().err
 
 
 def test_where_zstandard_is_missing_the_way_out_is_named(

@@ -50,9 +50,13 @@ def test_what_cannot_be_read_is_told_and_the_rest_shown(crash_folder: Path, caps
 
 
 @pytest.mark.parametrize("arguments", [["--since", "1h"], []])
-def test_nothing_is_nothing(crash_folder: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_nothing_is_nothing(
+    crash_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     folder = crash_folder if arguments else tmp_path / "empty"
     assert main(["fleet", str(folder), *arguments]) == 3
+    told = "no incident that is new enough for --since of 4 hosts" if arguments else "is not a folder; no incident of 0"
+    assert told in capsys.readouterr().err
 
 
 def test_a_missing_folder_is_named_and_the_others_are_shown(
@@ -65,6 +69,22 @@ def test_a_missing_folder_is_named_and_the_others_are_shown(
     assert json.loads(captured.out)["unreadable"] == [str(absent)]
     assert main(["fleet", str(absent)]) == 3
     assert f"{absent} is not a folder; no incident" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_names_its_path_once(
+    crash_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "absent" / "page.html"
+    assert main(["fleet", str(crash_folder), "--html", str(page)]) == 1
+    assert f"fleet: {page} cannot be written: No such file or directory\n" in capsys.readouterr().err
+
+
+def test_without_its_kind_an_incident_has_that_of_its_folder(
+    crash_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    next((crash_folder / "h0" / "incidents").glob("*/incident.json")).write_text("{}")
+    assert main(["fleet", str(crash_folder), "--json"]) == 0
+    assert {one["kind"] for one in json.loads(capsys.readouterr().out)["faults"]} == {"killed"}
 
 
 def test_a_page_is_written_to_a_device_as_it_is(crash_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

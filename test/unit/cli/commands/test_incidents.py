@@ -20,6 +20,8 @@ from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdic
 from unit import stored
 from unit.waiting import LONG
 
+RAISED = {"first_failure": {"pid": 7, "title": "sglang::scheduler"}, "level": "supported"}
+
 
 def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:
     trigger, server = Trigger("process_exited", "t", 7, "sglang::scheduler_TP1"), ServerInfo(1, "0.5.23", "0.1", "h")
@@ -261,6 +263,34 @@ def test_a_closed_host_is_named_among_the_open_ones() -> None:
     expected = [left_out, "5", left_out, "5", left_out, "0", *steps, "0", "0", *absent]
     told = done.stderr.splitlines()
     assert [line for line, start in zip(told, expected, strict=True) if not line.startswith(start)] == []
+
+
+def test_of_an_unknown_host_and_of_none_new_enough_it_is_told_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_incident(tmp_path, 1.0, "")
+    assert main(["incidents", str(tmp_path), "--host", "other"]) == 3
+    assert "next: --host H, with one of those that are there: host\n" in capsys.readouterr().err
+    assert main(["incidents", str(tmp_path), "--since", "1h"]) == 3
+    assert f"next: ask for more: the newest is {path.name}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("columns", "cause"), [(80, "exception_in_sglang"), (120, "exception_in_sglang (supported)")])
+def test_a_narrow_table_has_the_cause_whole(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
+    cause: str,
+) -> None:
+    stored.make_incident(
+        tmp_path, kind="exception", cause={"class": "exception_in_sglang", "level": "supported"}, verdict=RAISED
+    )
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["incidents", str(tmp_path)]) == 0
+    head, row, *_rest = capsys.readouterr().out.splitlines()
+    assert f"  scheduler  {cause}  " in row
+    assert len(head) <= columns
 
 
 def test_of_an_unknown_kind_those_that_are_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

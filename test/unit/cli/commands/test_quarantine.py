@@ -88,6 +88,13 @@ def test_what_is_no_reproducer_has_a_next_step(tmp_path: Path, capsys: pytest.Ca
     assert "next: sglang-crashkit bisect INCIDENT --serve" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("action", ["list", "add", "remove", "clear"])
+def test_the_help_of_an_action_has_an_example(capsys: pytest.CaptureFixture[str], action: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["quarantine", action, "--help"])
+    assert f"example:\n  sglang-crashkit quarantine {action} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["{", "{}"])
 def test_a_broken_list_has_a_next_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "quarantine.json").write_text(text)
