@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.incident.first_screen import counts_of
 from sglang_crashkit.incident.summary import headline, mapping_of
 from sglang_crashkit.notifications.plan import Kind
 
@@ -24,6 +25,7 @@ def short_of(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
     cause, fault = mapping_of(document.get("cause")), mapping_of(document.get("fault"))
     title = mapping_of(verdict.get("first_failure")).get("title")
     requests, environment = mapping_of(document.get("requests")), mapping_of(document.get("environment"))
+    counts = counts_of(requests)
     return {
         "schema_version": 1,
         "id": document.get("id"),
@@ -40,7 +42,7 @@ def short_of(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "rank": str(title).removeprefix("sglang::") if title else None,
         "cause": cause.get("class"),
         "cause_words": cause.get("words"),
-        "requests_unfinished": requests.get("unfinished"),
+        "requests_unfinished": counts.unfinished if counts is not None else requests.get("unfinished"),
         "fault": fault.get("key"),
         "seen": fault.get("count"),
         "path": folder,
@@ -67,12 +69,14 @@ def signature_of(secret: str, timestamp: str, body: bytes) -> str:
 
 
 def _for_slack(short: Mapping[str, Any]) -> str:
-    # As Slack asks for: these three are its own marks.
-    lines = [f"*SGLang {short['kind']} on {short['host']}*: {short['headline']}"]
+    who = str(short["headline"]).removeprefix(f"{short['kind']}: ")
+    lines = [f"*SGLang {short['kind']} on {short['host']}*: {who}"]
     lines += [short["text"]] if short["text"] else []
     lines += [f"cause: {short['cause_words']}"] if short["cause_words"] else []
     seen = f", seen {short['seen']} times" if (short["seen"] or 0) > 1 else ""
-    lines.append(f"SGLang {short['release']}{seen}; {short['path']}")
+    requests = f", {short['requests_unfinished']} requests in flight" if short["requests_unfinished"] else ""
+    lines.append(f"SGLang {short['release']}{requests}{seen}; {short['path']}")
+    # As Slack asks for: these three are its own marks.
     text = "\n".join(lines).replace("&", "&amp;")
     return text.replace("<", "&lt;").replace(">", "&gt;")
 
@@ -90,7 +94,11 @@ def _alert(short: Mapping[str, Any]) -> dict[str, Any]:
     return {
         # A label without a value is none.
         "labels": {name: str(value) for name, value in labels.items() if value},
-        "annotations": {"summary": short["headline"], "description": str(short["cause_words"]), "path": short["path"]},
+        "annotations": {
+            "summary": short["headline"],
+            "description": short["cause_words"] or short["text"],
+            "path": short["path"],
+        },
         "startsAt": short["time"],
     }
 

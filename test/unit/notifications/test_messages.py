@@ -48,6 +48,23 @@ def test_the_little_that_is_told_is_told() -> None:
     assert short["headline"] == "killed: sglang::scheduler_TP1 (pid 9)"
 
 
+def test_health_checks_are_not_among_the_requests() -> None:
+    journal = {"path": "requests/requests.jsonl", "finished": 1, "unfinished": 3, "lost": 0, "left_out": 0}
+    saved = {"finished": 2, "unfinished": 5, "path": "/x.pkl", "source": "pickle", "journal": journal}
+    assert short_of(DOCUMENT | {"requests": saved}, "/x")["requests_unfinished"] == 3
+
+
+def test_without_a_cause_an_alert_has_the_verdict() -> None:
+    (alert,) = json.loads(body_of(short_of(DOCUMENT | {"cause": None}, "/x"), "alertmanager"))
+    assert alert["annotations"]["description"] == "a <b> & c"
+
+
+def test_what_slack_shows_names_kind_host_and_rank_once() -> None:
+    text = json.loads(body_of(short_of(DOCUMENT, "/x"), "slack"))["text"]
+    assert text.splitlines()[0] == "*SGLang killed on h1*: sglang::scheduler_TP1 (pid 9)"
+    assert text.splitlines()[-1] == "SGLang 0.5.23, 3 requests in flight, seen 2 times; /x"
+
+
 @pytest.mark.parametrize("document", [{}, {"verdict": None, "server": [], "cause": "x"}, DOCUMENT | {"fault": None}])
 @pytest.mark.parametrize("kind", ["slack", "alertmanager", "json"])
 def test_an_incident_with_gaps_can_be_told(document: dict[str, Any], kind: Any) -> None:
