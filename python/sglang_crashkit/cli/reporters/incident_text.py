@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident.first_screen import cut, first_screen, without_build_paths
+from sglang_crashkit.incident.first_screen import cut, first_screen, undecided_in_words, without_build_paths
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.incident.request_fingerprint import parameters_of
 from sglang_crashkit.incident.summary import environment_in_words, state_in_words, was_aborted_before
@@ -77,30 +77,38 @@ def _main_thread(folder: Path, process: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each request, those in flight first, the suspects marked; no prompt."""
-    levels = {str(one.get("rid")): str(one.get("level")) for one in mappings_of(document.get("suspects"))}
+    """Yield a line for each request, the suspects first and marked, then those in flight; no prompt."""
+    # The likeliest first, as the incident lists them.
+    suspects = list(dict.fromkeys(str(one.get("rid")) for one in mappings_of(document.get("suspects"))))
+    places = {rid: place for place, rid in enumerate(suspects)}
     try:
-        lines = read_regular(folder / _REQUESTS, _MAX_BYTES).splitlines()[:_MAX_REQUESTS]
-        told = [line for line in (_request_line(one, levels, document) for one in lines) if line]
+        read = (_load_line(line) for line in read_regular(folder / _REQUESTS, _MAX_BYTES).splitlines())
     except OSError:
         return
-    if told:
-        yield "  state       arrived (UTC)  request                           prompt, parameters"
-        yield from told
-        yield f"* suspect; the whole of each, with its prompt: {folder / _REQUESTS}"
+    requests = sorted(filter(None, read), key=lambda one: places.get(str(one.get("rid")), len(places)))
+    if not requests:
+        return
+    yield "  state       arrived (UTC)  request                           prompt, parameters"
+    yield from (_request_line(one, places, document) for one in requests[:_MAX_REQUESTS])
+    mark = f"* {undecided_in_words(document) or 'suspect'}; " if places else ""
+    more = f"{len(requests) - _MAX_REQUESTS:,} more, and " if len(requests) > _MAX_REQUESTS else ""
+    yield f"{mark}{more}the whole of each, with its prompt: {folder / _REQUESTS}"
 
 
-def _request_line(line: bytes, levels: Mapping[str, str], document: Mapping[str, Any]) -> str:
+def _load_line(line: bytes) -> Mapping[str, Any]:
     try:
-        fields = mapping_of(json.loads(line))
+        return mapping_of(json.loads(line))
     except (ValueError, RecursionError):
-        return ""
+        return {}
+
+
+def _request_line(fields: Mapping[str, Any], suspects: Mapping[str, int], document: Mapping[str, Any]) -> str:
     rid = str(fields.get("rid"))
     text, ids = fields.get("text"), fields.get("input_ids")
     prompt = (
         f"{len(text)} characters" if isinstance(text, str) else f"{len(ids)} tokens" if isinstance(ids, list) else ""
     )
-    mark = "*" if rid in levels else " "
+    mark = "*" if rid in suspects else " "
     aborted = "aborted before" if was_aborted_before(fields, document) else ""
     words = cut(", ".join(filter(None, [aborted, prompt, *_asked(fields)])), _MAX_PARAMETERS)
     return f"{mark} {fields.get('state')!s:<11} {str(fields.get('arrived'))[11:23]:<14} {rid:<33} {words}"

@@ -114,6 +114,26 @@ def test_requests_are_shown_without_prompts(crash_dir: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
+    ("levels", "mark"),
+    [
+        (["supported", "unknown"], "* suspect; "),
+        (["unknown", "unknown"], "* none of the 2 requests in that step is likelier than the others; "),
+        ([], ""),
+    ],
+)
+def test_the_likeliest_suspect_stands_first_and_the_rest_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], levels: list[str], mark: str
+) -> None:
+    suspects = [{"rid": f"r{1200 - n}", "level": level, "reasons": ["it was new"]} for n, level in enumerate(levels)]
+    lines = "".join(json.dumps({"rid": f"r{number}", "state": "unfinished"}) + "\n" for number in range(1201))
+    path = make_incident(tmp_path, pieces={"requests/requests.jsonl": lines}, suspects=suspects)
+    _head, first, second, *_others, last = shown(capsys, str(path), "--requests").splitlines()
+    assert [line.split()[-1] for line in (first, second)] == (["r1200", "r1199"] if levels else ["r0", "r1"])
+    assert first.startswith("*" if levels else " ")
+    assert last == f"{mark}201 more, and the whole of each, with its prompt: {path}/requests/requests.jsonl"
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"sampling_params": DEFAULTS, "return_logprob": False, "logprob_start_len": -1}, ""),
