@@ -33,6 +33,12 @@ COMMANDS = {
     "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",
 }
 _MODULES = {"revert": "apply"}
+_EXAMPLES = """\
+examples:
+  sglang-crashkit show latest --folder /var/crash/sglang   it crashed
+  sglang-crashkit collect                                  it hangs
+  sglang-crashkit doctor                                   nothing is wrong yet
+"""
 #: What the help of each command ends with.
 _STATUSES = """\
 exit status: 0 done, 1 failed, 2 the arguments make no sense, 3 nothing to do it on, 4 refused, 5 done in part,
@@ -55,7 +61,7 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-crashkit",
         description="Evidence from crashed and hung SGLang servers.",
-        epilog=f"next: sglang-crashkit COMMAND --help\n\n{_STATUSES}",
+        epilog=f"{_EXAMPLES}\nnext: sglang-crashkit COMMAND --help\n\n{_STATUSES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

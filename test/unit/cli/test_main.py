@@ -76,6 +76,7 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         main.main(["--help"])
     listed = capsys.readouterr().out
     assert [command for command in COMMANDS if not re.search(rf"\n    {command}\s", listed)] == []
+    assert "\n  sglang-crashkit collect  " in listed, "there is an example"
 
 
 @pytest.mark.parametrize("arguments", [[], ["absent"], ["core"], ["incidents", "x", "--absent"]])
