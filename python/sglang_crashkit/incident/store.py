@@ -160,7 +160,7 @@ def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
 
 
 def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | None = None) -> StoredIncident:
-    """Return the one finished incident that is meant.
+    """Return the one incident that is meant; one that was left unfinished only where no finished one is.
 
     Args:
         text: an incident's folder, a crash folder, of which the newest one is taken, or one in `folder`: ``latest``,
@@ -178,9 +178,11 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     wanted = "" if not is_name or text == "latest" else text
     closed: list[OSError] = []
     try:
-        found = [one for one in find_incidents(place, closed) if one.finished and _is_meant(one.name, wanted)]
+        meant = [one for one in find_incidents(place, closed) if _is_meant(one.name, wanted)]
     except OSError as error:
         raise unreadable_error(error, place) from error
+    # What a handler left that was killed is finished at the next start of a server, and is all there is until then.
+    found = [one for one in meant if one.finished] or [one for one in meant if one.document is not None]
     if not found:
         named = f"incident {wanted}" if wanted else "finished incident"
         told = "; ".join([f"no {named} below {place}", *(unreadable_in_words(error, place) for error in closed)])

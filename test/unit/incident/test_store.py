@@ -54,6 +54,18 @@ def test_an_id_may_be_cut_short_while_it_is_one(tmp_path: Path, monkeypatch: pyt
         find_one("5678", tmp_path)
 
 
+def test_what_a_killed_handler_left_is_meant_where_there_is_nothing_else(tmp_path: Path) -> None:
+    torn = make_incident(tmp_path / "one" / "incidents", seconds=NOON + 1, publish=False)
+    for text in ("latest", str(torn), torn.name[-8:]):
+        assert find_one(text, tmp_path).path == torn
+    finished = make_incident(tmp_path / "two" / "incidents")
+    assert find_one("latest", tmp_path).path == finished
+    assert find_one(str(torn)).path == torn
+    (torn / "incident.json").unlink()
+    with pytest.raises(NothingToDoError, match="no finished incident below"):
+        find_one(str(torn))
+
+
 def test_where_a_document_is_broken_its_summary_is_named(tmp_path: Path) -> None:
     path = make_incident(tmp_path)
     (path / "incident.json").write_text('{"torn": ')
