@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -391,7 +392,9 @@ class _Watch:
         silent = f" for {self._watching.silent_secs:.0f} s" if self._watching.silent_secs else ""
         line = f"{self._watching.phase}: health {seen.health}{silent}{ranks}"
         if self._is_terminal:
-            print(f"\r\033[K{line[:100]}", end="", file=sys.stderr, flush=True)
+            # What takes a second line is not written over by the next one.
+            columns = shutil.get_terminal_size((80, 24)).columns - 1
+            print(f"\r\033[K{line[:columns]}", end="", file=sys.stderr, flush=True)
         else:
             print(f"waiting for {_AWAITED[self._watching.phase]}; {line}", file=sys.stderr, flush=True)
 

@@ -275,14 +275,30 @@ class FakeTime:
         return self.now
 
 
+def watch_of_another_host() -> watch_command._Watch:
+    parser = argparse.ArgumentParser()
+    watch_command.configure(parser)
+    return watch_command._Watch(parser.parse_args(["--url", f"http://{ELSEWHERE}:1"]), 60.0)
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_on_a_terminal_what_is_seen_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    watch_of_another_host()._overview(Observation(1.0, "refused " * 30))
+    line = capsys.readouterr().err
+    assert line.startswith("\r\033[Kstarting: health refused")
+    assert len(line.removeprefix("\r\033[K")) == columns - 1
+
+
 def test_what_it_waits_for_is_said_every_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = FakeTime()
     monkeypatch.setattr(watch_command, "time", clock)
-    parser = argparse.ArgumentParser()
-    watch_command.configure(parser)
-    watch = watch_command._Watch(parser.parse_args(["--url", f"http://{ELSEWHERE}:1"]), 60.0)
+    watch = watch_of_another_host()
     said = []
     for _ in range(13):
         watch._overview(Observation(clock.now, "refused"))
