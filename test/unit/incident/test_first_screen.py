@@ -270,7 +270,7 @@ def test_a_long_message_takes_a_second_line(killed: dict[str, Any]) -> None:
     assert short[1] == lines[2]
 
 
-def test_a_long_name_of_a_model_leaves_room_for_the_sizes(killed: dict[str, Any]) -> None:
+def test_a_long_model_name_leaves_room_for_the_sizes(killed: dict[str, Any]) -> None:
     killed["environment"] |= {"model": "/models/" + "very-long-name-" * 20, "parallel": {"tp": 8, "pp": 2}}
     text = " ".join(line[8:] for line in first_screen(killed))
     assert "SGLang 0.5.23, very-long-name-very-long-name-very-lo..., tp 8, pp 2, main process 26843 " in text

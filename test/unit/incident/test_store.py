@@ -54,7 +54,7 @@ def test_an_id_may_be_cut_short_while_it_is_one(tmp_path: Path, monkeypatch: pyt
         find_one("5678", tmp_path)
 
 
-def test_what_a_killed_handler_left_is_meant_where_there_is_nothing_else(tmp_path: Path) -> None:
+def test_what_a_killed_handler_left_is_meant_without_another(tmp_path: Path) -> None:
     torn = make_incident(tmp_path / "one" / "incidents", seconds=NOON + 1, publish=False)
     for text in ("latest", str(torn), torn.name[-8:]):
         assert find_one(text, tmp_path).path == torn

@@ -265,9 +265,7 @@ def test_a_closed_host_is_named_among_the_open_ones() -> None:
     assert [line for line, start in zip(told, expected, strict=True) if not line.startswith(start)] == []
 
 
-def test_of_an_unknown_host_and_of_none_new_enough_it_is_told_what_there_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_nothing_is_found_it_is_told_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = make_incident(tmp_path, 1.0, "")
     assert main(["incidents", str(tmp_path), "--host", "other"]) == 3
     assert "next: --host H, with one of those that are there: host\n" in capsys.readouterr().err
