@@ -110,16 +110,16 @@ def run_pairs(server: Server, switch: Switch, pid: int, load: Load, pairs: int) 
 
 def run_once(server: Server, pid: int, load: Load) -> Run:
     """Ask for all of it once."""
-    begun, before = time.perf_counter(), _cpu_times(server)
+    begun, before = time.perf_counter(), cpu_times(server)
     with ThreadPoolExecutor(load.clients) as pool:
         list(pool.map(lambda seed: _ask(server, load, seed), range(load.clients)))
-    count, wall_s, after = load.clients * load.requests, time.perf_counter() - begun, _cpu_times(server)
+    count, wall_s, after = load.clients * load.requests, time.perf_counter() - begun, cpu_times(server)
     spent = {thread: after[thread] - before.get(thread, 0.0) for thread in after}
     own_s = sum(seconds for (owner, _thread), seconds in spent.items() if owner == pid)
     return Run(wall_s / count, own_s / count, sum(spent.values()) / count)
 
 
-def _cpu_times(server: Server) -> dict[tuple[int, int], float]:
+def cpu_times(server: Server) -> dict[tuple[int, int], float]:
     """Return the CPU time that each thread of the server was given so far, by pid and thread, in seconds."""
     found = {}
     for pid, _title in server.processes():
