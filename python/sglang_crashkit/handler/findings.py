@@ -29,7 +29,7 @@ from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspe
 from sglang_crashkit.incident.request_fingerprint import fingerprint_of, parameters_of
 from sglang_crashkit.incident.steps import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
-from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.model.incident import Incident, Suspect
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import read_quarantine
 
@@ -74,12 +74,12 @@ def count_repeat(
     if may_be_a_request:
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
     # Of a large batch any may be the one.
-    name_suspects(incident, unanswered=unanswered, most=_MAX_UNANSWERED)
-    asked, is_whole = _asked({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
+    candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED)
+    asked, is_whole = _asked([one.rid for one in candidates], folder.path / REQUESTS)
     # Of some of them it is not known that no other one asks for something.
     compared = asked if is_whole else {}
-    name_suspects(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS)
-    rids = [suspect.rid for suspect in reversed(incident.suspects)]
+    ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS)
+    rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
@@ -139,16 +139,27 @@ def name_suspects(
     seen: Mapping[str, int] | None = None,
     asked: Mapping[str, Asked] | None = None,
     unanswered: Sequence[str] = (),
-    most: int = MAX_SUSPECTS,
 ) -> None:
     """Put the suspects into an incident, see `suspects_of`, and what control request each rank worked on."""
+    incident.suspects, incident.suspects_left_out = _judged(incident, seen, asked, unanswered, MAX_SUSPECTS)
+
+
+def _judged(
+    incident: Incident,
+    seen: Mapping[str, int] | None,
+    asked: Mapping[str, Asked] | None,
+    unanswered: Sequence[str],
+    most: int,
+) -> tuple[list[Suspect], int]:
+    """Return so many of the suspects, the most suspicious first, and how many more there are."""
     try:
         for process in incident.processes:
             process.control = control_of(process) if process.role == "scheduler" else ""
-        incident.suspects, incident.suspects_left_out = suspects_of(incident, seen, asked, unanswered, most)
+        return suspects_of(incident, seen, asked, unanswered, most)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")
+        return [], 0
 
 
 def _is_of_scheduler(incident: Incident) -> bool:
