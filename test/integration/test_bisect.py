@@ -187,7 +187,7 @@ print(json.dumps({"callable": dill.dumps(Late).hex()}))
 """
 
 
-def test_the_last_of_a_large_batch_is_suspected_by_what_it_asks_for(tmp_path: Path) -> None:
+def test_the_last_of_a_large_batch_is_suspected(tmp_path: Path) -> None:
     lane, folder = ensure_lane(RELEASE), tmp_path / "crash"
     made = subprocess.run([lane.python, "-c", PROCESSOR], capture_output=True, text=True, check=True, timeout=ANSWER_S)
     processor = made.stdout.strip()
