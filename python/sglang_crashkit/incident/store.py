@@ -12,7 +12,7 @@ import re
 import shlex
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -71,6 +71,10 @@ def is_finished(name: str) -> bool:
     return parse_name(name) is not None and not name.startswith(PARTIAL)
 
 
+#: Returns what is to be kept of what an ``incident.json`` holds.
+Keep = Callable[[dict[str, Any]], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class StoredIncident:
     """An incident found on disk."""
@@ -86,12 +90,15 @@ class StoredIncident:
         return self.path.name.removeprefix(PARTIAL)
 
 
-def find_incidents(folder: Path, unreadable: list[OSError] | None = None) -> list[StoredIncident]:
+def find_incidents(
+    folder: Path, unreadable: list[OSError] | None = None, keep: Keep | None = None
+) -> list[StoredIncident]:
     """Return the incidents below `folder`, newest first.
 
     Args:
         folder: a crash folder, a host's folder in it, its ``incidents`` folder, or one incident's folder.
         unreadable: gets why some of the folders in it cannot be read, where others can.
+        keep: of ten thousand incidents, what is kept takes more time and memory than to read them; all by default.
 
     Raises:
         NothingToDoError: there is no such folder.
@@ -107,7 +114,7 @@ def find_incidents(folder: Path, unreadable: list[OSError] | None = None) -> lis
             next_step=f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
         )
     for _ in range(_LOOKS):
-        incidents, closed, is_whole = _look(folder)
+        incidents, closed, is_whole = _look(folder, keep)
         if is_whole:
             break
     if closed and not incidents:
@@ -117,7 +124,7 @@ def find_incidents(folder: Path, unreadable: list[OSError] | None = None) -> lis
     return sorted(incidents, key=lambda incident: incident.name, reverse=True)
 
 
-def _look(folder: Path) -> tuple[list[StoredIncident], list[OSError], bool]:
+def _look(folder: Path, keep: Keep | None) -> tuple[list[StoredIncident], list[OSError], bool]:
     """Return what `find_incidents` sees at once, what cannot be read, and whether all of it has its name to the end."""
     closed: list[OSError] = []
     if parse_name(folder.absolute().name):
@@ -127,7 +134,7 @@ def _look(folder: Path) -> tuple[list[StoredIncident], list[OSError], bool]:
         hosts = [path for path in found if not parse_name(path.name)]
         found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", closed)]
     named = [path for path in found if parse_name(path.absolute().name)]
-    incidents = [_read(path) for path in named if path.is_dir()]
+    incidents = [_read(path, keep) for path in named if path.is_dir()]
     return incidents, closed, all(map(os.path.lexists, named))
 
 
@@ -213,7 +220,7 @@ def _what_else_tells(incident: Path) -> str:
     return f"ls -l {shlex.quote(str(incident))}{WHOSE_IT_IS}"
 
 
-def _read(path: Path) -> StoredIncident:
+def _read(path: Path, keep: Keep | None) -> StoredIncident:
     finished = not path.absolute().name.startswith(PARTIAL)
     try:
         document = json.loads(read_regular(path / "incident.json", _MAX_BYTES))
@@ -225,7 +232,7 @@ def _read(path: Path) -> StoredIncident:
         return StoredIncident(path, finished, None, f"incident.json cannot be read: {why}")
     if not isinstance(document, dict):
         return StoredIncident(path, finished, None, "incident.json is not an object")
-    return StoredIncident(path, finished, document)
+    return StoredIncident(path, finished, keep(document) if keep is not None else document)
 
 
 def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:

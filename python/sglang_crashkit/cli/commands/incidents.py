@@ -19,6 +19,9 @@ from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
+#: What is kept of an incident, and of each process in it, by which others are named.
+_KEPT = ("id", "kind", "trigger", "server", "requests", "peers", "verdict", "cause", "fault")
+_KEPT_OF_PROCESS = ("pid", "title", "role")
 _HEAD = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
 #: Which column gives way where there is no room, and how narrow it may become.
 _CAUSE, _LEAST = 4, 12
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     where = ", ".join(map(str, folders))
     unreadable: list[OSError] = []
     try:
-        found = [one for folder in folders for one in find_incidents(folder, unreadable)]
+        found = [one for folder in folders for one in find_incidents(folder, unreadable, _kept)]
     except OSError as error:
         raise unreadable_error(error, folders[0]) from error
     incidents = _chosen(sorted(found, key=lambda one: one.name, reverse=True), args)
@@ -79,6 +82,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     for line in _as_text(incidents, faults):
         print(line)
     return status
+
+
+def _kept(document: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: document[name] for name in _KEPT if name in document}
+    if processes := mappings_of(document.get("processes")):
+        kept["processes"] = [{name: process.get(name) for name in _KEPT_OF_PROCESS} for process in processes]
+    return kept
 
 
 def _others(found: Sequence[StoredIncident], args: argparse.Namespace) -> str:

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.cli.commands import incidents
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
 from unit import stored
 from unit.waiting import LONG
@@ -47,6 +49,30 @@ def test_incidents_are_listed_newest_first(
         [old.name[-8:], "1970-01-01 00:00:01", "killed", "-", "TP1 was killed. [established]", "-", "-"],
         [f"newest: {torn}"],
     ]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_what_is_kept_of_an_incident_is_all_that_is_told(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = sorted((Path(__file__).parents[4] / "docs" / "tutorials" / "incidents").glob("*.json"))
+    for number, document in enumerate(documents):
+        path = make_incident(tmp_path, 60.0 * number, "") / "incident.json"
+        path.write_bytes(document.read_bytes())
+    assert main(["incidents", str(tmp_path), *options]) == 0
+    told = capsys.readouterr().out
+    monkeypatch.setattr(incidents, "_kept", None)
+    assert main(["incidents", str(tmp_path), *options]) == 0
+    assert told == capsys.readouterr().out
+    assert "TP1" in told
+
+
+def test_what_the_list_does_not_tell_is_not_kept(tmp_path: Path) -> None:
+    path = make_incident(tmp_path, 1.0, "TP1 was killed.")
+    (whole,), (kept,) = find_incidents(path), find_incidents(path, keep=incidents._kept)
+    assert whole.document is not None
+    assert kept.document is not None
+    assert "timeline" in whole.document.keys() - kept.document.keys()
 
 
 def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
