@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lanelib.figures import (
     with_costs,
     write_documents,
 )
+from lanelib.paths import ROOT
 
 TABLE = [
     "which         median    longest",
@@ -123,3 +125,17 @@ def test_the_documents_say_what_the_last_run_measured() -> None:
     assert BEGIN in text
     assert END in text
     assert with_costs(text, document) == text
+
+
+FIGURE = re.compile(r"\d ?(?:ns|us|µs|ms|s|MB|MiB|GB|%|times|minutes?|seconds?)(?!\w)")
+#: What is so short is measured, and no setting.
+MEASURED = re.compile(r"\d ?(?:ns|us|µs)(?!\w)|% of a core")
+TEXTS = [README, *sorted(path for path in (ROOT / "docs").rglob("*.md") if path != PAGE)]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_no_text_has_figures_of_its_own(path: Path) -> None:
+    head, _begin, rest = path.read_text().partition(BEGIN)
+    for block in re.split(r"\n\n|\n(?=- |\| )", head + rest.partition(END)[2]):
+        cites = "`benchmarks/" in block or "benchmarks.md#" in block
+        assert not (FIGURE if cites else MEASURED).search(block), f"to be left to {PAGE.name}: {block}"
