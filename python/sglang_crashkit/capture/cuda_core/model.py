@@ -106,6 +106,11 @@ class Kernel:
         """Its name, inferred from the symbols of the cubins; None where none has its address."""
         return self.entry.function
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether NVIDIA's reader tells of such a kernel, too: it does not of one without a warp."""
+        return bool(self.warps)
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -120,6 +125,11 @@ class Fault:
     grid_id: int | None = None  # its kernel, None where only the SM is known
     block_index: Dimensions | None = None  # its block, None where only the SM is known
     lanes: int | None = None  # how many threads of the warp, None where only the SM is known
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether NVIDIA's reader tells of such an exception, too, by the same name: it does not of an SM alone."""
+        return self.warp is not None and self.code in CHECKED_EXCEPTIONS
 
 
 @dataclass(frozen=True)

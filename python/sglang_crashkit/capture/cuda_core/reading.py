@@ -259,7 +259,7 @@ class _Reading:
 
     def _unchecked(self, has_meta: bool) -> tuple[str, ...]:
         of_sm = any(fault.warp is None for fault in self._faults)
-        without_warps = any(not kernel.warps for kernel in self._kernels)
+        without_warps = not all(kernel.is_checked for kernel in self._kernels)
         newer = {fault.code for fault in self._faults} - CHECKED_EXCEPTIONS
         found = {
             "exceptions of an SM alone": of_sm,

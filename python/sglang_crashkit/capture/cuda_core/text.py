@@ -64,14 +64,14 @@ def format_core(core: CudaCore) -> Iterator[str]:
 def brief(core: CudaCore) -> Iterator[str]:
     """Yield the little of a core that an incident tells of: which kernels, and what failed."""
     for kernel in core.kernels[:_MAX_BRIEF]:
-        yield kernel_in_words(kernel) + (", its name inferred" if kernel.name else "")
+        yield kernel_in_words(kernel) + (", its name inferred" if kernel.name else "") + _mark(kernel.is_checked)
     if len(core.kernels) > _MAX_BRIEF:
         yield f"{len(core.kernels) - _MAX_BRIEF} more kernels"
     if not core.kernels:
         yield "no kernel on the GPU"
     for fault in core.faults[:_MAX_BRIEF]:
         named = fault.place is not None and fault.place.function is not None
-        yield fault_in_words(fault) + (", the name inferred" if named else "")
+        yield fault_in_words(fault) + (", the name inferred" if named else "") + _mark(fault.is_checked)
     if len(core.faults) > _MAX_BRIEF:
         yield f"{len(core.faults) - _MAX_BRIEF} more exceptions"
     yield from core.notes[:1]
@@ -109,6 +109,10 @@ def place_in_words(place: Place) -> str:
     if place.function is None or place.offset is None:
         return f"{place.address:#x}"
     return f"{_shortened(place.function)}+{place.offset:#x}"
+
+
+def _mark(is_checked: bool) -> str:
+    return "" if is_checked else f", {UNCHECKED}"
 
 
 def _shortened(name: str) -> str:

@@ -83,8 +83,8 @@ def test_in_short_it_is_kernels_and_exceptions(write: Write) -> None:
     device = DeviceSpec(grids, [SmSpec(number, exception=14) for number in range(6)])
     lines = list(brief(read_cuda_core(write(core_bytes(CoreSpec([device]))))))
     assert [line.split()[0] for line in lines] == ["kernel"] * 4 + ["2"] + ["exception:"] * 4 + ["2", "it"]
-    assert lines[0] == f"kernel at {SPIN:#x} on GPU 0: grid 1x1x1, block 32x1x1, active"
-    assert lines[5] == "exception: warp illegal address (GPU 0, SM 0)"
+    assert lines[0] == f"kernel at {SPIN:#x} on GPU 0: grid 1x1x1, block 32x1x1, active, {UNCHECKED}"
+    assert lines[5] == f"exception: warp illegal address (GPU 0, SM 0), {UNCHECKED}"
     assert (lines[4], lines[9]) == ("2 more kernels", "2 more exceptions")
     assert lines[10].startswith("it holds no relocated cubin")
 

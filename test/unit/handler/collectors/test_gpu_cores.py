@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture.cuda_core.reading import Reading
+from sglang_crashkit.capture.cuda_core.text import UNCHECKED
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
 from sglang_crashkit.capture.debugger import Debugger
 from sglang_crashkit.handler.collectors import gpu_cores
@@ -144,7 +145,7 @@ def test_the_core_of_a_rank_whose_gpu_failed_is_read(start_gpu_server: Start, tm
     assert server.process.wait(2 * LONG) == (ServerExit.RAISED if raises else 128 + signal.SIGABRT)
     stored = server.wait_for_the_end()
     assert core_of(server, stored, "scheduler_TP1")["status"] == "captured"
-    failure = f"exception: device illegal address at {COPY_NAME}+0x40 (GPU 0, SM 17), the name inferred"
+    failure = f"exception: device illegal address at {COPY_NAME}+0x40 (GPU 0, SM 17), the name inferred, {UNCHECKED}"
     assert report_of(stored.document, "scheduler_TP1")["gpu"][:2] == ["no kernel on the GPU", failure]
     assert raises or f"had on its GPU: {failure}." in stored.document["verdict"]["text"]
 
