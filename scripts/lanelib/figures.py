@@ -66,7 +66,7 @@ BENCHMARKS = (
     Benchmark("gloo_recorder", ("", 2), None),
     Benchmark("idle_handler", ("", 3), ("--seconds 20", 2)),
     Benchmark("first_crash", ("--release 0.5.9 --release 0.5.12.post1 --release 0.5.23 --both", 10), ("", 2)),
-    Benchmark("overhead", ("--pairs 80 --starts 3", 12), ("--quick", 3)),
+    Benchmark("overhead", ("--pairs 80 --starts 5", 12), ("--quick", 3)),
     Benchmark("others", ("", 4), ("--quick", 2)),
     Benchmark("hangs", ("", 8), ("--quick", 5)),
     Benchmark("faults", ("--release 0.5.23", 18), ("--quick", 4)),

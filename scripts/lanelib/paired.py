@@ -153,10 +153,19 @@ def spread(values: list[float], form: str) -> str:
     return f"{statistics.median(values):8{form}} ({len(values)} pairs; 95 %: {lower:{form}} to {upper:{form}})"
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of ratios, and between what it lies with a probability of 95 %, by the bootstrap."""
-    logarithms, choose = [math.log(ratio) for ratio in ratios], random.Random(1)  # noqa: S311 - no secret
-    count = len(logarithms)
-    means = sorted(sum(choose.choices(logarithms, k=count)) / count for _ in range(_DRAWS))
-    middle, low, high = sum(logarithms) / count, means[_DRAWS // 40], means[-_DRAWS // 40]
-    return math.exp(middle), math.exp(low), math.exp(high)
+def interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios, and between what it lies with a probability of 95 %, by the bootstrap.
+
+    Args:
+        groups: the ratios of each start of the servers: two that stand side by side differ for as long as they live, so
+            that starts are drawn, and then pairs of each.
+    """
+    logarithms, choose = [[math.log(ratio) for ratio in group] for group in groups], random.Random(1)  # noqa: S311
+
+    def draw() -> float:
+        drawn = choose.choices(logarithms, k=len(logarithms))
+        return statistics.fmean(statistics.fmean(choose.choices(group, k=len(group))) for group in drawn)
+
+    means = sorted(draw() for _ in range(_DRAWS))
+    middle = statistics.fmean(statistics.fmean(group) for group in logarithms)
+    return math.exp(middle), math.exp(means[_DRAWS // 40]), math.exp(means[-_DRAWS // 40])

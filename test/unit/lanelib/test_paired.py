@@ -95,7 +95,7 @@ def test_a_median_is_told_with_its_spread() -> None:
 
 
 def test_the_interval_of_a_ratio_narrows_with_more_pairs() -> None:
-    few, many = (interval([0.99, 1.03] * pairs) for pairs in (5, 100))
+    few, many = (interval([[0.99, 1.03] * pairs]) for pairs in (5, 100))
     for middle, low, high in (few, many):
         assert low < middle < high
         assert middle == pytest.approx((0.99 * 1.03) ** 0.5)
@@ -103,4 +103,9 @@ def test_the_interval_of_a_ratio_narrows_with_more_pairs() -> None:
 
 
 def test_equal_ratios_have_an_interval_of_no_width() -> None:
-    assert interval([2.0, 2.0, 2.0]) == pytest.approx((2.0, 2.0, 2.0))
+    assert interval([[2.0, 2.0, 2.0]]) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_starts_that_differ_widen_the_interval() -> None:
+    middle, low, high = interval([[0.95] * 100, [1.05] * 100, [1.0] * 100, [1.0] * 100])
+    assert low < 0.98 < middle < 1.02 < high
