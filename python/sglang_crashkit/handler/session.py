@@ -39,6 +39,8 @@ SILENT_SECS = 2.0
 #: One sample does not tell who stays where he is from who passes by. The second one is taken this much later, in
 #: seconds: upstream ends such a server within 5 s.
 _SECOND_SAMPLE_SECS = 0.7
+#: Whether a rank that raised has told what it alone can tell is looked at this often, in seconds.
+_RAISED_SECS = 0.03
 #: An incident that could not be finished so many times is left as its last checkpoint has it.
 _MAX_FINISHES = 3
 
@@ -87,6 +89,7 @@ class Session:
         self._settings = settings
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
         self._farewells: list[Message] = []
+        self._raised: list[Message] = []
         self._sampled_again: IncidentRun | None = None
         self._second_sample = float("inf")
         self._finishes_after_it = False
@@ -231,7 +234,8 @@ class Session:
             case Do.ANSWER_WHEN_FINISHED:
                 self._answers.add(message, self.gpus.cores_secs_left)
             case Do.ANSWER_CAPTURED:
-                answer(ack="stacks_captured", incident=run and run.incident.id)
+                self._raised.append(message)
+                self._let_go()
             case Do.ANSWER_STACKS:
                 # Those of an incident that is over are not what the sender wants to know.
                 known = run if run is not None and not run.finished else None
@@ -386,6 +390,8 @@ class Session:
         if self.gpus.are_awaited and self.triage.is_open:
             return min(self.gpus.next_due(), self._second_sample)
         due = self.triage.next_due(workers_left=self._are_workers_left)
+        if self._raised:
+            due = min(due, time.monotonic() + _RAISED_SECS)
         return min(due, self._second_sample, self.gpus.next_due() if self.triage.is_open else float("inf"))
 
     def act_on_time(self) -> None:
@@ -398,12 +404,23 @@ class Session:
             self.take(Seen("tick", workers_left=self._are_workers_left, any_left=bool(self._tree.alive())))
         if time.monotonic() >= self._second_sample:
             self._sample_again()
+        self._let_go()
         while self._farewells and not self.triage.is_open:
             with self._mailbox.line_to(self._farewells.pop()) as answer:
                 # From here on no other process of the server reaches this one; they are about to be killed.
                 self._place.remove_own()
                 answer(ack="clean")
                 logger.info("the server ends in good order")
+
+    def _let_go(self) -> None:
+        """Let those go on that raised and wait for the capture of the others, once they have answered for gloo."""
+        waiting, self._raised = self._raised, []
+        for message in waiting:
+            if self.gpus.awaits_gloo_of(message.pid):
+                self._raised.append(message)
+            else:
+                incident = self.run and self.run.incident.id
+                self._mailbox.acknowledge(message, ack="stacks_captured", incident=incident)
 
     def _await_gpus(self) -> None:
         # Until then nobody is told to end: a process that is killed leaves half a core.

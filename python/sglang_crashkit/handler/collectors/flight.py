@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 #: for gloo a thread of the process answers, in some 0.1 s.
 _DUMP_SECS: dict[Recorder, float] = {"nccl": 3.5, "gloo": 2.0}
 _KINDS: dict[Recorder, EvidenceKind] = {"nccl": "flight_recorder", "gloo": "gloo_flight_recorder"}
-#: A dump under way is looked at this often, in seconds.
-_LOOK_SECS = 0.1
+#: A dump under way is looked at this often, in seconds: the incident, and a rank that raised, wait for it.
+_LOOK_SECS = 0.03
 #: Of dumps that come together, so many seconds are spent on reading before the handler looks at what else is due.
 _READING_SECS = 0.25
 
@@ -78,6 +78,10 @@ class FlightRecorders:
     def are_done(self) -> bool:
         """Whether nothing is waited for."""
         return not self._under_way
+
+    def awaits_gloo_of(self, pid: int) -> bool:
+        """Say whether a process is to answer for gloo, which it does not any more once its interpreter ends."""
+        return any(asked.process.pid == pid and asked.recorder == "gloo" for asked in self._under_way)
 
     def next_due(self) -> float:
         """Return when `look` has something to do, by the monotonic clock."""

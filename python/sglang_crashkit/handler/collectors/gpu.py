@@ -114,6 +114,10 @@ class GpuEvidence:
         self.ask(run)
         return not self._are_answers_under_way
 
+    def awaits_gloo_of(self, pid: int) -> bool:
+        """Say whether a process is to answer for gloo; see `FlightRecorders`."""
+        return self._flight is not None and self._flight.awaits_gloo_of(pid)
+
     def are_cores_done(self, run: IncidentRun, *, of_living: bool, of_dead: bool) -> bool:
         """Say whether no core is awaited any more; ask where nobody did.
 

@@ -49,20 +49,23 @@ def record(tmp_path: Path) -> Callable[..., None]:
 
 Record = Callable[..., None]
 _PYTORCH = """
-import sys
+import sys, time
 from types import SimpleNamespace
 world = SimpleNamespace(pg_names={{SimpleNamespace: "0"}}, pg_group_ranks={{SimpleNamespace: [0, 1]}})
 sys.modules["torch.distributed.distributed_c10d"] = SimpleNamespace(
     _world=world, is_initialized=lambda: True, get_rank=lambda: {rank}
 )
-sys.modules["torch._C._distributed_c10d"] = SimpleNamespace(_dump_fr_trace=lambda *_: {content!r})
+sys.modules["torch._C._distributed_c10d"] = SimpleNamespace(
+    _dump_fr_trace=lambda *_: (time.sleep({seconds}), {content!r})[1]
+)
 """
+PATIENT = "from sglang_crashkit.srt import exception_record; exception_record.CAPTURE_WAIT_SECS = 60.0"
 
 
-def record_gloo(server: Server, tmp_path: Path, rank: int, content: dict[str, Any]) -> None:
-    """Have a rank of a server keep such a record of what it does over gloo, and beat."""
+def record_gloo(server: Server, tmp_path: Path, rank: int, content: dict[str, Any], seconds: float = 0.0) -> None:
+    """Have a rank of a server keep such a record of what it does over gloo, tell it in so many seconds, and beat."""
     path = tmp_path / f"pytorch{rank}.py"
-    path.write_text(_PYTORCH.format(rank=rank, content=pickled(content)))
+    path.write_text(_PYTORCH.format(rank=rank, content=pickled(content), seconds=seconds))
     server.say(f"tell scheduler_TP{rank} run {path}")
     assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
 
@@ -272,6 +275,19 @@ def test_the_rank_that_raised_is_asked_too(start_gpu_server: Start, record: Reco
     told = stored_of(server)
     assert [piece_of(told, f"scheduler_TP{rank}")["status"] for rank in (0, 1)] == ["captured", "captured"]
     assert told["verdict"]["kind"] == "exception"
+
+
+def test_a_rank_that_raised_answers_for_gloo_before_it_ends(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server()
+    record_gloo(server, tmp_path, 1, WAITING, seconds=0.3)
+    # A busy machine captures the others in more than the two seconds that a rank waits.
+    (tmp_path / "patient.py").write_text(PATIENT)
+    server.say(f"tell scheduler_TP1 run {tmp_path / 'patient.py'}")
+    server.say("tell scheduler_TP1 raise boom")
+    server.say("tell scheduler_TP1 exit 0")
+    assert server.process.wait(2 * LONG) == ServerExit.RAISED
+    piece = piece_of(stored_of(server), "scheduler_TP1", "gloo_flight_recorder")
+    assert (piece["status"], piece["reason"]) == ("captured", None)
 
 
 def test_a_request_for_stacks_asks_for_none(start_gpu_server: Start, record: Record) -> None:
