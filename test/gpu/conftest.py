@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from gpu.gpu_server import CUDA_GDB_S, cuda_gdb
 from lanelib.gpulanes import NO_DEVICE, Device, find_device
 from lanelib.lanes import Lane
+from unit.capture.cuda_core.oracle import CORE_SUFFIX, ask_cuda_gdb
 
 #: A core is copied where it is no larger than this, compressed.
 MAX_COPIED_BYTES = 16 << 20
@@ -85,7 +87,10 @@ def findings(pytestconfig: pytest.Config, device: Device) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def keep_core(pytestconfig: pytest.Config, findings: dict[str, Any]) -> Callable[[Path, str], None]:
-    """Return what copies a core to the folder that ``--gpu-out`` names, compressed, where it is small enough."""
+    """Return what copies a core to the folder that ``--gpu-out`` names, with what cuda-gdb says of it.
+
+    It is compressed, and copied where it is small enough then; `unit.capture.cuda_core.oracle` says where it is used.
+    """
 
     def keep(core: Path, name: str) -> None:
         findings[f"bytes of the core {name}"] = core.stat().st_size
@@ -93,10 +98,12 @@ def keep_core(pytestconfig: pytest.Config, findings: dict[str, Any]) -> Callable
         if not out:
             return
         Path(out).mkdir(parents=True, exist_ok=True)
-        copy = Path(out) / f"{name}.nvcudmp.gz"
+        copy = Path(out) / f"{name}{CORE_SUFFIX}"
         with core.open("rb") as source, gzip.open(copy, "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
         if copy.stat().st_size > MAX_COPIED_BYTES:
             copy.unlink()
+        elif (program := cuda_gdb()) is not None:
+            copy.with_name(f"{name}.txt").write_text(ask_cuda_gdb(program, core, Path(out), CUDA_GDB_S))
 
     return keep

@@ -163,6 +163,7 @@ class GridSpec:
     block: tuple[int, int, int] = (32, 1, 1)
     status: int = ACTIVE
     host_thread: int = 0
+    parent: int = 0
 
 
 @dataclass
@@ -238,7 +239,8 @@ def core_parts(spec: CoreSpec) -> list[Part]:
         ]
         rows = [
             GRID_ROW.pack(
-                *(grid.grid_id, CONTEXT + number, FUNCTION, grid.entry, MODULE, 0, 0x210, 1, 0, grid.status, 32),
+                *(grid.grid_id, CONTEXT + number, FUNCTION, grid.entry, MODULE, grid.parent),
+                *(0x210, 1, 0, grid.status, 32),
                 *(*grid.grid, *grid.block, 0, grid.host_thread, *([0] * 8)),
             )
             for grid in device.grids

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import gzip
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.cuda_core.model import CHECKED_EXCEPTIONS, CudaCore
+from sglang_crashkit.capture.cuda_core.model import CHECKED_EXCEPTIONS, CudaCore, Kernel
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
+from unit.capture.cuda_core.oracle import CORE_SUFFIX, REAL, ask_cuda_gdb
 from unit.synthetic_core import (
     CUBIN,
     SPIN,
@@ -27,14 +27,9 @@ from unit.synthetic_core import (
 )
 
 CUDA_GDB = Path(__file__).parents[4] / ".lanes" / "cuda-gdb" / "cuda-gdb"
-TABLES = {
-    "devices": "info cuda devices",
-    "kernels": "info cuda kernels",
-    "lanes": "info cuda lanes device all sm all warp all lane all",
-    "warps": "info cuda warps device all sm all",
-}
 DEVICE = re.compile(r"[* ]\s+(\d+)\s+(\w\w):\S+ (.+?)\s+\S+\s+(sm_\d+)\s+(\d+)\s+(\d+)\s+(\d+)\s+\d+\s+0x")
 KERNEL = re.compile(r"[* ]\s+(\d+)\s+\S+\s+(\d+)\s+(\d+)\s+(\w+)\s+0x\w+\s+\((\S+)\)\s+\((\S+)\)\s+(.+)\(\)")
+LAUNCH = re.compile(r"[* ]\s+(\d+)\s+(\S+)\s+(\d+)\s+(\d+)\s+\w+\s+(0x\w+)\s")
 LANE = re.compile(r"[* ]\s+(\d+)\s+(?:active|divergent)\s+(0x\w+)\s+\(\S+\)\s+(\S.*?)\s*$")
 WARP = re.compile(r"[* ]\s+(\d+)\s+0x\w+\s+0x\w+\s+\S+\s+(\d+)\s+\((\S+)\)\s+\(")
 WHERE = re.compile(r"Device (\d+) SM (\d+)(?: Warp (\d+))?")
@@ -80,7 +75,7 @@ def _two_kernels() -> CoreSpec:
         BlockSpec(7, (1, 0, 0), [WarpSpec(3, [SPIN + 0x110] * 32)]),
         BlockSpec(8, (0, 0, 0), [partial, WarpSpec(9, [COPY + 0x90] * 32)]),
     ]
-    grids = [GridSpec(7, SPIN, (2, 1, 1)), GridSpec(8, COPY, block=(39, 1, 1))]
+    grids = [GridSpec(7, SPIN, (2, 1, 1)), GridSpec(8, COPY, block=(39, 1, 1), parent=7)]
     return CoreSpec([DeviceSpec(grids, [SmSpec(0, blocks)], sm_count=1)], [CUBIN])
 
 
@@ -151,20 +146,21 @@ class Said:
                 yield where, match
 
 
-@pytest.fixture(params=CORES, scope="module")
+REAL_CORES = {path.name.removesuffix(CORE_SUFFIX): path for path in sorted(REAL.glob(f"*{CORE_SUFFIX}"))}
+
+
+@pytest.fixture(params=[*CORES, *REAL_CORES], scope="module")
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaCore, Said]:
     """One core, as the kit and as cuda-gdb read it."""
     folder = tmp_path_factory.mktemp("oracle")
     path = folder / "core.cuda"
-    path.write_bytes(core_bytes(CORES[request.param]))
-    command = [CUDA_GDB, "-nx", "-batch", "-iex", "set width 0", "-ex", f"target cudacore {path}"]
-    for name, listing in TABLES.items():
-        command += ["-ex", f"echo == {name}\\n", "-ex", listing]
-    run = subprocess.run(
-        command, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "Could not open" not in run.stderr
-    opening, *parts = run.stdout.split("== ")
+    if real := REAL_CORES.get(request.param):
+        path.write_bytes(gzip.decompress(real.read_bytes()))
+        text = (REAL / f"{request.param}.txt").read_text()
+    else:
+        path.write_bytes(core_bytes(CORES[request.param]))
+        text = ask_cuda_gdb(CUDA_GDB, path, folder)
+    opening, *parts = text.split("== ")
     tables = {part.splitlines()[0]: part.splitlines()[1:] for part in parts}
     return read_cuda_core(path), Said(tables, opening)
 
@@ -189,6 +185,32 @@ def test_they_agree_on_the_kernels(both: tuple[CudaCore, Said]) -> None:
     }
     for key, name in names.items():
         assert name in ("<internal>", (mine[key].name or "").partition("(")[0])
+
+
+def test_they_agree_on_who_launched_a_kernel_and_on_its_sms_and_blocks(both: tuple[CudaCore, Said]) -> None:
+    core, said = both
+    rows = [match.groups() for _where, match in said.found("kernels", LAUNCH)]
+    grids = {number: int(grid) for number, _parent, _device, grid, _sms in rows} | {"-": 0}
+    blocks = {(where[0], grids[match[2]], where[1], match[3]) for where, match in said.found("warps", WARP)}
+    found = {
+        (int(device), grids[number]): (
+            grids[parent],
+            int(sms, 16),
+            sum(one[:2] == (int(device), grids[number]) for one in blocks),
+        )
+        for number, parent, device, _grid, sms in rows
+    }
+    assert found == {
+        (one.device, one.grid_id): (one.parent_grid_id, sms_of(core, one), one.blocks)
+        for one in core.kernels
+        if one.warps
+    }
+
+
+def sms_of(core: CudaCore, kernel: Kernel) -> int:
+    """Return the SMs that a kernel has warps on, as a mask."""
+    own = {warp.sm for warp in core.warps if (warp.device, warp.grid_id) == (kernel.device, kernel.grid_id)}
+    return sum(1 << sm for sm in own)
 
 
 def test_they_agree_on_the_warps(both: tuple[CudaCore, Said]) -> None:
