@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lanelib.commands import parser_of
 from lanelib.paths import ROOT, write_whole
@@ -26,6 +26,9 @@ PATIENCE = 6
 END_S = 150
 
 
+Form = Literal["whole", "quick", "alone"]
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """A program of `benchmarks/`."""
@@ -33,17 +36,19 @@ class Benchmark:
     name: str  # its file
     whole: tuple[str, float] | None  # its arguments and minutes in a whole run; None where only its name has it run
     quick: tuple[str, float] | None = None  # the same of a quick run
+    alone: tuple[str, float] | None = None  # the same where it is named; None where that is as in a whole run
 
-    def arguments(self, quick: bool) -> list[str]:
+    def arguments(self, form: Form) -> list[str]:
         """Return its arguments."""
-        return (self._form(quick)[0]).split()
+        return self._of(form)[0].split()
 
-    def minutes(self, quick: bool) -> float:
+    def minutes(self, form: Form) -> float:
         """Return about how long it takes."""
-        return self._form(quick)[1]
+        return self._of(form)[1]
 
-    def _form(self, quick: bool) -> tuple[str, float]:
-        return (self.quick if quick else self.whole) or self.whole or self.quick or ("", 300.0)
+    def _of(self, form: Form) -> tuple[str, float]:
+        forms = {"whole": self.whole, "quick": self.quick, "alone": self.alone}
+        return forms[form] or self.whole or ("", 60.0)
 
     @property
     def about(self) -> str:
@@ -69,16 +74,14 @@ BENCHMARKS = (
     Benchmark("overhead", ("--pairs 80 --starts 5", 12), ("--quick", 3)),
     Benchmark("others", ("", 4), None),
     Benchmark("hangs", ("", 8), ("--quick", 5)),
-    Benchmark("faults", ("--release 0.5.23", 20), ("--quick", 1.5)),
+    Benchmark("faults", ("--release 0.5.23", 20), ("--quick", 1.5), alone=("", 60)),
     Benchmark("hang", ("", 8), None),
     Benchmark("journal", ("--pairs 20 --requests 5", 7), None),
     Benchmark("soak", ("--minutes 5", 8), None),
-    Benchmark("releases", ("--known", 0.1), ("--known", 0.1)),
+    Benchmark("releases", ("--known", 0.1), ("--known", 0.1), alone=("", 180)),
     # By its name alone: half an hour and more.
-    Benchmark("causes", None, None),
+    Benchmark("causes", None, alone=("", 40)),
 )
-#: Of a machine on which nothing is downloaded yet.
-ALL_RELEASES = Benchmark("releases", ("", 180))
 
 
 class Table:
@@ -133,7 +136,7 @@ class Run:
     why: str = ""  # what it said on standard error where it missed its goal, or how it failed
 
 
-def measure(benchmark: Benchmark, kept: Path, *, quick: bool, env: Mapping[str, str]) -> Run:
+def measure(benchmark: Benchmark, kept: Path, *, form: Form, env: Mapping[str, str]) -> Run:
     """Run a benchmark, or return what was kept of it.
 
     One that did not end in many times its time, or printed nothing, is not kept; `Run.why` says so.
@@ -141,14 +144,14 @@ def measure(benchmark: Benchmark, kept: Path, *, quick: bool, env: Mapping[str, 
     Args:
         benchmark: which.
         kept: the file that has it once it has ended.
-        quick: with fewer rounds.
+        form: with which arguments.
         env: its environment.
     """
     if kept.is_file():
         document = json.loads(kept.read_text())
         return Run(**document | {"lines": tuple(document["lines"])})
-    arguments, began = benchmark.arguments(quick), time.monotonic()
-    limit = PATIENCE * 60 * benchmark.minutes(quick)
+    arguments, began = benchmark.arguments(form), time.monotonic()
+    limit = PATIENCE * 60 * benchmark.minutes(form)
     argv, failed = [str(FOLDER / benchmark.name), *arguments], ""
     with subprocess.Popen(
         argv, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"

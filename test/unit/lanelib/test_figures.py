@@ -45,7 +45,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(program: Path, arguments: str) -> figures.Run:
     kept = program.parent / "kept.json"
-    return measure(Benchmark(program.name, (arguments, 0.1)), kept, quick=False, env=os.environ)
+    return measure(Benchmark(program.name, (arguments, 0.1)), kept, form="whole", env=os.environ)
 
 
 def test_what_it_printed_is_kept(program: Path) -> None:
@@ -54,6 +54,15 @@ def test_what_it_printed_is_kept(program: Path) -> None:
     # An interrupted run goes on with what it has.
     program.unlink()
     assert run(program, "0") == first
+
+
+def test_what_is_named_is_run_as_it_is_run_alone() -> None:
+    benchmark = Benchmark("faults", ("--release x", 18), alone=("--all", 60))
+    assert [benchmark.arguments(form) for form in ("whole", "alone", "quick")] == [
+        ["--release", "x"],
+        ["--all"],
+        ["--release", "x"],
+    ]
 
 
 def test_a_missed_goal_has_its_reason(program: Path) -> None:
