@@ -59,7 +59,8 @@ _OFTEN = frozenset(
 #: py-spy takes 1 to 2 s with native frames, of a scheduler on a busy machine 6.
 _SPY_SECS = 15.0
 _REFUSED = "ptrace: Operation not permitted"
-_NO_TURN = "not run: called off before its turn"
+_NOT_RUN = "not run: "
+_NO_TURN = f"{_NOT_RUN}called off before its turn"
 _THREAD = re.compile(r'^Thread \d+ \((?:Thread 0x[0-9a-f]+ )?\(?(?:LWP |process )(\d+)\)?(?: "(.*)")?\):$')
 _FRAME = re.compile(r"^#\d+ +(?:0x[0-9a-f]+ in )?(.+)$")
 _PLACE = re.compile(r"(?s)^(?P<function>.*?)(?: at (?P<file>[^:]+):(?P<line>\d+)| from (?P<library>\S+))?$")
@@ -119,12 +120,13 @@ def debug(
     """Debug process `pid` for at most `deadline_secs` seconds, where nothing speaks against stopping it.
 
     `stop` calls it off when it is set, and `guard` ends the debugger where this process is killed. Where cuda-gdb
-    prints no stack, as Debian's 11.8 does, gdb takes them in the time that is left.
+    prints no stack, as Debian's 11.8 does, or one that does not start, gdb takes them in the time that is left.
     """
     began = time.monotonic()
     debugged = _debug(debugger, pid, start_ticks, deadline_secs, stop, guard)
     left_secs = began + deadline_secs - time.monotonic()
-    if not debugger.gdb or debugged.problem != _no_stack(debugger) or left_secs <= 0:
+    is_refused = debugged.problem.startswith(_NOT_RUN) or _REFUSED in debugged.text
+    if not debugger.gdb or debugged.threads or is_refused or left_secs <= 0:
         return debugged
     stacks = _debug(Debugger("gdb", debugger.gdb), pid, start_ticks, left_secs, stop, guard)
     seconds = round(debugged.seconds + stacks.seconds, 3)
@@ -132,10 +134,6 @@ def debug(
         return replace(debugged, seconds=seconds)
     text = f"{debugged.text}\n== {debugger.name} printed no stack; gdb:\n{stacks.text}"
     return replace(stacks, text=text, seconds=seconds, kernels=debugged.kernels)
-
-
-def _no_stack(debugger: Debugger) -> str:
-    return f"{debugger.name} printed no stack"
 
 
 def _debug(
@@ -149,7 +147,7 @@ def _debug(
     if stop is not None and stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
     if obstacle := obstacle_of(pid, start_ticks):
-        return Debugged(debugger.name, problem=f"not run: {obstacle}")
+        return Debugged(debugger.name, problem=f"{_NOT_RUN}{obstacle}")
     spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
     with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
@@ -162,7 +160,7 @@ def _debug(
         problem += "; it left the process stopped, which was sent SIGCONT"
     threads = parse_stacks(run.text)
     if not threads and not problem:
-        problem = _no_stack(debugger)
+        problem = f"{debugger.name} printed no stack"
     return Debugged(debugger.name, run.text, problem, run.seconds, threads or spied, parse_kernels(run.text))
 
 
@@ -210,7 +208,7 @@ def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, 
     """Take native stacks with py-spy within `deadline_secs`, of those processes that may be stopped for it."""
     with contextlib.closing(ToolGuard()) as guard:
         samples, obstacles = capture_native(processes, deadline_secs, guard)
-    found = {pid: Debugged(SUBSTITUTE, problem=f"not run: {obstacle}") for pid, obstacle in obstacles.items()}
+    found = {pid: Debugged(SUBSTITUTE, problem=f"{_NOT_RUN}{obstacle}") for pid, obstacle in obstacles.items()}
     for one in samples:
         threads = one.threads
         text = "\n".join(format_threads(procfs.read_title(one.pid), one.pid, threads)) if threads else ""

@@ -107,6 +107,16 @@ def test_gdb_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeyp
     assert any("nanosleep" in function for function in functions_of(debugged.threads))
 
 
+def test_gdb_takes_the_stacks_where_cuda_gdb_does_not_start(tmp_path: Path) -> None:
+    broken = stand_in(tmp_path, "echo 'libpython3.11.so.1.0: cannot open shared object file'; exit 127", "cuda-gdb")
+    gdb = stand_in(tmp_path, "echo 'Thread 1 (LWP 5):'; echo '#0  0x1 in nanosleep ()'")
+    with child(SLEEPER) as process:
+        debugger = Debugger("cuda-gdb", broken.path, gdb.path)
+        debugged = debug(debugger, process.pid, start_ticks(process.pid), LONG)
+    assert (debugged.tool, debugged.problem) == ("gdb", "")
+    assert functions_of(debugged.threads) == ["nanosleep"]
+
+
 def test_without_gdb_it_is_said_that_there_is_no_stack(tmp_path: Path) -> None:
     tool = stand_in(tmp_path, "echo nothing", "cuda-gdb")
     silent = stand_in(tmp_path, "echo nothing, too")
