@@ -187,7 +187,7 @@ def test_they_agree_on_the_kernels(both: tuple[CudaCore, Said]) -> None:
         assert name in ("<internal>", (mine[key].name or "").partition("(")[0])
 
 
-def test_they_agree_on_who_launched_a_kernel_and_on_its_sms_and_blocks(both: tuple[CudaCore, Said]) -> None:
+def test_they_agree_on_what_launched_a_kernel_and_where(both: tuple[CudaCore, Said]) -> None:
     core, said = both
     rows = [match.groups() for _where, match in said.found("kernels", LAUNCH)]
     grids = {number: int(grid) for number, _parent, _device, grid, _sms in rows} | {"-": 0}

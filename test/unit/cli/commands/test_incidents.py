@@ -52,7 +52,7 @@ def test_incidents_are_listed_newest_first(
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_what_is_kept_of_an_incident_is_all_that_is_told(
+def test_what_is_kept_is_all_that_is_told(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = sorted((Path(__file__).parents[4] / "docs" / "tutorials" / "incidents").glob("*.json"))
