@@ -77,6 +77,13 @@ def of_stage(pp: int, document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+def replicas(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of two replicas."""
+    for dp, title in enumerate((TP0, TP1)):
+        next(one for one in document["processes"] if one["title"] == title)["rank"] = {"dp": dp}
+    return document
+
+
 def alone(document: dict[str, Any]) -> dict[str, Any]:
     """Return the document without TP1, which another node has."""
     document["processes"] = [one for one in document["processes"] if one["title"] != TP1]
@@ -364,6 +371,12 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("new, and suspected", raised("IndexError: x", *FORWARD, **SUSPECTED), "poison_request", SUP),
     ("new, and alone in a server", raised("IndexError: x", *FORWARD, **ONLY_ONE), "exception_in_sglang", SUP),
     ("new, and alone in its step", raised("IndexError: x", *FORWARD, **ONLY_ONE, **OF_THREE), "poison_request", SUP),
+    (
+        "new, and alone in its replica",
+        replicas(raised("IndexError: x", *FORWARD, **ONLY_ONE, **OF_THREE)),
+        "exception_in_sglang",
+        SUP,
+    ),
     ("new, and in no step yet", raised("RuntimeError: x", "act (<string>:1)", **WAITING), "exception", SUP),
     ("begun", raised("ValueError: x", "S.prepare_for_extend (a.py:1)", **WAITING), "poison_request", SUP),
     ("SIGSEGV, and suspected", died("SIGSEGV", **SUSPECTED), "segfault", EST),

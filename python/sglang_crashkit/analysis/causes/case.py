@@ -244,7 +244,12 @@ class Case:
 
     @property
     def is_beside_others(self) -> bool:
-        """Whether more than one request was under way in the server."""
+        """Whether more than one request was under way where each rank has all of them.
+
+        Replicas of data parallelism share them out: to be alone in the step of one is nothing of a request's own.
+        """
+        if any(mapping_of(rank.get("rank")).get("dp") is not None for rank in self.schedulers):
+            return False
         requests = mapping_of(self.document.get("requests"))
         counts = (requests.get("unfinished"), mapping_of(requests.get("journal")).get("unfinished"))
         return any(isinstance(count, int) and count > 1 for count in counts)
