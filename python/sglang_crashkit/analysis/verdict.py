@@ -24,7 +24,7 @@ from sglang_crashkit.analysis.member import (
     name_some,
 )
 from sglang_crashkit.analysis.ranks import groups_of, rank_at
-from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity, activity_of, of_frames
+from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity, activity_of, of_frames, of_state
 from sglang_crashkit.model.incident import LEVELS, Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -53,6 +53,8 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 #: What one says whose collective took longer than its time limit.
+#: A rank may report the connection that it lost so much sooner than the end of who closed it is seen, in seconds.
+_TELLS_FIRST_SECS = 1.0
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
 #: How exceptions begin that no library of collectives raises; the words behind may be a prompt's.
 _OF_PYTHON = re.compile(
@@ -78,10 +80,11 @@ class FailureEvent:
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
     """Return the failures, the first one first, consequences behind their causes."""
     reported = {event.pid for event in events if event.kind == "exception"}
+    lost = min((event.seconds for event in events if _is_lost_peer(event.message)), default=float("inf"))
 
     def is_death(event: FailureEvent) -> bool:
-        # One that reported an exception ended of that.
-        is_own = event.fatal_signal or event.pid not in reported
+        # One that reported an exception ended of that; one that ended much later did not take the peer's connection.
+        is_own = event.fatal_signal or (event.pid not in reported and event.seconds <= lost + _TELLS_FIRST_SECS)
         return event.kind == "exit" and is_own and event.before_capture
 
     def rank(event: FailureEvent) -> tuple[int, float, str, int, str]:
@@ -161,27 +164,43 @@ def _late_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> ProcessRe
     """Return the one rank in no collective where the first failure is that a rank waited too long; None otherwise."""
     if ordered[0].kind != "exception" or not _TIMED_OUT.search(ordered[0].message):
         return None
-    failed = {event.pid for event in ordered}
-    seen = [one for one in incident.processes if one.role == "scheduler" and one.doing and one.pid not in failed]
+    if _OF_PYTHON.match(ordered[0].message):
+        return None
+    failed, peers = {event.pid for event in ordered}, _peers_of(incident, [ordered[0].pid])
+    seen = [one for one in incident.processes if one.pid in peers and one.doing and one.pid not in failed]
     elsewhere = [one for one in seen if _activity_in(one.doing).kind not in (*WAITS_FOR_OTHERS, "idle")]
     return elsewhere[0] if len(elsewhere) == 1 else None
 
 
 def _statement_of_stopped(process: ProcessReport) -> tuple[str, str, Level]:
     # An exception about a peer that did not answer tells of that one.
-    return f"{process.title} (pid {process.pid}) is stopped until somebody sends SIGCONT.", "lost_peer", "supported"
+    held = _held(process)
+    words = held.words.replace("was ", "is ", 1) if held is not None else "is stopped"
+    return f"{process.title} (pid {process.pid}) {words}.", "lost_peer", "supported"
 
 
 def _is_stopped(process: ProcessReport) -> bool:
-    return str((process.state or {}).get("State", "")).startswith(("T", "t"))
+    held = _held(process)
+    return held is not None and held.kind in ("stopped", "traced")
+
+
+def _held(process: ProcessReport) -> Activity | None:
+    """Return what the kernel's state of a process says by itself."""
+    state = process.state or {}
+    return of_state(str(state.get("State", ""))[:1], str(state.get("wchan", "")))
+
+
+def _peers_of(incident: Incident, pids: Sequence[int]) -> set[int]:
+    """Return the ranks that run the same steps as any of these."""
+    ranks = [(rank_at(process.rank), process.pid) for process in incident.processes if process.role == "scheduler"]
+    return {pid for group in groups_of(ranks) if not set(pids).isdisjoint(group) for pid in group}
 
 
 def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str]) -> Verdict:
     """Return the verdict where the first of the failures, which are in order, is that a rank made no progress."""
     hung = list(dict.fromkeys(event.pid for event in ordered if event.kind == "hang"))
     # A watchdog speaks of its own rank only, and that of a stopped rank is stopped with it.
-    ranks = [(rank_at(process.rank), process.pid) for process in incident.processes if process.role == "scheduler"]
-    pids = {pid for group in groups_of(ranks) if not set(hung).isdisjoint(group) for pid in group}
+    pids = _peers_of(incident, hung)
     peers = [process for process in incident.processes if process.pid in pids or process.pid in hung]
     peers.sort(key=lambda process: (hung.index(process.pid) if process.pid in hung else -1, process.pid))
     silences = _silences(incident, ordered)
@@ -393,8 +412,8 @@ def all_stopped(ranks: Sequence[ProcessReport]) -> str:
     members = [member_of(rank) for rank in ranks]
     if len(members) < 2 or not all(member.always("stopped") for member in members):
         return ""
-    stopped = f"{name_members(members)} are all stopped (state T) until somebody sends SIGCONT"
-    return f"{stopped}: no single rank looks responsible."
+    words = members[0].last.words.removeprefix("was ") if members[0].last is not None else "stopped"
+    return f"{name_members(members)} are all {words}: no single rank looks responsible."
 
 
 def member_of(report: ProcessReport) -> Member:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_crashkit import settings
-from sglang_crashkit.errors import WHAT_DIR_IS, NothingToDoError
+from sglang_crashkit.errors import WHAT_DIR_IS, NothingToDoError, UsageError
 from sglang_crashkit.incident.store import StoredIncident, find_one, unreadable_in_words
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
@@ -81,6 +81,10 @@ def find_meant(text: str, folder: Path | None) -> StoredIncident:
             next_step=f"the same with --folder DIR{WHAT_DIR_IS}",
         )
     tell_unreadable(unreadable)
+    found = [one for one in found if one.finished] or found
+    if text != "latest" and len({one.name for one in found}) > 1:
+        names = ", ".join(one.name[-8:] for one in found[:8])
+        raise UsageError(f"the ids of {len(found)} incidents begin with {text}: {names}", next_step="more of the id")
     return max(found, key=lambda one: one.name)
 
 

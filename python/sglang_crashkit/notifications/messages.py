@@ -74,7 +74,8 @@ def _for_slack(short: Mapping[str, Any]) -> str:
     lines += [short["text"]] if short["text"] else []
     lines += [f"cause: {short['cause_words']}"] if short["cause_words"] else []
     seen = f", seen {short['seen']} times" if (short["seen"] or 0) > 1 else ""
-    requests = f", {short['requests_unfinished']} requests in flight" if short["requests_unfinished"] else ""
+    count = short["requests_unfinished"]
+    requests = f", {count} request{'s' if count > 1 else ''} in flight" if count else ""
     lines.append(f"SGLang {short['release']}{requests}{seen}; {short['path']}")
     # As Slack asks for: these three are its own marks.
     text = "\n".join(lines).replace("&", "&amp;")

@@ -107,8 +107,10 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
 def _as_far_as_kept(request: StoredRequest) -> StoredRequest:
     """Return a request as it can be sent to another server, which has no sessions; with a prompt in any case."""
     body = {name: value for name, value in request.body.items() if name != "session_params"}
-    is_without = not any(name in body for name in _PROMPTS)
-    return replace(request, body=body | ({"text": _STAND_IN} if is_without else {}))
+    if not any(name in body for name in _PROMPTS):
+        # SGLang takes one form of a prompt alone.
+        body = {name: value for name, value in body.items() if name != "input_embeds"} | {"text": _STAND_IN}
+    return replace(request, body=body)
 
 
 def _unsent(request: StoredRequest) -> list[str]:

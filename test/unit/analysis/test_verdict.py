@@ -181,17 +181,19 @@ def test_a_lost_connection_is_a_consequence(message: str, is_lost: bool) -> None
     [
         ("RuntimeError: Timed out waiting 10000ms for recv operation", ("S", "T (stopped)"), 11),
         ("RuntimeError: Timed out waiting 10000ms for recv operation", ("S", "S (sleeping)"), 10),
+        ("RuntimeError: Timed out waiting 10000ms for recv operation", ("S", "S (frozen)"), 11),
         (SHAPE, ("S", "T (stopped)"), 10),
     ],
 )
 def test_a_stopped_rank_is_the_peer_waited_for_in_vain(message: str, states: tuple[str, str], named: int) -> None:
     incident = ended(None, None)
     for report, state in zip(incident.processes, states, strict=True):
-        report.state = {"State": state}
+        report.state = {"State": state} | ({"wchan": "do_freezer_trap"} if "frozen" in state else {})
     verdict = judge(incident, [raised(10, 1.0, message)])
     assert first(verdict) == named
     assert f"raised {message}." in verdict.text
-    assert ("(pid 11) is stopped until" in verdict.text) == (named == 11)
+    words = "is frozen by its cgroup" if "frozen" in states[1] else "is stopped (state T) until"
+    assert (f"(pid 11) {words}" in verdict.text) == (named == 11)
 
 
 def test_a_lost_peer_is_the_verdict_where_no_process_failed() -> None:
@@ -299,14 +301,28 @@ def frozen(report: ProcessReport) -> ProcessReport:
         (TIMED_OUT, [], 10),
         (TIMED_OUT, ["all_reduce (torch/distributed/distributed_c10d.py:3)"], 10),
         (LOST, ["spin (x.py:1)"], 10),
+        ("ValueError: cannot parse 'Timed out waiting for the bus'", ["spin (x.py:1)"], None),
     ],
 )
-def test_a_rank_elsewhere_is_whom_another_waited_for(message: str, doing: list[str], named: int) -> None:
+def test_a_rank_elsewhere_is_whom_another_waited_for(message: str, doing: list[str], named: int | None) -> None:
     made = ended(None, None)
     made.processes[1].doing = doing
     verdict = judge(made, [raised(10, 1.0, message)])
-    assert (first(verdict), verdict.kind, verdict.level) == (named, "lost_peer", "supported")
+    assert (first(verdict), verdict.kind == "lost_peer") == (named or 10, named is not None)
     assert ("was in spin (x.py:1) while" in verdict.text) == (named == 11)
+
+
+def test_nobody_waits_for_a_rank_of_another_replica() -> None:
+    made = ended(None, None)
+    for dp, process in enumerate(made.processes):
+        process.rank = {"dp": dp}
+    made.processes[1].doing = ["spin (x.py:1)"]
+    assert first(judge(made, [raised(10, 1.0, TIMED_OUT)])) == 10
+
+
+@pytest.mark.parametrize(("seconds", "named"), [(1.4, 11), (4.0, 10)])
+def test_an_end_long_after_a_lost_connection_did_not_bring_that_about(seconds: float, named: int) -> None:
+    assert order_failures([raised(10, 1.0, LOST), death(11, seconds, fatal_signal=False)])[0].pid == named
 
 
 @pytest.mark.parametrize(

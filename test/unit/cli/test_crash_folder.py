@@ -9,7 +9,8 @@ from sglang_crashkit import settings
 from sglang_crashkit.cli import crash_folder
 from sglang_crashkit.cli.commands import status
 from sglang_crashkit.cli.commands.status import RunningServer
-from sglang_crashkit.errors import NothingToDoError
+from sglang_crashkit.errors import NothingToDoError, UsageError
+from unit import stored
 from unit.stored import NOON, make_incident
 
 
@@ -51,6 +52,20 @@ def test_the_newest_incident_of_all_known_folders_is_the_latest(
     assert crash_folder.find_meant("latest", folders[0]).path == old
     with pytest.raises(NothingToDoError, match="no incident 00000000"):
         crash_folder.find_meant("00000000", None)
+
+
+def test_several_known_folders_are_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    ids = iter(("12345678", "12ab5678", "77777777"))
+    monkeypatch.setattr(stored, "new_id", lambda: next(ids))
+    hosts = [folder / "host" / "incidents" for folder in folders]
+    old, new = make_incident(hosts[0], seconds=NOON - 60), make_incident(hosts[1])
+    make_incident(hosts[2], seconds=NOON + 60, publish=False)
+    monkeypatch.setattr(crash_folder, "known_folders", lambda: folders)
+    assert crash_folder.find_meant("latest", None).path == new
+    assert crash_folder.find_meant("123", None).path == old
+    with pytest.raises(UsageError, match="the ids of 2 incidents begin with 12: "):
+        crash_folder.find_meant("12", None)
 
 
 def test_where_nothing_is_known_the_next_command_is_named(nothing_known: Path) -> None:

@@ -189,8 +189,11 @@ def mismatch(case: Case) -> Finding | None:
         if len({call.split(" ")[0] for call in waiting}) > 1:
             words = ", ".join(f"{name} in {call}" for call, name in sorted(waiting.items())[:4])
             return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
-        callers = {_caller(case, rank): name_of(rank) for rank in group}
-        if len(callers) > 1 and all(_collective(case, rank) for rank in group) and not case.has_other_nodes:
+        callers = {caller: name_of(rank) for rank in group if (caller := _caller(case, rank))}
+        # Python may have run ahead of what the recorders see the ranks wait in together.
+        is_one = any(one.get("kind") == "waiting" and _is_sure(one) for one in case.findings)
+        are_here = all(_collective(case, rank) for rank in group) and not case.has_other_nodes
+        if len(callers) > 1 and are_here and not is_one:
             words = ", ".join(f"{name} in that of {caller}" for caller, name in sorted(callers.items())[:4])
             return Finding("supported", (f"Ranks wait in {next(iter(waiting))}, and not in the same one: {words}.",))
     return None
@@ -230,8 +233,8 @@ def _collective(case: Case, rank: Mapping[str, Any]) -> str:
 
 
 def _caller(case: Case, rank: Mapping[str, Any]) -> str:
-    """Return who asked for the collective that a rank is in."""
-    return next((place for place in case.doing(rank) if not _DISTRIBUTED.search(place)), "")
+    """Return who asked for the collective that a rank is in; empty where the frames do not reach so far."""
+    return next((place for place in case.doing(rank) if not _WITHIN.search(place)), "")
 
 
 def weight_update(case: Case) -> Finding | None:
@@ -255,11 +258,13 @@ def stall(case: Case) -> Finding | None:
             return Finding("supported", (str(finding.get("statement")),))
     calls = [_collective(case, rank) for rank in case.schedulers]
     # One that was asked for in two places is two.
-    callers = {_caller(case, rank) for rank in case.schedulers}
-    if not calls or not all(calls) or not len(set(calls)) == len(callers) == 1:
+    callers = {caller for rank in case.schedulers if (caller := _caller(case, rank))}
+    if not calls or not all(calls) or len(set(calls)) != 1 or len(callers) > 1:
         return None
     if len(calls) > 1:
         return Finding("supported", (f"All {len(calls)} ranks wait in {calls[0]}.",))
+    if not case.has_other_nodes:
+        return None
     reason = f"{name_of(case.schedulers[0])}, the only rank of this host, waits in {calls[0]}."
     return Finding("supported", (reason,), ("`sglang-crashkit incidents` on the other nodes tells of their ranks",))
 

@@ -325,7 +325,8 @@ def _exception_in_sglang(case: Case) -> Finding | None:
 def _exited(case: Case) -> Finding | None:
     if case.verdict.get("kind") != "exit_status":
         return None
-    return Finding("established", (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
+    level: Level = "established" if case.verdict.get("level") == "established" else "supported"
+    return Finding(level, (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
 
 
 _WHILE_LOADING = raises(
@@ -350,7 +351,9 @@ _CUDA_WORDS = (
     r"|CUDA driver error \(\S+\): \d+ \(CUDA_ERROR_(ILLEGAL|MISALIGNED|LAUNCH_FAILED|ASSERT)"
     rf"|Failed: CUDA error \S+ '{_FAULTS}|\w+ failed with error (code )?{_FAULTS}"
 )
-_BROKEN_WORDS = rf"{_OF_GPU} (uncorrectable ECC error|Invalid access of peer GPU memory over nvlink)"
+_BROKEN_WORDS = rf"{_OF_GPU} uncorrectable ECC error"
+#: Its text goes on with "or a hardware error": a peer that died, or what it had not mapped, brings it about as well.
+_PEER_ACCESS = rf"{_OF_GPU} Invalid access of peer GPU memory over nvlink"
 _LEAK = r"[\w ]*memory leak detected!"
 _MODEL_ERRORS = (
     r"(Can't load|Cannot find any model weights|Unrecognized model|The checkpoint you are trying to load"
@@ -411,6 +414,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("cuda_fault", _gpu_said),
     ("cuda_fault", raises(r"torch\.AcceleratorError", _CUDA_WORDS)),
     ("cuda_fault", raises("Exception|RuntimeError", _CUDA_WORDS)),
+    ("cuda_fault", raises(r"torch\.AcceleratorError|Exception|RuntimeError", _PEER_ACCESS)),
     ("host_oom", raises("MemoryError")),
     ("host_oom", raises("OSError", r"\[Errno 12\] Cannot allocate memory")),
     ("host_oom", raises("RuntimeError", r".{0,200}DefaultCPUAllocator: (can't allocate|not enough) memory")),
