@@ -79,6 +79,10 @@ def count_repeat(
     # Of some of them it is not known that no other one asks for something.
     compared = asked if is_whole else {}
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS)
+    if not is_whole:
+        # The most suspicious are known again, wherever they stand in the file.
+        fields = _lines_of([one.rid for one in ranked[:MAX_SUSPECTS]], folder.path / REQUESTS)
+        asked |= {rid: _asked_by(told) for rid, told in fields.items()}
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
@@ -120,12 +124,17 @@ def _asked(rids: Collection[str], path: Path) -> tuple[dict[str, Asked], bool]:
     deadline = time.monotonic() + _LOOK_SECS
     # Not all at once in memory: their prompts may be long.
     for rid, fields in _fields_of(rids, path):
-        known = fingerprint_of(fields)
-        told = {name: _in_short(value) for name, value in parameters_of(fields).items()}
-        found[rid] = Asked(known.key if known is not None else "", told)
+        found[rid] = _asked_by(fields)
         if time.monotonic() > deadline:
             return found, False
     return found, True
+
+
+def _asked_by(fields: Mapping[str, Any]) -> Asked:
+    """Return what a request asks for."""
+    known = fingerprint_of(fields)
+    told = {name: _in_short(value) for name, value in parameters_of(fields).items()}
+    return Asked(known.key if known is not None else "", told)
 
 
 def _in_short(value: object) -> str:

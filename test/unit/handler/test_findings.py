@@ -86,6 +86,18 @@ def test_what_takes_long_to_look_at_is_not_compared(tmp_path: Path, monkeypatch:
     assert {reason for one in made.suspects for reason in one.reasons} == {"it was in the step"}
 
 
+def test_the_most_suspicious_is_known_again_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "_LOOK_SECS", -1.0)
+    lines = {rid: {"text": rid} for rid in (*(f"ordinary-{number}" for number in range(30)), "poison-1")}
+    text = "".join(line_of(rid, line) for rid, line in lines.items())
+    for number in (1, 2):
+        made = keep(incident(*lines, message="ValueError: poison-1 is odd"), tmp_path, text, number)
+    assert made.suspects[0].rid == "poison-1"
+    assert made.fault is not None
+    assert made.fault.seen["poison-1"] == 1
+    assert "suspected in an earlier incident" in made.suspects[0].reasons[1]
+
+
 @pytest.mark.parametrize(
     ("event", "is_before"),
     [
