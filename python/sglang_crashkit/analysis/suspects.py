@@ -130,7 +130,7 @@ def suspects_of(
     text, (own, odd, are_many) = " ".join(_exceptions(incident)), _only_asked(asked or {})
     # A GPU may report there what it computed before.
     frames = frames_of(first) if not _OF_GPU.search(text) else []
-    weighed = []
+    weighed, waiting = [], set(unanswered)
     for rid in chosen.rids:
         reasons = []
         if len(rid) >= _MIN_NAMED and rid in text and re.search(rf"(?<![\w-]){re.escape(rid)}(?![\w-])", text):
@@ -143,7 +143,7 @@ def suspects_of(
         names, where = own.get(rid, []), _about(own.get(rid, []), frames)
         if where or (are_many and (names := names + odd.get(rid, []))):
             reasons.append((_ABOUT if where else _UNUSUAL, _unusual_in_words(names, where)))
-        if are_all and finished and rid not in before and rid not in unanswered:
+        if are_all and finished and rid not in before and rid not in waiting:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         reasons.sort(key=lambda one: -one[0])
         weight = sum(weight for weight, _words in reasons)
@@ -171,8 +171,11 @@ def _only_asked(asked: Mapping[str, Asked]) -> tuple[dict[str, list[str]], dict[
         return len(contents) == 1 or (len(set(contents)) == 1 and 2 * len(contents) <= len(asked))
 
     def is_odd(name: str, value: str) -> bool:
-        others = [its for its in asking[name] if its != value]
-        return len(others) == 1 and len(asking[name][others[0]]) > 2 and is_one(asking[name][value])
+        # Each may have a value of its own.
+        if len(asking[name]) != 2:
+            return False
+        (other,) = asking[name].keys() - {value}
+        return len(asking[name][other]) > 2 and is_one(asking[name][value])
 
     lone = {name for name, by_value in asking.items() if is_one([one for its in by_value.values() for one in its])}
     own = {rid: sorted(lone & one.parameters.keys()) for rid, one in asked.items()}
@@ -242,12 +245,12 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
         if len(steps) > 1 and not is_beside and _is_of_thread(incident, first):
             steps = steps[:1]
             alone = alone or (ALONE_AT if _size(steps) == 1 else "")
-    rids = list(dict.fromkeys(rid for step in steps for rid in step.rids))
+    rids = list(listed := dict.fromkeys(rid for step in steps for rid in step.rids))
     # That there are several weighs nothing.
     place = (_ALONE, alone) if alone else (0, IN_SEVERAL) if len(steps) > 1 else None
     places = dict.fromkeys(rids, place) if place else {}
     received = _received(first) if is_between else []
-    waited = [rid for rid in unanswered if rid not in rids] if is_between or is_beside or not rids else []
+    waited = [rid for rid in unanswered if rid not in listed] if is_between or is_beside or not rids else []
     # Those of the step are as likely, unless a grammar is.
     weight = _RECEIVED if is_between or not rids or _has_grammars(first) else 0
     places |= dict.fromkeys(waited, (weight, _WAITED if first.role == _SCHEDULER else UNANSWERED))

@@ -387,6 +387,36 @@ def test_of_a_large_batch_the_unusual_one_is_first(odd: dict[str, Asked], reason
     assert (next(iter(told)) in odd) is bool(reason)
 
 
+class Compared(str):
+    """A text that counts how often one is compared with another."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+@pytest.mark.parametrize("unanswered", [0, 300])
+def test_judging_a_large_batch_takes_no_square_of_it(monkeypatch: pytest.MonkeyPatch, unanswered: int) -> None:
+    monkeypatch.setattr(Compared, "times", 0)
+    rids = [Compared(f"r{number}") for number in range(300)]
+    asked = {rid: Asked("", {"seed": Compared(rid), "top_k": Compared("5")}) for rid in rids}
+    waiting = [Compared(f"w{number}") for number in range(unanswered)]
+    made = between(*rids) if unanswered else incident("r0", size=300)
+    assert made.processes[0].steps is not None
+    made.processes[0].steps.last.insert(0, step(8))
+    made.processes[0].steps.rids = {9: rids}
+    found, left_out = suspects_of(made, None, asked, waiting)
+    assert len(found) + left_out == 300 + unanswered
+    assert Compared.times < 10 * 300
+
+
 def test_of_a_large_batch_the_new_one_is_known() -> None:
     rids = [f"r{number}" for number in range(100)]
     made = incident(*rids[:64], size=100, last=[step(8, *rids[:8]) | {"size": 99}])
