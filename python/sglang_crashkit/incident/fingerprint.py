@@ -36,8 +36,9 @@ _LOCK_SECS = 0.2
 _DAY_SECS = 86400.0
 _MAX_FAULTS = 200
 _MAX_FRAMES = 4
-#: So many requests are known again of each fault.
-MAX_SUSPECTS = 256
+#: So many suspects of an incident are counted; and so many of each fault are known again, so that one large batch does
+#: not have those before it forgotten.
+MAX_SUSPECTS, _MAX_KNOWN = 256, 512
 #: Of those that wait for the one that failed, the line and what is below depend on the moment.
 _MAX_WAITING_FRAMES = 2
 _LINE = re.compile(r":\d+\)$")
@@ -203,7 +204,7 @@ def _count_suspects(entry: dict[str, Any], suspects: Mapping[str, str]) -> dict[
     for key in dict.fromkeys(suspects.values()):
         # The latest last.
         known[key] = known.pop(key, 0) + 1
-    entry["suspects"] = dict(list(known.items())[-MAX_SUSPECTS:])
+    entry["suspects"] = dict(list(known.items())[-_MAX_KNOWN:])
     return seen
 
 

@@ -222,6 +222,15 @@ def test_the_index_does_not_grow_without_end(tmp_path: Path) -> None:
     assert {entry["fault"]["what"] for entry in index.values()} == {f"Error{number}" for number in range(20, 220)}
 
 
+def test_a_large_batch_makes_no_earlier_suspect_forgotten(tmp_path: Path) -> None:
+    others = {f"r{number}": f"ordinary {number}" for number in range(fingerprint.MAX_SUSPECTS)}
+    for batch in ({"first": "poison"}, others):
+        count_fault(tmp_path, FAULT, "id", "name", 0, suspects=batch)
+    found = count_fault(tmp_path, FAULT, "id", "name", 0, suspects={"again": "poison"})
+    assert found is not None
+    assert found.seen == {"again": 1}
+
+
 def test_servers_at_the_same_time_count_each_crash_once(tmp_path: Path) -> None:
     code = """
 import sys
