@@ -74,11 +74,11 @@ def count_repeat(
     if may_be_a_request:
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
     # Of a large batch any may be the one.
-    candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED)
+    candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
     asked, is_whole = _asked([one.rid for one in candidates], folder.path / REQUESTS)
     # Of some of them it is not known that no other one asks for something.
     compared = asked if is_whole else {}
-    ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS)
+    ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
     if not is_whole:
         # The most suspicious are known again, wherever they stand in the file.
         fields = _lines_of([one.rid for one in ranked[:MAX_SUSPECTS]], folder.path / REQUESTS)
@@ -149,8 +149,13 @@ def name_suspects(
     asked: Mapping[str, Asked] | None = None,
     unanswered: Sequence[str] = (),
 ) -> None:
-    """Put the suspects into an incident, see `suspects_of`, and what control request each rank worked on."""
-    incident.suspects, incident.suspects_left_out = _judged(incident, seen, asked, unanswered, MAX_SUSPECTS)
+    """Put the suspects into an incident, see `suspects_of`, and what control request each rank worked on.
+
+    Where they cannot be judged, those that were named before stay.
+    """
+    judged = _judged(incident, seen, asked, unanswered, MAX_SUSPECTS)
+    if judged is not None:
+        incident.suspects, incident.suspects_left_out = judged
 
 
 def _judged(
@@ -159,8 +164,8 @@ def _judged(
     asked: Mapping[str, Asked] | None,
     unanswered: Sequence[str],
     most: int,
-) -> tuple[list[Suspect], int]:
-    """Return so many of the suspects, the most suspicious first, and how many more there are."""
+) -> tuple[list[Suspect], int] | None:
+    """Return so many of the suspects, the most suspicious first, and how many more there are; None where it fails."""
     try:
         for process in incident.processes:
             process.control = control_of(process) if process.role == "scheduler" else ""
@@ -168,7 +173,7 @@ def _judged(
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")
-        return [], 0
+        return None
 
 
 def _is_of_scheduler(incident: Incident) -> bool:

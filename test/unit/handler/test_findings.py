@@ -98,6 +98,16 @@ def test_the_most_suspicious_is_known_again_without_time(tmp_path: Path, monkeyp
     assert "suspected in an earlier incident" in made.suspects[0].reasons[1]
 
 
+def test_a_judgement_that_fails_leaves_the_suspects_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_given: Any) -> Any:
+        raise KeyError("steps")
+
+    monkeypatch.setattr(findings, "suspects_of", fail)
+    made = finish(tmp_path, {"a": REQUEST, "b": REQUEST})
+    assert [one.rid for one in made.suspects] == ["a", "b"]
+    assert made.fault is not None
+
+
 @pytest.mark.parametrize(
     ("event", "is_before"),
     [
