@@ -414,12 +414,11 @@ class Session:
 
     def _let_go(self) -> None:
         """Let those go on that raised and wait for the capture of the others, once they have answered for gloo."""
-        waiting, self._raised = self._raised, []
-        for message in waiting:
-            if self.gpus.awaits_gloo_of(message.pid):
-                self._raised.append(message)
-            else:
-                incident = self.run and self.run.incident.id
+        incident = self.run and self.run.incident.id
+        for message in [one for one in self._raised if not self.gpus.awaits_gloo_of(one.pid)]:
+            self._raised.remove(message)
+            # Without a descriptor for the answer to one, the others are still told.
+            with contextlib.suppress(OSError):
                 self._mailbox.acknowledge(message, ack="stacks_captured", incident=incident)
 
     def _await_gpus(self) -> None:

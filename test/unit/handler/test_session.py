@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -52,6 +53,21 @@ def test_an_exit_that_fails_does_not_end_the_handler(
     assert not handler._selector.select(0)
     launching.kill(launching.titled)
     assert handler.session.run.incident.kind == "killed"
+
+
+def test_an_answer_that_fails_drops_no_other(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, told = launching.handler.session, []
+
+    def acknowledge(message: Message, **_fields: object) -> None:
+        if message.pid == launching.titled:
+            raise OSError(errno.EMFILE, "too many open files")
+        told.append(message.pid)
+
+    monkeypatch.setattr(session._mailbox, "acknowledge", acknowledge)
+    for pid in (launching.titled, launching.starting):
+        session._raised.append(Message("exception", {}, pid, os.getuid(), None))
+    session.act_on_time()
+    assert (told, session._raised) == ([launching.starting], [])
 
 
 def test_what_fails_when_due_is_tried_again_later(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:

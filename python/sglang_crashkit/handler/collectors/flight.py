@@ -26,6 +26,8 @@ _DUMP_SECS: dict[Recorder, float] = {"nccl": 3.5, "gloo": 2.0}
 _KINDS: dict[Recorder, EvidenceKind] = {"nccl": "flight_recorder", "gloo": "gloo_flight_recorder"}
 #: A dump under way is looked at this often, in seconds: the incident, and a rank that raised, wait for it.
 _LOOK_SECS = 0.03
+#: Of more than so many the walk through all would take half a core, and they are looked at this often, in seconds.
+_FEW, _LOOK_SECS_OF_MANY = 16, 0.1
 #: Of dumps that come together, so many seconds are spent on reading before the handler looks at what else is due.
 _READING_SECS = 0.25
 
@@ -85,7 +87,8 @@ class FlightRecorders:
 
     def next_due(self) -> float:
         """Return when `look` has something to do, by the monotonic clock."""
-        return min([time.monotonic() + _LOOK_SECS, *(asked.deadline for asked in self._under_way)])
+        pause = _LOOK_SECS if len(self._under_way) <= _FEW else _LOOK_SECS_OF_MANY
+        return min([time.monotonic() + pause, *(asked.deadline for asked in self._under_way)])
 
     def look(self) -> None:
         """See which dumps are whole by now, and give up those whose time is over."""
