@@ -15,7 +15,8 @@ its payload and of what stands before it, is right. The mark is random, so no pa
 be believed. A payload that meets the end of the data goes on at its beginning.
 
 A record may be *held*: it is written again before it would be overwritten, so that it outlives the newer ones, as long
-as what is held fits in seven sixteenths of the ring. What is held beyond that is lost in the end, and counted.
+as what is held fits in seven sixteenths of the ring. What is held beyond that is lost in the end, and
+counted, unless it only adds to another record.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class RingWriter:
     Attributes:
         fd: the descriptor to be passed on to a reader; it is closed with the ring.
         capacity, max_payload: how long all records, and the payload of one, may be, in bytes.
-        lost: how many held records were lost.
+        lost: how many held records were lost, without those of a negative hold.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor; nothing is left behind.
@@ -110,6 +111,8 @@ class RingWriter:
 
     def append(self, payload: bytes, *, hold: int | None = None) -> None:
         """Write a record; `hold` is a number by which it is held until it is released, one that is not held now.
+
+        A negative one is for what only adds to another record: its loss is not counted.
 
         Raises:
             ValueError: the payload is too long, or the ring is closed.
@@ -219,7 +222,7 @@ class RingWriter:
             if held[0] >= end - self.capacity:
                 break
             self.release(oldest)
-            self.lost += 1
+            self.lost += oldest >= 0
         return begin
 
     def _write_frame(self, begin: int, size: int, length: int, checksum: int, hold: int | None) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -158,6 +159,17 @@ def test_given_up_requests_make_room_for_those_under_way(writer: JournalWriter) 
         writer.end(writer.begin({"rid": str(number)}, text="x" * size), finished=True)
     reader = JournalReader(writer.fd)
     assert sum(one.ended is None for one in reader.requests) + reader.lost == 18
+
+
+def test_an_aborted_request_without_room_is_lost_once() -> None:
+    with contextlib.closing(JournalWriter(0)) as writer:
+        for number in range(60):
+            writer.abort(writer.begin({"rid": f"under way-{number}"}, text="x" * 500))
+        for number in range(400):
+            writer.end(writer.begin({"rid": str(number)}, text="y" * 500), finished=True)
+        reader = JournalReader(writer.fd)
+        assert reader.lost > 0
+        assert sum(one.ended is None for one in reader.requests) + reader.lost == 60
 
 
 @pytest.mark.parametrize("length", [10, 10_000])
