@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Of so many requests that were not answered, the newest, the suspects are chosen.
 _MAX_UNANSWERED = 2000
-#: What each of the requests asks for is looked at for so long, in seconds; and a value of so many characters at most is
-#: told as it is.
+#: What each of the requests asks for is looked at for so long at most, in seconds; and a value of so many characters at
+#: most is told as it is.
 _LOOK_SECS, _MAX_VALUE = 1.0, 24
 #: A record holds every thread's stack, and is still short of this.
 _MAX_BYTES = 4 << 20
@@ -50,7 +51,11 @@ _LOCK_SECS = 0.2
 
 
 def count_repeat(
-    incident: Incident, folder: IncidentFolder, keep: int, begun: Collection[str] = frozenset()
+    incident: Incident,
+    folder: IncidentFolder,
+    keep: int,
+    begun: Collection[str] = frozenset(),
+    left_secs: float = math.inf,
 ) -> list[str]:
     """Count the fault of an incident that is about to be written for the last time.
 
@@ -59,6 +64,7 @@ def count_repeat(
         folder: where it is written.
         keep: how many incidents of a fault are kept in full a day; 0 for all.
         begun: the ids of the requests that were in a step of a rank.
+        left_secs: how much of the time that it may take is left.
 
     Returns:
         The files that are of no use any more, relative to the folder, to be removed when the incident is written.
@@ -75,7 +81,8 @@ def count_repeat(
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
-    asked, is_whole = _asked([one.rid for one in candidates], folder.path / REQUESTS)
+    look_secs = min(_LOOK_SECS, left_secs)
+    asked, is_whole = _asked([one.rid for one in candidates], folder.path / REQUESTS, look_secs)
     # Of some of them it is not known that no other one asks for something.
     compared = asked if is_whole else {}
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
@@ -118,16 +125,14 @@ def _quarantine(
         logger.warning("the suspects are not in quarantine: %s", error)
 
 
-def _asked(rids: Collection[str], path: Path) -> tuple[dict[str, Asked], bool]:
+def _asked(rids: Collection[str], path: Path, secs: float) -> tuple[dict[str, Asked], bool]:
     """Return what requests ask for, by id, as far as the incident has them, and whether there was time for all."""
     found: dict[str, Asked] = {}
-    deadline = time.monotonic() + _LOOK_SECS
+    deadline = time.monotonic() + secs
     # Not all at once in memory: their prompts may be long.
-    for rid, fields in _fields_of(rids, path):
+    for rid, fields in _fields_of(rids, path, deadline):
         found[rid] = _asked_by(fields)
-        if time.monotonic() > deadline:
-            return found, False
-    return found, True
+    return found, time.monotonic() <= deadline
 
 
 def _asked_by(fields: Mapping[str, Any]) -> Asked:
@@ -199,8 +204,11 @@ def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
     return dict(_fields_of(rids, path))
 
 
-def _fields_of(rids: Collection[str], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what the incident has of some requests, and their ids; of two with one id what was not answered counts."""
+def _fields_of(rids: Collection[str], path: Path, deadline: float = math.inf) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what the incident has of some requests, and their ids; of two with one id what was not answered counts.
+
+    No line is read after `deadline`, by the monotonic clock.
+    """
     left = set(rids)
     for _state, rid, line in _requests_in(path) if left else ():
         fields = None
@@ -210,7 +218,7 @@ def _fields_of(rids: Collection[str], path: Path) -> Iterator[tuple[str, dict[st
         if fields is not None:
             left.discard(rid)
             yield rid, fields
-        if not left:
+        if not left or time.monotonic() > deadline:
             break
 
 

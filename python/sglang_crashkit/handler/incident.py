@@ -232,7 +232,7 @@ class IncidentRun:
         """
         # What somebody set stands; by itself the kit does not stop a process that goes on.
         wanted = self._settings.native
-        seconds = min(_NATIVE_SECS, self.opened + self._settings.budget_secs - time.monotonic() - _WRITING_SECS)
+        seconds = min(_NATIVE_SECS, self._left_secs() - _WRITING_SECS)
         of_itself = self._is_fatal_hang and self._captures is Capture.FULL
         if not (self._settings.stacks and (of_itself if wanted is None else wanted)) or seconds <= 0:
             return
@@ -242,6 +242,9 @@ class IncidentRun:
         process_evidence.capture_native_stacks(living, reports, self.folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
         self._checkpoint()
+
+    def _left_secs(self) -> float:
+        return self.opened + self._settings.budget_secs - time.monotonic()
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
@@ -436,7 +439,8 @@ class IncidentRun:
         name_suspects(self.incident)
         spare: list[str] = []
         try:
-            spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault, self._begun)
+            keep, left_secs = self._settings.full_per_fault, self._left_secs()
+            spare = count_repeat(self.incident, self.folder, keep, self._begun, left_secs)
         except Exception:
             # It is kept in full.
             logger.exception("whether the fault was seen before is not known")
