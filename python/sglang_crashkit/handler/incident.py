@@ -455,6 +455,9 @@ class IncidentRun:
         # Megabytes, which nobody asks for any more.
         self.steps.clear()
         self._begun.clear()
+        for report in self.incident.processes:
+            if report.steps is not None:
+                report.steps.rids.clear()
         logger.info("incident %s: %s", path, verdict.text)
         return path
 

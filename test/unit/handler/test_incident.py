@@ -26,6 +26,7 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.model.incident import (
+    LastSteps,
     Trigger,
     iso_time,
 )
@@ -260,6 +261,19 @@ def one_that_died(tree: ProcessTree) -> Iterator[Any]:
     rank.exited_at = time.time()
     yield rank
     rank.exited_at = None
+
+
+def test_a_finished_incident_keeps_no_ids_of_requests(tree: ProcessTree, tmp_path: Path) -> None:
+    with one_that_died(tree) as rank:
+        trigger = Trigger("process_exited", iso_time(time.time()), rank.pid, rank.title)
+        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
+        run = IncidentRun("killed", trigger, tree, folder, tmp_path, Settings.from_environ({}))
+        run.add_exit(rank)
+        last = {"number": 8, "ended": None, "size": 2, "requests": [{"rid": "a"}]}
+        run.report(rank).steps = steps = LastSteps([last], None, {8: ["a", "b"]})
+        run.finish()
+    assert [suspect.rid for suspect in run.incident.suspects] == ["a", "b"]
+    assert steps.rids == {}
 
 
 @pytest.mark.wide
