@@ -35,7 +35,8 @@ from sglang_crashkit.kernel.private_files import create_in_memory
 
 NAME = "sglang-crashkit-journal"
 
-_MAGIC = b"SGLCKJ02"
+#: Another one wherever a frame or a record in it changes: a server's kit may be newer than its crash handler.
+_MAGIC = b"SGLCKJ03"
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sQ8s")  # magic, capacity, mark; a checksum of these follows
 _ALIGNMENT = 32

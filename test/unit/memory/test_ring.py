@@ -5,7 +5,9 @@ import os
 import random
 import signal
 import stat
+import struct
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -268,7 +270,16 @@ def test_a_ring_that_was_made_invalid_is_none() -> None:
             RingReader(writer.fd)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ02" + bytes(SIZE)])
+def test_a_ring_of_a_kit_with_other_records_is_none() -> None:
+    with new_ring() as writer:
+        writer.append(b"something")
+        head = b"SGLCKJ02" + os.pread(writer.fd, 16, 8)
+        os.pwrite(writer.fd, head + struct.pack("<I", zlib.crc32(head)), 0)
+        with pytest.raises(RingError, match="is no ring"):
+            RingReader(writer.fd)
+
+
+@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ03" + bytes(SIZE)])
 def test_another_file_is_no_ring(data: bytes) -> None:
     with copy_of(data) as descriptor:
         assert not is_ring(descriptor)
