@@ -132,7 +132,7 @@ def debug(
     seconds = round(debugged.seconds + stacks.seconds, 3)
     if not parse_stacks(stacks.text):
         return replace(debugged, seconds=seconds)
-    text = f"{debugged.text}\n== {debugger.name} printed no stack; gdb:\n{stacks.text}"
+    text = f"{debugged.text}\n== {debugged.problem}; gdb:\n{stacks.text}"
     return replace(stacks, text=text, seconds=seconds, kernels=debugged.kernels)
 
 

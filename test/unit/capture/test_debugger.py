@@ -5,6 +5,7 @@ import itertools
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,16 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
         debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
         wait_until(lambda: runs_on(process.pid), "it runs on")
     assert debugged.problem == "gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
+
+
+def test_what_cuda_gdb_left_stopped_is_told_with_gdbs_stacks(tmp_path: Path) -> None:
+    script = "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1"
+    broken = Debugger("cuda-gdb", stand_in(tmp_path, script, "cuda-gdb").path)
+    gdb = stand_in(tmp_path, "echo 'Thread 1 (LWP 5):'; echo '#0  0x1 in nanosleep ()'")
+    with child(SLEEPER) as process:
+        debugged = debug(replace(broken, gdb=gdb.path), process.pid, start_ticks(process.pid), LONG)
+    problem = "cuda-gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
+    assert debugged.text.startswith(f"\n== {problem}; gdb:\n")
 
 
 @pytest.mark.wide
