@@ -50,6 +50,9 @@ _INTERNAL = frozenset(
 )
 #: Of those the ones that say what a prompt is made of, or is expected to be answered with.
 _TOKENS = frozenset({"token_ids_logprob"})
+#: A program of the user's, as text. It may hold prompts and secrets that nobody finds in it, and is withheld as prompts
+#: are. One that is pickled whole may be long: so many characters, or bytes of JSON, are kept.
+_PROGRAM, _MAX_PROGRAM = "custom_logit_processor", 4096
 _SCALARS = frozenset({bool, int, float})
 _EMPTIABLE = frozenset({str, list, dict})
 _WITHHELD = "withheld: the request asks for no logs"
@@ -301,11 +304,14 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
                 omitted[name] = describe(value)
         elif type(value) in _SCALARS:
             fields[name] = value
-        elif prompts == "none" and name in _TOKENS:
+        elif name == _PROGRAM and values.get("no_logs"):
+            omitted[name] = _WITHHELD
+        elif prompts == "none" and (name in _TOKENS or name == _PROGRAM):
             omitted[name] = _WITHHELD_BY_FLAG.format(prompts, describe(value))
         else:
-            weight = weigh(value, room)
-            if weight > room:
+            most = min(room, _MAX_PROGRAM) if name == _PROGRAM else room
+            weight = weigh(value, most)
+            if weight > most:
                 omitted[name] = describe(value)
             else:
                 room -= weight

@@ -213,6 +213,24 @@ def test_a_logit_processor_is_kept_unless_it_is_empty() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("size", "prompts", "no_logs", "told"),
+    [
+        (4096, "ids", False, None),
+        (4097, "full", False, "str, 4097 characters"),
+        (9, "full", True, "withheld: the request asks for no logs"),
+        (9, "none", False, "withheld by SGLANG_CRASHKIT_PROMPTS=none: str, 9 characters"),
+    ],
+)
+def test_a_large_or_private_logit_processor_is_described(
+    size: int, prompts: Prompts, no_logs: bool, told: str | None
+) -> None:
+    request = GenerateReqInput(rid="a", custom_logit_processor="8" * size, no_logs=no_logs)
+    fields = read_request(request, prompts)[0]
+    assert fields.get("omitted", {}).get("custom_logit_processor") == told
+    assert ("custom_logit_processor" in fields) is (told is None)
+
+
 def test_secrets_are_taken_out() -> None:
     params = {"max_new_tokens": 3, "watermark_key": "s3cret", "custom_params": {"api_key": "s3cret", "seed": 1}}
     request = GenerateReqInput(
