@@ -23,7 +23,7 @@ from typing import Literal
 
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.capture.tracing import ToolGuard, is_stopped, obstacle_of, release
-from sglang_crashkit.model.sample import Sample, Thread, parse_pyspy
+from sglang_crashkit.model.sample import Sample, Thread, main_thread, parse_pyspy
 
 EXECUTABLE_VARIABLE = "SGLANG_CRASHKIT_PYSPY"
 
@@ -31,6 +31,8 @@ Mode = Literal["--nonblocking", "--native"]
 
 #: How often it is tried: a snapshot without a pause may be torn, one with a pause is not.
 _ATTEMPTS: dict[Mode, int] = {"--nonblocking": 6, "--native": 1}
+#: How often it is taken without the main thread, which a list of threads that changes meanwhile may lose silently.
+_ATTEMPTS_AT_MAIN_THREAD = 3
 #: So many run side by side on any machine: a host's ranks, of which some may be slow to read.
 _LEAST_AT_ONCE = 8
 #: Two hundred threads a hundred frames deep take 6 MB.
@@ -82,7 +84,7 @@ def sample_all(
         if turns > 1:
             start = time.monotonic()
             secs = round(max(0.0, since + deadline_secs - start) / turns, 2)
-        for _attempt in range(_ATTEMPTS[mode]):
+        for attempt in range(1, _ATTEMPTS[mode] + 1):
             run = run_tool(
                 [path, "dump", mode, "--json", "--pid", str(pid)],
                 secs,
@@ -98,11 +100,15 @@ def sample_all(
                     threads, problem = parse_pyspy(run.text), ""
                 except ValueError as error:
                     problem = f"py-spy's output: {error}"
-            if threads or run.status is None:
+            if run.status is None:
                 problem = run.reason or problem
+                break
+            if main_thread(threads, pid) is not None or (threads and attempt >= _ATTEMPTS_AT_MAIN_THREAD):
                 break
         if not threads and time.monotonic() >= start + secs:
             cut_off.add(pid)
+        if threads:
+            problem = ""
         return Sample(pid=pid, threads=threads, problem=problem, seconds=round(time.monotonic() - since, 4))
 
     with ThreadPoolExecutor(at_once) as pool:

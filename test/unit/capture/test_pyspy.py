@@ -137,3 +137,23 @@ def test_without_a_thread_or_a_descriptor_there_is_a_reason(use_tool, monkeypatc
     assert sample.problem == "py-spy could not be read: Too many open files"
     monkeypatch.setattr("threading.Thread.start", lambda _thread: (_ for _ in ()).throw(RuntimeError("no new thread")))
     assert [sample.problem for sample in sample_all([1, 2], LONG)] == ["py-spy: no new thread"] * 2
+
+
+def test_one_without_its_main_thread_is_taken_again(tmp_path: Path, use_tool) -> None:
+    # GIVEN a list of threads that was torn at the first attempt
+    torn = GOOD.replace("MainThread", "Thread-1").replace('"os_thread_id": 1', '"os_thread_id": 7')
+    use_tool(f"[ -e {tmp_path}/again ] && echo '{GOOD}' || echo '{torn}'; touch {tmp_path}/again")
+    (result,) = sample_all([os.getpid()], LONG)
+    assert [thread.name for thread in result.threads] == ["MainThread"]
+
+
+@pytest.mark.parametrize("then", ["echo '{torn}'", "exit 1"])
+def test_what_was_seen_without_a_main_thread_is_kept(tmp_path: Path, use_tool, then: str) -> None:
+    torn = GOOD.replace("MainThread", "Thread-1").replace('"os_thread_id": 1', '"os_thread_id": 7')
+    use_tool(
+        f"echo x >> {tmp_path}/runs; [ $(wc -l < {tmp_path}/runs) = 1 ] && echo '{torn}' || {then}".replace(
+            "{torn}", torn
+        )
+    )
+    (result,) = sample_all([os.getpid()], LONG)
+    assert ([thread.name for thread in result.threads], result.problem) == (["Thread-1"], "")
