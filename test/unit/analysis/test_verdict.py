@@ -321,7 +321,7 @@ def test_nobody_waits_for_a_rank_of_another_replica() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "named"), [(1.4, 11), (4.0, 10)])
-def test_an_end_long_after_a_lost_connection_did_not_bring_that_about(seconds: float, named: int) -> None:
+def test_an_end_long_after_a_lost_connection_is_its_consequence(seconds: float, named: int) -> None:
     assert order_failures([raised(10, 1.0, LOST), death(11, seconds, fatal_signal=False)])[0].pid == named
 
 

@@ -20,7 +20,7 @@ HOSTILE = (
     '" onmouseover="window.ran = 4" autofocus onfocus="window.ran = 5" x="',
     '<a href="javascript:window.ran = 6">x</a> javascript:window.ran=7',
     "<iframe srcdoc='<script>parent.ran = 8</script>'></iframe><svg onload='window.ran = 9'>",
-    "{{ 7 * 7 }}{% raw %}${window.ran = 10}`",
+    "{{ 12345 * 54321 }}{% raw %}${window.ran = 10}`",
     "line\u2028separator\u2029 <!-- ]]> --> \u202egnp.exe\u202c \u2066bidi\u2069 zero\u200bwidth",
     "null\x00 bell\x07 escape\x1b[31mred\x1b[0m \x9b",
     "lone \udcff surrogate \U000e0041tag",

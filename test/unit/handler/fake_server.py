@@ -95,7 +95,9 @@ def configure_logger() -> None:
 
 
 def sample(command: str) -> None:
-    raise ValueError(command.replace("\\udcff", "\udcff"))
+    # As gloo does.
+    error = RuntimeError if "by peer" in command else ValueError
+    raise error(command.replace("\\udcff", "\udcff"))
 
 
 def forward_one_batch(command: str) -> None:

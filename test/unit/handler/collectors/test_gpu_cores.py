@@ -454,8 +454,15 @@ def test_one_that_does_not_end_is_killed_in_time(start_gpu_server: Start, cuda_g
     assert "spin_until" in (stored.path / piece["path"]).read_text()
 
 
-def test_one_that_prints_nothing_is_told_of(start_gpu_server: Start, cuda_gdb: CudaGdb) -> None:
+def test_one_that_prints_nothing_is_told_of(
+    start_gpu_server: Start, cuda_gdb: CudaGdb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda_gdb.behaves("exit 3")
+    # gdb, which takes over, does no better.
+    gdb = tmp_path / "gdb"
+    gdb.write_text("#!/bin/sh\nexit 1\n")
+    gdb.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     (piece,) = pieces_of(hang(start_gpu_server()), "scheduler_TP0")
     assert (piece["status"], piece["path"]) == ("failed", None)
     assert piece["reason"] == "cuda-gdb ended with status 3"
