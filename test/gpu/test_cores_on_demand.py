@@ -24,7 +24,7 @@ from sglang_crashkit.capture.cuda_core.trigger import TRIGGER, CoreRequest
 from sglang_crashkit.capture.debugger import debug, find_debugger
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.live, pytest.mark.timeout(900)]
 

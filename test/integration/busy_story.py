@@ -16,7 +16,7 @@ from typing import Any
 from integration.scenario import worked_on
 from lanelib.servers import Server, opener
 from sglang_crashkit.incident.store import find_incidents
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 HANG_SECS = 3.0
 LONG = 400.0

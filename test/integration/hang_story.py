@@ -22,7 +22,7 @@ from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import main_thread
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 HANG_SECS = 5.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lanelib.servers import free_port
-from unit.waiting import LONG, wait_until
+from unit.support.waiting import LONG, wait_until
 
 #: Says to what it is run with ssh by which name it was reached.
 HOST_VARIABLE = "CRASHKIT_TEST_HOST"

@@ -27,7 +27,7 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME as JOURNAL
 from sglang_crashkit.memory.ring import RingError
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 #: For ``params``: a plain run takes the newest release, ``scripts/test --matrix`` the older ones.
 RELEASES = (

@@ -27,7 +27,7 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.replay.requests import read_requests
 from sglang_crashkit.replay.sender import Answer, send
 from sglang_crashkit.watch.health import Address
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]
 

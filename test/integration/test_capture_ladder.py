@@ -16,8 +16,8 @@ from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, Wreck, wrec
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
-from unit.targets import make_tool
-from unit.waiting import wait_until
+from unit.support.targets import make_tool
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -24,7 +24,7 @@ from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Sample, main_thread
 from sglang_crashkit.model.snapshot import parse
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

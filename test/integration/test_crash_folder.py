@@ -18,8 +18,8 @@ from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
-from unit.small_disk import fill, mounted
-from unit.waiting import LONG, wait_until
+from unit.support.small_disk import fill, mounted
+from unit.support.waiting import LONG, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(400)]
 

@@ -22,8 +22,8 @@ from integration import astray_rank, cpu_kernels
 from integration.hang_story import LONG, post
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, opener
-from unit.stored import wait_for_incident
-from unit.waiting import wait_until
+from unit.support.stored import wait_for_incident
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 

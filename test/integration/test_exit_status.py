@@ -17,7 +17,7 @@ from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import TERMINATION_LOG as VARIABLE
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -25,7 +25,7 @@ from sglang_crashkit.capture.flight_request import (
     parse_answer,
 )
 from sglang_crashkit.model.flight_dump import load_plain
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

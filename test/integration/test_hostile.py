@@ -30,8 +30,8 @@ from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import socket_path
-from unit.targets import make_tool, traced
-from unit.waiting import child, wait_until
+from unit.support.targets import make_tool, traced
+from unit.support.waiting import child, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 

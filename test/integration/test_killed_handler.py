@@ -22,7 +22,7 @@ from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.recovery import REASON
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 RELEASE = "0.5.23"
 RANK, SURVIVOR = "sglang::scheduler_TP1", "sglang::scheduler_TP0"

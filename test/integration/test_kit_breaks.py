@@ -29,7 +29,7 @@ from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import socket_path
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

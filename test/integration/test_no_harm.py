@@ -24,7 +24,7 @@ from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, command_of, free_port, opener
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
-from unit.stored import wait_for_incident
+from unit.support.stored import wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3000)]
 

@@ -20,7 +20,7 @@ from lanelib.servers import Server
 from unit.cli.browser import NO_BROWSER, open_browser
 from unit.notifications.collector import Collector, collector, only_record_in, values_of
 from unit.notifications.hook import Hook, hook
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

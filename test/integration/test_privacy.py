@@ -19,7 +19,7 @@ import pytest
 from integration.scenario import EXIT_TIMEOUT_S, RELEASES
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server, opener
-from unit.stored import wait_for_incident
+from unit.support.stored import wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ from lanelib.procs import tree_of
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
-from unit.handler.driver import Server as StandIn
+from unit.support.server_driver import Server as StandIn
 
 pytestmark = [
     pytest.mark.live,

@@ -23,7 +23,7 @@ from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.replay.sender import send
 from sglang_crashkit.watch.health import Address
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -16,7 +16,7 @@ from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ from integration.whole import assert_saved, assert_whole
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ import pytest
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 

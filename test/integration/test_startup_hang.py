@@ -17,7 +17,7 @@ from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.model.sample import main_thread
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 

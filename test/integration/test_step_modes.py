@@ -19,8 +19,8 @@ from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server, parallel_env
 from sglang_crashkit.incident.steps import read_steps
 from sglang_crashkit.model.step import Step
-from unit.stored import wait_for_incident
-from unit.waiting import wait_until
+from unit.support.stored import wait_for_incident
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]
 

@@ -16,7 +16,7 @@ from integration.test_several_tokenizers import PATIENT
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -21,8 +21,8 @@ from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of, watchers_of
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
-from unit.stored import wait_for_incident
-from unit.waiting import wait_until
+from unit.support.stored import wait_for_incident
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -26,7 +26,7 @@ from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.snapshot import parse
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -13,8 +13,8 @@ import pytest
 import sglang_crashkit
 from integration.loopback_sshd import Sshd, why_not
 from sglang_crashkit.kernel.procfs import is_dead
-from unit.targets import SLEEPER, TITLE, settle_in_sleep, state_of
-from unit.waiting import LONG, child, wait_until
+from unit.support.targets import SLEEPER, TITLE, settle_in_sleep, state_of
+from unit.support.waiting import LONG, child, wait_until
 
 pytestmark = pytest.mark.wide
 

@@ -22,7 +22,7 @@ from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import parse
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

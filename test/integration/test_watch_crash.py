@@ -18,7 +18,7 @@ from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.snapshot import parse
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -27,7 +27,7 @@ from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of
 from lanelib.servers import Server, opener
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 MISSING = missing_libraries()
 pytestmark = [

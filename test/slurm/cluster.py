@@ -27,7 +27,7 @@ from lanelib.commands import clean_environment
 from lanelib.procs import read_process, send
 from lanelib.servers import free_port
 from slurm import keeper
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 PACKAGES = ("slurm-wlm", "munge")

@@ -25,7 +25,7 @@ from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.snapshot import parse
 from slurm.cluster import LONG_S, NODES, Cluster
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = pytest.mark.live
 

@@ -22,7 +22,7 @@ from sglang_crashkit.collect.slurm import (
 )
 from sglang_crashkit.errors import NothingToDoError
 from slurm.cluster import LONG_S, NODES, Cluster
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 pytestmark = pytest.mark.live
 

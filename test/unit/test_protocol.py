@@ -19,7 +19,7 @@ from sglang_crashkit import protocol
 from sglang_crashkit.kernel.private_files import write_private
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
 from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.collectives import CollectiveFinding, RankRecord, judge_collectives, worlds_of
 from sglang_crashkit.model.flight_dump import parse_dump
-from unit.flight_dumps import BEGAN, document, entry, pickled
+from unit.support.flight_dumps import BEGAN, document, entry, pickled
 
 LATER = BEGAN + 10_000
 Entries = Sequence[dict[str, Any]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
-from unit.targets import make_tool
+from unit.support.targets import make_tool
 
 
 @pytest.fixture

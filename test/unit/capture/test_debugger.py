@@ -24,8 +24,8 @@ from sglang_crashkit.capture.debugger import (
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Frame
-from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, start_ticks, state_of
-from unit.waiting import LONG, child, wait_until
+from unit.support.targets import SLEEPER, functions_of, settle, settle_in_sleep, start_ticks, state_of
+from unit.support.waiting import LONG, child, wait_until
 
 needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed: apt-get install gdb")
 

@@ -24,12 +24,12 @@ from sglang_crashkit.capture.flight_request import (
 )
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.flight_dump import FlightDumpError
-from unit import torch_recorder
 from unit.capture.test_responder import impostor as impostor
-from unit.flight_dumps import document, entry, pickled
-from unit.targets import LOCK_HOLDER, SLEEPER, hooked, settle
-from unit.targets import runtime as runtime
-from unit.waiting import LONG, descriptors, spawned, wait_until
+from unit.support import torch_recorder
+from unit.support.flight_dumps import document, entry, pickled
+from unit.support.targets import LOCK_HOLDER, SLEEPER, hooked, settle
+from unit.support.targets import runtime as runtime
+from unit.support.waiting import LONG, descriptors, spawned, wait_until
 
 Start = Callable[..., FlightRequest]
 CONTENT = pickled(document([entry(number, number) for number in range(50)]))

@@ -13,8 +13,8 @@ import pytest
 
 from sglang_crashkit.capture import gpu_facts
 from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, Library, XidWatch, find_library
-from unit.nvml_driver import FIRST, GIB, SECOND, Driver
-from unit.waiting import LONG, wait_until
+from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
+from unit.support.waiting import LONG, wait_until
 
 
 @pytest.fixture

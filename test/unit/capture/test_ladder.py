@@ -14,7 +14,7 @@ from sglang_crashkit.capture import ladder
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.model.sample import Sample
-from unit.targets import (
+from unit.support.targets import (
     LOCK_HOLDER,
     SLEEPER,
     UNDUMPABLE,
@@ -27,7 +27,7 @@ from unit.targets import (
     state_of,
     traced,
 )
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 CAPTURE = """
 import dataclasses, json, pathlib, sys

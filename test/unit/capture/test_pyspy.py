@@ -14,8 +14,8 @@ from sglang_crashkit.capture import pyspy
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.capture.tools import ToolRun
 from sglang_crashkit.kernel import procfs
-from unit.targets import SLEEPER, make_tool
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.targets import SLEEPER, make_tool
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 GOOD = '[{"thread_name": "MainThread", "os_thread_id": 1, "frames": [{"name": "f", "filename": "x.py", "line": 1}]}]'
 

@@ -12,8 +12,8 @@ import pytest
 
 from sglang_crashkit.capture.responder import Conversation, ask_responders
 from sglang_crashkit.kernel.stack_hooks import HookFiles
-from unit.targets import LOCK_HOLDER, SLEEPER, functions_of, hooked, settle
-from unit.waiting import LONG, descriptors
+from unit.support.targets import LOCK_HOLDER, SLEEPER, functions_of, hooked, settle
+from unit.support.waiting import LONG, descriptors
 
 TWO_THREADS = """
 import threading

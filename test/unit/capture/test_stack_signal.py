@@ -13,7 +13,7 @@ from sglang_crashkit.capture.stack_signal import ask_faulthandler, parse_faultha
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks
 from sglang_crashkit.model.sample import Frame
-from unit.targets import (
+from unit.support.targets import (
     LOCK_HOLDER,
     SLEEPER,
     functions_of,
@@ -24,7 +24,7 @@ from unit.targets import (
     state_of,
     traced,
 )
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 EXEC = """
 ready()

@@ -14,8 +14,8 @@ import pytest
 
 from sglang_crashkit.capture import tools
 from sglang_crashkit.capture.tools import run_tool
-from unit.targets import is_gone
-from unit.waiting import LONG, wait_until
+from unit.support.targets import is_gone
+from unit.support.waiting import LONG, wait_until
 
 
 def shell(script: str) -> list[str]:

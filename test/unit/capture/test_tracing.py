@@ -10,7 +10,7 @@ import pytest
 from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE, capture_native
 from sglang_crashkit.capture.tracing import ToolGuard, guard, obstacle_of, release
 from sglang_crashkit.kernel import procfs
-from unit.targets import (
+from unit.support.targets import (
     PTRACE,
     SLEEPER,
     asleep,
@@ -22,8 +22,8 @@ from unit.targets import (
     state_of,
     traced,
 )
-from unit.targets import make_tool as make_pyspy
-from unit.waiting import LONG, child, wait_until
+from unit.support.targets import make_tool as make_pyspy
+from unit.support.waiting import LONG, child, wait_until
 
 #: Runs a tool on a process: the tool's file, then pid and start time.
 RUNNER = """

@@ -13,7 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 #: Why a test is skipped; empty where there is a browser.

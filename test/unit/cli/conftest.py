@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from unit.targets import SLEEPER, TITLE, settle_in_sleep
-from unit.waiting import child
+from unit.support.targets import SLEEPER, TITLE, settle_in_sleep
+from unit.support.waiting import child
 
 #: A stand-in for a debugger: it leaves a mark where it ran, and says which process it was asked for.
 GDB = '#!/bin/sh\ntouch "$0.ran"\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'

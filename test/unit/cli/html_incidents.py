@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.model.step import Step, StepRequest
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 START = 1_700_000_000
 #: Who failed, of the ranks of `many_ranks`.

@@ -10,8 +10,8 @@ from sglang_crashkit.cli import crash_folder
 from sglang_crashkit.cli.commands import status
 from sglang_crashkit.cli.commands.status import RunningServer
 from sglang_crashkit.errors import NothingToDoError, UsageError
-from unit import stored
-from unit.stored import NOON, make_incident
+from unit.support import stored
+from unit.support.stored import NOON, make_incident
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from sglang_crashkit.cli.reporters import html
 from sglang_crashkit.cli.reporters.html import main, render, write_html
 from unit.cli.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
-from unit.stored import make_incident
-from unit.waiting import LONG
+from unit.support.stored import make_incident
+from unit.support.waiting import LONG
 
 #: What a page of an incident may be made of.
 ELEMENTS = frozenset(

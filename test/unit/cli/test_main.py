@@ -22,8 +22,8 @@ from sglang_crashkit.errors import (
     RefusedError,
     UsageError,
 )
-from unit.stored import make_incident
-from unit.waiting import LONG
+from unit.support.stored import make_incident
+from unit.support.waiting import LONG
 
 
 def options_of(command: str) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_crashkit.cli import running
 from sglang_crashkit.cli.running import Terminated, ends_with_reader, printable
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 FULL = "sglang-crashkit: the standard output cannot be written: No space left on device\n"
 

@@ -11,7 +11,7 @@ from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.snapshot import NodeSnapshot, parse
-from unit.targets import (
+from unit.support.targets import (
     SLEEPER,
     TITLE,
     functions_of,
@@ -20,7 +20,7 @@ from unit.targets import (
     settle_in_sleep,
     start_ticks,
 )
-from unit.waiting import LONG, child
+from unit.support.waiting import LONG, child
 
 ARGUMENTS = ("python", "-m", "sglang.launch_server", "--dist-init-addr", "10.0.0.1:5000")
 ARGUMENTS += ("--disaggregation-mode", "decode")

@@ -12,8 +12,8 @@ from sglang_crashkit.collect.observing import read_steps
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.memory.steps import StepWriter
 from sglang_crashkit.model.step import Step
-from unit.targets import start_ticks
-from unit.waiting import LONG, child
+from unit.support.targets import start_ticks
+from unit.support.waiting import LONG, child
 
 #: A rank that ran three steps a while ago, of which the last one may be its own.
 RANK = """

@@ -10,7 +10,7 @@ from sglang_crashkit.doctor.drill import _crash, check_incident, drill
 from sglang_crashkit.doctor.drill_server import wait_for_the_others
 from sglang_crashkit.doctor.folder_facts import FolderFacts
 from sglang_crashkit.doctor.rules import has_problem
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 SOUND: dict[str, Any] = {
     "verdict": {"first_failure": {"pid": 2, "title": "sglang::scheduler_TP1"}},

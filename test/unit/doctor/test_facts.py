@@ -14,7 +14,7 @@ from sglang_crashkit.doctor.facts import Installation, gather, read_installation
 from sglang_crashkit.doctor.folder_facts import file_system_of, read_folder
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.policy import Mode
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 SERVE = ("python", "-m", "sglang.launch_server")
 

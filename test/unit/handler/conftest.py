@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from unit.handler.driver import HOST, Server
-from unit.handler.launching import Case, watched
+from unit.support.launching import Case, watched
+from unit.support.server_driver import HOST, Server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,9 +13,9 @@ import pytest
 from sglang_crashkit.handler import after_incident
 from sglang_crashkit.handler.after_incident import PAGE, Child, HtmlPage, Notices
 from sglang_crashkit.notifications.plan import OUTCOME
-from unit.handler.driver import Server
-from unit.stored import make_incident
-from unit.waiting import wait_until
+from unit.support.server_driver import Server
+from unit.support.stored import make_incident
+from unit.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
-from unit.targets import start_ticks
-from unit.waiting import LONG, wait_until
+from unit.support.targets import start_ticks
+from unit.support.waiting import LONG, wait_until
 
 STEP = 20.0
 

@@ -34,7 +34,7 @@ from sglang_crashkit.model.incident import (
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.analysis.test_suspects import incident, step
-from unit.stored import NOON
+from unit.support.stored import NOON
 
 REQUEST = {"text": "a secret", "sampling_params": {"top_k": 5}, "return_logprob": True}
 

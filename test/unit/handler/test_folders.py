@@ -26,7 +26,7 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.identity_key import own_namespace, server_key
 from sglang_crashkit.settings import RUN
-from unit.waiting import LONG, descriptors
+from unit.support.waiting import LONG, descriptors
 
 HOST = "what-the-kernel-says"
 NAME = "core.cuda.%t.%p"

@@ -18,7 +18,7 @@ from sglang_crashkit.handler.heartbeats import Heartbeats
 from sglang_crashkit.handler.state import Seen, Shutdown
 from sglang_crashkit.memory.heartbeat import BEAT_SECS, Heartbeat, NotAHeartbeatError
 from sglang_crashkit.settings import Settings
-from unit.waiting import child
+from unit.support.waiting import child
 
 ROOT = 1
 

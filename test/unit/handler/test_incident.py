@@ -32,9 +32,9 @@ from sglang_crashkit.model.incident import (
 )
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import MB, DiskLimits, Settings
-from unit.handler.driver import Server
-from unit.killing import kill_at_file_operation
-from unit.waiting import LONG, child, wait_until
+from unit.support.killing import kill_at_file_operation
+from unit.support.server_driver import Server
+from unit.support.waiting import LONG, child, wait_until
 
 #: At least as many file operations as one incident takes.
 MAX_STEPS = 1000

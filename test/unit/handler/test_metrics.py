@@ -26,9 +26,9 @@ from sglang_crashkit.handler.metrics import (
 )
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.settings import DiskLimits
-from unit.handler.driver import Server
-from unit.stored import make_incident
-from unit.waiting import LONG, wait_until
+from unit.support.server_driver import Server
+from unit.support.stored import make_incident
+from unit.support.waiting import LONG, wait_until
 
 Values = dict[str, dict[tuple[tuple[str, str], ...], float]]
 

@@ -20,10 +20,10 @@ from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import cgroup, procfs
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from sglang_crashkit.kernel.pidfd import ProcessHandle
-from unit.handler.launching import Case, handling, watched
-from unit.locked_memory import locked_process
-from unit.targets import INSTALL
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.launching import Case, handling, watched
+from unit.support.locked_memory import locked_process
+from unit.support.targets import INSTALL
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 SERVER = """
 import subprocess

@@ -25,9 +25,9 @@ from sglang_crashkit.incident.exit_status import TERMINATION_LOG, ServerExit
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.protocol import Mailbox, notify
 from sglang_crashkit.settings import Settings
-from unit.handler.driver import HOST, Server, document_of, events_of, finished, piece_of, report_of
-from unit.handler.launching import launch
-from unit.waiting import LONG, child, wait_until
+from unit.support.launching import launch
+from unit.support.server_driver import HOST, Server, document_of, events_of, finished, piece_of, report_of
+from unit.support.waiting import LONG, child, wait_until
 
 #: Fields of the request that the stand-in server saves in a crash.
 SAVED = {"finished": 3, "unfinished": 1, "reason": None, "source": "pickle", "journal": None}

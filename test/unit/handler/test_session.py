@@ -14,8 +14,8 @@ from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Message
-from unit.handler.launching import LAUNCHER, Case, handling
-from unit.waiting import wait_until
+from unit.support.launching import LAUNCHER, Case, handling
+from unit.support.waiting import wait_until
 
 
 def test_a_time_that_is_no_time_is_now(launching: Case) -> None:

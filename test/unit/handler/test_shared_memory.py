@@ -10,8 +10,8 @@ from sglang_crashkit.handler.shared_memory import SharedMemory, left_by_others
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.shared_memory import FOLDER, LeftSegment
-from unit.targets import nothing_where_forbidden
-from unit.waiting import LONG, child
+from unit.support.targets import nothing_where_forbidden
+from unit.support.waiting import LONG, child
 
 #: A server and its rank, each with a segment; the rank outlives the server for as long as its input is open.
 SHARING = """

@@ -14,8 +14,8 @@ from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import INDEX, Fault, count_fault, fault_of, read_faults, recent_crashes
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.model.incident import iso_time
-from unit.stored import NOON, make_incident
-from unit.waiting import LONG
+from unit.support.stored import NOON, make_incident
+from unit.support.waiting import LONG
 
 FAULT = Fault("0.5.23", "exception", "scheduler tp=1", "ValueError", ("forward (model.py:7)",))
 RAISED: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_crashkit.incident import fleet
 from sglang_crashkit.incident.fleet import found_of, read_fleet
-from unit.stored import NOON, make_incident
+from unit.support.stored import NOON, make_incident
 
 DOCUMENT: dict[str, Any] = {
     "kind": "killed",

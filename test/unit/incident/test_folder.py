@@ -10,7 +10,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.settings import DiskLimits
-from unit.stored import NOON, make_incident
+from unit.support.stored import NOON, make_incident
 
 
 def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import folder_lock, procfs
-from unit.killing import kill_at_file_operation
-from unit.stored import NOON, make_incident
-from unit.waiting import LONG, child
+from unit.support.killing import kill_at_file_operation
+from unit.support.stored import NOON, make_incident
+from unit.support.waiting import LONG, child
 
 REPORT = {"pid": 8, "title": "sglang::scheduler_TP1", "role": "scheduler", "evidence": []}
 HOLD = """

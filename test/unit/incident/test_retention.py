@@ -28,9 +28,9 @@ from sglang_crashkit.incident.retention import (
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
-from unit.small_disk import fill, mounted
-from unit.stored import NOON, make_incident
-from unit.waiting import child
+from unit.support.small_disk import fill, mounted
+from unit.support.stored import NOON, make_incident
+from unit.support.waiting import child
 
 KB = 1024
 OWN = "20400101T000000.000Z-killed-0123abcd"

@@ -13,7 +13,7 @@ import pytest
 from incident_schema import assert_fits, validator
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model import SCHEMA_VERSION, incident, peers
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 DATA = Path(__file__).parent / "data"
 SCHEMA: Any = validator().schema

@@ -10,8 +10,8 @@ import pytest
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.incident import store
 from sglang_crashkit.incident.store import IncidentName, find_incidents, find_one, is_finished, parse_name
-from unit.stored import NOON, make_incident
-from unit.waiting import LONG
+from unit.support.stored import NOON, make_incident
+from unit.support.waiting import LONG
 
 
 def test_incidents_are_found_from_every_folder_newest_first(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_one_incident_is_meant_by_folder_id_or_latest(tmp_path: Path) -> None:
 def test_an_id_may_be_cut_short_while_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = []
     for number, its_id in enumerate(("12345678", "12ab5678", "9a345678")):
-        monkeypatch.setattr("unit.stored.new_id", lambda its_id=its_id: its_id)
+        monkeypatch.setattr("unit.support.stored.new_id", lambda its_id=its_id: its_id)
         paths.append(make_incident(tmp_path / "one" / "incidents", seconds=NOON + number))
     for text, path in (("123", paths[0]), ("9", paths[2]), (paths[1].name, paths[1]), ("killed-12ab5678", paths[1])):
         assert find_one(text, tmp_path).path == path

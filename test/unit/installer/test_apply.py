@@ -21,7 +21,7 @@ from sglang_crashkit.installer.environment import Kit
 from sglang_crashkit.installer.record import format_row, read_rows, rewrite_record
 from sglang_crashkit.installer.status import MANIFEST_NAME, FileState, Overall, read_tree
 from unit.installer.fake_sglang import FILES, install, snapshot, write_wheel
-from unit.killing import Step, run_in_child
+from unit.support.killing import Step, run_in_child
 
 FIRST = (
     b"import os\nfrom sglang_crashkit.errors import ExitCode\n\n\ndef run():\n    ExitCode()\n    return os.getpid()\n"

@@ -12,7 +12,7 @@ import pytest
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.status import Overall, read_tree
 from unit.installer.fake_sglang import copy_tree, install, snapshot
-from unit.killing import kill_at, run_in_child
+from unit.support.killing import kill_at, run_in_child
 
 
 def placed(environment, site: Path):

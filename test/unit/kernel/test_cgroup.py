@@ -9,7 +9,7 @@ import pytest
 
 from sglang_crashkit.kernel import cgroup as oom
 from sglang_crashkit.kernel.cgroup import find_counter
-from unit.waiting import LONG, child
+from unit.support.waiting import LONG, child
 
 V1 = Path("/sys/fs/cgroup/memory")
 

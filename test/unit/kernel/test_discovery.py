@@ -19,7 +19,7 @@ from sglang_crashkit.kernel.discovery import (
     runs_sglang,
 )
 from sglang_crashkit.kernel.procfs import read_title
-from unit.waiting import LONG, child, wait_until
+from unit.support.waiting import LONG, child, wait_until
 
 SLEEP = "ready(); pause()"
 #: A process that starts one Python process for each further argument, with that title, and tells their pids.

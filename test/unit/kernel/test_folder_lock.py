@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.kernel.folder_lock import FolderLock
-from unit.waiting import LONG, child, descriptors
+from unit.support.waiting import LONG, child, descriptors
 
 HOLD = "import fcntl; fd = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX); ready(); pause()"
 

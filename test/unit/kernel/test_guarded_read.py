@@ -15,8 +15,8 @@ import pytest
 from sglang_crashkit.kernel import guarded_read, procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
-from unit.locked_memory import locked_process
-from unit.waiting import LONG, descriptors, wait_until
+from unit.support.locked_memory import locked_process
+from unit.support.waiting import LONG, descriptors, wait_until
 
 DEADLINE_SECS = 0.1
 

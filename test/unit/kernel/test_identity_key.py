@@ -9,7 +9,7 @@ import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import key_of, own_namespace, server_key
-from unit.waiting import LONG, child
+from unit.support.waiting import LONG, child
 
 _CONTAINER = ["unshare", "-pf", "--mount-proc", "--kill-child"]
 _OWN_KEY = """

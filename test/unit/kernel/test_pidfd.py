@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.kernel import pidfd, procfs
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, signal_name
-from unit.targets import run_unprivileged
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.targets import run_unprivileged
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 
 @given(st.integers(0, 255))

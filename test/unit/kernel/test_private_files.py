@@ -17,7 +17,7 @@ from sglang_crashkit.kernel.private_files import (
     write_named,
     write_private,
 )
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from unit.targets import UNDUMPABLE, run_unprivileged, traced
-from unit.waiting import LONG, child, wait_until
+from unit.support.targets import UNDUMPABLE, run_unprivileged, traced
+from unit.support.waiting import LONG, child, wait_until
 
 
 def dead_pid() -> int:

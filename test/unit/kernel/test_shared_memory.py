@@ -9,8 +9,8 @@ import pytest
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.guarded_read import BlockedReadError
 from sglang_crashkit.kernel.shared_memory import FOLDER, LeftSegment, Segment, clear, mapped_by, of_gone
-from unit.targets import nothing_where_forbidden
-from unit.waiting import child
+from unit.support.targets import nothing_where_forbidden
+from unit.support.waiting import child
 
 #: Makes a segment with its own pid in the name, or another, and maps it.
 HOLDS_A_SEGMENT = """

@@ -8,7 +8,7 @@ import pytest
 
 from lanelib import commands, procs
 from lanelib.commands import NO_END, LaneError, clean_environment, exclusive, run_command, run_in_terminal, run_script
-from unit.waiting import LONG, wait_until
+from unit.support.waiting import LONG, wait_until
 
 
 def test_clean_environment_drops_what_misleads_a_child_python(monkeypatch):

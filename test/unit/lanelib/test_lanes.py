@@ -13,7 +13,7 @@ import pytest
 from lanelib import lanes
 from lanelib.commands import LaneError
 from lanelib.paths import RECIPES
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 
 class FakeInstaller:

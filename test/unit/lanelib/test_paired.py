@@ -15,7 +15,7 @@ import pytest
 
 from lanelib.commands import LaneError
 from lanelib.paired import Load, Run, Switch, interval, run_pairs, spread
-from unit.waiting import spawned
+from unit.support.waiting import spawned
 
 CODE = "def switch(is_on):\n    return True\n"
 OTHER = "def switch(is_on):\n    return False\n"

@@ -15,7 +15,7 @@ from lanelib import procs
 from lanelib.commands import LaneError
 from lanelib.lanes import Lane
 from lanelib.servers import ManagedProcess, free_port, parallel_env
-from unit.waiting import LONG, descriptors
+from unit.support.waiting import LONG, descriptors
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglang_crashkit.memory import heartbeat as beat
 from sglang_crashkit.memory import ring
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, NotAHeartbeatError
-from unit.waiting import LONG, child, descriptors
+from unit.support.waiting import LONG, child, descriptors
 
 WRITE = """
 from sglang_crashkit.memory.heartbeat import HeartbeatWriter

@@ -31,7 +31,7 @@ from sglang_crashkit.memory.journal import (
     read_head,
     weigh,
 )
-from unit.waiting import LONG, child
+from unit.support.waiting import LONG, child
 
 SIZE = 2**20
 

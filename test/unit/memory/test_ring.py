@@ -26,7 +26,7 @@ from sglang_crashkit.memory.ring import (
     read_blob,
     write_blob,
 )
-from unit.waiting import LONG, child
+from unit.support.waiting import LONG, child
 
 SIZE = 4096 + 64 * 1024
 CAPACITY = 64 * 1024

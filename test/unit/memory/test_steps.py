@@ -23,7 +23,7 @@ from sglang_crashkit.memory.steps import (
     StepReader,
     StepWriter,
 )
-from unit.waiting import LONG, child, descriptors
+from unit.support.waiting import LONG, child, descriptors
 
 MODES = {1: "extend", 2: "decode", 5: "target_verify"}
 EXTEND, DECODE, VERIFY = MODES

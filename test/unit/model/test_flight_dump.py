@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_crashkit.model import flight_dump
 from sglang_crashkit.model.flight_dump import FlightDumpError, Group, load_plain, parse_dump, read_bytes
 from sglang_crashkit.model.sample import Frame
-from unit.flight_dumps import BEGAN, document, entry, pickled
+from unit.support.flight_dumps import BEGAN, document, entry, pickled
 
 ME = os.geteuid()
 FRAMES = [("all_reduce", "torch/distributed/distributed_c10d.py", 3906), ("forward", "sglang/srt/model.py", 7)]

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import (
     add_LogsServiceServicer_to_server,
 )
 
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 
 class Collector(LogsServiceServicer):

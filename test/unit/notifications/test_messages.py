@@ -23,7 +23,7 @@ from sglang_crashkit.notifications.messages import (
 )
 from sglang_crashkit.notifications.plan import EVENT, OUTCOME
 from unit.notifications.hook import hook
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 DOCUMENT: dict[str, Any] = {
     "id": "0123abcd",

@@ -18,8 +18,8 @@ from sglang_crashkit.notifications.plan import OUTCOME
 from sglang_crashkit.settings import OTLP_ENDPOINT
 from unit.notifications.collector import collector, only_record_in, values_of
 from unit.notifications.hook import hook
-from unit.stored import NOON, make_incident
-from unit.waiting import LONG
+from unit.support.stored import NOON, make_incident
+from unit.support.waiting import LONG
 
 VERDICT = {"kind": "killed", "first_failure": {"pid": 9, "title": "sglang::scheduler_TP1"}, "level": "established"}
 CAUSE: dict[str, Any] = {"cause": {"class": "host_oom"}, "trigger": {"time": iso_time(NOON)}}

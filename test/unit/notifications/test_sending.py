@@ -18,8 +18,8 @@ from sglang_crashkit.notifications import __main__ as sending
 from sglang_crashkit.notifications.messages import signature_of
 from sglang_crashkit.notifications.plan import COMMAND, COMMAND_SECS, OUTCOME, SECRET, WEBHOOK
 from unit.notifications.hook import hook
-from unit.stored import make_incident
-from unit.waiting import LONG
+from unit.support.stored import make_incident
+from unit.support.waiting import LONG
 
 WRITE_ITS_INPUT = f"{sys.executable} -c \"import os, sys; open(os.environ['TO'], 'w').write(sys.stdin.read())\""
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from sglang_crashkit.kernel.private_files import make_private_folder
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 VERDICT = {"kind": "exception", "text": "It raised.", "level": "established"}
 

@@ -17,8 +17,8 @@ import pytest
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.replay.requests import StoredRequest
 from unit.replay.breakable import VERDICT
-from unit.stored import make_incident
-from unit.waiting import LONG, wait_until
+from unit.support.stored import make_incident
+from unit.support.waiting import LONG, wait_until
 
 pytestmark = pytest.mark.wide
 

@@ -15,7 +15,7 @@ from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.incident.quarantine import Origin, entry_of_all
 from sglang_crashkit.incident.store import find_one
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 LINE = {
     "rid": "a",

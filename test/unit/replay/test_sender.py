@@ -10,7 +10,7 @@ from sglang_crashkit.replay import sender
 from sglang_crashkit.replay.requests import StoredRequest
 from sglang_crashkit.replay.sender import MAX_AT_ONCE, Answer, send_all
 from sglang_crashkit.watch.health import Address
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 ADDRESS = Address("http", "127.0.0.1", 1)
 REQUESTS = [StoredRequest(str(number), float(number), False, {"rid": str(number)}) for number in range(4)]

@@ -15,7 +15,7 @@ import pytest
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.replay import server
 from sglang_crashkit.replay.server import OwnServer, parse_command
-from unit.waiting import LONG, wait_until
+from unit.support.waiting import LONG, wait_until
 
 _TEST = Path(__file__).parents[2]
 _SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]

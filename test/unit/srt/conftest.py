@@ -19,7 +19,7 @@ from sglang_crashkit.settings import (
     SPOOL_VARIABLE,
 )
 from sglang_crashkit.srt import crash_exit
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 _SCRIPT = """
 import json, sys

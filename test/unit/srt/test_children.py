@@ -8,8 +8,8 @@ import pytest
 
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.srt.children import Child, Supervisor
-from unit.locked_memory import locked_process
-from unit.waiting import LONG, child
+from unit.support.locked_memory import locked_process
+from unit.support.waiting import LONG, child
 
 
 def test_a_title_that_comes_too_late_is_given_up(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import crash_exit
 from unit.srt.conftest import Listener
-from unit.waiting import LONG, wait_until
+from unit.support.waiting import LONG, wait_until
 
 BEGIN, KILL = "crash_exit.begin(82, 60)", "kill_process_tree(os.getpid())"
 CONTAINER = ("unshare", "-Urpf", "--mount-proc", "--kill-child")

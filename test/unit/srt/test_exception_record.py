@@ -20,7 +20,7 @@ from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exce
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.startup import StartupError
 from unit.srt.conftest import Listener
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 
 class Scheduler:

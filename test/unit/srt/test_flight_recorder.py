@@ -15,8 +15,8 @@ from sglang_crashkit.capture.flight_request import FlightPlace, NoRecorderError,
 from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.model.flight_dump import Group
 from sglang_crashkit.srt.flight_recorder import describe_collectives
-from unit.flight_dumps import document, entry, pickled
-from unit.waiting import LONG
+from unit.support.flight_dumps import document, entry, pickled
+from unit.support.waiting import LONG
 
 _SCRIPT = """
 import json, os, sys, setproctitle

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from unit.waiting import LONG, wait_until
+from unit.support.waiting import LONG, wait_until
 
 #: A program that starts a crash handler, says how that went and what it knows then, and ends when it is told to.
 PROGRAM = """

@@ -12,7 +12,7 @@ import pytest
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import hooks
 from unit.srt.conftest import Listener
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 
 def test_a_hook_never_raises_and_says_what_went_wrong(caplog: pytest.LogCaptureFixture) -> None:

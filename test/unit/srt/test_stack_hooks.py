@@ -20,9 +20,9 @@ from sglang_crashkit.protocol import notify
 from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
 from sglang_crashkit.srt import stack_hooks
 from sglang_crashkit.srt.stack_hooks import start_answering, stop_answering
-from unit.targets import INSTALL, SLEEPER, TITLE, hooked, start_ticks
-from unit.targets import runtime as runtime
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.targets import INSTALL, SLEEPER, TITLE, hooked, start_ticks
+from unit.support.targets import runtime as runtime
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 FALL = """
 import faulthandler

@@ -21,9 +21,9 @@ from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
 from sglang_crashkit.srt.startup import Startup, StartupError
 from unit.srt.conftest import Listener
-from unit.srt.fake_ranks import READY, FakeClock, FakeRank
-from unit.srt.fake_scheduler import scheduler
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.fake_ranks import READY, FakeClock, FakeRank
+from unit.support.fake_scheduler import scheduler
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 CONTEXT = multiprocessing.get_context("fork")
 #: As the controller's: a process has no pipes but its own.

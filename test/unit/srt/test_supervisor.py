@@ -1,4 +1,4 @@
-"""See test/unit/handler/test_no_handler.py for a whole server without a crash handler."""
+"""See test/unit/handler/stories/test_no_handler.py for a whole server without a crash handler."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sglang_crashkit.srt.entrypoints import engine
 from sglang_crashkit.srt.entrypoints.engine import Following
 from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.srt.conftest import Listener
-from unit.srt.fake_ranks import FakeClock, FakeRank, WaitsForEverError
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.fake_ranks import FakeClock, FakeRank, WaitsForEverError
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
 JOIN = "from sglang_crashkit.srt.supervisor import join\njoin()\n"

@@ -8,8 +8,8 @@ import pytest
 
 from sglang_crashkit.errors import UsageError
 from sglang_crashkit.watch.health import HEALTH_PATH, INFO_PATH, Address, HealthProbe, read_api_key
-from unit.http_server import Answering, answering
-from unit.waiting import wait_until
+from unit.support.waiting import wait_until
+from unit.watch.http_server import Answering, answering
 
 
 def probe_of(server: Answering, timeout_secs: float = 30.0) -> HealthProbe:

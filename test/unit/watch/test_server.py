@@ -10,9 +10,9 @@ import pytest
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.watch.health import Address
 from sglang_crashkit.watch.server import Death, DeathWatch, WatchedServer, find_listener, is_here
-from unit.served import RANKS, served
-from unit.targets import settle
-from unit.waiting import LONG, child
+from unit.support.targets import settle
+from unit.support.waiting import LONG, child
+from unit.watch.served import RANKS, served
 
 
 def test_it_is_found_by_main_process_rank_or_address(tmp_path: Path) -> None:

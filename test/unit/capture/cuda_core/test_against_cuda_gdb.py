@@ -14,7 +14,7 @@ import pytest
 from sglang_crashkit.capture.cuda_core.model import CHECKED_EXCEPTIONS, CudaCore, Kernel
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
 from unit.capture.cuda_core.oracle import CORE_SUFFIX, REAL, ask_cuda_gdb
-from unit.synthetic_core import (
+from unit.capture.cuda_core.synthetic_core import (
     CUBIN,
     SPIN,
     BlockSpec,

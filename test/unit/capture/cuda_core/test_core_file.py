@@ -8,7 +8,7 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core import core_file
 from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, Kind, Source, open_source
-from unit.synthetic_core import DEVTBL, PROGBITS, SM_ROW, SMTBL, STRTAB, Part, elf_bytes
+from unit.capture.cuda_core.synthetic_core import DEVTBL, PROGBITS, SM_ROW, SMTBL, STRTAB, Part, elf_bytes
 
 Write = Callable[[bytes], Path]
 

@@ -19,7 +19,7 @@ from sglang_crashkit.capture.cuda_core import reading
 from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError
 from sglang_crashkit.capture.cuda_core.model import CudaCore
 from sglang_crashkit.capture.cuda_core.reading import CoreReader, Reading, read_cuda_core
-from unit.synthetic_core import (
+from unit.capture.cuda_core.synthetic_core import (
     COPY_NAME,
     CTATBL,
     CUBIN,
@@ -45,8 +45,8 @@ from unit.synthetic_core import (
     failed_core,
     hung_core,
 )
-from unit.targets import make_tool
-from unit.waiting import LONG, wait_until
+from unit.support.targets import make_tool
+from unit.support.waiting import LONG, wait_until
 
 Write = Callable[[bytes], Path]
 

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core.core_file import ElfPart, Kind, open_source
 from sglang_crashkit.capture.cuda_core.symbols import Symbols
-from unit.synthetic_core import (
+from unit.capture.cuda_core.synthetic_core import (
     EXECUTABLE,
     PROGBITS,
     RELFIMG,

@@ -17,7 +17,7 @@ from sglang_crashkit.capture.cuda_core.model import (
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
 from sglang_crashkit.capture.cuda_core.text import INFERRED, UNCHECKED, Comparison, brief, compare, format_core
 from sglang_crashkit.errors import UsageError
-from unit.synthetic_core import (
+from unit.capture.cuda_core.synthetic_core import (
     COPY_NAME,
     CUBIN,
     SPIN,

@@ -12,9 +12,9 @@ import pytest
 from sglang_crashkit.capture.cuda_core import trigger as cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.kernel.fifo import open_files
-from unit import cuda_driver
-from unit.synthetic_core import PROGBITS, Part, elf_bytes
-from unit.waiting import spawned, wait_until
+from unit.capture.cuda_core import cuda_driver
+from unit.capture.cuda_core.synthetic_core import PROGBITS, Part, elf_bytes
+from unit.support.waiting import spawned, wait_until
 
 Start = Callable[..., CoreRequest]
 

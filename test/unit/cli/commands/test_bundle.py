@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from sglang_crashkit.cli.main import main
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 SECRET = "a prompt that nobody else may read"
 GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())

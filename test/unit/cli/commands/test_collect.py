@@ -20,8 +20,8 @@ from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, Place, fin
 from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
 from sglang_crashkit.model.snapshot import from_json, parse
 from unit.cli.conftest import GDB, native_stack
-from unit.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
-from unit.waiting import LONG, child, wait_until
+from unit.support.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
+from unit.support.waiting import LONG, child, wait_until
 
 QUICK = ("--snapshots", "2", "--interval", "0")
 

@@ -19,7 +19,7 @@ from sglang_crashkit.collect.gather import Limits
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 RANK = Sample("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
 ROUND = NodeSnapshot("host", 1.0, (RANK,))

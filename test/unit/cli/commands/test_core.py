@@ -8,7 +8,15 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core.text import INFERRED
 from sglang_crashkit.cli.main import main
-from unit.synthetic_core import COPY_NAME, SPIN_NAME, CoreSpec, DeviceSpec, core_bytes, failed_core, hung_core
+from unit.capture.cuda_core.synthetic_core import (
+    COPY_NAME,
+    SPIN_NAME,
+    CoreSpec,
+    DeviceSpec,
+    core_bytes,
+    failed_core,
+    hung_core,
+)
 
 Output = pytest.CaptureFixture[str]
 

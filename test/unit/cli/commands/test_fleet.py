@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.cli.main import main
-from unit.stored import make_incident
+from unit.support.stored import make_incident
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J"
 

@@ -19,8 +19,8 @@ from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
-from unit import stored
-from unit.waiting import LONG
+from unit.support import stored
+from unit.support.waiting import LONG
 
 RAISED = {"first_failure": {"pid": 7, "title": "sglang::scheduler"}, "level": "supported"}
 

@@ -12,7 +12,7 @@ from sglang_crashkit import settings
 from sglang_crashkit.cli import crash_folder
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.first_screen import first_screen
-from unit.stored import NOON, make_incident
+from unit.support.stored import NOON, make_incident
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
 SECRET = "a prompt that nobody else may read"

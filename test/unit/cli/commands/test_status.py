@@ -11,7 +11,7 @@ import pytest
 from sglang_crashkit.cli.commands.status import RunningServer, find_running_servers, format_server
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
 from sglang_crashkit.protocol import Mailbox
-from unit.waiting import child
+from unit.support.waiting import child
 
 TITLE = "sglang::scheduler_TP0"
 WORKER = """

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.step import Step, StepRequest
-from unit.stored import NOON, make_incident
+from unit.support.stored import NOON, make_incident
 
 LONG = StepRequest("ab12", 1, 37, 37)
 SHORT = StepRequest("cd34", 2, 1, 20)

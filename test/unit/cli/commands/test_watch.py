@@ -19,11 +19,11 @@ from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.snapshot import parse
 from sglang_crashkit.settings import fallback_folder
 from sglang_crashkit.watch.watching import Observation
-from unit.http_server import answering
-from unit.served import RANKS, Served, served
-from unit.stored import make_incident
-from unit.targets import settle, state_of
-from unit.waiting import LONG, child, wait_until
+from unit.support.stored import make_incident
+from unit.support.targets import settle, state_of
+from unit.support.waiting import LONG, child, wait_until
+from unit.watch.http_server import answering
+from unit.watch.served import RANKS, Served, served
 
 # Each waits for a hang, which takes its time.
 pytestmark = pytest.mark.wide

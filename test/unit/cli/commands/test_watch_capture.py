@@ -11,7 +11,7 @@ import pytest
 from sglang_crashkit.cli.commands import watch
 from sglang_crashkit.errors import ExitCode
 from unit.cli.conftest import GDB, native_stack
-from unit.targets import TITLE
+from unit.support.targets import TITLE
 
 
 class Told:

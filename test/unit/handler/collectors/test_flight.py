@@ -15,9 +15,9 @@ import pytest
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.flight_dump import parse_dump, read_bytes
-from unit.flight_dumps import document, entry, pickled
-from unit.handler.driver import HOST, Server, report_of
-from unit.waiting import LONG, wait_until
+from unit.support.flight_dumps import document, entry, pickled
+from unit.support.server_driver import HOST, Server, report_of
+from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 WAITING = document([*[entry(number, number + 1) for number in range(9)], entry(9, 10, state="scheduled")])

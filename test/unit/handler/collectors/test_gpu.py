@@ -15,9 +15,9 @@ import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import is_host_namespace
-from unit.handler.driver import Server, document_of
-from unit.nvml_driver import FIRST, GIB, SECOND, Driver
-from unit.waiting import wait_until
+from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
+from unit.support.server_driver import Server, document_of
+from unit.support.waiting import wait_until
 
 Start = Callable[..., Server]
 #: The word of a rank whose pid the driver does not know.

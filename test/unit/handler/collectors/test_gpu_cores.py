@@ -27,10 +27,10 @@ from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import Evidence, ProcessReport
 from sglang_crashkit.settings import Settings
-from unit.flight_dumps import document, entry, pickled
-from unit.handler.driver import HOST, Server, events_of, piece_of, report_of
-from unit.synthetic_core import COPY_NAME, SPIN_NAME, failed_core
-from unit.waiting import LONG, wait_until
+from unit.capture.cuda_core.synthetic_core import COPY_NAME, SPIN_NAME, failed_core
+from unit.support.flight_dumps import document, entry, pickled
+from unit.support.server_driver import HOST, Server, events_of, piece_of, report_of
+from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 WAIT = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS"

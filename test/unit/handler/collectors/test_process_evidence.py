@@ -17,10 +17,10 @@ from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.model.sample import Frame, Sample, Thread
-from unit.handler.driver import Server, document_of, events_of, report_of
-from unit.handler.driver import piece_of as one_piece_of
-from unit.targets import make_tool, state_of
-from unit.waiting import wait_until
+from unit.support.server_driver import Server, document_of, events_of, report_of
+from unit.support.server_driver import piece_of as one_piece_of
+from unit.support.targets import make_tool, state_of
+from unit.support.waiting import wait_until
 
 Start = Callable[..., Server]
 HANGS = "exec sleep 600"

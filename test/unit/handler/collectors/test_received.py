@@ -17,8 +17,8 @@ from sglang_crashkit.handler.collectors.received import format_log, gathering_de
 from sglang_crashkit.memory.log_ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS
 from sglang_crashkit.model.step import Step, StepRequest
-from unit.handler.driver import Server, document_of, report_of
-from unit.waiting import descriptors, wait_until
+from unit.support.server_driver import Server, document_of, report_of
+from unit.support.waiting import descriptors, wait_until
 
 Start = Callable[..., Server]
 RANKS = ("scheduler_TP0", "scheduler_TP1")

@@ -22,8 +22,8 @@ from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.memory import journal
 from sglang_crashkit.memory.journal import KEPT_SECS, JournalWriter
 from sglang_crashkit.model.incident import JournaledRequests, Requests
-from unit.handler.driver import Server
-from unit.waiting import wait_until
+from unit.support.server_driver import Server
+from unit.support.waiting import wait_until
 
 Start = Callable[..., Server]
 

@@ -15,7 +15,7 @@ import pytest
 
 from sglang_crashkit.handler.peers import link as link_module
 from sglang_crashkit.handler.peers.link import Link
-from unit.waiting import LONG, child, descriptors
+from unit.support.waiting import LONG, child, descriptors
 
 #: Listens, and does with each connection what it is told to: keep, turn away at once, or close after a while.
 LISTEN = """

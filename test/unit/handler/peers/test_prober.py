@@ -28,8 +28,8 @@ from sglang_crashkit.model.peers import (
     read_question,
     waiting_answers,
 )
-from unit.handler.launching import handling
-from unit.waiting import descriptors, wait_until
+from unit.support.launching import handling
+from unit.support.waiting import descriptors, wait_until
 
 SINCE = "2026-09-01T00:00:00.000000Z"
 ADDRESS = "prefill:8998"

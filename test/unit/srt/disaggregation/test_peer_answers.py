@@ -23,7 +23,7 @@ from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.disaggregation.peer_answers import PeerAnswers, PeerView, Waiting
-from unit.waiting import LONG, descriptors, wait_until
+from unit.support.waiting import LONG, descriptors, wait_until
 
 ADDRESS = "prefill:8998"
 KNOWN = KnownPeers({ADDRESS: frozenset({PeerProcess(0, "10.0.0.1", 51)})})

@@ -21,7 +21,7 @@ from sglang_crashkit.srt.entrypoints.engine import (
     on_wait_for_scheduler_ready,
 )
 from unit.srt.conftest import Listener
-from unit.waiting import descriptors
+from unit.support.waiting import descriptors
 
 STACKS, CORES = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
 

@@ -18,7 +18,7 @@ from sglang_crashkit.srt.managers import loop_heartbeat
 from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_detokenizer, beat_in_loop, beat_in_router
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from unit.srt.conftest import Listener
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 MODULE = "sglang.srt.managers.detokenizer_manager"
 

@@ -16,7 +16,7 @@ from sglang_crashkit.policy import Mode
 from sglang_crashkit.settings import MODE_VARIABLE
 from sglang_crashkit.srt.managers.multi_tokenizer_mixin import dump_requests_of_workers, on_tokenizer_router
 from unit.srt.conftest import Listener
-from unit.waiting import LONG, wait_until
+from unit.support.waiting import LONG, wait_until
 
 WORKER = """
 import ctypes, os, setproctitle, signal, sys, time

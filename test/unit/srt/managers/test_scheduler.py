@@ -13,7 +13,7 @@ import pytest
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt.managers import scheduler
 from sglang_crashkit.srt.managers.scheduler import find_server
-from unit.waiting import LONG, child, wait_until
+from unit.support.waiting import LONG, child, wait_until
 
 #: A wrapper starts a bystander and a server; the server has a controller, and that one a scheduler, which kills.
 TREE = """

@@ -18,7 +18,7 @@ from sglang_crashkit.srt.managers import scheduler_heartbeat
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_heartbeat import on_batch, on_iteration
 from unit.srt.conftest import Listener
-from unit.waiting import LONG, descriptors
+from unit.support.waiting import LONG, descriptors
 
 
 class Scheduler:

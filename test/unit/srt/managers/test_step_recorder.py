@@ -14,7 +14,7 @@ from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.managers import step_recorder
 from unit.srt.conftest import Listener
-from unit.srt.stepping import (
+from unit.srt.managers.stepping import (
     DECODE,
     EXTEND,
     IDLE,
@@ -30,7 +30,7 @@ from unit.srt.stepping import (
     batch_of,
     forget_recorder,
 )
-from unit.waiting import descriptors
+from unit.support.waiting import descriptors
 
 MODES = {str(int(mode)): mode.name.lower() for mode in ForwardMode}
 VERIFY, DRAFT, PREBUILT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.PREBUILT

@@ -27,9 +27,9 @@ from sglang_crashkit.srt.managers.tokenizer_manager import (
     open_crash_dump,
     safe_folder,
 )
-from unit.small_disk import fill, mounted
 from unit.srt.conftest import Listener
-from unit.waiting import LONG
+from unit.support.small_disk import fill, mounted
+from unit.support.waiting import LONG
 
 FLAGS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 

@@ -29,7 +29,7 @@ from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.startup import StartupError
 from sglang_crashkit.srt.utils import common as hooks
 from unit.srt.conftest import Listener
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 FAMILY = """
 import subprocess

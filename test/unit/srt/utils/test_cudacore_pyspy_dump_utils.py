@@ -19,7 +19,7 @@ import pytest
 from sglang_crashkit.srt import server_args
 from sglang_crashkit.srt.utils import cudacore_pyspy_dump_utils as dump_utils
 from unit.srt.conftest import Listener
-from unit.waiting import child, wait_until
+from unit.support.waiting import child, wait_until
 
 LOGGER = "sglang.srt.utils.cudacore_pyspy_dump_utils"
 Run = Callable[..., Any]

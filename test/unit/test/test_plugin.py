@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inner_pytest import Run, run_pytest
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 HEAD = """
 import signal, socket, subprocess, sys, threading, time, unittest

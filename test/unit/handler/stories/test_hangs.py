@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.incident.store import StoredIncident
-from unit.handler.driver import Server, events_of, report_of
-from unit.targets import make_tool, state_of
-from unit.waiting import LONG, wait_until
+from unit.support.server_driver import Server, events_of, report_of
+from unit.support.targets import make_tool, state_of
+from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 #: The shortest that there is.

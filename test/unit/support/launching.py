@@ -16,7 +16,7 @@ from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
-from unit.waiting import child, wait_until
+from unit.support.waiting import child, wait_until
 
 #: A main process with two children: one that has its title, and one that has not got so far.
 LAUNCHER = """

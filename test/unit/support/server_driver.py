@@ -18,12 +18,12 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.kernel.pidfd import ProcessHandle
-from unit.waiting import LONG, wait_until, watched_pids
+from unit.support.waiting import LONG, wait_until, watched_pids
 
 HOST = "test-host"
 #: A busy machine takes longer for stacks, and for an incident, than a server may be kept waiting for them.
 PATIENCE = {"SGLANG_CRASHKIT_BUDGET_SECS": "60", "SGLANG_CRASHKIT_CAPTURE_SECS": "10"}
-_SCRIPT = Path(__file__).with_name("fake_server.py")
+SCRIPT = Path(__file__).with_name("fake_server.py")
 
 
 class Server:
@@ -46,7 +46,7 @@ class Server:
         options = defaults | options | {"crash_folder": str(crash_folder) if crash_folder else None}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
         self.process = subprocess.Popen(
-            [python, str(_SCRIPT), json.dumps(options)],
+            [python, str(SCRIPT), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
 

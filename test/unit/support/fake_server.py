@@ -1,6 +1,6 @@
 """A server that is none: titles, children and signals of a two-rank SGLang, which calls the kit's real hooks.
 
-Run as a program by `unit.handler.driver`; each line on its standard input is a command.
+Run as a program by `unit.support.server_driver`; each line on its standard input is a command.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from unit import cuda_driver, torch_recorder
-from unit.srt import stepping
-from unit.waiting import LONG
+from unit.capture.cuda_core import cuda_driver
+from unit.srt.managers import stepping
+from unit.support import torch_recorder
+from unit.support.waiting import LONG
 
 # A busy machine takes longer to start a handler than a server waits for one.
 handler_process._START_SECS = handler_process._READY_SECS = LONG

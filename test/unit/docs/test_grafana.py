@@ -22,7 +22,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 plugins.register_default_plugins()
 _SDK = "grafana_foundation_sdk"
 
-SHIPPED = Path(__file__).parents[2] / "docs" / "prometheus" / "grafana.json"
+SHIPPED = Path(__file__).parents[3] / "docs" / "prometheus" / "grafana.json"
 DASHBOARD: dict[str, Any] = json.loads(SHIPPED.read_text())
 
 

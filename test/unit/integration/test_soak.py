@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from integration.soak import Side, ask, memory_mb, sample
 from lanelib.servers import Server
-from unit.waiting import LONG, wait_until
+from unit.support.waiting import LONG, wait_until
 
 #: Has two dead children that it does not reap.
 PARENT = """

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.incident.store import find_incidents
-from unit.handler.driver import HOST
-from unit.waiting import LONG
+from unit.support.server_driver import HOST, SCRIPT
+from unit.support.waiting import LONG
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
 
-SCRIPT = Path(__file__).with_name("fake_server.py")
 CONTAINER = ("unshare", "-pf", "--mount-proc", "--kill-child")
 OPTIONS = {"answers_sigquit": True, "catches_sigquit": True, "tears_down_on_sigterm": True}
 #: A shell as process 1, which ends with what it runs.

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from integration.scenario import held, journaled_rids, worked_on
-from unit.targets import state_of
-from unit.waiting import child, wait_until
+from unit.support.targets import state_of
+from unit.support.waiting import child, wait_until
 
 FIRST = (
     "[2026-11-23 08:32:10] Prefill batch, #new-seq: 1, #new-token: 22, #cached-token: 0, token usage: 0.00, "

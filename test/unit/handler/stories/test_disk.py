@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from unit.handler.driver import HOST, Server
-from unit.small_disk import fill, mounted
-from unit.waiting import LONG
+from unit.support.server_driver import HOST, Server
+from unit.support.small_disk import fill, mounted
+from unit.support.waiting import LONG
 
 Start = Callable[..., Server]
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 
 class Answering(ThreadingHTTPServer):

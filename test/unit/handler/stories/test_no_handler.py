@@ -13,8 +13,8 @@ import pytest
 
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
-from unit.handler.driver import HOST, Server
-from unit.waiting import LONG, wait_until, watched_pids
+from unit.support.server_driver import HOST, Server
+from unit.support.waiting import LONG, wait_until, watched_pids
 
 Start = Callable[..., Server]
 

@@ -12,7 +12,7 @@ import sglang_crashkit
 from sglang_crashkit.cli.main import COMMANDS, load_command
 
 KIT = Path(sglang_crashkit.__file__).parent
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()

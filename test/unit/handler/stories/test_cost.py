@@ -11,8 +11,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from unit.handler.driver import Server
-from unit.waiting import descriptors, wait_until
+from unit.support.server_driver import Server
+from unit.support.waiting import descriptors, wait_until
 
 EVENTS = 10_000
 #: So many processes are there at a time.

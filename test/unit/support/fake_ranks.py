@@ -8,7 +8,7 @@ from multiprocessing import connection
 from typing import Any
 
 from sglang_crashkit.srt.children import Child, Clock
-from unit.waiting import LONG
+from unit.support.waiting import LONG
 
 READY = {"status": "ready", "max_total_num_tokens": 8192}
 _NEVER = float("inf")

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from unit import synthetic_core
+from unit.capture.cuda_core import synthetic_core
 
 #: What it writes: of a GPU on which a kernel hangs, of one that failed, or an ELF file that no GPU core would be.
 CORES = {

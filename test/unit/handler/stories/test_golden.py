@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from unit.handler.driver import Server
-from unit.waiting import wait_until
+from unit.support.server_driver import Server
+from unit.support.waiting import wait_until
 
 Start = Callable[..., Server]
 Document = dict[str, Any]

@@ -15,7 +15,7 @@ import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import StackHooks, read_stack_hooks
-from unit.waiting import child, wait_until
+from unit.support.waiting import child, wait_until
 
 TITLE = "sglang::scheduler_TP0"
 #: The runtime folder is the first argument.

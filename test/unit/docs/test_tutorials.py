@@ -12,7 +12,7 @@ from tutoriallib import pages
 from tutoriallib.troubles import TROUBLES
 
 NAMES = sorted(TROUBLES)
-KILLED = Path(__file__).parent / "incident" / "data" / "killed.json"
+KILLED = Path(__file__).parents[1] / "incident" / "data" / "killed.json"
 
 
 def text_of(name: str) -> str:

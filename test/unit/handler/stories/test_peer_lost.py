@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 
 from sglang_crashkit.protocol import notify
-from unit.handler.driver import Server, finished
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.support.server_driver import Server, finished
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 #: A decode rank, as far as a connection shows.
 LISTEN = """

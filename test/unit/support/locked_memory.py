@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from unit.waiting import LONG, child, wait_until
+from unit.support.waiting import LONG, child, wait_until
 
 _TARGET = """
 import ctypes, mmap, threading

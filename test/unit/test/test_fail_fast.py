@@ -22,8 +22,8 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.test.evidence import Death, Survivor
 from sglang_crashkit.test.fail_fast import Held, Watcher
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
-from unit.handler.driver import Server
-from unit.waiting import LONG, child, spawned, wait_until
+from unit.support.server_driver import Server
+from unit.support.waiting import LONG, child, spawned, wait_until
 
 SLEEP = [sys.executable, "-c", "import time\nprint('ready', flush=True)\ntime.sleep(120)"]
 QUIET_SECS = 0.4
