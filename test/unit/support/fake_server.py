@@ -104,7 +104,7 @@ def sample(command: str) -> None:
 def forward_one_batch(command: str) -> None:
     try:
         sample(command)
-    except ValueError:
+    except (RuntimeError, ValueError):
         on_scheduler_exception()
         os.kill(os.getppid(), signal.SIGQUIT)
         on_parent_told()
