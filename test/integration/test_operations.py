@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from integration.scenario import RELEASES
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from unit.cli.browser import NO_BROWSER, open_browser
+from unit.cli.reporters.browser import NO_BROWSER, open_browser
 from unit.notifications.collector import Collector, collector, only_record_in, values_of
 from unit.notifications.hook import Hook, hook
 from unit.support.waiting import wait_until

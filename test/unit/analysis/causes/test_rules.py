@@ -13,7 +13,7 @@ from sglang_crashkit.analysis.causes import rules
 from sglang_crashkit.analysis.causes.advice import ADVICE
 from sglang_crashkit.analysis.suspects import ALONE, ONLY
 from sglang_crashkit.model.incident import Exit
-from unit.analysis.cases import PEOPLE, TP0, TP1, died, hung, incident, killed, raised
+from unit.analysis.causes.cases import PEOPLE, TP0, TP1, died, hung, incident, killed, raised
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
 REAPED = Exit(None, None, "unknown", "reaped", "t")
@@ -660,7 +660,7 @@ def test_every_class_has_advice_and_a_row() -> None:
 
 
 def test_the_documentation_lists_every_class() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "incidents.md").read_text().split("\n## ")
+    text = (Path(__file__).parents[4] / "docs" / "incidents.md").read_text().split("\n## ")
     (part,) = [one for one in text if one.startswith("Causes")]
     rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ADVICE)

@@ -9,8 +9,8 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from sglang_crashkit.cli.reporters.html import write_html
-from unit.cli.browser import NO_BROWSER, Browser, open_browser
-from unit.cli.html_incidents import FAULTY, hostile, many_ranks
+from unit.cli.reporters.browser import NO_BROWSER, Browser, open_browser
+from unit.cli.reporters.html_incidents import FAULTY, hostile, many_ranks
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER), pytest.mark.wide]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.cli.reporters import html
 from sglang_crashkit.cli.reporters.html import main, render, write_html
-from unit.cli.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
+from unit.cli.reporters.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG
 

@@ -10,7 +10,7 @@ import yaml
 
 from sglang_crashkit.analysis import causes
 from sglang_crashkit.analysis.causes.known_issues import KnownIssue, load_issues
-from unit.analysis.cases import TP0, TP1, hung, raised
+from unit.analysis.causes.cases import TP0, TP1, hung, raised
 
 ISSUES = load_issues()
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_issues_cases.yaml").read_text())
