@@ -328,7 +328,8 @@ def test_a_fault_of_two_requests_together_is_found_as_both(tmp_path: Path) -> No
     # Long ones meet.
     for body in bodies:
         body["sampling_params"] |= {"max_new_tokens": 64, "ignore_eos": True}
-    crash(tmp_path / "crash", env, bodies)
+    # All at once, however the threads that send them take their turns.
+    crash(tmp_path / "crash", env, bodies, at_once="32")
     result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "8")
     assert result["reproduced"], result
     assert sorted(result["rids"]) == ["left", "right"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shlex
 import socket
@@ -28,6 +29,9 @@ _END_SECS, _INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 0.25
 _LOOK_SECS, _HEALTH_SECS = 0.05, 5.0
 #: So often it is started at most: another program may take a port, or memory, that it needs.
 _MAX_STARTS = 3
+#: Below the ports that the kernel gives to clients, and with room above for those that SGLang derives: gRPC's is 10,000
+#: above the server's, and one beyond 65,535 ends the launch.
+_PORTS, _MAX_PORTS_TRIED = range(20_000, 30_000), 100
 _PORT, _HOST, _CRASH_FOLDER = "--port", "--host", "--crash-dump-folder"
 _SETS_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 #: Where it answers on the loopback address, too.
@@ -254,9 +258,13 @@ class OwnServer:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in random.SystemRandom().sample(_PORTS, _MAX_PORTS_TRIED):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise CrashkitError(
+        f"no free port between {_PORTS.start} and {_PORTS.stop - 1}", next_step=f"give the server its {_PORT} PORT"
+    )
 
 
 def _is_free(address: Address) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_one_that_always_ends_is_given_up(tmp_path: Path) -> None:
     ):
         own.start(LONG)
     assert len([*tmp_path.glob("server*.log")]) == 3
+
+
+def test_its_port_leaves_room_for_those_sglang_derives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = {OwnServer(["serve"], tmp_path).address.port for _ in range(50)}
+    assert len(ports) > 1
+    assert all(1024 < port <= 65_535 - 10_000 for port in ports)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(server, "_PORTS", range(port, port + 1))
+        monkeypatch.setattr(server, "_MAX_PORTS_TRIED", 1)
+        with pytest.raises(CrashkitError, match="no free port between"):
+            OwnServer(["serve"], tmp_path)
 
 
 def test_an_interrupt_amid_its_start_leaves_no_server(
