@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -138,8 +139,12 @@ def say(text: bytes) -> None:
     deadline = time.monotonic() + _SAY_SECS
     # What a pipe that is ready takes without blocking.
     for start in range(0, len(text), select.PIPE_BUF):
-        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ready:
             return
+        if ready[0][1] & select.POLLERR:
+            # Of a write SIGPIPE might come, which ends a program that does not ignore it.
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         os.write(_STDERR, text[start : start + select.PIPE_BUF])
 
 

@@ -58,6 +58,8 @@ SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
 _MAX_BYTES = 1 << 18
+#: Those that faulthandler handles.
+_FATAL = (signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSEGV)
 _ANSWER_SECS = 2.0
 _PAUSE_SECS = 0.1
 _BACKLOG = 8
@@ -168,7 +170,7 @@ def _install(*, takes_over: bool) -> None:
         _state.listener = None
     _remove()
     state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
-    if takes_over or not state.had_faulthandler:
+    if takes_over if state.had_faulthandler else _are_faults_nobodys(stat.pid):
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
     state.listener = start_answering(files.socket, None if takes_over else _own_mailbox(state))
@@ -178,6 +180,16 @@ def _install(*, takes_over: bool) -> None:
     main_thread = threading.main_thread().ident or 0
     hooks = StackHooks(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path))
     describe(folder, hooks)
+
+
+def _are_faults_nobodys(pid: int) -> bool:
+    """Say whether fatal signals have no handler.
+
+    A runtime that a program embeds, such as a JVM, lives by faults that it provokes and mends. faulthandler, put before
+    its handler, would hand it a signal that somebody sent in place of the fault, and such a runtime ends the process.
+    """
+    caught = procfs.read_status(pid).get("SigCgt")
+    return not any(procfs.in_mask(caught, signum) for signum in _FATAL)
 
 
 def _own_mailbox(state: _State) -> Mailbox | None:
@@ -343,10 +355,12 @@ def _answer(connection: socket.socket) -> None:
             # As short as it is, it comes as a whole.
             question, _, argument = connection.recv(64).strip().partition(b" ")
             if question == STACKS:
-                connection.sendall(json.dumps(describe_threads()).encode())
+                answer = json.dumps(describe_threads()).encode()
             elif question == COLLECTIVES:
-                connection.sendall(describe_collectives())
-            elif question == EXIT:
-                connection.sendall(b"%d" % wait_status_of(int(argument)))
+                answer = describe_collectives()
+            else:
+                answer = b"%d" % wait_status_of(int(argument)) if question == EXIT else b""
+            # Whoever asked may have gone, and a user's program may have SIGPIPE end it.
+            connection.sendall(answer, socket.MSG_NOSIGNAL)
     except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
         pass
