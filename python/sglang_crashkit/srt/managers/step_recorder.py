@@ -151,7 +151,8 @@ class StepRecorder:
     def _take(self, request: Any) -> None:
         name = type(request).__name__
         rid = str(getattr(request, "rid", None) or "")
-        self._received_hash = blake2b(f"{name} {rid}".encode(), key=self._received_hash, digest_size=8).digest()
+        said = f"{name} {rid}".encode(errors="surrogatepass")
+        self._received_hash = blake2b(said, key=self._received_hash, digest_size=8).digest()
         if name == "AbortReq":
             # From 0.5.23 on one rank decides on timeouts, and tells all.
             self._decide("timeout" if _TIMED_OUT in str(getattr(request, "abort_message", "")) else "abort", rid)

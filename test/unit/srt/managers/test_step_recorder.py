@@ -255,6 +255,20 @@ def test_only_the_order_of_requests_matters_not_their_grouping(listener: Listene
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+@pytest.mark.parametrize(
+    "rid",
+    ["\ud800", "", "x" * 1_000_000, "\0", "é\udcff"],
+    ids=["lone surrogate", "empty", "long", "zero byte", "not UTF-8"],
+)
+def test_no_id_of_a_users_switches_it_off(scheduler: Scheduler, caplog: pytest.LogCaptureFixture, rid: str) -> None:
+    request = TokenizedGenerateReqInput(rid)
+    scheduler.step(batch_of(EXTEND, [Req(rid, 4)]), [request, BatchTokenizedGenerateReqInput([request]), AbortReq(rid)])
+    scheduler.retract([Req(rid, 4)])
+    scheduler.step(batch_of(DECODE, [Req(rid, 5)]))
+    assert (phases(), caplog.text) == ([(1, "processed"), (2, "processed")], "")
+    assert last().requests[0].tokens == 1
+
+
 def test_what_a_release_does_not_have_is_absent(listener: Listener) -> None:
     scheduler = Scheduler(token_to_kv_pool_allocator=None, tree_cache=None, grammar_manager=None)
     del scheduler.max_total_num_tokens
