@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Generic, TypeVar, cast
 
 _Answer = TypeVar("_Answer")
@@ -86,6 +87,7 @@ def run_tool(
         )
     except OSError as error:
         return ToolRun("", f"{argv[0]}: {error.strerror}", 0.0)
+    _offer_to_oom_killer(process.pid)
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
     status = None
     try:
@@ -184,6 +186,15 @@ def _read(
             if is_over:
                 return None if left <= 0 else "was called off"
     return ""
+
+
+def _offer_to_oom_killer(pid: int) -> None:
+    """Have a process killed first where memory runs out: a debugger may take gigabytes, and the server's limit is its.
+
+    Without permission it stays as it is.
+    """
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -44,6 +44,18 @@ def test_standard_error_can_be_kept_apart() -> None:
     assert (run.text, run.errors, run.status) == ("one\n", "two\n", 3)
 
 
+def test_a_tool_is_what_is_killed_where_memory_runs_out() -> None:
+    # What it starts is, too.
+    script = "read started; sh -c 'cat /proc/self/oom_score_adj'"
+    reader, writer = os.pipe()
+    try:
+        run = run_tool(shell(script), LONG, on_start=lambda _pid: os.write(writer, b"\n"), stdin=reader)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert run.text == "1000\n"
+
+
 def test_time_can_have_begun_before() -> None:
     run = run_tool(shell("sleep 600"), LONG, since=time.monotonic() - LONG)
     assert (run.reason, run.status) == (f"sh did not end within {LONG:g} s", None)
