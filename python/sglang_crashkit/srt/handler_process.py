@@ -10,6 +10,7 @@ import select
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,10 +33,12 @@ _READY_SECS = 20.0
 _FAREWELL_SECS = 3.0
 _MAX_BYTES = 1 << 16
 _CORE_FILE = "CUDA_COREDUMP_FILE"
+#: Held by the thread that starts one.
+_claim = threading.Lock()
 
 
 def start(crash_folder: str | None, told: Mapping[str, str] | None = None) -> None:
-    """Start the handler, and let this process and its children find it by environment variables.
+    """Start the handler, unless it is there, and let this process and its children find it by environment variables.
 
     Its standard streams are its own, and it holds none of the server's descriptors but the socket: a program that reads
     the server's output sees its end when the server ends. Where it does not get ready the log has one line with the
@@ -47,6 +50,16 @@ def start(crash_folder: str | None, told: Mapping[str, str] | None = None) -> No
             it was given none or cannot be written to.
         told: variables for the handler alone.
     """
+    # Of two at once, neither would be heard. A child that was forked meanwhile finds it taken for ever.
+    is_claimed = _claim.acquire(timeout=_START_SECS + _READY_SECS)
+    try:
+        _start_unless_there(crash_folder, told or {})
+    finally:
+        if is_claimed:
+            _claim.release()
+
+
+def _start_unless_there(crash_folder: str | None, told: Mapping[str, str]) -> None:
     socket_path = settings.socket_of(os.getpid())
     assert socket_path is not None
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and protocol.is_reachable(str(socket_path)):
@@ -55,7 +68,7 @@ def start(crash_folder: str | None, told: Mapping[str, str] | None = None) -> No
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
         os.environ.pop(name, None)
     try:
-        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path, told or {})
+        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path, told)
     except (OSError, CrashkitError, subprocess.SubprocessError) as error:
         logger.warning("crash kit: no crash handler, so a crash of this server leaves no incident: %s", error)
         return

@@ -19,13 +19,16 @@ from unit.support.waiting import LONG, wait_until
 
 #: A program that starts a crash handler, says how that went and what it knows then, and ends when it is told to.
 PROGRAM = """
-import json, logging, os, sys, time
+import json, logging, os, sys, threading, time
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level="INFO")
 from sglang_crashkit.srt import handler_process
 from sglang_crashkit.srt.hooks import handler_pid
 handler_process._READY_SECS = float(os.environ.get("READY_SECS", handler_process._READY_SECS))
 began = time.monotonic()
-handler_process.start(sys.argv[1], {"TOLD": "x"})
+def launch(): handler_process.start(sys.argv[1], {"TOLD": "x"})
+engines = [threading.Thread(target=launch) for _ in range(int(os.environ.get("ENGINES", 1)))]
+for engine in engines: engine.start()
+for engine in engines: engine.join()
 took = time.monotonic() - began
 environ = {name: value for name, value in os.environ.items() if name.startswith(("SGLANG_", "TOLD"))}
 print(json.dumps({"took": took, "pid": handler_pid(), "environ": environ}))
@@ -152,6 +155,13 @@ def test_a_ready_handler_says_where_incidents_go(temporary: Path, sitecustomize:
         spool = Path(program.environ["SGLANG_CRASHKIT_SPOOL"])
         assert spool.parent == temporary / "crash" / "host" / "incidents"
         assert spool.is_dir()
+    assert left_in(temporary) == []
+
+
+def test_engines_that_are_launched_at_once_share_a_handler(temporary: Path) -> None:
+    with started(temporary, ENGINES="3") as program:
+        assert program.lines == [f"INFO crash kit: incidents of this server go to {temporary}/crash/host/incidents"]
+        assert program.handler is not None
     assert left_in(temporary) == []
 
 
