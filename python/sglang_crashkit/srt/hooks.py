@@ -134,6 +134,9 @@ def say(text: bytes) -> None:
     Raises:
         OSError: nobody reads it any more.
     """
+    if sys.__stderr__ is None:
+        # Python was started without: that number is another file's by now.
+        return
     poller = select.poll()
     poller.register(_STDERR, select.POLLOUT)
     deadline = time.monotonic() + _SAY_SECS

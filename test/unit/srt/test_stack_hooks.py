@@ -419,6 +419,22 @@ os.dup2(writer, 2)
 say_line("a hang")
 print("goes on")
 """
+ANOTHERS = """
+os.close(2)
+os.execv(sys.executable, [sys.executable, "-c", '''
+import os, sys
+from pathlib import Path
+from sglang_crashkit.srt.hooks import say_line
+database = Path(sys.argv[1], "database").open("wb", buffering=0)
+assert database.fileno() == 2 or os.dup2(database.fileno(), 2)
+say_line("a hang")
+print(database.tell())
+''', sys.argv[1]])
+"""
+
+
+def test_nothing_is_said_where_there_is_no_standard_error(runtime: Path) -> None:
+    assert run(runtime, ANOTHERS).stdout == "0\n"
 
 
 @pytest.mark.parametrize("code", [LEAVES, NOBODY_READS], ids=["who asked has gone", "nobody reads the log"])
