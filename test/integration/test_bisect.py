@@ -49,11 +49,11 @@ def guilty(rid: str, *ids: int) -> dict[str, Any]:
     return {"rid": rid, "input_ids": [*MARK, *ids], "sampling_params": {"max_new_tokens": 8, "temperature": 0.5}}
 
 
-def ask(server: Server, bodies: Sequence[Mapping[str, Any]]) -> list[Answer]:
+def ask(server: Server, bodies: Sequence[Mapping[str, Any]], within_s: float = ANSWER_S) -> list[Answer]:
     """Send requests at once, and return the answers of those that the server lives to answer."""
     address, answers = Address("http", "127.0.0.1", server.port), list[Answer]()
     threads = [
-        threading.Thread(target=lambda body=body: answers.append(send(address, body, ANSWER_S)), daemon=True)
+        threading.Thread(target=lambda body=body: answers.append(send(address, body, within_s)), daemon=True)
         for body in bodies
     ]
     for thread in threads:
@@ -158,7 +158,7 @@ def test_a_poison_request_is_suspected_reduced_and_refused(tmp_path: Path) -> No
     env = {"SGLANG_CRASHKIT_QUARANTINE": "refuse", "SGLANG_CRASHKIT_HANG_SECS": "10"}
     with Server.start(ensure_lane(RELEASE), extra_args=options, env=env) as server:
         server.wait_ready()
-        statuses = {answer.rid: answer.status for answer in ask(server, asked)}
+        statuses = {answer.rid: answer.status for answer in ask(server, asked, BISECT_S)}
         assert server.popen.poll() is None
         known = find_incidents(crash_folder)
         # Another value is another request, by which this server ends or hangs.
