@@ -52,14 +52,17 @@ _LOST_PEER = re.compile(
     r"|nccl.*(abort|remote|unhandled system)|store.*(timeout|closed)|recv(?:value)? failed",
     re.IGNORECASE,
 )
-#: What one says whose collective took longer than its time limit.
 #: A rank may report the connection that it lost so much sooner than the end of who closed it is seen, in seconds.
 _TELLS_FIRST_SECS = 1.0
+#: What one says whose collective took longer than its time limit.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
-#: How exceptions begin that no library of collectives raises; the words behind may be a prompt's.
-_OF_PYTHON = re.compile(
-    r"(Assertion|Attribute|Import|Index|Key|ModuleNotFound|Name|NotImplemented|Type|UnboundLocal|Unicode\w+|Value)Error\b"
+#: How exceptions begin that a library of collectives raises; behind another beginning the words may be a prompt's.
+_OF_COLLECTIVES = re.compile(
+    r"(?:\w+\.)*(?:Dist\w*Error: |RuntimeError: (?:\[[^\]'\"]{1,200}\] |NCCL|[Gg]loo|Connection|Broken pipe|Socket"
+    r"|Timed out|Application timeout|TCPStore|store|recv|failed to recv))"
 )
+#: Those of a socket of any kind. Beside a death they are its consequence; alone they tell of no rank.
+_OF_SOCKETS = re.compile(r"(?:BrokenPipe|Connection(?:Reset|Aborted))Error\b")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,12 @@ def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
 
 def _is_lost_peer(message: str) -> bool:
     """Say whether an exception is one that a rank raises as another one is gone."""
-    return not _OF_PYTHON.match(message) and _LOST_PEER.search(message) is not None
+    return _is_of_collectives(message) or _OF_SOCKETS.match(message) is not None
+
+
+def _is_of_collectives(message: str) -> bool:
+    """Say whether it is a library of collectives that lost a connection to another rank."""
+    return _OF_COLLECTIVES.match(message) is not None and _LOST_PEER.search(message) is not None
 
 
 def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
@@ -162,9 +170,8 @@ def _stopped_peer(incident: Incident, first: FailureEvent) -> ProcessReport | No
 
 def _late_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> ProcessReport | None:
     """Return the one rank in no collective where the first failure is that a rank waited too long; None otherwise."""
-    if ordered[0].kind != "exception" or not _TIMED_OUT.search(ordered[0].message):
-        return None
-    if _OF_PYTHON.match(ordered[0].message):
+    message = ordered[0].message
+    if ordered[0].kind != "exception" or not (_OF_COLLECTIVES.match(message) and _TIMED_OUT.search(message)):
         return None
     failed, peers = {event.pid for event in ordered}, _peers_of(incident, [ordered[0].pid])
     seen = [one for one in incident.processes if one.pid in peers and one.doing and one.pid not in failed]
@@ -348,7 +355,7 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
 def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:
     name = f"{title} (pid {event.pid})"
     if event.kind == "exception":
-        if _is_lost_peer(event.message):
+        if _is_of_collectives(event.message):
             # Nothing of this server was seen to fail before: with several nodes, it was another node's.
             return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
         return f"{name} raised {event.message}.", "exception", "established"

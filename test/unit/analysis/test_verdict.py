@@ -98,6 +98,8 @@ def first(verdict: Verdict) -> int | None:
         ),
         # Words of a prompt.
         ([None], [raised(10, 1.0, "ValueError: 'Connection reset by peer'")], (10, "exception", "established"), ""),
+        # A socket that is no rank's, such as that of a log.
+        ([None], [raised(10, 1.0, "BrokenPipeError: [Errno 32] Broken pipe")], (10, "exception", "established"), ""),
         # What NCCL's call of CUDA failed of is the rank's own.
         (
             [None],
@@ -170,6 +172,8 @@ def test_who_failed_first(
         ("RuntimeError: NCCL communicator was aborted on rank 1", True),
         ("RuntimeError: recvValue failed on TCPStore(...)", True),
         ("torch.OutOfMemoryError: CUDA out of memory", False),
+        ('RuntimeError: Failed to parse a tool call: \'{"q": "connection reset by peer"}\'', False),
+        ("jinja2.exceptions.TemplateError: no remote process may be asked for", False),
     ],
 )
 def test_a_lost_connection_is_a_consequence(message: str, is_lost: bool) -> None:
