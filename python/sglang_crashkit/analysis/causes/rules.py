@@ -67,7 +67,9 @@ _NO_SPACE = r"\[Errno 28\] No space left on device"
 Rule = Callable[[Case], Finding | None]
 
 
-def raises(kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None) -> Rule:
+def raises(
+    kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None, steps: tuple[str, ...] = ()
+) -> Rule:
     """Return the rule that the exception of the first failure is of one kind.
 
     Args:
@@ -76,6 +78,7 @@ def raises(kind: str, text: str = "", *through: str, path: str = "", starting: b
         through: places that it came through; see `Raised.came_through`.
         path: pattern of a file that it came through.
         starting: whether the server was starting; None where that does not matter.
+        steps: what to do next, before what is good for the class.
     """
     types, words, files = re.compile(rf"(?:\w+\.)*(?:{kind})"), re.compile(text), re.compile(path)
     is_telling = bool(through or path) or not _ANY_CLASS.intersection(re.findall(r"\w+", kind))
@@ -88,7 +91,7 @@ def raises(kind: str, text: str = "", *through: str, path: str = "", starting: b
             return None
         if path and not any(files.search(one) for one in error.paths):
             return None
-        return Finding("established" if is_telling else "supported", (_sentence(case, error),))
+        return Finding("established" if is_telling else "supported", (_sentence(case, error),), steps)
 
     return rule
 
@@ -204,7 +207,8 @@ def _all_transfers(case: Case) -> bool:
 
 
 def _connection(case: Case) -> Finding | None:
-    if case.verdict.get("kind") != "lost_peer":
+    # Of a server on one host that starts, all ranks are known: it is their setting up of NCCL or gloo that fails.
+    if case.verdict.get("kind") != "lost_peer" or (case.is_starting and not case.has_other_nodes):
         return None
     return Finding("supported", (str((case.verdict.get("basis") or [case.verdict.get("text")])[0]),))
 
@@ -329,29 +333,43 @@ def _exited(case: Case) -> Finding | None:
     return Finding(level, (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
 
 
+_OF_PAIRS = r"sglang/srt/disaggregation/"
 _WHILE_LOADING = raises(
     r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/|huggingface_hub/", starting=True
 )
+#: As what a GPU's libraries report its errors; the last is FlashInfer's.
+_GPU_ERRORS = "Exception|RuntimeError|InternalError"
 _OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
-#: How torch and Triton begin what the GPU's driver says.
-_OF_GPU = r"(Capture (cuda|device) graph failed: )?((CUDA|HIP|XPU)( driver)? error:|Triton Error \[(CUDA|HIP)\]:)"
+#: What may stand before what the GPU's driver says: that graphs were captured, and where SGLang's own kernels asked it.
+_BEFORE = r"(Capture [\w -]{1,40} graph failed: )?((Runtime check failed|Failed) at \S{1,300}: )?"
+#: How torch, Triton and SGLang begin what it says.
+_OF_GPU = rf"{_BEFORE}((CUDA|HIP|XPU)( driver)? error:|Triton Error \[(CUDA|HIP)\]:)"
+#: How DeepGEMM does, which gives the error's name.
+_BY_NAME = (
+    rf"{_BEFORE}(CUDA driver error \(\S+\): \d+ \("
+    r"|Panic error \(\S+\): [^\n]{1,300}? failed with CUDA error \d+ \()(CUDA_ERROR_|cudaError)"
+)
+#: How DeepEP does.
+_IN_QUOTES = rf"{_BEFORE}Failed: CUDA error \S+ '"
 #: A sentence of its own, as they write it.
 _OOM_WORDS = (
-    rf"((Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU|NPU)|{_OF_GPU}) out of memory(\.?(\s*$|\n)|\. )"
-    rf"|{_OF_GPU} CUBLAS_STATUS_ALLOC_FAILED"
+    rf"({_BEFORE}(CUDA|HIP|XPU|NPU)|{_OF_GPU}) out of memory(\.?(\s*$|\n)|\. )"
+    rf"|{_OF_GPU} CUBLAS_STATUS_ALLOC_FAILED|{_BY_NAME}(OUT_OF_MEMORY|MemoryAllocation)\b|{_IN_QUOTES}out of memory'"
 )
 _OOM_OF_NCCL = r"NCCL error[\s\S]{0,2000}Cuda failure (\d+ )?'out of memory'"
 _FAULTS = (
     r"(an illegal memory access|device-side assert|misaligned address|unspecified launch failure"
     r"|an illegal instruction|invalid program counter|the launch timed out)"
 )
-#: Beside torch's and Triton's words those of DeepGEMM, DeepEP and FlashInfer.
 _CUDA_WORDS = (
     rf"{_OF_GPU} ({_FAULTS}|CUBLAS_STATUS_EXECUTION_FAILED)"
-    r"|CUDA driver error \(\S+\): \d+ \(CUDA_ERROR_(ILLEGAL|MISALIGNED|LAUNCH_FAILED|ASSERT)"
-    rf"|Failed: CUDA error \S+ '{_FAULTS}|\w+ failed with error (code )?{_FAULTS}"
+    rf"|{_BY_NAME}((?i:ILLEGAL|MISALIGNED|ASSERT)|LAUNCH_FAILED|LaunchFailure)|{_IN_QUOTES}{_FAULTS}"
+    # FlashInfer's, by the call that failed.
+    rf"|{_BEFORE}(Check failed: \([^\n]{{1,200}}\) is false: )?"
+    rf"[\w ,-]{{1,100}}\b(failed|error)( with error)?( code)?:? {_FAULTS}"
+    rf"|{_BEFORE}\[TensorRT-LLM\]\[ERROR\] CUDA runtime error in [^\n]{{1,200}}: {_FAULTS}"
 )
-_BROKEN_WORDS = rf"{_OF_GPU} uncorrectable ECC error"
+_BROKEN_WORDS = rf"{_OF_GPU} uncorrectable (ECC|NVLink) error"
 #: Its text goes on with "or a hardware error": a peer that died, or what it had not mapped, brings it about as well.
 _PEER_ACCESS = rf"{_OF_GPU} Invalid access of peer GPU memory over nvlink"
 _LEAK = r"[\w ]*memory leak detected!"
@@ -370,7 +388,17 @@ _PORT_WORDS = (
 _OLD_DRIVER = (
     rf"{_OF_GPU} (no kernel image is available|the provided PTX was compiled|device kernel image is invalid)"
     r"|The NVIDIA driver on your system is too old|Unexpected error from cudaGetDeviceCount[\s\S]{0,300}Error 80[34]:"
+    rf"|{_BY_NAME}((?i:INVALID_?(KERNEL_?)?IMAGE|UNSUPPORTED_?PTX)|NO_BINARY_FOR_GPU|NoKernelImage)"
 )
+#: What FlashInfer, DeepGEMM, DeepEP and Triton say that compile a kernel when it is first used.
+_NOT_COMPILED = (
+    rf"{_BEFORE}(Ninja build failed|Could not find nvcc|NVCC (PTX )?compilation failed|Failed to find C(\+\+)? compiler"
+    r'|Assertion error \(\S+compiler\.hpp:\d+\): false and "NVCC compilation failed")'
+)
+_NO_COMPILER = r"\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'"
+_TOOLCHAIN = ("`nvcc --version; ninja --version; c++ --version` must work: a kernel is compiled when it is first used",)
+_WHICH_GPUS = ("`nvidia-smi` and CUDA_VISIBLE_DEVICES show which GPUs this server may use: --tp may want more",)
+_NCCL_SAYS = ("NCCL_DEBUG=INFO at the next start has NCCL say which call failed, and why",)
 _NOT_JOINED = (
     r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|The client socket has timed out after"
 )
@@ -399,22 +427,24 @@ RULES: tuple[tuple[str, Rule], ...] = (
     # Whose failure it is, where that is elsewhere.
     ("transfer_stuck", _transfer),
     ("transfer_stuck", raises("KVTransferError")),
+    ("transfer_stuck", raises(r"nixl\w+Error", path=_OF_PAIRS)),
+    ("transfer_stuck", raises("Exception|RuntimeError", "KVSender failed|Transfer thread failed", path=_OF_PAIRS)),
     ("peer_lost", _peer),
     ("gpu_hardware", raises(r"torch\.AcceleratorError", _BROKEN_WORDS)),
-    ("gpu_hardware", raises("Exception|RuntimeError", _BROKEN_WORDS)),
+    ("gpu_hardware", raises(_GPU_ERRORS, _BROKEN_WORDS)),
     # What a GPU or the host ran out of.
     ("gpu_oom_at_start", raises(_OOM_CLASS, starting=True)),
     ("gpu_oom_at_start", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=True)),
-    ("gpu_oom_at_start", raises("Exception|RuntimeError", _OOM_WORDS, starting=True)),
+    ("gpu_oom_at_start", raises(_GPU_ERRORS, _OOM_WORDS, starting=True)),
     ("gpu_oom_at_start", raises("DistBackendError|RuntimeError", _OOM_OF_NCCL, starting=True)),
     ("gpu_oom_serving", raises(_OOM_CLASS, starting=False)),
     ("gpu_oom_serving", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=False)),
-    ("gpu_oom_serving", raises("Exception|RuntimeError", _OOM_WORDS, starting=False)),
+    ("gpu_oom_serving", raises(_GPU_ERRORS, _OOM_WORDS, starting=False)),
     ("gpu_oom_serving", raises("DistBackendError|RuntimeError", _OOM_OF_NCCL, starting=False)),
     ("cuda_fault", _gpu_said),
     ("cuda_fault", raises(r"torch\.AcceleratorError", _CUDA_WORDS)),
-    ("cuda_fault", raises("Exception|RuntimeError", _CUDA_WORDS)),
-    ("cuda_fault", raises(r"torch\.AcceleratorError|Exception|RuntimeError", _PEER_ACCESS)),
+    ("cuda_fault", raises(_GPU_ERRORS, _CUDA_WORDS)),
+    ("cuda_fault", raises(rf"torch\.AcceleratorError|{_GPU_ERRORS}", _PEER_ACCESS)),
     ("host_oom", raises("MemoryError")),
     ("host_oom", raises("OSError", r"\[Errno 12\] Cannot allocate memory")),
     ("host_oom", raises("RuntimeError", r".{0,200}DefaultCPUAllocator: (can't allocate|not enough) memory")),
@@ -464,7 +494,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
         raises("OSError", r".{0,300}(version `\S+' not found|cannot open shared)", starting=True),
     ),
     ("startup_version", raises("Exception", r"\S+ (is installed with|with minimum required) version ", starting=True)),
-    ("startup_version", raises(r"RuntimeError|torch\.AcceleratorError", _OLD_DRIVER)),
+    ("startup_version", raises(r"RuntimeError|Exception|torch\.AcceleratorError", _OLD_DRIVER)),
+    ("startup_version", raises("RuntimeError|Exception", _NOT_COMPILED, steps=_TOOLCHAIN)),
+    ("startup_version", raises("FileNotFoundError", _NO_COMPILER, steps=_TOOLCHAIN)),
     ("startup_model", _model_load),
     ("startup_timeout", _startup_timeout),
     ("startup_timeout", raises("DistStoreError|DistNetworkError", _NOT_JOINED, starting=True)),
@@ -482,6 +514,16 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("poison_request", _suspected),
     *((name, died_of(signal)) for signal, name in _BY_SIGNAL.items()),
     ("fatal_signal", died_of()),
+    (
+        "startup_failed",
+        raises(
+            r"RuntimeError|torch\.AcceleratorError",
+            rf"{_OF_GPU} (invalid device ordinal|no CUDA-capable device|CUDA-capable device\(s\) is/are busy)",
+            starting=True,
+            steps=_WHICH_GPUS,
+        ),
+    ),
+    ("startup_failed", raises("DistBackendError|RuntimeError", "NCCL error", starting=True, steps=_NCCL_SAYS)),
     ("startup_failed", _startup_failed),
     ("exited", raises("SystemExit")),
     ("exception_in_sglang", _exception_in_sglang),

@@ -137,6 +137,8 @@ def on_gpu(document: dict[str, Any], line: str) -> dict[str, Any]:
 
 
 EST, SUP, UNK = "established", "supported", "unknown"
+FAULT, RAISES, OOM_SERVING = ("cuda_fault", SUP), ("exception_in_sglang", SUP), ("gpu_oom_serving", SUP)
+PAIR = "transfer_worker (sglang/srt/disaggregation/nixl/conn.py:1153)"
 DETOKENIZER_TITLE, STUCK = "sglang::detokenizer", ("detokenizer_stuck", SUP)
 APART, DETOKENIZER = ("rank_divergence", SUP), ("detokenizer_lost", EST)
 STARTING = ("launch_failed",)
@@ -359,6 +361,18 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "connection_lost",
         SUP,
     ),
+    (
+        "a connection while one host starts",
+        incident("lost_peer", TP0, error="RuntimeError: NCCL error: unhandled system error", frames=LOADING, level=SUP),
+        "startup_failed",
+        SUP,
+    ),
+    (
+        "a connection while several start",
+        incident("lost_peer", TP0, error="RuntimeError: Connection closed", frames=LOADING, level=SUP, **NODES),
+        "connection_lost",
+        SUP,
+    ),
     # -- one request
     (
         "taken in",
@@ -511,7 +525,41 @@ RAISED = [
     ("torch.AcceleratorError: CUDA error: the launch timed out and was terminated", FORWARD, "cuda_fault", EST),
     ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", FORWARD, "gpu_hardware", EST),
     ("RuntimeError: CUDA error: uncorrectable ECC error encountered" + ASYNC, FORWARD, "gpu_hardware", SUP),
+    ("RuntimeError: CUDA error: uncorrectable NVLink error detected during x", FORWARD, "gpu_hardware", SUP),
     ("RuntimeError: CUDA error: Invalid access of peer GPU memory over nvlink or x", FORWARD, "cuda_fault", SUP),
+    # As the libraries write it whose kernels those are.
+    ("RuntimeError: Failed at /x.cuh:7: CUDA error: an illegal memory access was encountered", FORWARD, *FAULT),
+    ("RuntimeError: Runtime check failed at /x.cuh:7: CUDA error: misaligned address", FORWARD, *FAULT),
+    (
+        "RuntimeError: Panic error (/x.hpp:5): f(a, b) failed with CUDA error 700 (CUDA_ERROR_ILLEGAL_X): y",
+        FORWARD,
+        *FAULT,
+    ),
+    (
+        "RuntimeError: Panic error (/x.hpp:5): f() failed with CUDA error 719 (cudaErrorLaunchFailure): y",
+        FORWARD,
+        *FAULT,
+    ),
+    ("RuntimeError: Panic error (/x.hpp:5): f() failed with CUDA error 1 (cudaErrorInvalidValue): y", FORWARD, *RAISES),
+    (
+        "tvm.error.InternalError: Check failed: (a == b) is false: Run failed with error an illegal memory access",
+        FORWARD,
+        *FAULT,
+    ),
+    ("tvm.error.InternalError: Failed to run MLA, error: unspecified launch failure", FORWARD, *FAULT),
+    ("RuntimeError: [TensorRT-LLM][ERROR] CUDA runtime error in f(x): an illegal memory access", FORWARD, *FAULT),
+    ("RuntimeError: cannot parse 'it failed with error: an illegal memory access'", FORWARD, *RAISES),
+    ("Exception: Capture frozen-KV MTP cuda graph failed: CUDA error: device-side assert triggered", LOADING, *FAULT),
+    ("Exception: Capture prefill CUDA graph failed: CUDA out of memory. Tried", LOADING, "gpu_oom_at_start", SUP),
+    ("RuntimeError: Failed: CUDA error /x.cpp:83 'out of memory'", LOADING, "gpu_oom_at_start", SUP),
+    ("RuntimeError: CUDA driver error (/x.hpp:5): 2 (CUDA_ERROR_OUT_OF_MEMORY, out of memory)", FORWARD, *OOM_SERVING),
+    (
+        "RuntimeError: Panic error (/x.hpp:5): f() failed with CUDA error 2 (cudaErrorMemoryAllocation): y",
+        FORWARD,
+        *OOM_SERVING,
+    ),
+    # Not of a GPU, though of a place that it calls shared memory.
+    ("triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 9", FORWARD, *RAISES),
     (
         "torch.AcceleratorError: CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error",
         FORWARD,
@@ -567,6 +615,22 @@ RAISED = [
         SUP,
     ),
     ("RuntimeError: CUDA error: the provided PTX was compiled with an x", LOADING, "startup_version", SUP),
+    ("RuntimeError: CUDA driver error (/x.hpp:5): 200 (CUDA_ERROR_INVALID_IMAGE, y)", LOADING, "startup_version", SUP),
+    ("RuntimeError: Ninja build failed. Ninja output:\nx", FORWARD, "startup_version", SUP),
+    ("Exception: Capture cuda graph failed: Ninja build failed.", LOADING, "startup_version", SUP),
+    (
+        'RuntimeError: Assertion error (/x/compiler.hpp:176): false and "NVCC compilation failed"',
+        LOADING,
+        "startup_version",
+        SUP,
+    ),
+    ("FileNotFoundError: [Errno 2] No such file or directory: 'ninja'", LOADING, "startup_version", SUP),
+    ("FileNotFoundError: [Errno 2] No such file or directory: '/data/ninja.txt'", FORWARD, *RAISES),
+    ("RuntimeError: CUDA error: invalid device ordinal" + ASYNC, LOADING, "startup_failed", SUP),
+    # -- pairs
+    ("nixl._bindings.nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT", (PAIR, *FORWARD), "transfer_stuck", EST),
+    ("nixl._bindings.nixlBackendError: x", FORWARD, *RAISES),
+    ("Exception: KVSender failed to post transfer", (PAIR, *FORWARD), "transfer_stuck", EST),
     ("OSError: /x/libstdc++.so.6: version `GLIBCXX_3.4.32' not found", LOADING, "startup_version", SUP),
     ("AttributeError: module 'torch' has no attribute 'float8'", LOADING, "startup_version", SUP),
     ("AttributeError: module 'torch' has no attribute 'float8'", FORWARD, "exception_in_sglang", SUP),
@@ -606,6 +670,18 @@ def test_an_incident_has_its_cause(document: dict[str, Any], name: str, level: s
 def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, Any], has_it: bool) -> None:
     first = causes.explain(document)["next_steps"][0]
     assert first.startswith('`sglang-crashkit bisect 1a2b3c4d --serve "COMMAND"`') is has_it
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [
+        ("RuntimeError: Ninja build failed.", "`nvcc --version; ninja --version; c++ --version` must work"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "`nvidia-smi` and CUDA_VISIBLE_DEVICES"),
+        ("torch.distributed.DistBackendError: NCCL error in: /x.cpp:9, invalid usage", "NCCL_DEBUG=INFO"),
+    ],
+)
+def test_what_a_start_failed_of_has_its_own_next_step(error: str, step: str) -> None:
+    assert causes.explain(raised(error, *LOADING))["next_steps"][0].startswith(step)
 
 
 @pytest.mark.parametrize("name", ADVICE)
