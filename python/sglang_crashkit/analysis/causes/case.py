@@ -32,6 +32,7 @@ _STARTING_PLACES = (
     "__init__ (scheduler.py)",
     "__init__ (tp_worker.py)",
     "__init__ (model_runner.py)",
+    "__init__ (detokenizer_manager.py)",
     "*_launch_subprocesses (engine.py)",
 )
 #: An Xid error of longer ago, in seconds, has nothing to do with it.

@@ -50,7 +50,7 @@ _MAX_TOLD = 3
 _TIMED_OUT = (
     r"(\[[^\]]*gloo[^\]]*\] )?(Timed out waiting \d+ ?ms for (recv|send) operation"
     r"|Application timeout caused pair closure)"
-    r"|\[?.{0,80}Watchdog caught collective operation timeout|DeepEP error: .{0,40}timeout"
+    r"|(\[[^\]'\"]{0,80}\] )?Watchdog caught collective operation timeout|DeepEP error: .{0,40}timeout"
 )
 #: What a scheduler goes through with one request, and no batch.
 _TAKING_IN = ("*handle_generate_request (*.py)", "*handle_embedding_request (*.py)", "*handle_tokenized_* (*.py)")
@@ -62,6 +62,9 @@ _TOO_LITTLE = (
     r"|[\s\S]{0,600}\b(increase|[Rr]aise|lower) --mem-fraction-static"
 )
 _NO_SPACE = r"\[Errno 28\] No space left on device"
+#: As what is written in Rust has it, such as the downloads from a hub.
+_NO_SPACE_IN_RUST = r"[^'\"\n]{0,200}No space left on device \(os error 28\)"
+_OF_PAIRS = re.compile(r"sglang/srt/disaggregation/")
 
 
 Rule = Callable[[Case], Finding | None]
@@ -117,11 +120,12 @@ def _host_oom(case: Case) -> Finding | None:
     return None
 
 
-#: Exceptions of Python's own: what a GPU brings about is a RuntimeError, or one of torch's.
-_OF_PYTHON = frozenset(
-    {"AttributeError", "AssertionError", "ImportError", "IndexError", "KeyError", "ModuleNotFoundError", "NameError"}
-    | {"NotImplementedError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError"}
+#: What no broken GPU brings about: that is a RuntimeError, or another one of torch's.
+_OF_NO_GPU = re.compile(
+    r"(\w+\.)*(Attribute|Assertion|FileNotFound|Import|Index|Key|Memory|ModuleNotFound|Name|NotImplemented|OS"
+    r"|OutOfMemory|Type|UnboundLocal|Value|ZeroDivision)Error"
 )
+_TELLS_OF_GPU = re.compile(r"[^'\"\n]{0,100}\b(CUDA|HIP|NCCL|CUBLAS)")
 
 
 def _hardware(case: Case) -> Finding | None:
@@ -130,9 +134,12 @@ def _hardware(case: Case) -> Finding | None:
         return None
     holders = [one for event in found for one in mappings_of(event.get("processes"))]
     pid = case.first.get("pid")
-    if case.error is not None and case.error.type in _OF_PYTHON:
+    error = case.error
+    if error is not None and _OF_NO_GPU.fullmatch(error.type):
         return None
-    own = any(one.get("pid") == pid and one.get("level") == "established" for one in holders)
+    own = (error is None or _TELLS_OF_GPU.match(error.text)) and any(
+        one.get("pid") == pid and one.get("level") == "established" for one in holders
+    )
     reasons = (f"The driver reported Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_TOLD])
     return Finding("established" if own else "supported", tuple(reasons))
 
@@ -239,7 +246,8 @@ def _poison(case: Case) -> Finding | None:
         reason = f"Upstream's issue {by_issue.issue} tells of one request that ends a server so: {by_issue.title}."
     elif case.repeated:
         reason = f"A request like {case.repeated} was suspected in an earlier incident of the same fault."
-    elif any(error.came_through(place) for place in _TAKING_IN):
+    elif any(map(error.came_through, _TAKING_IN)) and not any(map(_OF_PAIRS.search, error.paths[:3])):
+        # What fails for want of the other server of a pair, would with any request.
         reason = "It came while one request was taken in."
     else:
         return None
@@ -333,7 +341,6 @@ def _exited(case: Case) -> Finding | None:
     return Finding(level, (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
 
 
-_OF_PAIRS = r"sglang/srt/disaggregation/"
 _WHILE_LOADING = raises(
     r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/|huggingface_hub/", starting=True
 )
@@ -427,8 +434,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     # Whose failure it is, where that is elsewhere.
     ("transfer_stuck", _transfer),
     ("transfer_stuck", raises("KVTransferError")),
-    ("transfer_stuck", raises(r"nixl\w+Error", path=_OF_PAIRS)),
-    ("transfer_stuck", raises("Exception|RuntimeError", "KVSender failed|Transfer thread failed", path=_OF_PAIRS)),
+    ("transfer_stuck", raises(r"nixl\w+Error", path=_OF_PAIRS.pattern)),
+    (
+        "transfer_stuck",
+        raises("Exception|RuntimeError", "KVSender failed|Transfer thread failed", path=_OF_PAIRS.pattern),
+    ),
     ("peer_lost", _peer),
     ("gpu_hardware", raises(r"torch\.AcceleratorError", _BROKEN_WORDS)),
     ("gpu_hardware", raises(_GPU_ERRORS, _BROKEN_WORDS)),
@@ -460,6 +470,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("shm_exhausted", raises("RuntimeError", r"unable to write to file </torch_\S+: No space left on device")),
     ("disk_full", raises("OSError", _NO_SPACE)),
     ("disk_full", raises("OSError", r"\[Errno 122\] Disk quota exceeded")),
+    ("disk_full", raises("RuntimeError|OSError|Exception|SafetensorError", _NO_SPACE_IN_RUST)),
     ("kv_pool_leak", raises("ValueError", _LEAK, "raise_error_or_warn (common.py)")),
     ("kv_pool_leak", raises("ValueError", _LEAK, "*check* (scheduler_runtime_checker_mixin.py)")),
     ("kv_pool_leak", raises("ValueError|AssertionError", _LEAK)),
@@ -521,6 +532,15 @@ RULES: tuple[tuple[str, Rule], ...] = (
             rf"{_OF_GPU} (invalid device ordinal|no CUDA-capable device|CUDA-capable device\(s\) is/are busy)",
             starting=True,
             steps=_WHICH_GPUS,
+        ),
+    ),
+    (
+        "startup_failed",
+        raises(
+            "RuntimeError",
+            r"Unexpected error from cudaGetDeviceCount[\s\S]{0,300}Error 802:",
+            starting=True,
+            steps=("`systemctl status nvidia-fabricmanager` on the host: GPUs that a switch connects wait for it",),
         ),
     ),
     ("startup_failed", raises("DistBackendError|RuntimeError", "NCCL error", starting=True, steps=_NCCL_SAYS)),

@@ -190,6 +190,9 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("Xid 31 is a program's", died("SIGABRT", first=TP0, **xid(31, 10)), "cuda_fault", SUP),
     ("an old Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 60.0), "exception", SUP),
     ("a fresh Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 3590.0), "gpu_hardware", SUP),
+    ("Xid, and memory", raised("torch.OutOfMemoryError: x", *FORWARD, **xid(94, 10)), "gpu_oom_serving", EST),
+    ("Xid, and a CUDA error", raised("RuntimeError: CUDA error: x", *FORWARD, **xid(79, 10)), "gpu_hardware", EST),
+    ("Xid, and words of no GPU", raised("RuntimeError: shapes differ", *FORWARD, **xid(145, 10)), "gpu_hardware", SUP),
     ("Xid, and killed", incident("signal", TP0, end=killed(), **xid(79, 10)), "killed", EST),
     ("Xid 45 follows", died("SIGABRT", first=TP0, **xid(45, 10)), "aborted", EST),
     ("no Xid seen", incident("signal", TP0, end=killed(), gpus={"devices": [{"index": 0}], "xids": []}), "killed", EST),
@@ -421,6 +424,16 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("a node's, and suspected", incident("lost_peer", TP0, error="X: y", **SUSPECTED), "connection_lost", SUP),
     ("the detokenizer, and suspected", raised("X: y", first="sglang::detokenizer", **SUSPECTED), *DETOKENIZER),
     ("asked, and suspected", died("SIGTERM", **SUSPECTED), "asked_to_stop", EST),
+    (
+        "taken in, while the other of a pair is away",
+        raised(
+            "TypeError: x",
+            "__init__ (sglang/srt/disaggregation/mooncake/conn.py:1)",
+            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
+        ),
+        "exception_in_sglang",
+        SUP,
+    ),
     # -- words that must not fool it
     (
         "a missing file while serving",
@@ -472,6 +485,8 @@ RAISED = [
     ("ValueError: token_to_kv_pool_allocator memory leak detected! x", FORWARD, "kv_pool_leak", SUP),
     ("OSError: [Errno 28] No space left on device: '/dev/shm/x'", FORWARD, "shm_exhausted", SUP),
     ("OSError: [Errno 28] No space left on device: '/data/x'", FORWARD, "disk_full", SUP),
+    ("RuntimeError: CAS service error : IO Error: No space left on device (os error 28)", LOADING, "disk_full", SUP),
+    ("RuntimeError: 'No space left on device (os error 28)', says it", FORWARD, *RAISES),
     ("OSError: [Errno 122] Disk quota exceeded: '/data/x'", FORWARD, "disk_full", SUP),
     (
         "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
@@ -575,6 +590,8 @@ RAISED = [
         SUP,
     ),
     ("RuntimeError: Application timeout caused pair closure", FORWARD, "symmetric_stall", SUP),
+    ("RuntimeError: a tool said 'Watchdog caught collective operation timeout'", FORWARD, *RAISES),
+    ("RuntimeError: [Rank 3] Watchdog caught collective operation timeout: x", FORWARD, "symmetric_stall", SUP),
     ("RuntimeError: DeepEP error: CPU recv timeout", FORWARD, "symmetric_stall", SUP),
     ("ValueError: Not enough host memory available. Requesting 9 GB", LOADING, "host_oom", SUP),
     (
@@ -678,6 +695,7 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
         ("RuntimeError: Ninja build failed.", "`nvcc --version; ninja --version; c++ --version` must work"),
         ("RuntimeError: CUDA error: invalid device ordinal", "`nvidia-smi` and CUDA_VISIBLE_DEVICES"),
         ("torch.distributed.DistBackendError: NCCL error in: /x.cpp:9, invalid usage", "NCCL_DEBUG=INFO"),
+        ("RuntimeError: Unexpected error from cudaGetDeviceCount(). x Error 802: y", "`systemctl status nvidia-fabric"),
     ],
 )
 def test_what_a_start_failed_of_has_its_own_next_step(error: str, step: str) -> None:
