@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.doctor.drill import _crash, check_incident, drill
-from sglang_crashkit.doctor.drill_server import wait_for_the_others
 from sglang_crashkit.doctor.folder_facts import FolderFacts
 from sglang_crashkit.doctor.rules import has_problem
 from unit.support.waiting import LONG
@@ -81,10 +79,3 @@ def test_a_sound_incident_passes() -> None:
 @pytest.mark.parametrize("document", [{}, SOUND | {"verdict": None}, SOUND | {"processes": []}])
 def test_an_incident_that_says_something_else_is_a_problem(document: dict[str, Any]) -> None:
     assert has_problem(check_incident(document))
-
-
-def test_a_rank_waits_until_there_are_no_others() -> None:
-    theirs, ours = os.pipe()
-    os.close(ours)
-    wait_for_the_others(theirs)
-    os.close(theirs)

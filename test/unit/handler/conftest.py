@@ -65,3 +65,19 @@ def launching(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
     with watched(tmp_path, short_folder) as case:
         case.handler.look()
         yield case
+
+
+@pytest.fixture(scope="module")
+def quiet_server() -> Iterator[Server]:
+    """A stand-in server in which nothing happens, and has not when the last test is over."""
+    folder = Path(tempfile.mkdtemp(prefix="ck-"))
+    try:
+        server = Server(folder, crash_folder=folder / "crash")
+        try:
+            yield server
+            assert server.process.poll() is None
+            assert server.incidents() == []
+        finally:
+            server.close()
+    finally:
+        shutil.rmtree(folder)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sglang_crashkit.handler.folders import Place
@@ -210,27 +206,6 @@ pause()
 # -- the handler as a process
 
 
-def test_it_has_nothing_of_the_servers_tree_and_descriptors(start_server: Start) -> None:
-    server = start_server()
-    children = {process.pid for process in psutil.Process(server.pid).children(recursive=True)}
-    assert set(server.ranks.values()) <= children
-    assert server.handler.pid not in children
-    assert os.getsid(server.handler.pid) != os.getsid(server.pid)
-    output = os.fstat(server.process.stdout.fileno()).st_ino
-    held = set()
-    for entry in Path(f"/proc/{server.handler.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            held.add(entry.stat().st_ino)
-    assert held
-    assert output not in held
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_no_signal_ends_it_before_the_server(quiet_server: Server, signum: signal.Signals) -> None:
-    quiet_server.handler.send_signal(signum)
-    quiet_server.settle()
-
-
 def test_a_lost_crash_folder_loses_no_incident(start_server: Start) -> None:
     server = start_server()
     server.crash_folder.rename(server.crash_folder.with_name("elsewhere"))
@@ -269,43 +244,6 @@ def test_a_handler_that_dies_does_not_hold_up_the_server(start_server: Start) ->
     assert server.process.wait(LONG) == ServerExit.CRASHED
     assert server.crash_folder is not None
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
-
-
-#: Runs the handler, with a first child that is slow to write its file into the folder, which it makes anew if need be.
-SLOW_CHILD = """
-import sys, time
-from sglang_crashkit.handler import __main__ as program
-write = program.write_private
-
-def write_late(path, data):
-    time.sleep(0.3)
-    path.parent.mkdir(exist_ok=True)
-    write(path, data)
-
-program.write_private = write_late
-sys.exit(program.main())
-"""
-
-
-@pytest.mark.parametrize("program", [("-m", "sglang_crashkit.handler"), ("-c", SLOW_CHILD)], ids=["itself", "slow"])
-def test_a_handler_without_a_server_leaves_no_folder(short_folder: Path, program: tuple[str, str]) -> None:
-    with child("ready()") as process:
-        process.wait(LONG)
-    runtime, crash = short_folder / "runtime", short_folder / "crash"
-    runtime.mkdir()
-    options = {"server-pid": process.pid, "crash-folder": crash, "runtime": runtime}
-    with Mailbox.bind(runtime / "handler.sock") as receiver:
-        options |= {"socket-fd": receiver.fileno()}
-        subprocess.run(
-            [sys.executable, *program, *(f"--{name}={value}" for name, value in options.items())],
-            pass_fds=[receiver.fileno()],
-            check=True,
-            timeout=LONG,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"SGLANG_CRASHKIT_JOURNAL": "0"},
-        )
-    wait_until(lambda: not runtime.exists() and not list(crash.glob("*/incidents/.*")), "both folders are removed")
 
 
 # -- watchdogs
@@ -380,21 +318,6 @@ def test_a_rank_below_the_data_parallel_controller_is_watched(start_server: Star
 
 
 # -- one quiet server for what is no incident and changes nothing
-
-
-@pytest.fixture(scope="module")
-def quiet_server() -> Iterator[Server]:
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    try:
-        server = Server(folder, crash_folder=folder / "crash")
-        try:
-            yield server
-            assert server.process.poll() is None
-            assert server.incidents() == []
-        finally:
-            server.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 def test_a_forked_copy_with_its_parents_title_may_end(quiet_server: Server) -> None:

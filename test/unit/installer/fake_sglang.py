@@ -13,6 +13,7 @@ from sglang_crashkit.installer.environment import Environment, Kit
 from sglang_crashkit.installer.lock import Lock
 from sglang_crashkit.installer.patches import LOCK_NAME, PatchTree
 from sglang_crashkit.installer.record import format_row
+from sglang_crashkit.installer.status import Overall, read_tree
 
 RELEASE = "0.5.9"
 
@@ -122,3 +123,8 @@ def copy_tree(source: Path, target: Path) -> None:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+
+
+def overall(environment: Environment, kit: FakeKit) -> Overall:
+    """Return the state of the installed SGLang."""
+    return read_tree(environment, kit.lock.find(environment.version)).overall

@@ -12,11 +12,39 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from sglang_crashkit.kernel.private_files import make_private_folder
 from unit.support.stored import make_incident
 
 VERDICT = {"kind": "exception", "text": "It raised.", "level": "established"}
+#: A request that breaks it, and the rule by which it does.
+POISON = {"return_logprob": True, "top_logprobs_num": 600}
+BY_PARAMETERS = "any(b.get('return_logprob') and b.get('top_logprobs_num', 0) > 512 for b in bodies)"
+
+
+def incident(folder: Path, *bodies: dict[str, Any], suspects: list[str] | None = None) -> Path:
+    """Write an incident of these requests, the first of which has id 0, among innocent ones."""
+    lines = [
+        {
+            "rid": str(number),
+            "state": "unfinished",
+            "arrived": f"2026-01-01T00:00:{number:02}.000000Z",
+            "sampling_params": {"max_new_tokens": 4, "temperature": 0.5},
+            "stream": False,
+            **body,
+        }
+        for number, body in enumerate([*bodies, *({"text": f"innocent {number}"} for number in range(12))])
+    ]
+    rank = {"pid": 9, "role": "scheduler", "title": "x", "doing": ["forward (model.py:1)"]}
+    return make_incident(
+        folder / "host" / "incidents",
+        kind="exception",
+        pieces={"requests/requests.jsonl": "".join(json.dumps(line) + "\n" for line in lines)},
+        verdict=VERDICT | {"first_failure": {"pid": 9, "title": "x"}},
+        processes=[rank],
+        suspects=[{"rid": rid} for rid in suspects or ()],
+    )
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -16,55 +15,17 @@ import pytest
 
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.replay.requests import StoredRequest
-from unit.replay.breakable import VERDICT
+from unit.replay.breakable import BY_PARAMETERS, POISON, incident
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG, wait_until
 
 pytestmark = pytest.mark.wide
 
-TEST = Path(__file__).parents[2]
-POISON = {"return_logprob": True, "top_logprobs_num": 600}
-BY_PARAMETERS = "any(b.get('return_logprob') and b.get('top_logprobs_num', 0) > 512 for b in bodies)"
 BY_CONTENT = "any('xyz' in b['text'] for b in bodies)"
 BY_LENGTH = "any(len(b['text']) > 20 for b in bodies)"
 BY_STOP = "any('##' in one for b in bodies for one in b.get('sampling_params', {}).get('stop', ()))"
 BY_TWO = "{'left', 'right'} <= {b['text'] for b in bodies}"
 BY_TWO_PARAMETERS = "any(b.get('lora_path') for b in bodies) and any(b.get('return_logprob') for b in bodies)"
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
-    paths = [str(TEST), *sys.path]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-
-    def command(rule: str, what: str = "forward") -> str:
-        return shlex.join([sys.executable, "-m", "unit.replay.breakable", "--rule", rule, "--what", what])
-
-    return command
-
-
-def incident(folder: Path, *bodies: dict[str, Any], suspects: list[str] | None = None) -> Path:
-    """Write an incident of these requests, the first of which has id 0, among innocent ones."""
-    lines = [
-        {
-            "rid": str(number),
-            "state": "unfinished",
-            "arrived": f"2026-01-01T00:00:{number:02}.000000Z",
-            "sampling_params": {"max_new_tokens": 4, "temperature": 0.5},
-            "stream": False,
-            **body,
-        }
-        for number, body in enumerate([*bodies, *({"text": f"innocent {number}"} for number in range(12))])
-    ]
-    rank = {"pid": 9, "role": "scheduler", "title": "x", "doing": ["forward (model.py:1)"]}
-    return make_incident(
-        folder / "host" / "incidents",
-        kind="exception",
-        pieces={"requests/requests.jsonl": "".join(json.dumps(line) + "\n" for line in lines)},
-        verdict=VERDICT | {"first_failure": {"pid": 9, "title": "x"}},
-        processes=[rank],
-        suspects=[{"rid": rid} for rid in suspects or ()],
-    )
 
 
 def bisect(path: Path, out: Path, command: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
@@ -454,33 +415,6 @@ def test_the_same_command_again_goes_on_where_it_was_stopped(
     assert result["starts"] < 8
 
 
-def test_replay_tells_whether_the_fault_came_back(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = incident(tmp_path / "crash", {"text": "a", **POISON})
-    command = ["replay", str(path), "--max-gap", "0", "--serve", serve(BY_PARAMETERS)]
-    assert main([*command, "-o", str(tmp_path / "all")]) == 5
-    assert "the same fault: It raised." in capsys.readouterr().out
-    assert main([*command, "-o", str(tmp_path / "one"), "--only", "3"]) == 0
-    assert "not reproduced: the server serves on" in capsys.readouterr().out
-    assert main([*command, "-o", str(tmp_path / "none"), "--suspects"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("rid", "outcome", "fault"),
-    [("0", "the same fault", "It raised."), ("3", "not reproduced: the server serves on", None)],
-)
-def test_replay_tells_a_program_in_json_alone(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], rid: str, outcome: str, fault: str | None
-) -> None:
-    path = incident(tmp_path / "crash", {"text": "a", **POISON})
-    command = ["replay", str(path), "--only", rid, "--json", "--serve", serve(BY_PARAMETERS)]
-    assert main([*command, "-o", str(tmp_path / "own")]) == (5 if fault else 0)
-    *answers, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [one["rid"] for one in answers] in ([rid], [])
-    assert (last["outcome"], last["fault"], bool(last["incident"])) == (outcome, fault, bool(fault))
-
-
 def test_one_whose_client_had_gone_is_sent_and_named(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -493,12 +427,3 @@ def test_one_whose_client_had_gone_is_sent_and_named(
     assert "request 0: it had been given up; it is sent, too, and waited for" in told.err
     assert "request 0: it goes on with a session" in told.err
     assert bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys)["rids"] == ["0"]
-
-
-def test_nothing_that_was_started_is_left(tmp_path: Path, serve: Any) -> None:
-    path = incident(tmp_path / "crash", {"text": "a"})
-    command = [sys.executable, "-m", "sglang_crashkit", "replay", str(path), "--max-gap", "0", "-o", "out"]
-    done = subprocess.run([*command, "--serve", serve("False")], cwd=tmp_path, timeout=LONG, check=False)
-    assert done.returncode == 0
-    found = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
-    assert str(tmp_path / "out") not in found.stdout

@@ -2,58 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.incident.store import _crash_folder
-from sglang_crashkit.kernel import procfs
-from sglang_crashkit.test.evidence import Death, Survivor
 from sglang_crashkit.test.fail_fast import Held, Watcher
-from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
-from unit.support.server_driver import Server
-from unit.support.waiting import LONG, child, spawned, wait_until
-
-SLEEP = [sys.executable, "-c", "import time\nprint('ready', flush=True)\ntime.sleep(120)"]
-QUIET_SECS = 0.4
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    with contextlib.ExitStack() as stack:
-        yield lambda argv=SLEEP: stack.enter_context(spawned(argv))
-
-
-class Watch:
-    """A watcher whose deaths are kept."""
-
-    def __init__(self, source, folder: Path, **options) -> None:
-        self.deaths: list[Death] = []
-        self.called = threading.Event()
-        self.ended = threading.Event()
-        self.watcher = Watcher(
-            source, self._on_death, at_the_end=lambda _: self.ended.set(), folder=folder, **options
-        ).start()
-
-    def _on_death(self, death: Death) -> None:
-        self.deaths.append(death)
-        self.called.set()
-
-    def death(self) -> Death:
-        assert self.called.wait(LONG)
-        assert len(self.deaths) == 1
-        return self.deaths[0]
+from unit.support.waiting import LONG, child, wait_until
+from unit.test.conftest import QUIET_SECS, Watch
 
 
 @pytest.mark.parametrize(
@@ -191,107 +149,6 @@ def test_all_that_had_ended_are_named(tmp_path, start):
     assert death.others == (f"second (pid={second.pid}) exited rc=-9",)
 
 
-GRANDCHILD = """
-import subprocess, sys, time
-def serve_requests():
-    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"]).pid, flush=True)
-    time.sleep(120)
-serve_requests()
-"""
-
-
-def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path, start):
-    victim = start()
-    with child("ready(); pause()") as unwatched:
-        survivor = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE)
-        with survivor:
-            assert survivor.stdout is not None
-            grandchild = int(survivor.stdout.readline())
-            watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
-            wait_until(lambda: len(watch.watcher._held) == 2, "both are watched")
-            victim.kill()
-            death = watch.death()
-            assert watch.ended.wait(LONG)
-            assert survivor.wait(LONG) == -9
-        assert procfs.read_stat(grandchild) is None or procfs.read_stat(grandchild).state == "Z"
-        assert unwatched.poll() is None
-    doing = {entry.pid: entry.doing for entry in death.survivors}
-    assert {survivor.pid, grandchild} == set(doing)
-    assert doing[survivor.pid][0].startswith("serve_requests (")
-    assert death.folder is not None
-    assert death.folder.parent == tmp_path / "evidence"
-    assert death.folder.stat().st_mode & 0o077 == 0
-    texts = [path.read_text() for path in death.folder.glob("*.txt")]
-    assert len(texts) == 2
-    assert any("serve_requests" in text for text in texts)
-    assert death.seconds < LONG
-    lines = list(death.lines())
-    assert lines[0] == f"victim (pid={victim.pid}) exited rc=-9"
-    assert any(
-        line.startswith(f"meanwhile: survivor: python -c ... (pid {survivor.pid}): serve_requests (") for line in lines
-    )
-
-
-def test_survivors_can_be_left_alive(tmp_path, start):
-    victim, survivor = start(), start()
-    watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path, kill_survivors=False)
-    victim.kill()
-    assert watch.death().survivors
-    assert watch.ended.wait(LONG)
-    assert survivor.poll() is None
-
-
-def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeypatch):
-    slow = tmp_path / "py-spy"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr("sglang_crashkit.capture.pyspy.find_pyspy", lambda: str(slow))
-    victim, survivor = start(), start()
-    watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
-    victim.kill()
-    death = watch.death()
-    assert death.seconds < LONG
-    assert "did not end within" in death.survivors[0].reason
-
-
-def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypatch, capsys):
-    monkeypatch.setattr("tempfile.tempdir", str(short_folder))
-    server = Server(short_folder, crash_folder=None)
-    try:
-        watch = Watch([("server", server.process)], tmp_path)
-        server.kill("scheduler_TP1")
-        server.process.wait(LONG)
-        death = watch.death()
-        incident = server.wait_for_the_end()
-    finally:
-        server.close()
-    assert incident is not None
-    assert death.incident is not None
-    assert death.incident.path == incident.path
-    assert "scheduler_TP1" in death.verdict
-    assert f"[FIXTURE FAIL-FAST] incident: {death.verdict}" in capsys.readouterr().err
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize(
-    ("command", "folder"),
-    [
-        (["python", "-m", "server", "--crash-dump-folder", "/crash"], Path("/crash")),
-        (["python", "-m", "server", "--crash-dump-folder=/crash", "--tp", "2"], Path("/crash")),
-        ("python -m server --crash-dump-folder /crash", Path("/crash")),
-        *((command, None) for command in (None, [], "python 'unbalanced", ["python", "--crash-dump-folder"])),
-    ],
-)
-def test_the_crash_folder_is_read_from_the_servers_command(command, folder):
-    assert _crash_folder(command) == folder
-
-
 def test_a_recycled_pid_is_not_watched(start, monkeypatch):
     # GIVEN a process that is reaped between the first look and the opening of its pidfd
     process = start()
@@ -301,90 +158,3 @@ def test_a_recycled_pid_is_not_watched(start, monkeypatch):
     # THEN whatever has its pid by now is not taken for it
     assert held.handle is None
     assert held.has_exited()
-
-
-SCRIPT = """
-import subprocess, sys, time
-from sglang_crashkit.test.test_utils import start_subprocess_fail_fast_watcher
-sleep = [sys.executable, "-c", "import time; time.sleep(120)"]
-victim = subprocess.Popen([sys.executable, "-c", {code!r}])
-sibling = subprocess.Popen(sleep)
-print(sibling.pid, flush=True)
-stop = start_subprocess_fail_fast_watcher([("victim", victim), ("gone", None), ("sibling", sibling)])
-{then}
-time.sleep({seconds})
-stop.set()
-sibling.kill()
-print("the end", flush=True)
-"""
-
-
-def run(code: str, then: str = "", seconds: float = 60) -> tuple[subprocess.CompletedProcess[str], float]:
-    began = time.monotonic()
-    script = SCRIPT.format(code=textwrap.dedent(code), then=then, seconds=seconds)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG, check=False)
-    return done, time.monotonic() - began
-
-
-@pytest.mark.parametrize(
-    ("code", "rc", "status"),
-    [
-        ("import sys; sys.exit(7)", 7, 7),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, 137),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, 143),
-    ],
-)
-def test_the_run_ends_with_the_status_of_the_dead_process(code, rc, status):
-    done, seconds = run(code)
-    assert done.returncode == status
-    lines = [line for line in done.stderr.splitlines() if line.startswith("[FIXTURE FAIL-FAST] victim (pid=")]
-    assert len(lines) == 1
-    assert lines[0].endswith(f") exited rc={rc}; aborting.")
-    sibling = int(done.stdout.split()[0])
-    assert procfs.read_stat(sibling) is None or procfs.read_stat(sibling).state == "Z"
-    assert "the end" not in done.stdout
-    assert seconds < 60
-
-
-def test_the_run_goes_on_after_status_0_or_the_event():
-    done, _ = run("", seconds=1)
-    assert (done.returncode, "the end" in done.stdout, "FAIL-FAST" in done.stderr) == (0, True, False)
-    done, _ = run("import time; time.sleep(120)", "stop.set(); victim.kill(); victim.wait()", seconds=0.5)
-    assert (done.returncode, "the end" in done.stdout, "FAIL-FAST" in done.stderr) == (0, True, False)
-
-
-def test_what_a_watch_covers_already_gets_no_second_watcher(tmp_path, start):
-    process = start()
-    watch = Watch(lambda: [("server", process), ("later", None)], tmp_path)
-    stop = start_subprocess_fail_fast_watcher([("server", process), ("later", None)])
-    assert stop is watch.watcher.stopped
-    stop.set()
-    process.send_signal(signal.SIGKILL)
-    process.wait(LONG)
-    assert not watch.called.wait(QUIET_SECS)
-
-
-def test_upstreams_own_watcher_starts_where_the_kit_is_off(monkeypatch):
-    @on_start_fail_fast_watcher
-    def start_watcher(named_procs):
-        return "upstream's"
-
-    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
-    assert start_watcher([]) == "upstream's"
-    monkeypatch.delenv("SGLANG_CRASHKIT_ENABLED")
-    event = start_watcher([])
-    assert isinstance(event, threading.Event)
-    event.set()
-
-
-def test_one_process_of_each_side_is_named_schedulers_first():
-    titles = [("a", "python -m x"), ("a", "sglang::scheduler_TP0"), ("b", "python -m y"), ("a", "sglang::detokenizer")]
-    survivors = [Survivor(name, pid, title, ("f (x:1)", "g (x:2)")) for pid, (name, title) in enumerate(titles)]
-    lines = list(Death("c", 9, -9, 0.0, survivors=survivors).lines())
-    assert [line.split(" (pid ")[0] for line in lines[1:]] == [
-        "meanwhile: a: sglang::scheduler_TP0",
-        "meanwhile: b: python -m y",
-        "meanwhile: a: python -m x",
-        "meanwhile: a: sglang::detokenizer",
-    ]
-    assert lines[1].endswith("): f (x:1) < g (x:2)")
