@@ -96,6 +96,8 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     # The stages of a pipeline are ranks like others.
     ranks = 1 if way.victim == "scheduler" else 2
     environ = parallel_env(lane, ranks, 1) | cpu_kernels.write_site(tmp_path_factory.mktemp("site"))
+    # The lane imports its own model only.
+    environ |= {"SGLANG_DISABLED_MODEL_ARCHS": ""} if way.model else {}
     with Server.start(lane, tp=way.tp, extra_args=arguments, env=environ) as server:
         server.wait_ready()
         Asked(server, "alone", 12, "1 2 3").join(LONG)

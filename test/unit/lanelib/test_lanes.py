@@ -126,6 +126,15 @@ def test_the_stub_is_found_before_what_is_there(installer, tmp_path, monkeypatch
     assert found == (":".join(str(part) for part in (folder and tmp_path / folder, path) if part) or None)
 
 
+def test_a_server_imports_no_other_model_than_its_own(tmp_path):
+    models = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt" / "models"
+    models.mkdir(parents=True)
+    for name in ("__init__", "llama", "llama4", "qwen3"):
+        (models / f"{name}.py").touch()
+
+    assert lanes.Lane("0.5.23", False, tmp_path, None).serve_env()["SGLANG_DISABLED_MODEL_ARCHS"] == "llama4,qwen3"
+
+
 def test_knows_option_reads_it_from_the_source(tmp_path):
     srt = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt"
     (srt / "arg_groups" / "fields").mkdir(parents=True)
