@@ -180,6 +180,7 @@ def test_while_the_server_serves_its_prompts_are_in_no_file(killed: Left) -> Non
     assert killed.wreck.left == []
 
 
+@pytest.mark.matrix
 def test_a_clean_stop_leaves_nothing_of_the_requests(lane: Lane, tmp_path: Path) -> None:
     folder = tmp_path / "crash"
     folder.mkdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from integration.scenario import RELEASES
+from integration.test_journal import holding
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import Server, free_port, wait_all_ready
@@ -29,6 +30,7 @@ pytestmark = [
 CONTAINER = ("unshare", "-pf", "--mount-proc", "--kill-child")
 HOST = "test-host"
 EXIT_S = 90.0
+PROMPT = "A prompt that is nowhere once its server has ended"
 #: Two servers in one container; a later argument wins.
 TWO = (
     'second=$1; shift; "$@" & one=$!; "$@" --port "$second" & two=$!; trap "kill $one $two" TERM; '
@@ -109,6 +111,7 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 
 
+@pytest.mark.matrix
 def test_a_clean_stop_of_process_1_is_no_crash(lane: Lane, host: Host) -> None:
     with host.start(lane) as server:
         server.wait_ready()
@@ -177,9 +180,14 @@ def test_the_end_of_one_process_1_takes_nothing_from_another(host: Host) -> None
         wait_all_ready([one, other])
         before = host.places
         assert len(before) == 4, before
+        assert one.generate(PROMPT, max_new_tokens=4, timeout_s=120)["output_ids"]
         assert stop(one) == 0
+        # What is left is the other's, and a clean stop is no crash of the next.
         assert len(host.places) == 2
         assert set(host.places) < set(before)
+        assert [path for path in host.left if not path.startswith(tuple(host.places))] == []
+        assert holding(PROMPT, host.crash, host.temporary) == []
+        assert host.next_start_reports() == []
         assert other.generate("Hello", max_new_tokens=4, timeout_s=120)["output_ids"]
         os.kill(other.pid_of("sglang::scheduler"), signal.SIGKILL)
         assert other.popen.wait(EXIT_S) == ServerExit.KILLED
