@@ -21,7 +21,7 @@ from unit.support.waiting import wait_until
 HANG_SECS = 3.0
 LONG = 400.0
 #: An answer that takes some seconds.
-LONG_ANSWER = 1500
+LONG_ANSWER = 500
 #: An incident of what goes on is removed this soon on a busy machine.
 REMOVED_SECS = 60.0
 #: More than upstream lets a chunk be on any GPU.

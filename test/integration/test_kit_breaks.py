@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 RELEASE = "0.5.23"
 SCHEDULER = "sglang::scheduler"
 #: Requests that are under way at SIGTERM, and how long their answers are: some seconds.
-REQUESTS, TOKENS = 3, 600
+REQUESTS, TOKENS = 3, 250
 #: A server that lost a rank has ended this soon on a busy machine, in seconds.
 SOON_S = 50.0
 #: In its log where nobody else was first to notice that a process had died.
