@@ -4,7 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-LONGEST = ("test_no_harm", "test_hangs", "test_first_crash", "test_collect", "test_watch_crash", "test_process_1")
+#: What takes a minute or more, the longest first.
+LONGEST = (
+    "test_no_harm",
+    "test_stuck_loop",
+    "test_hangs",
+    "test_collect",
+    "test_startup_timeout",
+    "test_process_1",
+    "test_first_crash",
+    "test_busy",
+    "test_kit_uninstalled",
+    "test_kit_breaks",
+    "test_faults",
+    "test_startup_death",
+    "test_watch_crash",
+    "test_watch",
+    "test_capture_ladder",
+    "test_divergence",
+    "test_journal",
+    "test_two_nodes",
+    "test_several_tokenizers",
+    "test_exit_status",
+    "test_privacy",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
