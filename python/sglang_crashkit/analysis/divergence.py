@@ -4,6 +4,9 @@ Ranks of one pipeline stage and one data-parallel replica take in the same reque
 the same batches in the same order; where one does not, the next collective mixes up what does not belong together, or
 hangs. The stacks of that moment show the victim; the steps before show who went another way.
 
+Tokens that they sampled differently are such a difference, too, though the batches are the same until one of them ends
+a request that another goes on with.
+
 The ranks are read at different moments, and one that died wrote less than the others: what one has and another has not
 yet is no difference.
 """
@@ -12,12 +15,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
+from sglang_crashkit.model.step import DIVERGED, PHASES, SAMPLED_HASH, DivergenceKind, Step, StepRequest
 
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
 #: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
@@ -143,11 +146,24 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
         for number in steps:
             counts[number] = counts.get(number, 0) + 1
     common = sorted(number for number, count in counts.items() if count > 1)
+    sampled: Divergence | None = None
+    results: Sequence[tuple[RankSteps, Step]] = ()
     for position, number in enumerate(common):
         there = [(one, steps[number]) for one, steps in known if number in steps]
-        found = _differ(there, names, moment, is_oldest=position == 0 and number > 1, compared=position + 1)
+        is_oldest, compared = position == 0 and number > 1, position + 1
+        found = _differ(there, names, moment, is_oldest=is_oldest, compared=compared)
         if found is not None:
-            return found
+            # What began before the tokens were there is no consequence of theirs, and may be their cause.
+            ended = {one.rank: step.ended for one, step in results}
+            earlier = any(step.began < (ended.get(one.rank) or step.began) for one, step in there)
+            if sampled is None or earlier:
+                return found
+            return _followed_by(sampled, f"From step {number:,} on they did not run the same any more.")
+        if sampled is None:
+            sampled, results = _sampled_apart(there, names, moment, is_oldest=is_oldest, compared=compared), there
+    if sampled is not None:
+        behind = _behind(known, names, moment, len(common))
+        return _followed_by(sampled, f"{behind.against} went on to step {behind.step:,} alone." if behind else "")
     apart = [one for one, steps in known if not any(counts[number] > 1 for number in steps)]
     if apart or not common:
         spans = ", ".join(f"{names.of([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
@@ -218,6 +234,49 @@ def _differ(
         secs,
         compared,
     )
+
+
+def _sampled_apart(
+    there: Sequence[tuple[RankSteps, Step]], names: _Names, moment: Moment | None, *, is_oldest: bool, compared: int
+) -> Divergence | None:
+    """Return which ranks sampled other tokens in a step than the others did; None where none is known to have."""
+    ways: dict[bytes, list[tuple[RankSteps, Step]]] = {}
+    for one, step in there:
+        if step.sampled:
+            ways.setdefault(step.sampled[:SAMPLED_HASH], []).append((one, step))
+    if len(ways) < 2:
+        return None
+    usual, second, *_fewer = sorted(ways.values(), key=len, reverse=True)
+    (_, ours), (_, theirs) = second[0], usual[0]
+    odd, rest = [one for one, _step in second], [one for one, _step in usual]
+    # Of as many on each side nothing tells who is wrong.
+    named = odd if len(usual) > len(second) else [*rest, *odd]
+    pairs = zip(ours.requests, ours.sampled[SAMPLED_HASH:], theirs.sampled[SAMPLED_HASH:], strict=False)
+    requests = [request for request, own, other in pairs if own != other]
+    of = f"for {_some(requests)}" if requests else f"for one of {_count(ours.size, 'request')}"
+    secs, when = _before(min(ours.began, theirs.began), moment)
+    oldest = "; it is the oldest step that both still have, and they may have diverged before" if is_oldest else ""
+    return Divergence(
+        "sampled_token",
+        "established" if named is odd and not is_oldest else "supported",
+        f"{names.of(odd)} sampled another token than {names.of(rest)} {of} in step {ours.number:,}{oldest}{when}.",
+        ours.number,
+        names.of(named),
+        tuple(one.pid for one in named),
+        names.of(rest) if named is odd else "",
+        requests[0].rid if requests else None,
+        None,
+        secs,
+        compared,
+    )
+
+
+def _followed_by(sampled: Divergence, statement: str) -> Divergence:
+    """Return the divergence of sampled tokens with what came of it, a sentence; empty where nothing did."""
+    if statement:
+        return replace(sampled, statement=f"{sampled.statement} {statement}")
+    text = f"{sampled.statement} Until now they ran the same batches."
+    return replace(sampled, level="supported", statement=text)
 
 
 def _outlier(ours: Step, theirs: Step) -> tuple[bool | None, Level]:

@@ -297,8 +297,11 @@ def divergence_of(
 
 
 def _with(one: RankSteps, told: Sequence[Step]) -> RankSteps:
-    """Return the steps of a rank, some of them as they were told elsewhere."""
-    return replace(one, steps=[*{step.number: step for step in (*one.steps, *told)}.values()])
+    """Return the steps of a rank, some of them as a file tells them, which has no tokens."""
+    known = {step.number: step for step in one.steps}
+    sampled = {number: step.sampled for number, step in known.items()}
+    known |= {step.number: replace(step, sampled=sampled.get(step.number, b"")) for step in told}
+    return replace(one, steps=[*known.values()])
 
 
 def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ beginning, so that no store ever ends in SIGBUS::
 
     header     one page: magic number; what the scheduler is about, in words of 64 bits; a control request, by its name
     steps      `STEPS` slots of 160 bytes; the step of number n lies in slot n modulo `STEPS`
+    sampled    as many slots of 64 bytes: number and checksum in one word; the lowest byte of each sampled token
     ids        4096 slots of 64 bytes: 8 bytes of a hash of a request's id, its length, the id; a long one takes several
     data       1 MB, the newest overwrites the oldest: for each step's requests hashes of ids, and lengths
 
@@ -13,7 +14,8 @@ requests, and lengths that all grew by one, as they do in a decode.
 
 There is no lock, and a writer may be killed anywhere. So nothing is believed that does not prove itself: a step and a
 piece of the data have a checksum in the step's slot, an id is the one that its hash is of. What changes as a step goes
-on, how far it came and when it ended, is stored by single instructions, with the step's number.
+on, how far it came and when it ended, is stored by single instructions, with the step's number. So is the checksum of
+the tokens that were sampled, before the step is said to be processed.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ import mmap
 import os
 import struct
 import sys
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
+from zlib import crc32
 
 from sglang_crashkit.memory.ring import create_sealed, is_ring
-from sglang_crashkit.model.step import PHASES, Step, StepRequest
+from sglang_crashkit.model.step import PHASES, SAMPLED_HASH, Step, StepRequest
 
 NAME = "sglang-crashkit-steps"
 STEPS = 1000
@@ -43,14 +45,16 @@ DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "timeout")
 MAX_REQUESTS = 2048
 ABSENT = -1
 
-_VERSION = 3
+_VERSION = 4
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
 _PAGE = 4096
-_SLOT, _ID_SLOT = 160, 64
+_SLOT, _SAMPLED_SLOT, _ID_SLOT = 160, 64, 64
 #: Where the slots begin, and how long each is, in words of 64 bits.
 _FIRST_WORD, _WORDS = _PAGE // 8, _SLOT // 8
 _ID_SLOTS, _DATA_BYTES = 4096, 1_000_000
-_IDS = _PAGE + STEPS * _SLOT
+#: No slot of it lies on two pages, between which a reader may be held up.
+_SAMPLED = _PAGE + STEPS * _SLOT
+_IDS = _SAMPLED + STEPS * _SAMPLED_SLOT
 _DATA = _IDS + _ID_SLOTS * _ID_SLOT
 SIZE = _DATA + _DATA_BYTES
 #: Words of the header: when the last round of the event loop began; the step that it is to become, 0 for none; the step
@@ -60,6 +64,7 @@ _ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
 #: number, as JSON.
 _CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
 #: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
+_NO_PHASE = 0xFFFF_FFFF_FFFF_FF00
 _ENDED, _FIXED = 8, 16
 _BODY = struct.Struct("<QdQ8I4iqqHB")
 _DECIDED = struct.Struct("<B6Q")
@@ -70,7 +75,12 @@ _HASHED = struct.Struct("<QHIii")
 _CHECKED = struct.Struct(f"<I{_BODY_BYTES}s")
 #: What spreads the checksum of a step over the rolling hash, a word.
 _SPREAD, _WORD = 0x9E37_79B9_7F4A_7C15, 0xFFFF_FFFF_FFFF_FFFF
-_LONGEST_ID = 1024
+#: Of the tokens of a step: their checksum and its number in one word, which one instruction stores; the lowest byte of
+#: each token.
+_TOKENS = struct.Struct("@Q56s")
+#: A list of tokens as `marshal` writes it: so many bytes before the first, and for each; where its lowest one is.
+_LISTED, _LOWEST = 5, 6
+_ID_HASH, _LONGEST_ID = blake2b(digest_size=8), 1024
 #: So many requests are read at most, of the newest steps.
 _MAX_READ = 32_768
 #: After so many slots all ids are written again with the next list, so that each is there as long as its request.
@@ -240,7 +250,7 @@ class StepWriter:
         if phase == SCHEDULED:
             hashed = _HASHED.pack(number, mode, size, facts[0], facts[1]) + decided + agreed + raw
             # Once it differs it stays different. A hash that nobody can forge takes a tenth of the whole step.
-            told = self._agreed = (self._agreed * _SPREAD + zlib.crc32(hashed, self._ids_sum) + 1) & _WORD
+            told = self._agreed = (self._agreed * _SPREAD + crc32(hashed, self._ids_sum) + 1) & _WORD
         else:
             told = 0
         ids, lengths_at = self._ids_at % _DATA_BYTES, self._lengths_at % _DATA_BYTES
@@ -250,7 +260,7 @@ class StepWriter:
         start, word = _PAGE + slot * _SLOT + _FIXED, _FIRST_WORD + slot * _WORDS
         words = self._words
         words[word] = 0
-        _CHECKED.pack_into(self._map, start, zlib.crc32(body), body)
+        _CHECKED.pack_into(self._map, start, crc32(body), body)
         words[word] = number << 16 | phase
         if phase == SCHEDULED:
             words[_AT] = number
@@ -269,19 +279,38 @@ class StepWriter:
         place, words = _FIRST_WORD + number % STEPS * _WORDS, self._words
         word = words[place]
         if word >> 16 == number:
-            words[place] = number << 16 | (mode << 8 if mode else word & 0xFF00) | phase
+            words[place] = number << 16 | mode << 8 | phase if mode else word & _NO_PHASE | phase
 
-    def turn_to(self, number: int) -> None:
-        """Note which step the scheduler is at now, 0 for none."""
-        self._words[_AT] = number
+    def turn_to(self, number: int, phase: int = 0) -> None:
+        """Note which step the scheduler is at now, 0 for none, and how far that has come where `phase` is not 0."""
+        words = self._words
+        words[_AT] = number
+        if phase:
+            place = _FIRST_WORD + number % STEPS * _WORDS
+            word = words[place]
+            if word >> 16 == number:
+                words[place] = word & _NO_PHASE | phase
 
-    def end(self, number: int, now: float) -> None:
-        """Note that a step's results were processed, at `now` in seconds of the monotonic clock."""
-        place, words = _FIRST_WORD + number % STEPS * _WORDS, self._words
+    def end(self, number: int, now: float, at: int = 0, sampled: bytes = b"") -> None:
+        """Note that a step's results were processed.
+
+        Args:
+            number: the step's.
+            now: when, in seconds of the monotonic clock.
+            at: the step that the scheduler is at from now on, 0 for none.
+            sampled: the token that each request had sampled last: a list of numbers, as `marshal` writes it; empty
+                where that is not known.
+        """
+        slot, words = number % STEPS, self._words
+        if sampled:
+            told = crc32(sampled) << 32 | number
+            _TOKENS.pack_into(self._map, _SAMPLED + slot * _SAMPLED_SLOT, told, sampled[_LOWEST::_LISTED])
+        place = _FIRST_WORD + slot * _WORDS
         self._times[place + _ENDED // 8] = now
         word = words[place]
         if word >> 16 == number:
-            words[place] = number << 16 | word & 0xFF00 | PROCESSED
+            words[place] = word & _NO_PHASE | PROCESSED
+        words[_AT] = at
 
     def _set_lengths(self, raw: bytes, count: int) -> None:
         """Write the lengths, unless each of them is one more than the last time."""
@@ -294,7 +323,7 @@ class StepWriter:
         if before is not None and is_fresh and lengths - before == self._ones[1]:
             self._grown += 1
         else:
-            self._lengths_at, self._lengths_sum, self._grown = self._append(raw), zlib.crc32(raw), 0
+            self._lengths_at, self._lengths_sum, self._grown = self._append(raw), crc32(raw), 0
         self._lengths = lengths if len(raw) == 4 * count else None
 
     def _list(self, rids: Sequence[str], raw: bytes) -> None:
@@ -303,13 +332,16 @@ class StepWriter:
         self._rids, self._ids, self._grown = rids, ids, 0
         self._ids_at = self._append(ids + raw)
         self._lengths_at = self._ids_at + len(ids)
-        self._ids_sum, self._lengths_sum = zlib.crc32(ids), zlib.crc32(raw)
+        self._ids_sum, self._lengths_sum = crc32(ids), crc32(raw)
         self._lengths = int.from_bytes(raw, "little") if len(raw) == 4 * len(rids) else None
 
     def _put_id(self, rid: str) -> bytes:
         """Write a request's id; return its hash."""
         text = rid.encode(errors="surrogatepass")
-        digest = blake2b(text, digest_size=8).digest()
+        # To copy one takes less than to make one.
+        hashed = _ID_HASH.copy()
+        hashed.update(text)
+        digest = hashed.digest()
         record = digest + min(len(text), 0xFFFF).to_bytes(2, "little") + text[:_LONGEST_ID]
         slots = (len(record) + _ID_SLOT - 1) // _ID_SLOT
         place = self._id_head % _ID_SLOTS
@@ -419,7 +451,7 @@ class StepReader:
     def _step_at(self, data: bytes, place: int, found: _Requests) -> Step | None:
         start = _PAGE + place * _SLOT
         checksum, body = _CHECKED.unpack_from(data, start + _FIXED)
-        if zlib.crc32(body) != checksum:
+        if crc32(body) != checksum:
             return None
         number, began, agreed, *rest = _BODY.unpack_from(body)
         ids_at, ids_sum, lengths_at, lengths_sum, grown, count, size, total, *rest = rest
@@ -431,6 +463,8 @@ class StepReader:
         # A writer that was killed between the two had scheduled it.
         phase = word & 0xFF if word >> 16 == number else SCHEDULED if mode else RECEIVED
         known = Facts(*facts)
+        told, lowest = _TOKENS.unpack_from(data, _SAMPLED + place * _SAMPLED_SLOT)
+        has_sampled = phase == PROCESSED and told & 0xFFFF_FFFF == number & 0xFFFF_FFFF
         return Step(
             number=number,
             began=began,
@@ -445,6 +479,7 @@ class StepReader:
             tokens=total,
             decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
             agreed_hash=agreed,
+            sampled=(told >> 32).to_bytes(SAMPLED_HASH, "little") + lowest if has_sampled else b"",
             **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
         )
 
@@ -503,7 +538,7 @@ class _Requests:
 
     def _take(self, size: int, start: int, checksum: int) -> bytes:
         found = self._data[_DATA + start : _DATA + start + size]
-        return found if len(found) == size and zlib.crc32(found) == checksum else b""
+        return found if len(found) == size and crc32(found) == checksum else b""
 
     def _all_rids(self) -> Iterator[tuple[bytes, str]]:
         data = self._data

@@ -18,9 +18,13 @@ PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
 #: What differs where ranks are compared. A decision explains a batch that differs with it, so it comes first; ``hash``
 #: is that of all that must agree, where nothing else tells. ``ended_earlier`` is one that stopped where others went on,
 #: and no divergence.
-DivergenceKind = Literal["decision", "mode", "requests", "lengths", "hash", "ended_earlier", "unknown", "none"]
+DivergenceKind = Literal[
+    "decision", "mode", "requests", "lengths", "sampled_token", "hash", "ended_earlier", "unknown", "none"
+]
 #: The kinds that are a divergence.
-DIVERGED: tuple[DivergenceKind, ...] = ("decision", "mode", "requests", "lengths", "hash")
+DIVERGED: tuple[DivergenceKind, ...] = ("decision", "mode", "requests", "lengths", "sampled_token", "hash")
+#: Bytes of `Step.sampled` before those of the requests.
+SAMPLED_HASH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +65,18 @@ class Step:
     #: Forward mode of the model's pass that began last in it, such as ``target_verify``; empty where none did or it is
     #: not known.
     forward: str = ""
+    #: What its requests had sampled last as it was processed: a hash, then the lowest byte of each one's token, as far
+    #: as there was room. Empty where it was not, or that is not known. It is in no file: who has it can guess answers.
+    sampled: bytes = b""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""
+        """Return it as a JSON object without `sampled`: a line of ``ranks/<rank>.steps.jsonl``."""
         requests = [
             {"rid": one.rid, "id_hash": one.id_hash, "tokens": one.tokens, "length": one.length}
             for one in self.requests
         ]
         # Not `asdict`, which takes ten times as long over many requests.
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "sampled"}
         return fields | {"requests": requests, "decisions": dict(self.decisions)}
 
     @staticmethod
@@ -80,9 +87,10 @@ class Step:
             ValueError: it is none.
         """
         try:
-            optional: dict[str, Any] = {
+            counted: dict[str, Any] = {
                 name: None if document.get(name) is None else whole(document[name]) for name in _COUNTS
             }
+            counted |= {name: whole(document[name]) for name in ("number", "size", "tokens", "agreed_hash")}
             return Step(
                 began=number(document["began"]),
                 ended=None if document["ended"] is None else number(document["ended"]),
@@ -94,8 +102,7 @@ class Step:
                 ),
                 decisions={text(name): whole(count) for name, count in document["decisions"].items()},
                 forward=text(document.get("forward", "")),
-                **{name: whole(document[name]) for name in ("number", "size", "tokens", "agreed_hash")},
-                **optional,
+                **counted,
             )
         except (AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"no step: {error}") from error

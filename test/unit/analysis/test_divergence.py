@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.divergence import Divergence, Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import Rank, rank_at
-from sglang_crashkit.model.step import PHASES, Step, StepRequest
+from sglang_crashkit.model.step import PHASES, SAMPLED_HASH, Step, StepRequest
 
 TP0, TP1, TP2 = (rank_at({"tp": number}) for number in range(3))
 AB12, CD34 = StepRequest("ab12", 0xAB12, 37, 37), StepRequest("cd34", 0xCD34, 1, 20)
@@ -267,6 +267,84 @@ def test_one_that_stopped_where_others_went_on_has_ended_earlier() -> None:
     assert found.statement.endswith(" up to then they did the same. TP1 had received request ab12 for it.")
 
 
+def sampled(*tokens: int, known: int = 56) -> bytes:
+    """Return what a step says of these tokens, as far as there is room for them."""
+    hashed = zlib.crc32(repr(tokens).encode()).to_bytes(SAMPLED_HASH, "little")
+    return hashed + bytes(token & 0xFF for token in tokens[:known]).ljust(56, b"\0")
+
+
+def pair(number: int, last: int = 7, **fields: Any) -> Step:
+    both = replace(CD34, length=number), replace(EF56, tokens=1, length=number)
+    return step(number, "decode", *both, **{"sampled": sampled(5, last)} | fields)
+
+
+def pairs(last: int = 7, **fields: Any) -> list[Step]:
+    return [*(pair(number) for number in range(LAST - 5, LAST)), pair(LAST, last, **fields)]
+
+
+SAMPLED = "TP1 sampled another token than TP0 for request ef56 in step 18,204; 16 minutes before it."
+
+
+@pytest.mark.parametrize(
+    ("more", "then", "said"),
+    [
+        ([], [], "Until now they ran the same batches."),
+        # It ended there for one of them.
+        (
+            [step(LAST + 1, "decode", CD34)],
+            [pair(LAST + 1)],
+            "From step 18,205 on they did not run the same any more.",
+        ),
+        ([], [pair(LAST + 1)], "TP1 went on to step 18,205 alone."),
+    ],
+)
+def test_another_token_is_told_with_what_came_of_it(more: list[Step], then: list[Step], said: str) -> None:
+    moment = Moment(LAST + 960.0, "it", LAST + 961.0)
+    found = judge((TP0, [*pairs(), *more]), (TP1, [*pairs(8), *then]), moment=moment)
+    assert found.statement == f"{SAMPLED} {said}"
+    assert (found.kind, found.step, found.request, found.decision) == ("sampled_token", LAST, "ef56", None)
+    # Of two, nobody knows who is wrong.
+    assert (found.ranks, found.pids, found.against, found.level) == ("TP0-1", (0, 1), "", "supported")
+    assert found.diverged
+
+
+def test_of_several_ranks_the_one_with_another_token_is_named() -> None:
+    after = [pair(LAST + 1)]
+    ended = [step(LAST + 1, "decode", CD34)]
+    found = judge((TP0, [*pairs(), *after]), (TP1, [*pairs(8), *ended]), (TP2, [*pairs(), *after]))
+    assert (found.kind, found.ranks, found.against, found.level) == ("sampled_token", "TP1", "TP0,2", "established")
+
+
+@pytest.mark.parametrize("at", [LAST + 0.2, LAST + 0.5])
+def test_a_batch_that_was_begun_before_the_tokens_came_is_the_cause(at: float) -> None:
+    # With overlap: who is retracted then is given no token any more.
+    retracted = step(LAST + 1, "decode", CD34, decisions={"retract": 1}, began=at)
+    usual = pair(LAST + 1, began=at)
+    found = judge((TP0, [*pairs(), usual]), (TP1, [*pairs(8), retracted]))
+    assert found.kind == ("decision" if at < LAST + 0.5 else "sampled_token")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        # The rank of another kit, and one that is not so far yet.
+        (pairs(sampled=b""), pairs()),
+        (pairs(8, phase="forward_done", sampled=b""), pairs()),
+        (pairs(), pairs()),
+    ],
+)
+def test_tokens_that_are_not_known_are_not_compared(ours: list[Step], theirs: list[Step]) -> None:
+    assert judge((TP0, ours), (TP1, theirs)).kind == "none"
+
+
+def test_of_requests_that_are_not_known_their_number_is_told() -> None:
+    many = [replace(CD34, length=1)] * 3
+    ours, theirs = (step(LAST, "decode", *many, size=300, sampled=sampled(*[1] * 299, last)) for last in (1, 2))
+    found = judge((TP0, [*steps(LAST - 1), theirs]), (TP1, [*steps(LAST - 1), ours]))
+    assert "TP1 sampled another token than TP0 for one of 300 requests in step 18,204." in found.statement
+    assert found.request is None
+
+
 @pytest.mark.parametrize(
     ("ranks", "statement"),
     [
@@ -336,6 +414,7 @@ _steps = st.builds(
     received=st.none() | _numbers,
     decisions=st.dictionaries(st.sampled_from(["abort", "retract"]), _numbers, max_size=2),
     agreed_hash=st.integers(0, 2),
+    sampled=st.sampled_from([b"", b"1", sampled(1, 2), sampled(1, 3)]),
 )
 _places = st.dictionaries(st.sampled_from(["tp", "pp", "dp", "ep"]), st.integers(0, 2), max_size=3).map(rank_at)
 _ranks = st.lists(st.builds(RankSteps, _places, st.lists(_steps, max_size=6), _numbers), max_size=5)
@@ -352,8 +431,10 @@ def test_whatever_the_steps_hold_there_is_an_answer(ranks: list[RankSteps], mome
         json.dumps(found.to_json(), allow_nan=False)
 
 
-@given(st.lists(_steps, max_size=6), st.integers(2, 4), _moments)
-def test_ranks_that_did_the_same_have_not_diverged(of: list[Step], count: int, moment: Moment | None) -> None:
-    found = find_divergence([RankSteps(rank_at({"tp": number}), of) for number in range(count)], moment)
+@given(st.lists(_steps, max_size=6), st.lists(st.integers(0, 2**6 - 1), min_size=2, max_size=4), _moments)
+def test_ranks_that_did_the_same_have_not_diverged(of: list[Step], told: list[int], moment: Moment | None) -> None:
+    # Not each of them tells of each step what was sampled in it.
+    ranks = [[one if mask & 1 << at else replace(one, sampled=b"") for at, one in enumerate(of)] for mask in told]
+    found = find_divergence([RankSteps(rank_at({"tp": at}), its) for at, its in enumerate(ranks)], moment)
     assert found is not None
     assert found.kind in ("none", "unknown")

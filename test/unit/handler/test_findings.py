@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +366,18 @@ def test_an_incident_tells_where_the_ranks_diverged(
     assert found["statement"].endswith(expected)
     assert (found["request"] == "b") == ("before" in expected)
     assert found["pids"] == ([10, 11] if "before" in expected else [])
+
+
+def test_tokens_that_are_in_no_file_are_compared_by_what_is_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    steps = {}
+    for pid, last in ((10, b"x"), (11, b"y")):
+        steps[pid] = [replace(ALIKE[0], sampled=b"hashx"), replace(ALIKE[1], sampled=last * 5)]
+        text = "".join(json.dumps(one.to_json()) + "\n" for one in steps[pid])
+        (tmp_path / f"ranks/scheduler_TP{pid - 10}-{pid}.steps.jsonl").write_text(text)
+    found = divergence_of(of_ranks(), light(steps), tmp_path, 5.0, 4.5)
+    assert found is not None
+    assert (found["kind"], found["step"], found["request"]) == ("sampled_token", 2, "a")
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, {}), (2, {10: [], 11: []}), (1, {10: ALIKE})])

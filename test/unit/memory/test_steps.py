@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import marshal
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from sglang_crashkit.memory.steps import (
     StepReader,
     StepWriter,
 )
+from sglang_crashkit.model.step import SAMPLED_HASH
 from unit.support.waiting import LONG, child, descriptors
 
 MODES = {1: "extend", 2: "decode", 5: "target_verify"}
@@ -90,6 +92,38 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     writer.end(7, 8.25)
     (ended,) = read(writer).steps
     assert (ended.phase, ended.ended) == ("processed", 8.25)
+
+
+def sampled(*tokens: int) -> bytes:
+    return marshal.dumps([*tokens], 2)
+
+
+def test_what_was_sampled_is_known_once_it_is_processed(writer: StepWriter) -> None:
+    def told() -> list[bytes]:
+        return [step.sampled for step in read(writer).steps]
+
+    for number, tokens in ((1, [7, 0x1_02_08]), (2, [7, 0x1_02_08]), (3, [7, 0x1_03_08]), (4, [])):
+        run(writer, number, ["a", "b"], [5, number])
+        writer.end(number, 9.0, 0, sampled(*tokens) if tokens else b"")
+    first, again, other, unknown = told()
+    assert first == again != other
+    assert (first[SAMPLED_HASH:][:3], len(first), unknown) == (b"\x07\x08\0", SAMPLED_HASH + 56, b"")
+    assert not any("sampled" in step.to_json() for step in read(writer).steps)
+    # The slot still has the tokens of the step that it held before.
+    run(writer, 1 + STEPS, ["a", "b"], [5, 9])
+    assert told()[-1] == b""
+    writer.end(1 + STEPS, 9.0)
+    assert told()[-1] == b""
+
+
+def test_of_more_requests_than_there_is_room_for_the_hash_tells(writer: StepWriter) -> None:
+    rids, found = [str(place) for place in range(300)], []
+    for number, last in ((1, 5), (2, 5), (3, 6)):
+        run(writer, number, rids, [1] * 300)
+        writer.end(number, 9.0, 0, sampled(*range(299), last))
+    found = [step.sampled for step in read(writer).steps]
+    assert found[0] == found[1] != found[2]
+    assert found[0][SAMPLED_HASH:] == found[2][SAMPLED_HASH:]
 
 
 def test_an_id_too_long_to_keep_is_told_by_hash(writer: StepWriter) -> None:

@@ -20,6 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from marshal import dumps
 from operator import add, attrgetter
 from time import monotonic
 from typing import Any, TypeAlias
@@ -47,7 +48,7 @@ _END_OF_NAME = re.compile(r"Req(Input|uest)?$")
 _WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")
 #: What an abort says that is of a timeout.
 _TIMED_OUT = "timeout reached"
-_rid_of, _output_of, _input_of = attrgetter("rid"), attrgetter("output_ids"), attrgetter("origin_input_ids")
+_output_of, _input_of = attrgetter("output_ids"), attrgetter("origin_input_ids")
 
 _OFF_WARNING = "crash kit: the steps of this scheduler are not recorded any more"
 
@@ -112,6 +113,9 @@ class StepRecorder:
         self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
         self._inner_of = self._inner = 0
         self._at = self._processing = 0
+        #: The requests whose results are being processed, while the tokens of requests are numbers.
+        self._reqs: Sequence[Any] = ()
+        self._has_tokens = True
         self._received_hash = bytes(8)
         self._no_controls: set[type] = set()
         self._forget_received()
@@ -204,7 +208,7 @@ class StepRecorder:
     def schedule(self, scheduler: Any, batch: Any) -> None:
         """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
         number, reqs, mode = scheduler.forward_ct, batch.reqs, int(batch.forward_mode or 0)
-        rids = list(map(_rid_of, reqs))
+        rids = [one.rid for one in reqs]
         tokens: Sequence[int] | None = None
         lengths: Sequence[int]
         # With beams there are more rows than requests.
@@ -241,7 +245,7 @@ class StepRecorder:
             self._received_hash,
         )
         self._at = number
-        if self._inner_of == number - 1 and self._inner_of:
+        if self._inner_of and self._inner_of == number - 1:
             # It has no results of its own.
             self._inner = number
         else:
@@ -262,19 +266,40 @@ class StepRecorder:
             pending.popleft()
         self._processing = number
         if number:
-            self.writer.turn_to(number)
-            if self._is_cpu or _has_arrived(result):
-                self.writer.mark(number, FORWARD_DONE)
+            # What a prefill server sent was not sampled here.
+            self._reqs = batch.reqs if self._has_tokens and batch.forward_mode != self._prebuilt else ()
+            self.writer.turn_to(number, FORWARD_DONE if self._is_cpu or _has_arrived(result) else 0)
 
     def end(self) -> None:
         """Note that the results were processed."""
-        number = self._processing
+        number, pending = self._processing, self._pending
+        at = pending[-1] if pending else 0
         if number:
-            self.writer.end(number, monotonic())
-            if self._inner == number + 1:
-                self.writer.end(self._inner, monotonic())
-        self._processing = 0
-        self.writer.turn_to(self._pending[-1] if self._pending else 0)
+            sampled = b""
+            if self._reqs:
+                sampled = self._sampled_of(self._reqs)
+                self._reqs = ()
+            if self._inner and self._inner == number + 1:
+                self.writer.end(self._inner, monotonic(), at)
+            self.writer.end(number, monotonic(), at, sampled)
+            self._processing = 0
+        else:
+            self.writer.turn_to(at)
+
+    def _sampled_of(self, reqs: Sequence[Any]) -> bytes:
+        """Return the last token of each request, which all ranks know alike, whether or not this step sampled it."""
+        try:
+            try:
+                tokens = [one.output_ids[-1] for one in reqs]
+            except IndexError:
+                # There is none before the prompt is through.
+                tokens = [one.output_ids[-1] if len(one.output_ids) else 0 for one in reqs]
+            # It takes numbers and no tensors: an array would ask for their value, and wait for the GPU. In this version
+            # it is the same in each process, whoever else refers to a number.
+            return dumps(tokens, 2)
+        except (AttributeError, TypeError, ValueError):
+            self._has_tokens = False
+            return b""
 
 
 def on_received(scheduler: Any, requests: Sequence[Any]) -> None:

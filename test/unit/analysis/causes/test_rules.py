@@ -711,6 +711,9 @@ def test_a_step_with_a_command_begins_with_it(name: str) -> None:
 def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
     steps = causes.explain(hung(doing=BOTH_WAIT, divergence=DIVERGED, id="1a2b3c4d"))["next_steps"]
     assert steps[0].startswith("`sglang-crashkit steps 1a2b3c4d` ")
+    sampled = DIVERGED | {"kind": "sampled_token"}
+    steps = causes.explain(hung(doing=BOTH_WAIT, divergence=sampled))["next_steps"]
+    assert steps[0].startswith("SYNC_TOKEN_IDS_ACROSS_TP=1 ")
 
 
 def test_one_command_lets_a_stopped_process_go_on() -> None:

@@ -23,12 +23,12 @@ EXTEND, DECODE, MIXED, IDLE = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMod
 
 
 class Req:
-    """A request of so many tokens."""
+    """A request of so many tokens, and those of its answer so far."""
 
-    def __init__(self, rid: str, tokens: int) -> None:
+    def __init__(self, rid: str, tokens: int, answer: Sequence[int] = ()) -> None:
         self.rid = rid
         self.origin_input_ids = [1] * tokens
-        self.output_ids: list[int] = []
+        self.output_ids: Any = [*answer]
 
 
 class Lengths(list[int]):

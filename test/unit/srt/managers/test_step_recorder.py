@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sglang_crashkit.memory.steps import LastSteps, StepReader
 from sglang_crashkit.model.step import Step
@@ -385,6 +388,95 @@ def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) ->
     scheduler.forward_ct = 1
     step_recorder.on_scheduled(scheduler, batch_of(EXTEND, [A], prefix_lens=[0], extend_lens=[4]))
     assert read().control == ""
+
+
+class OnGpu:
+    """A tensor; whoever asks for its value waits for the GPU."""
+
+    def __index__(self) -> int:
+        raise AssertionError("it was asked for its value")
+
+    __int__ = __bool__ = __len__ = __index__  # type: ignore[assignment]
+
+
+def answers_of(steps: Sequence[Sequence[tuple[str, Sequence[int]]]], *, overlap: bool = False) -> list[bytes]:
+    """Return what is noted of steps, each of which appends tokens to the answers of its requests."""
+    forget_recorder()
+    scheduler, reqs, launched = Scheduler(), dict[str, Req](), list[Any]()
+
+    def process() -> None:
+        batch, tokens = launched.pop(0)
+        step_recorder.on_results(batch, None)
+        for req, more in zip(batch.reqs, tokens, strict=True):
+            req.output_ids.extend(more)
+        step_recorder.on_processed()
+
+    for step in steps:
+        batch = batch_of(DECODE, [reqs.setdefault(rid, Req(rid, 4)) for rid, _tokens in step])
+        scheduler.process_input_requests()
+        scheduler.run_batch(batch)
+        launched.append((batch, [tokens for _rid, tokens in step]))
+        scheduler.last_batch = batch
+        while len(launched) > overlap:
+            process()
+    while launched:
+        process()
+    return [step.sampled for step in read().steps]
+
+
+_answers = st.lists(
+    st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 2**31 - 1), max_size=3)), max_size=3),
+    min_size=1,
+    max_size=9,
+)
+
+
+@pytest.mark.usefixtures("listener")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(_answers, st.booleans())
+def test_ranks_that_sampled_the_same_note_the_same(steps: Any, overlap: bool) -> None:
+    # Of a prompt in pieces, of an end and of a speculation there is no token, or several.
+    usual = answers_of(steps, overlap=overlap)
+    assert usual == answers_of(steps, overlap=overlap)
+    assert all(map(bool, usual)) == all(steps)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.usefixtures("listener")
+def test_one_other_token_is_noted_in_its_step_alone(overlap: bool) -> None:
+    steps = [[("a", [number]), ("b", [50 + number])] for number in range(6)]
+    other = [*steps[:3], [("a", [3]), ("b", [9999])], *steps[4:]]
+    usual, odd = answers_of(steps, overlap=overlap), answers_of(other, overlap=overlap)
+    assert [ours == theirs for ours, theirs in zip(usual, odd, strict=True)] == [True] * 3 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize("answer", [[OnGpu()], OnGpu(), None, [7, OnGpu()]])
+@pytest.mark.usefixtures("listener")
+def test_what_is_no_number_is_left_alone_and_the_steps_go_on(answer: Any) -> None:
+    scheduler, odd = Scheduler(), Req("a", 4)
+    odd.output_ids = answer
+    batch = batch_of(DECODE, [])
+    batch.reqs, batch.seq_lens_cpu = [odd], Lengths([5])
+    scheduler.step(batch)
+    scheduler.step(batch_of(DECODE, [Req("b", 4, [1])]))
+    assert [(step.phase, step.sampled) for step in read().steps] == [("processed", b"")] * 2
+
+
+@pytest.mark.usefixtures("listener")
+def test_what_a_prefill_server_sent_was_not_sampled_here() -> None:
+    scheduler = Scheduler()
+    scheduler.step(batch_of(PREBUILT, [Req("a", 4, [7])]))
+    assert (last().phase, last().sampled) == ("processed", b"")
+
+
+@pytest.mark.usefixtures("listener")
+def test_no_request_is_kept_once_it_is_processed() -> None:
+    scheduler, request = Scheduler(), Req("a", 4, [7])
+    gone = weakref.ref(request)
+    scheduler.step(batch_of(DECODE, [request]))
+    scheduler.last_batch = request = None  # type: ignore[assignment]
+    assert last().sampled
+    assert gone() is None
 
 
 class GetLoadsReqInput:
