@@ -77,8 +77,12 @@ def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -
     triggered = seconds_of(mapping_of(document.get("trigger")).get("time"))
     began = [triggered]
     first = next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid), {})
-    ended, ran = seconds_of(mapping_of(first.get("exit")).get("time")), _step_of(first).get("seconds")
-    if isinstance(ran, (int, float)) and (seen := ended or triggered) is not None:
+    step = _step_of(first)
+    ended, ran, own = seconds_of(mapping_of(first.get("exit")).get("time")), step.get("seconds"), step.get("began")
+    if own is not None:
+        began.append(seconds_of(own))
+    elif isinstance(ran, (int, float)) and (seen := ended or triggered) is not None:
+        # As older kits have it.
         began.append(seen - ran)
     for event in mappings_of(document.get("timeline")):
         silent, noticed = event.get("silent_secs"), seconds_of(event.get("time"))

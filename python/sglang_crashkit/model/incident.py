@@ -89,6 +89,7 @@ class InStep:
     seconds: float  # how long it had run, in seconds
     size: int  # how many requests are in it
     rids: list[str]  # their ids, the first `MAX_RIDS` of them
+    began: str | None = None  # when it began; `seconds` are up to when it was looked at, which no other time says
 
 
 @dataclass

@@ -406,4 +406,5 @@ def _in_step(step: Step, seconds: float) -> InStep:
         seconds=round(max(0.0, seconds - step.began), 3),
         size=step.size,
         rids=[request.rid for request in step.requests[:MAX_RIDS]],
+        began=iso_time(time.time() - (time.monotonic() - step.began)),
     )
