@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -56,9 +56,18 @@ class PDServers(ManagedProcess):
 
     @classmethod
     def start(
-        cls, lane: Lane, *, device: str = "cpu", extra_args: Sequence[str] = (), port: int | None = None
+        cls,
+        lane: Lane,
+        *,
+        device: str = "cpu",
+        extra_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        port: int | None = None,
     ) -> PDServers:
-        """Start all three; `wait_ready` tells when they serve. On a GPU, prefill and decode share the first one."""
+        """Start all three; `wait_ready` tells when they serve. On a GPU, prefill and decode share the first one.
+
+        `extra_args` and `env` are of prefill and decode.
+        """
         require_libraries()
         bootstrap = str(free_port())
         modes = {
@@ -71,7 +80,8 @@ class PDServers(ManagedProcess):
                 argv = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
                 argv += [*options, *extra_args]
                 name = f"sglang-{lane.name}-{mode}"
-                server = Server.start(lane, device=device, extra_args=argv, env=TRANSFER_ENV, name=name, spins=True)
+                environ = {**TRANSFER_ENV, **(env or {})}
+                server = Server.start(lane, device=device, extra_args=argv, env=environ, name=name, spins=True)
                 behind.append(started.enter_context(server))
             prefill, decode = behind
             port = port or free_port()
