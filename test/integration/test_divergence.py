@@ -226,7 +226,12 @@ def test_a_rank_that_dropped_a_request_is_named_with_both(dropped: Story) -> Non
     [
         # What one rank's clock decides alone passes no broadcast.
         ("abort", "requests", None, "(request abort-1 is TP0's only)"),
-        ("retract", "decision", "retract", "TP1 decided retract on the way to step {step} where TP0 did not"),
+        (
+            "retract",
+            "decision",
+            "retract",
+            "TP1 decided retract of request retract-1 on the way to step {step} where TP0 did not",
+        ),
     ],
 )
 def test_a_rank_that_decided_alone_is_named_with_its_request(
@@ -264,7 +269,11 @@ def test_a_rank_that_alone_did_not_prefetch_is_named(tmp_path_factory: pytest.Te
     [
         ("drop", "mode", "TP2 ran decode of request steady-1 (1 token) in step {step} where TP0-1,3 ran extend"),
         ("abort", "requests", "(request abort-1 is TP0-1,3's only)"),
-        ("retract", "decision", "TP2 decided retract on the way to step {step} where TP0-1,3 did not"),
+        (
+            "retract",
+            "decision",
+            "TP2 decided retract of request retract-1 on the way to step {step} where TP0-1,3 did not",
+        ),
     ],
 )
 def test_one_of_four_ranks_is_told_from_the_three_others(
