@@ -69,7 +69,8 @@ def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
         "reasons": [*finding.reasons, *case.control, *case.last_step],
         "next_steps": [*_bisection(name, case, incident), *steps],
         "known_issues": [issue.to_json() for issue in case.known],
-        "restart_helps": advice.restart,
+        # What is raised at one start is raised at the next one, unless it was chance.
+        "restart_helps": "unknown" if case.error and case.is_starting and advice.restart == "yes" else advice.restart,
     }
 
 

@@ -93,7 +93,7 @@ ADVICE: dict[str, Advice] = {
     "symmetric_stall": Advice(
         "all ranks wait in the same collective",
         "yes",
-        "`ibstat -s` shows the links between the nodes, NCCL_DEBUG=INFO what NCCL makes of them",
+        "`ibstat -s` shows the links where there are several nodes, NCCL_DEBUG=INFO what NCCL makes of them",
         "--disable-custom-all-reduce and --disable-overlap-schedule each take one suspect out",
     ),
     "rank_stuck": Advice("one rank does not come back, and the others wait for it", "yes", *_COMPARE_RANKS),
@@ -199,7 +199,8 @@ ADVICE: dict[str, Advice] = {
     "killed": Advice(
         "it was killed by SIGKILL; who sent it is not known",
         "yes",
-        "look at the orchestrator's events (eviction, preemption, a failed probe) and for systemd-oomd or earlyoom",
+        "look at the orchestrator's events (eviction, preemption, a failed probe) and for systemd-oomd, earlyoom "
+        "or Ray's memory monitor",
         "`auditctl -a exit,always -F arch=b64 -S kill` has the kernel name the sender next time",
     ),
     "segfault": Advice(

@@ -114,7 +114,9 @@ class Case:
     @cached_property
     def raised(self) -> tuple[Raised, ...]:
         """The exceptions, in the order in which they were reported."""
-        told = sorted((one for one in self.events if one.get("event") == "exception"), key=lambda one: str(one["time"]))
+        told = sorted(
+            (one for one in self.events if one.get("event") == "exception"), key=lambda one: str(one.get("time"))
+        )
         return tuple(self._read(one) for one in told)
 
     def _read(self, event: Mapping[str, Any]) -> Raised:
@@ -124,7 +126,7 @@ class Case:
         process = next((one for one in self.processes if one.get("pid") == pid), {})
         innermost = [*map(str, reversed(frames))] if isinstance(frames, list) else texts_of(process.get("doing"))
         return parse_error(
-            pid if isinstance(pid, int) else 0, str(record.get("message") or event["message"]), innermost
+            pid if isinstance(pid, int) else 0, str(record.get("message") or event.get("message") or ""), innermost
         )
 
     @cached_property

@@ -243,7 +243,8 @@ def weight_update(case: Case) -> Finding | None:
     """A process is in an update of weights, or in what pauses the server for one."""
     if not case.is_hang:
         return None
-    for process in case.processes:
+    # Who asked for an update waits for a rank that hangs in something else, as everybody does.
+    for process in [case.first] if hangs_by_itself(case) else case.processes:
         place = next((place for place in case.doing(process) if _UPDATES.match(place)), None)
         if place:
             return Finding("supported", (f"{name_of(process)} is in {place} and does not come out of it.",))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from signal import Signals
 
 from sglang_crashkit.analysis.causes import no_progress
 from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
@@ -23,6 +24,8 @@ from sglang_crashkit.model.incident import Level
 #: What is established of a process that died, by the signal.
 _BY_SIGNAL = {"SIGSEGV": "segfault", "SIGABRT": "aborted", "SIGBUS": "bus_error", "SIGKILL": "killed"}
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+#: What a shell, or a program that stands for another one, ends with where that one died of a signal.
+_OF_A_CHILD = {128 + signal: signal.name for signal in Signals}
 #: Xid errors that speak of the GPU or its links, and those that a program's own fault gives; from NVIDIA's "XID
 #: Errors". 45 is what follows upon others.
 _XIDS_OF_HARDWARE = frozenset({46, 48, 62, 64, 74, 79, 94, 95, 110, 119, 120, 140, *range(144, 151)})
@@ -337,8 +340,11 @@ def _exception_in_sglang(case: Case) -> Finding | None:
 def _exited(case: Case) -> Finding | None:
     if case.verdict.get("kind") != "exit_status":
         return None
-    level: Level = "established" if case.verdict.get("level") == "established" else "supported"
-    return Finding(level, (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
+    code = case.end.get("code")
+    said = f"{name_of(case.first)} ended with exit status {code} by itself."
+    if code in _OF_A_CHILD:
+        return Finding("supported", (said, f"A shell ends so whose child died of {_OF_A_CHILD[code]}."))
+    return Finding("established" if case.verdict.get("level") == "established" else "supported", (said,))
 
 
 _WHILE_LOADING = raises(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def on_gpu(document: dict[str, Any], line: str) -> dict[str, Any]:
 EST, SUP, UNK = "established", "supported", "unknown"
 FAULT, RAISES, OOM_SERVING = ("cuda_fault", SUP), ("exception_in_sglang", SUP), ("gpu_oom_serving", SUP)
 PAIR = "transfer_worker (sglang/srt/disaggregation/nixl/conn.py:1153)"
+DEADLOCK = ("weight_update_deadlock", SUP)
 DETOKENIZER_TITLE, STUCK = "sglang::detokenizer", ("detokenizer_stuck", SUP)
 APART, DETOKENIZER = ("rank_divergence", SUP), ("detokenizer_lost", EST)
 STARTING = ("launch_failed",)
@@ -169,6 +171,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("SIGTERM to one", died("SIGTERM"), "asked_to_stop", EST),
     ("nobody failed, asked to end", incident(events=["draining"], level=UNK), "asked_to_stop", SUP),
     ("ended by itself", incident("exit_status", TP1, end=STATUS), "exited", EST),
+    ("a shell's child killed", incident("exit_status", TP1, end=replace(STATUS, code=137)), "exited", SUP),
     ("ended, maybe of another's", incident("exit_status", TP1, end=STATUS, level="supported"), "exited", SUP),
     ("ended, nobody knows how", incident("unknown", TP1, end=REAPED), "unknown", UNK),
     ("ended with its parent", incident("parent_ended", TP1, end=killed(cause="parent_ended")), "unknown", UNK),
@@ -348,6 +351,13 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         SUP,
     ),
     ("a weight update", hung(doing=UPDATE), "weight_update_deadlock", SUP),
+    (
+        "an update that waits for a rank elsewhere",
+        hung(TP1, doing=UPDATE | {TP0: [WAITS], TP1: [WORKS]}),
+        "rank_stuck",
+        SUP,
+    ),
+    ("an update in which a rank hangs", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS, UPDATES]}), *DEADLOCK),
     ("busy", incident("busy", level=SUP, opened="hang", trigger="no_progress", text="At work."), "busy", SUP),
     ("watchdog, no stacks", hung(events=["watchdog_timeout"], level=UNK), "no_progress", UNK),
     # -- others' failures
@@ -700,6 +710,17 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
 )
 def test_what_a_start_failed_of_has_its_own_next_step(error: str, step: str) -> None:
     assert causes.explain(raised(error, *LOADING))["next_steps"][0].startswith(step)
+
+
+@pytest.mark.parametrize(("frames", "helps"), [(FORWARD, "yes"), (LOADING, "unknown")])
+def test_what_was_raised_at_a_start_may_be_raised_again(frames: Sequence[str], helps: str) -> None:
+    error = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+    assert causes.explain(raised(error, *frames))["restart_helps"] == helps
+
+
+def test_the_signal_of_a_shells_child_is_named() -> None:
+    found = causes.explain(incident("exit_status", TP1, end=replace(STATUS, code=139)))
+    assert found["reasons"][1] == "A shell ends so whose child died of SIGSEGV."
 
 
 @pytest.mark.parametrize("name", ADVICE)
