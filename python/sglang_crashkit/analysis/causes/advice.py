@@ -126,7 +126,8 @@ ADVICE: dict[str, Advice] = {
         "the GPU's memory ran out while the server started",
         "no",
         f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
-        "lower --mem-fraction-static, --cuda-graph-max-bs or --max-running-requests, or raise --tp",
+        "lower --mem-fraction-static, --max-running-requests or --cuda-graph-max-bs (later: --cuda-graph-max-bs-decode), "
+        "or raise --tp",
     ),
     "gpu_oom_serving": Advice("the GPU's memory ran out while the server served", "yes", *_OPTIONS_OF_GPU_MEMORY),
     "kv_pool_leak": Advice(
