@@ -58,8 +58,10 @@ _TELLS_FIRST_SECS = 1.0
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
 #: How exceptions begin that a library of collectives raises; behind another beginning the words may be a prompt's.
 _OF_COLLECTIVES = re.compile(
-    r"(?:\w+\.)*(?:Dist\w*Error: |RuntimeError: (?:\[[^\]'\"]{1,200}\] |NCCL|[Gg]loo|Connection|Broken pipe|Socket"
-    r"|Timed out|Application timeout|TCPStore|store|recv|failed to recv))"
+    r"(?:\w+\.)*(?:Dist\w*Error: |RuntimeError: (?:"
+    r"\[(?:[^\]'\"]{1,200}\.(?:cc|cpp|hpp|h)(?::\d+)?|Rank \d+|PG [^\]'\"]{1,100}|c10d|\d+)\] |NCCL|[Gg]loo"
+    r"|Connection (?:closed|reset)|Broken pipe|Socket [Tt]imeout|Timed out waiting|Application timeout"
+    r"|TCPStore|recvValue|failed to recv))"
 )
 #: Those of a socket of any kind. Beside a death they are its consequence; alone they tell of no rank.
 _OF_SOCKETS = re.compile(r"(?:BrokenPipe|Connection(?:Reset|Aborted))Error\b")

@@ -173,6 +173,7 @@ def test_who_failed_first(
         ("RuntimeError: recvValue failed on TCPStore(...)", True),
         ("torch.OutOfMemoryError: CUDA out of memory", False),
         ('RuntimeError: Failed to parse a tool call: \'{"q": "connection reset by peer"}\'', False),
+        ("RuntimeError: [user] connection closed by peer", False),
         ("jinja2.exceptions.TemplateError: no remote process may be asked for", False),
     ],
 )

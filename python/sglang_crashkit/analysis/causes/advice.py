@@ -126,8 +126,8 @@ ADVICE: dict[str, Advice] = {
         "the GPU's memory ran out while the server started",
         "no",
         f"{_GPU_MEMORY} shows whether an earlier server still holds memory",
-        "lower --mem-fraction-static, --max-running-requests or --cuda-graph-max-bs (later: --cuda-graph-max-bs-decode), "
-        "or raise --tp",
+        "lower --mem-fraction-static or --max-running-requests, or raise --tp",
+        "lower --cuda-graph-max-bs, which later releases call --cuda-graph-max-bs-decode",
     ),
     "gpu_oom_serving": Advice("the GPU's memory ran out while the server served", "yes", *_OPTIONS_OF_GPU_MEMORY),
     "kv_pool_leak": Advice(
