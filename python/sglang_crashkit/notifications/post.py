@@ -60,8 +60,10 @@ def main() -> int:
         # Their texts may hold the URL or a header, and so a key.
         print(type(error).__name__)  # noqa: T201
     except OSError as error:
-        reason = getattr(error, "reason", error)
-        print(f"{type(reason).__name__}: {reason}")  # noqa: T201
+        # That of an error of urllib is the error itself, or a text, as that of ssl is.
+        reason = getattr(error, "reason", None)
+        named = reason if isinstance(reason, BaseException) else error
+        print(f"{type(named).__name__}: {named}")  # noqa: T201
     return 0
 
 

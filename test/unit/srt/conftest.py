@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,10 @@ from sglang_crashkit.settings import (
     SPOOL_VARIABLE,
 )
 from sglang_crashkit.srt import crash_exit
+from unit.support.fake_scheduler import scheduler
 from unit.support.waiting import LONG
+
+CONTEXT = multiprocessing.get_context("fork")
 
 _SCRIPT = """
 import json, sys
@@ -114,3 +118,26 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
     yield found
     found.kill()
     found.process.stdout.close()
+
+
+@pytest.fixture
+def started() -> Iterator[list[Any]]:
+    processes: list[Any] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.join(LONG)
+
+
+def launch(started: list[Any], *behaviours: str) -> tuple[list[Any], list[Any]]:
+    readers, processes = [], []
+    for rank, behaviour in enumerate(behaviours):
+        reader, writer = CONTEXT.Pipe(duplex=False)
+        title = f"sglang::scheduler_TP{rank}"
+        process = CONTEXT.Process(target=scheduler, args=(title, behaviour, writer), daemon=True)
+        process.start()
+        writer.close()
+        started.append(process)
+        readers.append(reader)
+        processes.append(process)
+    return readers, processes
