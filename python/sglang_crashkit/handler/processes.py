@@ -8,7 +8,7 @@ import re
 import select
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from sglang_crashkit.kernel.stack_hooks import HookFiles
 logger = logging.getLogger(__name__)
 
 _OOM_AGE_SECS = 30.0
+#: A process has its title within this time mostly; whether an older one got one is looked at this often. Seconds.
+_YOUNG_SECS, _REREAD_SECS = 60.0, 4.0
 #: More are not between a process and the one that started its program.
 _MAX_ANCESTORS = 8
 #: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
@@ -59,6 +61,7 @@ class TrackedProcess:
         gpu: the UUID of its GPU by its own word; None where it said none.
         is_stuck: it did not say in time how a child of it had ended.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
+        seen_at: when it was first seen, by the monotonic clock.
     """
 
     handle: ProcessHandle
@@ -75,6 +78,7 @@ class TrackedProcess:
     gpu: str | None = None
     is_stuck: bool = False
     exited_at: float | None = None
+    seen_at: float = field(default_factory=time.monotonic)
 
     @property
     def pid(self) -> int:
@@ -163,7 +167,7 @@ class ProcessTree:
         self._processes: dict[int, TrackedProcess] = {}
         self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
         self.root = self._add(root_pid, is_root=True)
-        self._changed_at = self._aged_at = time.monotonic()
+        self._changed_at = self._aged_at = self._reread_at = time.monotonic()
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -219,11 +223,15 @@ class ProcessTree:
             # Only now, because a child may have been found before its parent.
             stat = procfs.read_stat(process.pid)
             process.parent = self._processes.get(stat.ppid) if stat is not None else None
+        # A user's program may have thousands beside its server, and start new ones all the time.
+        young_since = time.monotonic() - _YOUNG_SECS
+        if time.monotonic() >= self._reread_at + _REREAD_SECS:
+            self._reread_at, young_since = time.monotonic(), 0.0
         for process in self.alive():
             # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to do so.
             # One that did not let itself be read is known by the first letters of its title.
             is_titled = process.title.startswith("sglang::") and len(process.title) != procfs.COMM_BYTES
-            if process.has_parents_title or not is_titled:
+            if (process.has_parents_title or not is_titled) and process.seen_at >= young_since:
                 self.reread_title(process)
             above = process.parent
             if process.title.startswith("sglang::") and above is not None and not (above.is_root or above.is_own):

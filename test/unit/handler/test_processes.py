@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -137,6 +138,22 @@ def test_a_new_title_is_read(server: Server) -> None:
     wait_until(lambda: tree.refresh() == [] and tracked.title.startswith("sglang::"), "it has a title")
     tree.register(pid, 0)
     assert (tracked.matters, tracked.role, tracked.rank) == (True, "scheduler", {"dp": 1, "tp": 2})
+
+
+def test_who_has_no_title_for_long_is_not_asked_all_the_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As of a trainer that starts a process every second, beside hundreds that it has.
+    asked: list[int] = []
+    tree, now = ProcessTree(server.pid), 1000.0
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    monkeypatch.setattr(tree, "reread_title", lambda process: asked.append(process.pid))
+    pid = server.start()
+    (tracked,) = tree.refresh()
+    tracked.seen_at, tree._reread_at = now, now
+    asked.clear()
+    for now in range(1000, 1200):  # noqa: B007 - what the clock says
+        tree.refresh()
+    # In its first minute each time, then every four seconds.
+    assert asked.count(pid) == 61 + 34
 
 
 def test_the_last_title_of_the_dead_is_kept(server: Server) -> None:
