@@ -170,7 +170,7 @@ def _install(*, takes_over: bool) -> None:
         _state.listener = None
     _remove()
     state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
-    if takes_over if state.had_faulthandler else _are_faults_nobodys(stat.pid):
+    if takes_over or not (state.had_faulthandler or _are_faults_a_programs(stat.pid)):
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
     state.listener = start_answering(files.socket, None if takes_over else _own_mailbox(state))
@@ -182,14 +182,14 @@ def _install(*, takes_over: bool) -> None:
     describe(folder, hooks)
 
 
-def _are_faults_nobodys(pid: int) -> bool:
-    """Say whether fatal signals have no handler.
+def _are_faults_a_programs(pid: int) -> bool:
+    """Say whether a user's program, which this process is, handles fatal signals.
 
-    A runtime that a program embeds, such as a JVM, lives by faults that it provokes and mends. faulthandler, put before
-    its handler, would hand it a signal that somebody sent in place of the fault, and such a runtime ends the process.
+    A runtime that it embeds, such as a JVM, lives by faults that it provokes and mends. faulthandler, put before its
+    handler, would hand it a signal that somebody sent in place of the fault, and such a runtime ends the process.
     """
     caught = procfs.read_status(pid).get("SigCgt")
-    return not any(procfs.in_mask(caught, signum) for signum in _FATAL)
+    return not crash_exit.state.is_program and any(procfs.in_mask(caught, signum) for signum in _FATAL)
 
 
 def _own_mailbox(state: _State) -> Mailbox | None:

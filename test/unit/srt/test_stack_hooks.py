@@ -271,12 +271,19 @@ assert c.sigaction(signal.SIGSEGV, ctypes.byref(action), None) == 0
 FAULT = "allow(0)\nc.memset(c_void_p(address), 7, c_size_t(1))\nprint('goes on')"
 
 
-@pytest.mark.parametrize("install", [INSTALL, SERVER], ids=["worker", "server"])
-def test_a_runtime_that_mends_its_own_faults_goes_on(runtime: Path, install: str) -> None:
-    done = run(runtime, MENDS_FAULTS + install + FAULT)
+def test_a_runtime_that_mends_its_own_faults_goes_on(runtime: Path) -> None:
+    done = run(runtime, MENDS_FAULTS + SERVER + FAULT, title="python user_program.py")
     assert (done.returncode, done.stdout) == (0, "mended\ngoes on\n"), done.stderr
     # Its stacks can be had all the same.
     assert len(list(runtime.glob("*.stack"))) == len(list(runtime.glob("*.json"))) == 1
+
+
+def test_a_server_program_writes_its_faults_whoever_handles_them(runtime: Path) -> None:
+    # As libraries that SGLang imports do, to print a backtrace.
+    is_program = "from sglang_crashkit.srt import crash_exit\ncrash_exit.state.is_program = True\n"
+    run(runtime, MENDS_FAULTS + is_program + SERVER + "os.kill(os.getpid(), signal.SIGSEGV)")
+    (fault,) = runtime.glob("*.fault")
+    assert "Fatal Python error: Segmentation fault" in fault.read_text()
 
 
 def test_the_server_writes_the_handlers_lines_one_by_one(runtime: Path, capfd: pytest.CaptureFixture[str]) -> None:
