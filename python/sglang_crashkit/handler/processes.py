@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _OOM_AGE_SECS = 30.0
 #: A process has its title within this time mostly; whether an older one got one is looked at this often. Seconds.
 _YOUNG_SECS, _REREAD_SECS = 60.0, 4.0
+#: A server has started where no process came for so long, or none of its own, in seconds.
+_QUIET_SECS, _LONG_SECS = 30.0, 300.0
 #: More are not between a process and the one that started its program.
 _MAX_ANCESTORS = 8
 #: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
@@ -167,7 +169,7 @@ class ProcessTree:
         self._processes: dict[int, TrackedProcess] = {}
         self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
         self.root = self._add(root_pid, is_root=True)
-        self._changed_at = self._aged_at = self._reread_at = time.monotonic()
+        self._changed_at = self._registered_at = self._aged_at = self._reread_at = time.monotonic()
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -202,8 +204,12 @@ class ProcessTree:
 
     @property
     def settled(self) -> bool:
-        """Whether no process came or changed its title for a while: the server has started."""
-        return time.monotonic() - self._changed_at > 30.0
+        """Whether no process came or changed its title for a while, or none of the server's own for long.
+
+        The server has started then. What its program runs beside it may come and go for ever.
+        """
+        now = time.monotonic()
+        return now > self._changed_at + _QUIET_SECS or now > self._registered_at + _LONG_SECS
 
     def refresh(self) -> list[TrackedProcess]:
         """Look for new processes and new titles; return the new processes."""
@@ -259,7 +265,7 @@ class ProcessTree:
             return
         if not process.is_own:
             process.is_own = True
-            self._changed_at = time.monotonic()
+            self._changed_at = self._registered_at = time.monotonic()
         self.reread_title(process)
 
     def started_by_own(self, process: TrackedProcess) -> bool:

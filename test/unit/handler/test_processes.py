@@ -156,6 +156,26 @@ def test_who_has_no_title_for_long_is_not_asked_all_the_time(server: Server, mon
     assert asked.count(pid) == 61 + 34
 
 
+def test_a_server_has_started_whatever_its_program_starts_beside_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, now = ProcessTree(server.pid), time.monotonic()
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    worker = server.start()
+    tree.refresh()
+    now += 100
+    assert tree.settled
+    tree.register(worker, 0)
+    assert not tree.settled
+    settled = []
+    for _ in range(4):
+        now += 100
+        server.start()
+        tree.refresh()
+        settled.append(tree.settled)
+    assert settled == [False, False, False, True]
+
+
 def test_the_last_title_of_the_dead_is_kept(server: Server) -> None:
     tree = ProcessTree(server.pid)
     pid = server.start()
