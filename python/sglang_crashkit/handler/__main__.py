@@ -45,7 +45,7 @@ logger = logging.getLogger("sglang_crashkit.handler")
 
 #: The first child has nothing to do but to write a small file, in seconds.
 _FIRST_CHILD_SECS = 5.0
-#: A server that crashes at every start writes a few lines each time.
+#: A server that crashes at every start writes a few lines each time, and what fails every second, one each second.
 _MAX_LOG_BYTES = 1 << 20
 
 
@@ -134,11 +134,8 @@ def _say_ready(folders: WorkFolders) -> bool:
     """Tell the server where this process works, and write to its own log from now on; say whether it was heard."""
     answer = os.dup(sys.stdout.fileno())
     try:
-        with _open_log(folders.host_folder / "crash_handler.log") as log:
-            os.dup2(log.fileno(), sys.stdout.fileno())
-            os.dup2(log.fileno(), sys.stderr.fileno())
         logging.basicConfig(
-            stream=sys.stderr,
+            handlers=[LogFile(folders.host_folder / "crash_handler.log")],
             level=logging.INFO,
             format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
         )
@@ -160,6 +157,32 @@ def _answer(descriptor: int, **fields: Any) -> bool:
     except OSError:
         return False
     return True
+
+
+class LogFile(logging.Handler):
+    """Has all that this process prints in a file, and begins another one where it is long: it may serve for months."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._begin()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        try:
+            self._written += sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            # The disk is full, say: there is nobody who could be told.
+            return
+        if self._written > _MAX_LOG_BYTES:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._written = 0
+        with _open_log(self._path) as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
 
 
 def _open_log(path: Path) -> Any:

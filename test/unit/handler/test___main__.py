@@ -74,3 +74,34 @@ def test_a_handler_without_a_server_leaves_no_folder(short_folder: Path, program
             env=os.environ | {"SGLANG_CRASHKIT_JOURNAL": "0"},
         )
     wait_until(lambda: not runtime.exists() and not list(crash.glob("*/incidents/.*")), "both folders are removed")
+
+
+LOGS = """
+import logging, sys
+from pathlib import Path
+from sglang_crashkit.handler.__main__ import LogFile
+logging.basicConfig(handlers=[LogFile(Path(sys.argv[1]))], format="%(levelname)s %(message)s")
+for number in range(int(sys.argv[2])):
+    logging.error("%d %s", number, "x" * 1000)
+print("the last word", flush=True)
+"""
+
+
+def log_of(folder: Path, records: int) -> list[str]:
+    argv = [sys.executable, "-c", LOGS, str(folder / "log"), str(records)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LONG, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    return (folder / "log").read_text().splitlines()
+
+
+def test_all_that_it_prints_is_in_its_log(tmp_path: Path) -> None:
+    lines = log_of(tmp_path, 3)
+    assert [line.split(" x")[0] for line in lines] == ["ERROR 0", "ERROR 1", "ERROR 2", "the last word"]
+    assert log_of(tmp_path, 0) == [*lines, "the last word"]
+
+
+def test_what_fails_every_second_for_a_day_fills_no_disk(tmp_path: Path) -> None:
+    lines = log_of(tmp_path, 86_400 // 20)
+    assert lines[-2].startswith("ERROR 4319 ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.1"]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3 << 20
