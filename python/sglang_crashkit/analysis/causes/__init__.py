@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_crashkit.analysis.causes.advice import ADVICE, INCIDENT
+from sglang_crashkit.analysis.causes.advice import ADVICE, INCIDENT, hint_of
 from sglang_crashkit.analysis.causes.case import Case, Finding
 from sglang_crashkit.analysis.causes.known_issues import load_issues, matching
 from sglang_crashkit.analysis.causes.rules import RULES
@@ -61,7 +61,8 @@ def _find(case: Case) -> tuple[str, Finding]:
 
 def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
     advice, incident = ADVICE[name], str(case.document.get("id") or "latest")
-    steps = [*finding.steps, *(step.replace(INCIDENT, incident) for step in advice.steps)]
+    hint = hint_of(case.error.text) if case.error else ""
+    steps = [*finding.steps, *([hint] if hint else []), *(step.replace(INCIDENT, incident) for step in advice.steps)]
     return {
         "class": name,
         "words": advice.words,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 #: Stands in a step for the id of the incident.
@@ -228,3 +229,35 @@ ADVICE: dict[str, Advice] = {
     "no_progress": Advice("nobody made progress, and nothing tells why", "yes", *_COMPARE_RANKS),
     "unknown": Advice("the evidence does not tell", "unknown", "read the timeline and the server's log"),
 }
+
+#: What an exception asks for beside what is done about its class: how its text begins, and the step.
+_HINTS = (
+    (
+        r"[^'\"\n]{0,80}(Ninja build failed|Could not find nvcc|Failed to find C)"
+        r'|(Assertion error \(\S+\): false and ")?NVCC (PTX )?compilation failed'
+        r"|\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'",
+        "`nvcc --version; ninja --version; c++ --version` must work: a kernel is compiled when it is first used",
+    ),
+    (
+        r"CUDA error: (invalid device ordinal|no CUDA-capable device|CUDA-capable device\(s\) is/are busy)",
+        "`nvidia-smi` and CUDA_VISIBLE_DEVICES show which GPUs this server may use: --tp may want more",
+    ),
+    (
+        r"Unexpected error from cudaGetDeviceCount[\s\S]{0,300}Error 802:",
+        "`systemctl status nvidia-fabricmanager` on the host: GPUs that a switch connects wait for it",
+    ),
+    (r"NCCL error", "NCCL_DEBUG=INFO at the next start has NCCL say which call failed, and why"),
+    (
+        r"([^'\"\n]{0,80} )?Too many open files|\[Errno 24\]",
+        "`ulimit -n` bounds the open files of each process: raise it",
+    ),
+    (
+        r"can't start new thread|\[Errno 11\] Resource temporarily unavailable",
+        "`cat /sys/fs/cgroup/pids.max; ulimit -u` bound the threads: raise the container's limit of processes",
+    ),
+)
+
+
+def hint_of(text: str) -> str:
+    """Return the step that an exception with this text asks for, whatever its class; empty where there is none."""
+    return next((step for pattern, step in _HINTS if re.match(pattern, text)), "")

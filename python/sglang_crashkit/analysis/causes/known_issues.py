@@ -20,6 +20,8 @@ from sglang_crashkit.analysis.causes.case import Case
 from sglang_crashkit.analysis.causes.no_progress import hangs_by_itself
 
 _FILE = "known_issues.yaml"
+#: An entry's frame in which a rank waits for the others.
+_COLLECTIVE = re.compile(r"all_reduce|all_gather|broadcast")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class KnownIssue:
         if not all(any(fnmatchcase(given, wanted) for given in case.arguments) for wanted in self.arguments):
             return False
         if self.hang:
-            # Others that wait for one show nothing but that.
+            # Others that wait for one show nothing but that; it may be a rank of another node.
+            if case.has_other_nodes and any(map(_COLLECTIVE.search, self.frames)):
+                return False
             its = [case.first] if hangs_by_itself(case) else case.processes
             return case.is_hang and any(_are_in(self.frames, case.doing(process)) for process in its)
         error = case.error

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from signal import Signals
 
 from sglang_crashkit.analysis.causes import no_progress
+from sglang_crashkit.analysis.causes.advice import hint_of
 from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
 from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mappings_of
@@ -73,9 +74,7 @@ _OF_PAIRS = re.compile(r"sglang/srt/disaggregation/")
 Rule = Callable[[Case], Finding | None]
 
 
-def raises(
-    kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None, steps: tuple[str, ...] = ()
-) -> Rule:
+def raises(kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None) -> Rule:
     """Return the rule that the exception of the first failure is of one kind.
 
     Args:
@@ -84,7 +83,6 @@ def raises(
         through: places that it came through; see `Raised.came_through`.
         path: pattern of a file that it came through.
         starting: whether the server was starting; None where that does not matter.
-        steps: what to do next, before what is good for the class.
     """
     types, words, files = re.compile(rf"(?:\w+\.)*(?:{kind})"), re.compile(text), re.compile(path)
     is_telling = bool(through or path) or not _ANY_CLASS.intersection(re.findall(r"\w+", kind))
@@ -97,7 +95,7 @@ def raises(
             return None
         if path and not any(files.search(one) for one in error.paths):
             return None
-        return Finding("established" if is_telling else "supported", (_sentence(case, error),), steps)
+        return Finding("established" if is_telling else "supported", (_sentence(case, error),))
 
     return rule
 
@@ -259,6 +257,8 @@ def _poison(case: Case) -> Finding | None:
     return Finding("supported", (_sentence(case, error), reason, *suspected), (_block(which),))
 
 
+#: What the kernel refuses has to do with the host; that a file is not there may have to do with a request.
+_OF_HOST = re.compile(r"\[Errno (?!2\])\d+\]")
 #: What is said of any request that a server fails with whose only one it is.
 _BY_PLACE = frozenset({ABORTED, ALONE, ALONE_AT})
 #: Where a scheduler is at a request that was in no step yet.
@@ -278,6 +278,8 @@ def _suspected(case: Case) -> Finding | None:
     """
     which = case.suspected
     if not which or case.is_starting or (case.error is None and not case.is_hang):
+        return None
+    if case.error is not None and (hint_of(case.error.text) or _OF_HOST.match(case.error.text)):
         return None
     by_place = _BY_PLACE
     if case.error is not None and not any(map(case.error.came_through, _BEGINNING)):
@@ -409,9 +411,6 @@ _NOT_COMPILED = (
     r'|Assertion error \(\S+compiler\.hpp:\d+\): false and "NVCC compilation failed")'
 )
 _NO_COMPILER = r"\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'"
-_TOOLCHAIN = ("`nvcc --version; ninja --version; c++ --version` must work: a kernel is compiled when it is first used",)
-_WHICH_GPUS = ("`nvidia-smi` and CUDA_VISIBLE_DEVICES show which GPUs this server may use: --tp may want more",)
-_NCCL_SAYS = ("NCCL_DEBUG=INFO at the next start has NCCL say which call failed, and why",)
 _NOT_JOINED = (
     r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|The client socket has timed out after"
 )
@@ -512,8 +511,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ),
     ("startup_version", raises("Exception", r"\S+ (is installed with|with minimum required) version ", starting=True)),
     ("startup_version", raises(r"RuntimeError|Exception|torch\.AcceleratorError", _OLD_DRIVER)),
-    ("startup_version", raises("RuntimeError|Exception", _NOT_COMPILED, steps=_TOOLCHAIN)),
-    ("startup_version", raises("FileNotFoundError", _NO_COMPILER, steps=_TOOLCHAIN)),
+    ("startup_version", raises("RuntimeError|Exception", _NOT_COMPILED)),
+    ("startup_version", raises("FileNotFoundError", _NO_COMPILER)),
     ("startup_model", _model_load),
     ("startup_timeout", _startup_timeout),
     ("startup_timeout", raises("DistStoreError|DistNetworkError", _NOT_JOINED, starting=True)),
@@ -531,25 +530,6 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("poison_request", _suspected),
     *((name, died_of(signal)) for signal, name in _BY_SIGNAL.items()),
     ("fatal_signal", died_of()),
-    (
-        "startup_failed",
-        raises(
-            r"RuntimeError|torch\.AcceleratorError",
-            rf"{_OF_GPU} (invalid device ordinal|no CUDA-capable device|CUDA-capable device\(s\) is/are busy)",
-            starting=True,
-            steps=_WHICH_GPUS,
-        ),
-    ),
-    (
-        "startup_failed",
-        raises(
-            "RuntimeError",
-            r"Unexpected error from cudaGetDeviceCount[\s\S]{0,300}Error 802:",
-            starting=True,
-            steps=("`systemctl status nvidia-fabricmanager` on the host: GPUs that a switch connects wait for it",),
-        ),
-    ),
-    ("startup_failed", raises("DistBackendError|RuntimeError", "NCCL error", starting=True, steps=_NCCL_SAYS)),
     ("startup_failed", _startup_failed),
     ("exited", raises("SystemExit")),
     ("exception_in_sglang", _exception_in_sglang),

@@ -101,6 +101,13 @@ def test_an_issue_of_waiting_needs_all_to_wait(doing: list[str], state: str, iss
     assert known(hung(TP1, doing={TP0: waits, TP1: doing}, state={TP1: state})) == issues
 
 
+def test_an_issue_of_waiting_needs_all_nodes_to_be_seen() -> None:
+    waits, spins = (next(case for case in CASES if case["issue"] == issue) for issue in (26921, 35822))
+    several = {"arguments": ["--nnodes=2"]}
+    assert known(document_of(waits | several)) == []
+    assert known(document_of(spins | several)) == [35822]
+
+
 @pytest.mark.parametrize(
     "frame", ["all_reduce (torch/distributed/distributed_c10d.py:1)", "synchronize (torch/cuda/streams.py:1)"]
 )

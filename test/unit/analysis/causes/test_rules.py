@@ -413,6 +413,12 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("new, and in no step yet", raised("RuntimeError: x", "act (<string>:1)", **WAITING), "exception", SUP),
     ("begun", raised("ValueError: x", "S.prepare_for_extend (a.py:1)", **WAITING), "poison_request", SUP),
+    ("the host's limit, and suspected", raised("OSError: [Errno 24] x", *FORWARD, **SUSPECTED), *RAISES),
+    (
+        "a thread too many, and suspected",
+        raised("RuntimeError: can't start new thread", *FORWARD, **SUSPECTED),
+        *RAISES,
+    ),
     ("SIGSEGV, and suspected", died("SIGSEGV", **SUSPECTED), "segfault", EST),
     ("exits, and suspected", incident("exit_status", TP1, end=STATUS, **SUSPECTED), "exited", EST),
     ("hangs, and suspected", hung(TP1, **SUSPECTED), "poison_request", SUP),
@@ -704,9 +710,12 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
         ("RuntimeError: CUDA error: invalid device ordinal", "`nvidia-smi` and CUDA_VISIBLE_DEVICES"),
         ("torch.distributed.DistBackendError: NCCL error in: /x.cpp:9, invalid usage", "NCCL_DEBUG=INFO"),
         ("RuntimeError: Unexpected error from cudaGetDeviceCount(). x Error 802: y", "`systemctl status nvidia-fabric"),
+        ("zmq.error.ZMQError: Too many open files", "`ulimit -n` bounds"),
+        ("RuntimeError: can't start new thread", "`cat /sys/fs/cgroup/pids.max; ulimit -u` bound"),
+        ("RuntimeError: a prompt with 'Too many open files'", "read the exception of the first failure"),
     ],
 )
-def test_what_a_start_failed_of_has_its_own_next_step(error: str, step: str) -> None:
+def test_what_an_exception_asks_for_is_the_next_step(error: str, step: str) -> None:
     assert causes.explain(raised(error, *LOADING))["next_steps"][0].startswith(step)
 
 
