@@ -244,7 +244,7 @@ def test_a_rank_that_decided_alone_is_named_with_its_request(
 
 
 @pytest.mark.matrix
-def test_a_rank_that_sampled_another_token_is_told_with_its_request(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_rank_that_sampled_another_token_names_its_request(tmp_path_factory: pytest.TempPathFactory) -> None:
     told = tell("token", tmp_path_factory)
     # Of two, nobody knows who is wrong.
     said = "TP1 sampled another token than TP0 for request token-1 in step {step}; "

@@ -316,7 +316,7 @@ def test_of_several_ranks_the_one_with_another_token_is_named() -> None:
 
 
 @pytest.mark.parametrize("at", [LAST + 0.2, LAST + 0.5])
-def test_a_batch_that_was_begun_before_the_tokens_came_is_the_cause(at: float) -> None:
+def test_a_batch_begun_before_the_tokens_came_is_the_cause(at: float) -> None:
     # With overlap: who is retracted then is given no token any more.
     retracted = step(LAST + 1, "decode", CD34, decisions={"retract": 1}, began=at)
     usual = pair(LAST + 1, began=at)

@@ -382,7 +382,7 @@ def test_an_incident_tells_where_the_ranks_diverged(
     assert found["pids"] == ([10, 11] if "before" in expected else [])
 
 
-def test_tokens_that_are_in_no_file_are_compared_by_what_is_in_memory(tmp_path: Path) -> None:
+def test_tokens_in_no_file_are_compared_by_those_in_memory(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     steps = {}
     for pid, last in ((10, b"x"), (11, b"y")):

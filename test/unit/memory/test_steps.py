@@ -116,7 +116,7 @@ def test_what_was_sampled_is_known_once_it_is_processed(writer: StepWriter) -> N
     assert told()[-1] == b""
 
 
-def test_of_more_requests_than_there_is_room_for_the_hash_tells(writer: StepWriter) -> None:
+def test_of_requests_beyond_the_room_the_hash_tells(writer: StepWriter) -> None:
     rids, found = [str(place) for place in range(300)], []
     for number, last in ((1, 5), (2, 5), (3, 6)):
         run(writer, number, rids, [1] * 300)

@@ -452,7 +452,7 @@ def test_one_other_token_is_noted_in_its_step_alone(overlap: bool) -> None:
 
 @pytest.mark.parametrize("answer", [[OnGpu()], OnGpu(), None, [7, OnGpu()]])
 @pytest.mark.usefixtures("listener")
-def test_what_is_no_number_is_left_alone_and_the_steps_go_on(answer: Any) -> None:
+def test_what_is_no_number_stops_no_record(answer: Any) -> None:
     scheduler, odd = Scheduler(), Req("a", 4)
     odd.output_ids = answer
     batch = batch_of(DECODE, [])
