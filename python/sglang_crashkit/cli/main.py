@@ -28,7 +28,7 @@ COMMANDS = {
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
     "quarantine": "list, add or remove the requests that are refused because they kill servers",
     "steps": "print the last steps of the ranks in an incident side by side, and where they diverged",
-    "core": "say which kernels a GPU core shows and what failed; of two cores of a process, which kernels are stuck",
+    "core": "say which kernels a GPU core shows, and what failed",
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
     "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",
 }

@@ -6,7 +6,7 @@
     symbols    whose function an address is, from the cubins in the core
     reading    all of it together: `reading.read_cuda_core`; `reading.CoreReader` for who must not be held up
     model      what comes out
-    text       it in words; two cores of one process: stuck or not
+    text       it in words
 
 The format is documented in NVIDIA's ``cudacoredump.h`` (CUDA toolkit, ``extras/Debugger/include``), the codes in
 ``cudadebugger.h`` beside it.

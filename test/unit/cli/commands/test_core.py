@@ -8,15 +8,7 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core.text import INFERRED
 from sglang_crashkit.cli.main import main
-from unit.capture.cuda_core.synthetic_core import (
-    COPY_NAME,
-    SPIN_NAME,
-    CoreSpec,
-    DeviceSpec,
-    core_bytes,
-    failed_core,
-    hung_core,
-)
+from unit.capture.cuda_core.synthetic_core import COPY_NAME, SPIN_NAME, failed_core, hung_core
 
 Output = pytest.CaptureFixture[str]
 
@@ -43,24 +35,11 @@ def test_a_failure_is_told(tmp_path: Path, capsys: Output) -> None:
     assert f"exception: device illegal address at {COPY_NAME}+0x40 (GPU 0, SM 17)" in capsys.readouterr().out
 
 
-def test_two_cores_are_compared(hung: Path, tmp_path: Path, capsys: Output) -> None:
-    later = tmp_path / "later.core"
-    later.write_bytes(hung_core())
-    assert main(["core", str(hung), str(later)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.endswith(":")] == [f"{hung}:", f"{later}:"]
-    assert lines[-2].startswith(f"stuck (supported): {SPIN_NAME} (grid 7) was at the same places")
-    assert lines[-1] == "verdict (supported): Nothing moved on the GPU between the two cores."
-
-
 def test_programs_get_json(hung: Path, capsys: Output) -> None:
     assert main(["core", str(hung), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (core,) = document["cores"]
     assert (core["path"], core["kernels"][0]["grid_id"], len(core["warps"])) == (str(hung), 7, 1)
-    assert document["comparison"] is None
-    assert main(["core", str(hung), str(hung), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["comparison"]["outcome"] == "stuck"
 
 
 @pytest.mark.parametrize("kind", ["missing", "fifo", "text"])
@@ -74,10 +53,3 @@ def test_what_is_no_core_ends_with_1(tmp_path: Path, capsys: Output, kind: str) 
     captured = capsys.readouterr()
     assert str(path) in json.loads(captured.out)["error"]
     assert captured.err.startswith(f"sglang-crashkit core: {path}")
-
-
-def test_cores_of_different_gpus_are_a_usage_error(hung: Path, tmp_path: Path, capsys: Output) -> None:
-    other = tmp_path / "other.core"
-    other.write_bytes(core_bytes(CoreSpec([DeviceSpec(), DeviceSpec()])))
-    assert main(["core", str(hung), str(other)]) == 2
-    assert "name two cores of the same process" in capsys.readouterr().err
