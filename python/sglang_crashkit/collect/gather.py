@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -45,11 +43,10 @@ _NOT_STARTED = (
 
 @dataclass(frozen=True)
 class Limits:
-    """How many nodes are asked at the same time, and how long each and all may take, in seconds; None for no limit."""
+    """How many nodes are asked at the same time, and how long each may take, in seconds."""
 
     at_once: int = 32
     node_secs: float = 300.0
-    total_secs: float | None = None
     max_output: int = 1 << 28  # of how many bytes of output a node is given up; none has more to say
 
 
@@ -63,7 +60,7 @@ class NodeRun:
     errors: str = ""  # what it and the carrier printed to standard error
     problem: str = ""  # why there is no status; empty where there is one
     secs: float = 0.0  # how long it took, in seconds
-    late: bool = False  # it was killed at its deadline, or at that of all nodes
+    late: bool = False  # it was killed at its deadline
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ def why_silent(run: NodeRun, reach: Reach) -> Problem:
             return Problem(what, why.format(said=said), following.format(node=run.node, look=reach.look(run.node)))
     said = f": {said}" if said else ""
     if run.late:
-        following = f"raise --node-timeout or --timeout, or look at it: {reach.look(run.node)}"
+        following = f"raise --node-timeout, or look at it: {reach.look(run.node)}"
         return Problem(what, f"{run.problem}{said}", following)
     if run.problem:
         return Problem(what, run.problem)
@@ -298,24 +295,23 @@ def run_on_nodes(
     Returns:
         What ended it before all nodes had answered, None where nothing did.
     """
-    stop, until = threading.Event(), time.monotonic() + (math.inf if limits.total_secs is None else limits.total_secs)
+    stop = threading.Event()
 
     def run(node: str, argv: Sequence[str]) -> NodeRun:
-        secs = round(min(limits.node_secs, until - time.monotonic()), 1)
-        if stop.is_set() or secs <= 0:
-            why = "interrupted before its turn" if stop.is_set() else "not asked: the time for all nodes was over"
-            return NodeRun(node, None, problem=why, late=not stop.is_set())
+        if stop.is_set():
+            return NodeRun(node, None, problem="interrupted before its turn")
         try:
             make_private_folder(output / node)
         except (OSError, CrashkitError) as error:
             return NodeRun(node, None, problem=f"{argv[0]} was not started: {error}")
-        done = run_tool(argv, secs, stop, environ=environ, apart=True, max_output=limits.max_output)
+        done = run_tool(argv, limits.node_secs, stop, environ=environ, apart=True, max_output=limits.max_output)
         ended = NodeRun(node, done.status, done.text, done.errors[-_MAX_ERRORS:], secs=done.seconds)
         if stop.is_set():
             ended = replace(ended, status=None, problem="interrupted")
         elif done.status is None:
-            late = done.seconds >= secs
-            ended = replace(ended, problem=f"no answer within {secs:.0f} s" if late else done.reason, late=late)
+            late = done.seconds >= limits.node_secs
+            why = f"no answer within {limits.node_secs:.0f} s" if late else done.reason
+            ended = replace(ended, problem=why, late=late)
         # An answer counts for more than what was said beside it.
         with contextlib.suppress(OSError):
             write_private(output / node / log, ended.errors.encode(errors="backslashreplace"))

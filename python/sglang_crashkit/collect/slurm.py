@@ -74,7 +74,7 @@ class Job:
     nodes: tuple[str, ...]  # the names of its nodes, in Slurm's order
 
 
-def job_nodes(job: Job, container: str | None = None, options: Sequence[str] = ()) -> Reach:
+def job_nodes(job: Job, container: str | None = None) -> Reach:
     """Return the nodes of a running job, each to be reached by a step of its own; see `step_command`."""
 
     def run(
@@ -83,8 +83,7 @@ def job_nodes(job: Job, container: str | None = None, options: Sequence[str] = (
         # Two who collect at the same time must not cancel each other's steps.
         step = f"crashkit-{secrets.token_hex(4)}"
         steps = {
-            node: step_command(job, node, command, step=step, container=container, options=options)
-            for node, command in commands.items()
+            node: step_command(job, node, command, step=step, container=container) for node, command in commands.items()
         }
         return run_steps(job, steps, on_end, step=step, output=output, limits=limits)
 
@@ -154,12 +153,11 @@ def step_command(
     *,
     step: str,
     container: str | None = None,
-    options: Sequence[str] = (),
 ) -> list[str]:
     """Return the arguments that run `command` on one node of a running job, beside what the job runs there.
 
     The step is called by `step_name`. `container` is a pattern of the name of the pyxis container to run it in, with
-    ``{job_id}`` and ``{node}``; `options` are more options of srun.
+    ``{job_id}`` and ``{node}``.
 
     Raises:
         UsageError: the pattern has other braces.
@@ -167,7 +165,7 @@ def step_command(
     argv = ["srun", "--overlap", f"--jobid={job.job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
     # Pyxis runs it inside the container where one of that name runs, in the namespaces of the workers.
     argv += [] if container is None else [f"--container-name={_expand(container, job_id=job.job_id, node=node)}"]
-    return [*argv, f"--job-name={step_name(step, node)}", *options, *command]
+    return [*argv, f"--job-name={step_name(step, node)}", *command]
 
 
 def run_steps(

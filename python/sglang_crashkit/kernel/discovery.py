@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +64,7 @@ class FoundProcess:
 
     Attributes:
         start_ticks, title: see `procfs.ProcStat` and `procfs.title_of`.
-        role: as `titles.role_of` has it, or ``router``.
+        role: as `titles.role_of` has it.
         ranks: as `titles.rank_of` has them.
         server: pid of the process that launched its server, None where that has ended.
         server_arguments: the command line of that process, empty where it may not be read.
@@ -105,7 +105,6 @@ def find_processes(
     pid: int | None = None,
     user: int | None = None,
     everything: bool = False,
-    routers: bool = False,
     here: Place | None = None,
 ) -> Discovery:
     """Find the schedulers on this host.
@@ -114,7 +113,6 @@ def find_processes(
         pid: any process of one server, or one that has the server below it; all servers when None.
         user: of whom; of everybody when None.
         everything: also the servers' other processes: main process, tokenizers, detokenizer, controller.
-        routers: also what passes requests on to servers.
         here: leave out what is known to belong to another Slurm job or node.
     """
     host = _Host.read()
@@ -123,8 +121,6 @@ def find_processes(
     for candidates in host.groups(members, here):
         for one in host.find(candidates, everything=everything):
             wanted.setdefault(one.pid, one)
-    for one in host.find_routers(members) if routers else ():
-        wanted.setdefault(one.pid, one)
     wanted.pop(os.getpid(), None)
     mine: list[FoundProcess] = []
     others: dict[int, tuple[int, ...]] = {}
@@ -212,12 +208,6 @@ class _Host:
             chosen |= {entry.pid for entry in candidates if entry.is_titled} | {root.pid for root in roots}
             chosen |= {root for entry in schedulers if (root := self.server_of(entry.pid)) is not None}
         yield from self._told(chosen, "title")
-
-    def find_routers(self, within: set[int] | None) -> Iterator[FoundProcess]:
-        candidates = [entry for pid, entry in self._entries.items() if within is None or pid in within]
-        chosen = {entry.pid for entry in candidates if not entry.is_titled and runs_router(entry.cmdline)}
-        for one in self._told(chosen, "command line"):
-            yield replace(one, role="router")
 
     def server_of(self, pid: int) -> int | None:
         """Return the process that launched the server of `pid`: the highest above it that SGLang runs in.
@@ -312,12 +302,6 @@ def may_run_sglang(cmdline: Sequence[str]) -> bool:
         return False
     name = Path(program).name
     return runs_sglang(cmdline) or bool(_CALLED_SO.search(name) and not _NO_MODEL.search(name))
-
-
-def runs_router(cmdline: Sequence[str]) -> bool:
-    """Say whether a command line is that of a Python process that passes requests on to SGLang's servers."""
-    program = _program_of(cmdline)
-    return program is not None and bool(_ROUTER.search(program))
 
 
 def _program_of(cmdline: Sequence[str]) -> str | None:

@@ -140,12 +140,6 @@ def test_nothing_is_there_to_be_read(tmp_path: Path) -> None:
     assert (run.status, run.output) == (0, "")
 
 
-def test_nodes_whose_time_is_over_are_not_asked(tmp_path: Path) -> None:
-    (run,) = run_all({"a": ["touch", str(tmp_path / "asked")]}, tmp_path, Limits(total_secs=0.0)).values()
-    assert (run.status, run.problem, run.late) == (None, "not asked: the time for all nodes was over", True)
-    assert not (tmp_path / "asked").exists()
-
-
 def test_a_node_whose_folder_cannot_be_made_is_not_asked(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a file")
     (run,) = run_all({"a": ["touch", str(tmp_path / "asked")]}, tmp_path, Limits()).values()

@@ -15,15 +15,15 @@ TOOL = ["python3", "-m", "sglang_crashkit", "collect"]
 
 
 @pytest.mark.parametrize(
-    ("container", "options", "expected"),
+    ("container", "expected"),
     [
-        (None, [], []),
-        ("sglang_{job_id}_{node}", [], ["--container-name=sglang_4712_gpu-a02"]),
-        ("sglang:exec", ["--mem=0"], ["--container-name=sglang:exec", "--mem=0"]),
+        (None, []),
+        ("sglang_{job_id}_{node}", ["--container-name=sglang_4712_gpu-a02"]),
+        ("sglang:exec", ["--container-name=sglang:exec"]),
     ],
 )
-def test_a_step_runs_once_on_the_one_node(container: str | None, options: list[str], expected: list[str]) -> None:
-    argv = step_command(JOB, "gpu-a02", TOOL, step="look", container=container, options=options)
+def test_a_step_runs_once_on_the_one_node(container: str | None, expected: list[str]) -> None:
+    argv = step_command(JOB, "gpu-a02", TOOL, step="look", container=container)
     assert argv[:6] == ["srun", "--overlap", "--jobid=4712", "--nodelist=gpu-a02", "--nodes=1", "--ntasks=1"]
     assert [word for word in argv[6:] if word != "--job-name=look-gpu-a02"] == [*expected, *TOOL]
 

@@ -148,7 +148,7 @@ def test_a_late_host_is_told_with_what_it_said_last() -> None:
     run = NodeRun("h", None, errors="snapshot 2 of 3\n", problem="no answer within 9 s", late=True)
     problem = why_silent(run, reach_hosts(KUBECTL, ["h"]))
     assert problem.why == "no answer within 9 s: snapshot 2 of 3"
-    assert problem.next == "raise --node-timeout or --timeout, or look at it: kubectl exec h -c sglang -- true"
+    assert problem.next == "raise --node-timeout, or look at it: kubectl exec h -c sglang -- true"
 
 
 def test_what_a_host_prints_instead_of_an_answer_is_shown() -> None:

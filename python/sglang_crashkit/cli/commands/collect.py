@@ -50,7 +50,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--pid", type=positive, help="of the server that this process belongs to, or is above")
     server.add_argument("--all-servers", action="store_true", help="of each server, where there are several")
     which.add_argument("--all", action="store_true", help="also main process, tokenizers, detokenizer, controller")
-    which.add_argument("--routers", action="store_true", help="also what passes requests on to servers")
     whose = which.add_mutually_exclusive_group()
     whose.add_argument("--user", metavar="NAME", help="of this user instead of your own")
     whose.add_argument("--any-user", action="store_true", help="of every user")
@@ -64,8 +63,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also native stacks and CUDA kernels, by cuda-gdb or gdb, which stop each process for seconds; not where"
         " the stacks show no hang, or for certain who it is",
     )
-    # Its name until 0.1; in the release after this one it goes.
-    when.add_argument("--no-debugger", action="store_true", help=argparse.SUPPRESS)
     where = parser.add_argument_group("where to")
     where.add_argument("-o", "--output-dir", metavar="DIR", help="folder for the files ({log_dir}/backtraces)")
     where.add_argument("--log-dir", metavar="DIR", type=Path, default=Path(), help="what {log_dir} stands for (.)")
@@ -111,18 +108,10 @@ def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--node-timeout", metavar="S", type=positive, default=300, help="seconds until a node is given up (300)"
     )
-    nodes.add_argument("--timeout", metavar="S", type=positive, help="seconds until all nodes are (no limit)")
     nodes.add_argument(
         "--remote-command",
         metavar="COMMAND",
         help='the kit on the nodes ("python3 -m sglang_crashkit"; in a Slurm job without a container this Python)',
-    )
-    nodes.add_argument(
-        "--srun-option",
-        metavar="OPTION",
-        action="append",
-        default=[],
-        help="one more option of srun, as --srun-option=...",
     )
     # What such a command runs on each node: it ends then, or with its reader, and the debuggers in time for the answer.
     nodes.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
@@ -153,10 +142,8 @@ def _host_names_in(path: str) -> list[str]:
 def run(args: argparse.Namespace) -> ExitCode:
     """Wait, collect, and print what there is."""
     wait_secs, output = _read_config(args)
-    if args.no_debugger:
-        _say("--no-debugger is what happens anyway, and goes with the next release; next: leave it out, or --no-native")
     if args.native is None:
-        args.native = args.config is not None and not args.no_debugger
+        args.native = args.config is not None
     try:
         with terminable():
             if args.slurm_job is not None or args.via is not None or args.hosts is not None:
@@ -187,7 +174,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     here = Place.of_environ(os.environ) if args.pid is None else None
 
     def find() -> Discovery:
-        return find_processes(pid=args.pid, user=user, everything=args.all, routers=args.routers, here=here)
+        return find_processes(pid=args.pid, user=user, everything=args.all, here=here)
 
     several = args.pid is not None or args.all_servers or args.config is not None or here is not None
     if wait_secs and not several:
@@ -260,7 +247,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
         reach = reach if args.via is not None else _reach(args)
     names = ", ".join(reach.nodes[:_MAX_TITLES])
     _say(f"collecting: {reach.title}, {args.fan_out} at a time: {names}")
-    result = gather(reach, command, output, _say, Limits(args.fan_out, args.node_timeout, args.timeout))
+    result = gather(reach, command, output, _say, Limits(args.fan_out, args.node_timeout))
     status, explanation = _status_of_nodes(result), explain(result.sightings)
     try:
         collected.write_explanation(result, explanation, output)
@@ -284,16 +271,14 @@ def _reach(args: argparse.Namespace) -> Reach:
     if args.slurm_job is not None:
         if args.hosts is not None:
             raise UsageError("a Slurm job has its own hosts", next_step="leave --hosts out, or --slurm-job")
-        return job_nodes(find_job(args.slurm_job), args.container_name, args.srun_option)
+        return job_nodes(find_job(args.slurm_job), args.container_name)
     if args.via is None or args.hosts is None:
         missing = "--via" if args.via is None else "--hosts"
         raise UsageError(
             f"{missing} is missing: --via and --hosts belong together", next_step="sglang-crashkit collect --help"
         )
-    if args.container_name is not None or args.srun_option:
-        raise UsageError(
-            "--container-name and --srun-option are for a Slurm job", next_step="say it in --via, or name --slurm-job"
-        )
+    if args.container_name is not None:
+        raise UsageError("--container-name is for a Slurm job", next_step="say it in --via, or name --slurm-job")
     reach = reach_hosts(args.via, args.hosts)
     if len(reach.nodes) < len(args.hosts):
         _say(f"{len(args.hosts) - len(reach.nodes)} of the hosts are named more than once; each is asked once")
@@ -311,13 +296,12 @@ def _remote_command(args: argparse.Namespace, reach: Reach) -> list[str]:
             raise UsageError(f"--remote-command {args.remote_command}: {error}") from None
         if not command:
             raise UsageError("--remote-command is empty", next_step="leave it out")
-    within = min(args.node_timeout, args.timeout or args.node_timeout)
-    command += ["collect", "--json", "--with-snapshots", f"--gathered-within={within}"]
+    command += ["collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
     # In a step of a Slurm job that job says which servers are meant.
     every = args.slurm_job is None and (args.all_servers or args.config is not None)
     command += [*(["--with-texts"] if reach.returns_files else []), *(["--all-servers"] if every else [])]
     command += [f"--snapshots={args.snapshots}", f"--interval={args.interval:g}"]
-    command += [f"--{name.replace('_', '-')}" for name in ("all", "routers", "any_user") if getattr(args, name)]
+    command += [f"--{name.replace('_', '-')}" for name in ("all", "any_user") if getattr(args, name)]
     command += [f"--user={args.user}"] if args.user is not None else []
     return [*command, "--native" if args.native else "--no-native"]
 
@@ -344,7 +328,7 @@ def _require_one_server(found: Discovery) -> None:
     """Refuse where the processes are of several servers."""
     from sglang_crashkit.kernel.server_arguments import port_of, side_of
 
-    of_server = {one.server: one for one in found.processes if one.role != "router"}
+    of_server = {one.server: one for one in found.processes}
     if len(of_server) < 2:
         return
     lines = {}

@@ -78,8 +78,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also native stacks and CUDA kernels, by cuda-gdb or gdb, which stop each process for seconds; not where"
         " the stacks show no hang, or for certain who it is",
     )
-    # Its name until 0.1; in the release after this one it goes.
-    what.add_argument("--debugger", action="store_true", help=argparse.SUPPRESS)
     what.add_argument(
         "-o",
         "--output-dir",
@@ -94,8 +92,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Watch until the server is gone, until the first hang where that is asked for, or until it is interrupted."""
     hang_secs = _check(args)
-    if args.debugger:
-        print("--debugger is called --native now, and goes with the next release", file=sys.stderr, flush=True)
     try:
         with terminable():
             return _Watch(args, hang_secs).run()
@@ -255,7 +251,7 @@ class _Watch:
         from sglang_crashkit.kernel.discovery import find_processes
 
         found = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
-        native, count = self._args.native or self._args.debugger, self._args.snapshots
+        native, count = self._args.native, self._args.snapshots
         what = f"{count} snapshots of {len(found)} processes"
         collection = self._take_snapshots(found, count, what, "its processes are not on this host", native=native)
         if collection is None:

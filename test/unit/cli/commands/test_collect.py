@@ -78,13 +78,8 @@ def test_every_file_is_written_where_nobody_reads_the_output(rank: int, tmp_path
     assert names == {"pyspy", "cudagdb", "snapshot", "summary.md", "verdict.json"}
 
 
-@pytest.mark.parametrize("option", [(), ("--no-debugger",)])
-def test_no_debugger_runs_unless_it_is_asked_for(
-    rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
-) -> None:
-    assert collect(rank, tmp_path / "out", *QUICK, *option) == 0
-    said = "--no-debugger is what happens anyway, and goes with the next release" in capsys.readouterr().err
-    assert said == bool(option)
+def test_no_debugger_runs_unless_it_is_asked_for(rank: int, tmp_path: Path, gdb: Path) -> None:
+    assert collect(rank, tmp_path / "out", *QUICK) == 0
     assert not gdb.with_name("cuda-gdb.ran").exists()
     assert not list((tmp_path / "out").glob("cudagdb_*"))
 
@@ -254,7 +249,7 @@ def test_a_jobs_file_names_its_folder_and_its_time(
     assert list((tmp_path / "logs" / "backtraces").glob("pyspy_*.txt"))
 
 
-@pytest.mark.parametrize(("options", "runs"), [((), True), (("--no-native",), False), (("--no-debugger",), False)])
+@pytest.mark.parametrize(("options", "runs"), [((), True), (("--no-native",), False)])
 def test_a_jobs_file_asks_for_native_stacks(
     rank: int, tmp_path: Path, gdb: Path, options: tuple[str, ...], runs: bool
 ) -> None:

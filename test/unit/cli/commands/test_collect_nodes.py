@@ -73,7 +73,7 @@ def collect(tmp_path: Path, *arguments: str) -> int:
 
 def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_path: Path) -> None:
     arguments = ["--container-name=sglang_{job_id}_{node}", "--snapshots=2", "--interval=0.5", "--all"]
-    assert collect(tmp_path, *arguments, "--srun-option=--mem=0") == ExitCode.DONE
+    assert collect(tmp_path, *arguments) == ExitCode.DONE
     for node in ("n1", "n2"):
         asked = slurm.asked(node)
         (step,) = [word for word in asked if word.startswith("--job-name=crashkit-")]
@@ -85,7 +85,6 @@ def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_pat
             "--nodes=1",
             "--ntasks=1",
             f"--container-name=sglang_12_{node}",
-            "--mem=0",
             *("python3", "-m", "sglang_crashkit", "collect", "--json", "--with-snapshots"),
             *("--gathered-within=300", "--snapshots=2", "--interval=0.5", "--all", "--no-native"),
             f"--output-dir={tmp_path}/out/{node}",
@@ -434,8 +433,7 @@ def test_the_standard_input_may_be_the_list(redirection: str, why: str) -> None:
         (["--via=sh", "--hosts=a"], "does not say where the host's name goes"),
         (["--via=/no/such {host}", "--hosts=a"], "there is no command /no/such here"),
         (["--via=sh {host}", "--hosts=a", "--pid=1"], "--pid names a process of one machine"),
-        (["--via=sh {host}", "--hosts=a", "--srun-option=--mem=0"], "are for a Slurm job"),
-        (["--via=sh {host}", "--hosts=a", "--container-name=x"], "are for a Slurm job"),
+        (["--via=sh {host}", "--hosts=a", "--container-name=x"], "is for a Slurm job"),
         (["--via=sh {host}", "--hosts=a", "--remote-command="], "--remote-command is empty"),
         (["--slurm-job=1", "--hosts=a"], "a Slurm job has its own hosts"),
     ],
