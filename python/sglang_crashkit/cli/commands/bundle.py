@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import os
 import shlex
 import sys
 import tarfile
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.crash_folder import add_incident, find_meant
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
@@ -27,7 +25,7 @@ REPORT = "report.md"
 _WITH_PROMPTS = ("requests",)
 #: So many of the files that are left out are named.
 _MAX_TOLD = 5
-_ZSTD, _GZIP = ".tar.zst", ".tar.gz"
+_ZSTD = ".tar.zst"
 _LEVEL = 10
 _EXAMPLES = """\
 examples:
@@ -50,9 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-prompts", action="store_true", help="without the requests, and without their prompts in any file"
     )
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", type=Path, help="a new *.tar.zst or *.tar.gz (sglang-ID.tar.zst)"
-    )
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="a new *.tar.zst (sglang-ID.tar.zst)")
     parser.add_argument("--report", action="store_true", help="print the report, and write nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -78,8 +74,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         print(json.dumps({"incident": incident.name[-8:], "report": text}) if args.json else text, end="")
         return ExitCode.DONE
     path = args.out or Path(f"sglang-{incident.name[-8:]}{_ZSTD}")
-    if not path.name.endswith((_ZSTD, _GZIP)):
-        raise UsageError(f"{path} ends neither with {_ZSTD} nor with {_GZIP}", next_step=f"-o {path.stem}{_ZSTD}")
+    if not path.name.endswith(_ZSTD):
+        raise UsageError(f"{path} does not end with {_ZSTD}", next_step=f"-o {path.stem}{_ZSTD}")
     if path.exists():
         raise RefusedError(f"{path} is there already", next_step=f"rm {shlex.quote(str(path))}, or -o FILE")
     try:
@@ -113,13 +109,15 @@ def _write(
     path: Path, incident: StoredIncident, report: bytes, search: PromptSearch | None
 ) -> tuple[int, dict[str, str]]:
     """Write the file in one step, and return how many files it holds, and why which others are left out."""
+    import zstandard
+
     from sglang_crashkit.kernel.private_files import create_private
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         with (
             create_private(temporary) as raw,
-            _packer(path, raw) as packed,
+            zstandard.ZstdCompressor(level=_LEVEL).stream_writer(raw, closefd=False) as packed,
             tarfile.open(fileobj=packed, mode="w|") as tar,
         ):
             done = _add(tar, incident, report, search)
@@ -127,24 +125,6 @@ def _write(
     finally:
         temporary.unlink(missing_ok=True)
     return done
-
-
-@contextlib.contextmanager
-def _packer(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
-    if path.name.endswith(_GZIP):
-        import gzip
-
-        with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as packed:
-            yield packed  # type: ignore[misc]
-        return
-    try:
-        import zstandard
-    except ImportError as error:
-        raise CrashkitError(
-            f"this Python has no zstandard: {error}", next_step=f"pip install zstandard, or -o FILE{_GZIP}"
-        ) from error
-    with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(raw, closefd=False) as packed:
-        yield packed
 
 
 def _add(
