@@ -5,7 +5,7 @@ that lasts, and no signal ends it. So each is made in a child process, which is 
 Nothing is changed of what was there before: an operator's folder keeps its permissions.
 
 ``systemd-tmpfiles`` removes what was not touched for ten days, sockets included, but leaves a folder alone, with all
-that is below it, which somebody has locked by flock(2); see tmpfiles.d(5). Others go by the time of the last change.
+that is below it, which somebody has locked by flock(2); see tmpfiles.d(5).
 
 What servers left whose crash handler was ended with them, as with process 1 of a container, tells nothing. Whoever may
 be at work holds a lock on its folder. A record that nobody took in is no empty folder, and stays.
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 #: crash folder as it starts has none for as long as it lives. All disks that it names share that time, as the launch
 #: waits for it; one that is asked when that is over has a second.
 ANSWER_SECS, _LEAST_SECS = 10.0, 1.0
-#: The shortest age that a cleaner goes by is a day; seconds.
-_TOUCH_SECS = 6 * 3600.0
 #: A cleaner that looks at a folder just now has it locked for a moment, in seconds.
 _LOCK_SECS = 0.5
 #: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
@@ -237,28 +235,11 @@ class KeptFolder:
     """The runtime folder of one server, locked; the kit's own two above it together with handlers of other servers."""
 
     def __init__(self, runtime: Path) -> None:
-        self._runtime = runtime
         above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
-        self._folders = [*above, runtime]
         self._locks = [*(FolderLock(folder, shared=True) for folder in above), FolderLock(runtime)]
         for lock in self._locks:
             with contextlib.suppress(OSError):
                 lock.acquire(_LOCK_SECS)
-        self._due = time.monotonic() + _TOUCH_SECS
-
-    def act_on_time(self) -> None:
-        """Give the folder and all in it a new time of change, a few times a day."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + _TOUCH_SECS
-        folders = [*self._folders]
-        with contextlib.suppress(OSError):
-            folders += self._runtime.iterdir()
-        for path in folders:
-            with contextlib.suppress(OSError):
-                os.utime(path, follow_symlinks=False)
-        if not self._runtime.is_dir():
-            logger.error("somebody removed %s: the server's processes cannot reach this crash handler", self._runtime)
 
     def release(self) -> None:
         """Let go of it."""

@@ -238,14 +238,6 @@ def may_be_cleaned(folder: Path) -> bool:
     return True
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The monotonic time of this module."""
-    now = [1000.0]
-    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
-    return now
-
-
 def test_no_cleaner_goes_into_a_working_handlers_folder(runtime: Path) -> None:
     kept = KeptFolder(runtime)
     assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [False] * 3
@@ -269,33 +261,6 @@ def test_a_folder_elsewhere_locks_nothing_above_it(tmp_path: Path) -> None:
     kept = KeptFolder(tmp_path)
     assert not may_be_cleaned(tmp_path)
     assert may_be_cleaned(tmp_path.parent)
-    kept.release()
-
-
-def test_what_is_there_is_touched_a_few_times_a_day(runtime: Path, now: list[float]) -> None:
-    kept = KeptFolder(runtime)
-    paths = [runtime.parent.parent, runtime.parent, runtime, runtime / "1-2.sock"]
-    paths[-1].touch()
-    for path in paths:
-        os.utime(path, (0, 0))
-    kept.act_on_time()
-    assert [path.stat().st_mtime for path in paths] == [0.0] * 4
-    now[0] += 6 * 3600
-    kept.act_on_time()
-    assert min(path.stat().st_mtime for path in paths) > 1e9
-    kept.release()
-
-
-def test_a_folder_that_is_gone_is_said_once_a_turn(
-    runtime: Path, now: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    kept = KeptFolder(runtime)
-    runtime.rmdir()
-    now[0] += 6 * 3600
-    kept.act_on_time()
-    kept.act_on_time()
-    (line,) = caplog.messages
-    assert str(runtime) in line
     kept.release()
 
 
