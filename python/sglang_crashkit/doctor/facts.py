@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError
@@ -127,8 +126,6 @@ class Facts:
     end: EndFacts
     #: Where it runs: ``container``, ``kubernetes`` and ``slurm``, as far as anything tells.
     place: Mapping[str, object]
-    #: What `notifications.otlp` needs is installed.
-    has_opentelemetry: bool = False
 
 
 def gather(
@@ -175,15 +172,7 @@ def gather(
         shared_memory=_read_shared_memory(),
         end=_read_end(place, settings_of, grace_secs, first.pid if first is not None else os.getpid()),
         place=place,
-        has_opentelemetry=_has_opentelemetry(),
     )
-
-
-def _has_opentelemetry() -> bool:
-    try:
-        return all(find_spec(f"opentelemetry.{name}") is not None for name in ("sdk", "exporter.otlp.proto"))
-    except ImportError:
-        return False
 
 
 def server_facts(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.kernel.shared_memory import FOLDER
 from sglang_crashkit.policy import Capture, Event, Mode, decide
-from sglang_crashkit.settings import OTLP_ENDPOINT, Settings, earlier_names_in
+from sglang_crashkit.settings import Settings, earlier_names_in
 
 if TYPE_CHECKING:
     from sglang_crashkit.doctor.facts import Facts, ServerFacts
@@ -65,7 +65,7 @@ _EVENTS = {Event.DIED: "dies", Event.RAISED: "raises", Event.HUNG: "hangs"}
 
 def judge(facts: Facts) -> list[Finding]:
     """Return all findings, in the order in which a person reads them."""
-    rules = (_installation, _servers, _tracing, _gpu, _folder, _shared_memory, _end, _opentelemetry)
+    rules = (_installation, _servers, _tracing, _gpu, _folder, _shared_memory, _end)
     findings = [finding for rule in rules for finding in rule(facts)]
     return [*findings, *check_variables(facts.environ, list(facts.arguments))]
 
@@ -114,19 +114,6 @@ def _servers(facts: Facts) -> Iterator[Finding]:
             yield Finding("note", name, what, why, (mend,))
         if is_watched:
             yield Finding("note", name, _policy_in_words(server.mode))
-
-
-def _opentelemetry(facts: Facts) -> Iterator[Finding]:
-    is_traced = "--enable-trace" in facts.arguments
-    where = facts.environ.get(OTLP_ENDPOINT)
-    if not (where or (is_traced and where is None)):
-        return
-    if facts.has_opentelemetry:
-        yield Finding("ok", "opentelemetry", "each incident is a log record where SGLang's traces go")
-    else:
-        why = "an incident is no log record there"
-        mend = ("pip install 'sglang[tracing]'",)
-        yield Finding("warning", "opentelemetry", "its exporter is not installed", why, mend)
 
 
 def _to_be_watched(facts: Facts) -> tuple[str, ...]:

@@ -94,7 +94,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "no py-spy": ("py-spy", "problem", {"tracing": TracingFacts(None)}),
     "py-spy forbidden": ("py-spy", "warning", {"tracing": TracingFacts("p", "1", "Permission denied", 2)}),
     "a driver that hangs": ("GPU", "warning", {"gpu": GpuFacts(reason="it did not answer")}),
-    "no exporter": ("opentelemetry", "warning", {"arguments": ("--enable-trace",)}),
     "no GPU": ("GPU", "note", {"has_gpu": False}),
     "gdb alone": ("debugger", "note", {"debugger": "gdb", "debugger_missing": "no cuda-gdb; next: install it"}),
     "no pipe": ("GPU cores", "warning", {"servers": (replace(SERVER, without_pipe={"TP0": "no pipe"}),)}),
