@@ -2,15 +2,11 @@
 
 ::
 
-    with watch(lambda: [("prefill", cls.prefill), ("decode", cls.decode)]) as watcher:
+    with watch(lambda: [("prefill", cls.prefill), ("decode", cls.decode)]):
         ...
-        with watcher.expecting("decode"):
-            cls.decode.kill()
-            cls.decode = start_decode()
 
 The callable is asked again and again: a process that it names no more is watched no more, one that it names anew is
-watched from then on. Ending one on purpose is announced: by ending the watch, by naming the process no more, or by
-`Watcher.expecting`.
+watched from then on. Ending one on purpose is announced: by ending the watch, or by naming the process no more.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -148,7 +144,6 @@ class Watcher:
         consequence: what the message on stderr says will follow.
         any_status: an exit with status 0 is unexpected too.
         folder: where the survivors' stacks go; `evidence.default_folder` when None.
-        kill_survivors: whether the other processes are killed, with their descendants, once their stacks were taken.
 
     Attributes:
         stopped: ends the watch when it is set.
@@ -166,7 +161,6 @@ class Watcher:
         consequence: str = "aborting",
         any_status: bool = True,
         folder: Path | None = None,
-        kill_survivors: bool = True,
     ) -> None:
         self._source = source if callable(source) or isinstance(source, list) else list(source)
         self._on_death = on_death
@@ -174,10 +168,7 @@ class Watcher:
         self._consequence = consequence
         self._any_status = any_status
         self._folder = folder
-        self._kill_survivors = kill_survivors
         self._held: dict[int, Held] = {}
-        self._expected: list[str] = []
-        self._excused: list[Process] = []
         self._ended = threading.Event()
         self.stopped = StopEvent()
         self.death: Death | None = None
@@ -216,25 +207,11 @@ class Watcher:
             self.settle()
         self.stop()
 
-    @contextlib.contextmanager
-    def expecting(self, *names: str) -> Iterator[None]:
-        """Let the processes of these names end inside the block; those that do are watched no more."""
-        self._expected += names
-        try:
-            yield
-        finally:
-            for held in list(self._held.values()):
-                held.ignored |= held.name in names and held.has_exited()
-            # One that the watcher has not come to hold yet is expected when it does.
-            self._excused += [its for name, its in self._named() or () if name in names and its.poll() is not None]
-            for name in names:
-                self._expected.remove(name)
-
     def settle(self) -> Death | None:
         """Return the death, waiting for its evidence where a watched process has ended or does so within the grace."""
         deadline = time.monotonic() + _GRACE_SECS
         while self.death is None and not self.stopped.is_set():
-            if any(held.has_exited() and not self._is_expected(held) for held in list(self._held.values())):
+            if any(held.has_exited() and not held.ignored for held in list(self._held.values())):
                 self._ended.wait(EVIDENCE_SECS + REAP_SECS)
                 break
             if time.monotonic() >= deadline:
@@ -250,9 +227,6 @@ class Watcher:
         except Exception as error:  # noqa: BLE001 - the caller's code; the processes known so far are watched on
             logger.warning("crash kit: the watched processes could not be listed: %s", error)
             return None
-
-    def _is_expected(self, held: Held) -> bool:
-        return held.ignored or held.name in self._expected or any(held.process is its for its in self._excused)
 
     def _run(self) -> None:
         try:
@@ -289,7 +263,7 @@ class Watcher:
             code = held.returncode()
             if code is None:
                 continue
-            if self._is_expected(held) or (code == 0 and not self._any_status):
+            if code == 0 and not self._any_status:
                 held.ignored = True
             else:
                 dead.append((held, code))
@@ -331,10 +305,9 @@ class Watcher:
         self._ended.set()
         if self._on_death is not None:
             self._on_death(death)
-        if self._kill_survivors:
-            survived = evidence.kill_trees([pid for _, pid in roots], KILL_SECS)
-            if survived:
-                logger.error("crash kit: processes %s are left after SIGKILL", survived)
+        survived = evidence.kill_trees([pid for _, pid in roots], KILL_SECS)
+        if survived:
+            logger.error("crash kit: processes %s are left after SIGKILL", survived)
         if self._at_the_end is not None:
             self._at_the_end(death)
 
@@ -352,7 +325,7 @@ def abort_on_death(source: Source, *, any_status: bool, folder: Path | None = No
     ).start()
 
 
-def watch(source: Source, *, folder: Path | None = None, kill_survivors: bool = True) -> Watcher:
+def watch(source: Source, *, folder: Path | None = None) -> Watcher:
     """Watch processes, whatever status they end with.
 
     In a pytest run with the kit's plugin the test that runs fails by name, with the evidence in its report, and so do
@@ -361,11 +334,9 @@ def watch(source: Source, *, folder: Path | None = None, kill_survivors: bool = 
     Args:
         source: name and process, or a callable that returns them as they are now.
         folder: where the survivors' stacks go; `evidence.default_folder` when None.
-        kill_survivors: whether the other processes are killed once their stacks were taken; always where this process
-            ends.
     """
     if (runner := find_runner()) is not None:
-        return runner.watch(source, folder=folder, kill_survivors=kill_survivors)
+        return runner.watch(source, folder=folder)
     return abort_on_death(source, any_status=True, folder=folder)
 
 

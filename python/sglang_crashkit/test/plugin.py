@@ -89,7 +89,7 @@ class FailByName:
         self._fixtures: list[str] = []
         self._handler: tuple[int, Any] | None = None
 
-    def watch(self, source: Source, *, folder: Path | None = None, kill_survivors: bool = True) -> Watcher:
+    def watch(self, source: Source, *, folder: Path | None = None) -> Watcher:
         """Watch processes for the tests that depend on the fixture that is being set up, or for the running test."""
         from sglang_crashkit.test.fail_fast import Watcher
 
@@ -98,7 +98,6 @@ class FailByName:
             on_death=lambda _death: self._interrupt(),
             consequence="failing the tests that depend on it",
             folder=folder or self._folder,
-            kill_survivors=kill_survivors,
         )
         owner = self._fixtures[-1] if self._fixtures else self._phase[0].nodeid if self._phase else ""
         self._guards.append(Guard(watcher, owner, is_fixture=bool(self._fixtures)))
@@ -280,7 +279,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def crashkit_watch(pytestconfig: pytest.Config) -> Any:
     """Watch processes until the end of a ``with`` block, failing whatever depends on the fixture that calls it.
 
-    ``crashkit_watch(source, folder=None, kill_survivors=True)``; see `sglang_crashkit.test.fail_fast.watch`.
+    ``crashkit_watch(source, folder=None)``; see `sglang_crashkit.test.fail_fast.watch`.
     """
     found = pytestconfig.pluginmanager.get_plugin(_NAME)
     assert isinstance(found, FailByName)

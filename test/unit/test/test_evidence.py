@@ -57,15 +57,6 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
     )
 
 
-def test_survivors_can_be_left_alive(tmp_path, start):
-    victim, survivor = start(), start()
-    watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path, kill_survivors=False)
-    victim.kill()
-    assert watch.death().survivors
-    assert watch.ended.wait(LONG)
-    assert survivor.poll() is None
-
-
 def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeypatch):
     slow = tmp_path / "py-spy"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")

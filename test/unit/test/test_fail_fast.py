@@ -79,37 +79,6 @@ def test_a_restarted_process_is_followed_and_its_forerunner_forgotten(tmp_path, 
     assert watch.death().pid == second.pid
 
 
-def test_an_announced_exit_is_quiet_and_the_next_is_not(tmp_path, start):
-    members = {"server": start(), "other": start()}
-    watch = Watch(members.items, tmp_path)
-    with watch.watcher.expecting("server"):
-        members["server"].kill()
-        members["server"].wait(LONG)
-    assert not watch.called.wait(QUIET_SECS)
-    members["server"] = start()
-    wait_until(lambda: id(members["server"]) in watch.watcher._held, "the second one is watched")
-    members["server"].kill()
-    assert watch.death().pid == members["server"].pid
-
-
-def test_an_announced_exit_is_quiet_although_it_is_seen_later(tmp_path, start):
-    process, listed = start(), threading.Event()
-
-    def members():
-        # The watcher's own thread comes late.
-        if threading.current_thread() is not threading.main_thread():
-            assert listed.wait(LONG)
-        return [("server", process)]
-
-    watch = Watch(members, tmp_path)
-    with watch.watcher.expecting("server"):
-        process.kill()
-        process.wait(LONG)
-    listed.set()
-    wait_until(lambda: watch.watcher._held, "the process is watched")
-    assert not watch.called.wait(QUIET_SECS)
-
-
 def test_a_list_that_cannot_be_made_ends_no_watch(tmp_path, start):
     process, broken = start(), threading.Event()
 
