@@ -102,40 +102,14 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def write_named(path: Path, data: bytes) -> None:
-    """Write `data` to a path that a user named: a file as `write_private` does; see `write_to_device`, too.
+    """Write `data` to a path that a user named, as `write_private` does.
 
     Raises:
-        OSError: it cannot be written, or there is a link to a file, which is neither followed nor replaced.
+        OSError: it cannot be written, or there is something that is no file, such as a link, which is not replaced.
     """
-    if write_to_device(path, data):
-        return
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link", str(path))
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     write_private(path, data)
-
-
-def write_to_device(path: Path, data: bytes) -> bool:
-    """Write `data` where a character device or a named pipe is at `path`, and say whether there is one.
-
-    Links such as ``/dev/stdout`` are followed.
-
-    Raises:
-        OSError: it cannot be written, nobody reads the pipe, or there is something that is no file either.
-    """
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return False
-    if stat.S_ISREG(mode):
-        return False
-    if not (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
-        raise OSError(errno.EINVAL, "it is no file, device or pipe", str(path))
-    # To open a pipe that nobody reads would wait for ever otherwise.
-    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    os.set_blocking(descriptor, True)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    return True
 
 
 def write_json(path: Path, value: Any, *, sync: bool = False) -> None:

@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Print it."""
     from sglang_crashkit.analysis.fleet import group
     from sglang_crashkit.incident.fleet import read_fleet
-    from sglang_crashkit.kernel.private_files import write_to_device
 
     fleet = read_fleet(args.folders, time.time() - args.since if args.since is not None else 0.0)
     problems = [f"{path} cannot be read: {why}" for path, why in fleet.problems.items()]
@@ -94,9 +93,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     groups, hosts = group(fleet.incidents), len(fleet.hosts)
     if args.html is not None:
         try:
-            page = _page(groups, hosts).encode(errors="backslashreplace")
-            if not write_to_device(args.html, page):
-                args.html.write_bytes(page)
+            args.html.write_bytes(_page(groups, hosts).encode(errors="backslashreplace"))
         except OSError as error:
             raise CrashkitError(
                 f"{args.html} cannot be written: {error.strerror or error}", next_step="--html FILE, another one"

@@ -63,7 +63,7 @@ _HERE = Path(__file__).parent
 
 
 def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
-    """Write the page of an incident, readable by its owner alone, to a file, a device or a named pipe.
+    """Write the page of an incident, readable by its owner alone, to a file.
 
     With `prompts` it shows what users of the server wrote.
 
@@ -286,9 +286,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sglang_crashkit.cli.reporters.html", description=__doc__)
     parser.add_argument("folder", type=Path, help="an incident's folder")
     parser.add_argument("file", type=Path, help="where the page goes")
-    parser.add_argument("--prompts", action="store_true", help="show what users of the server wrote")
     args = parser.parse_args(argv)
-    write_html(args.folder, args.file, prompts=args.prompts)
+    write_html(args.folder, args.file)
     return 0
 
 

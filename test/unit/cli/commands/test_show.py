@@ -223,7 +223,7 @@ def test_a_page_replaces_no_folder(
     monkeypatch.chdir(tmp_path)
     assert main(["show", str(path), "--html", target]) == 1
     assert capsys.readouterr().err.endswith(
-        "cannot be written: it is no file, device or pipe\n  next: --html FILE, another one\n"
+        "cannot be written: it is no regular file\n  next: --html FILE, another one\n"
     )
     assert (tmp_path / "folder").is_dir()
 
