@@ -145,7 +145,7 @@ ARGUMENTS = {
     "fleet": ["CRASH", "--json"],
     "replay": ["CRASH", "--url", "http://127.0.0.1:9", "--json"],
     "bisect": ["CRASH", "--serve", "false", "--json"],
-    "quarantine": ["list", "CRASH", "--json"],
+    "quarantine": ["list", "--folder", "CRASH", "--json"],
     "steps": ["CRASH", "--json"],
     "core": ["/absent", "--json"],
     "collect": ["--pid", NOBODY, "--json"],

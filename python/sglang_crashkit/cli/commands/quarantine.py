@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.errors import WHAT_DIR_IS, CrashkitError, ExitCode, NothingToDoError, UsageError
+from sglang_crashkit.errors import WHAT_DIR_IS, CrashkitError, ExitCode, NothingToDoError
 
 EXAMPLE = """examples:
   sglang-crashkit quarantine list --folder /var/crash/sglang
@@ -43,10 +43,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
             epilog=f"example:\n  {' '.join(['sglang-crashkit quarantine', name, *example])} --folder /var/crash/sglang",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.usage = f"{sub.prog} [-h] --folder DIR [--json]{f' {what}' if what else ''}"
-        # The folder may also be the first of them.
-        sub.add_argument("words", nargs="+" if what else "*", metavar=what or "DIR", help=argparse.SUPPRESS)
-        sub.add_argument("--folder", type=Path, metavar="DIR", help="what the server was given as --crash-dump-folder")
+        if what:
+            sub.add_argument("what", metavar=what)
+        sub.add_argument(
+            "--folder", type=Path, metavar="DIR", required=True, help="what the server was given as --crash-dump-folder"
+        )
         _add_json(sub, default=argparse.SUPPRESS)
 
 
@@ -54,48 +55,34 @@ def _add_json(parser: argparse.ArgumentParser, **how: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the entries that are left as a JSON list", **how)
 
 
-def _folder_and_what(args: argparse.Namespace) -> tuple[Path, str | None]:
-    """Return the crash folder, and the file or key; None for the actions that take none."""
-    words = [*args.words]
-    takes = _ACTIONS[args.action][1]
-    what = words.pop() if takes else None
-    folder = args.folder or (Path(words.pop()) if words else None)
-    if folder is None or words:
-        raise UsageError(
-            "one crash folder is wanted" + (f", and one {takes}" if takes else ""),
-            next_step=f"sglang-crashkit quarantine {args.action} --folder DIR {takes}".rstrip(),
-        )
-    if not folder.is_dir():
-        raise NothingToDoError(f"{folder} is not a folder", next_step=f"--folder DIR{WHAT_DIR_IS}")
-    return folder, what
-
-
 def run(args: argparse.Namespace) -> ExitCode:
     """Do it."""
     from sglang_crashkit.incident.quarantine import Entry, add_entry, change_entries, clear_entries, read_entries
 
-    folder, what = _folder_and_what(args)
+    folder: Path = args.folder
+    if not folder.is_dir():
+        raise NothingToDoError(f"{folder} is not a folder", next_step=f"--folder DIR{WHAT_DIR_IS}")
 
     def left(entries: list[Entry]) -> list[Entry]:
-        kept = [entry for entry in entries if entry.key != what]
+        kept = [entry for entry in entries if entry.key != args.what]
         if len(kept) == len(entries):
             listed = f"sglang-crashkit quarantine list --folder {shlex.quote(str(folder))}"
-            raise NothingToDoError(f"there is no entry {what}", next_step=listed)
+            raise NothingToDoError(f"there is no entry {args.what}", next_step=listed)
         return kept
 
-    if args.action == "add" and what is not None:
+    if args.action == "add":
         from sglang_crashkit.replay.bisect import Result, entry_for
 
         try:
-            told = json.loads(Path(what).read_text())
+            told = json.loads(Path(args.what).read_text())
             entry = entry_for(Result(**told), time.time())
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CrashkitError(
-                f"{what} is no reproducer.json: {getattr(error, 'strerror', None) or error}", next_step=_BISECT
+                f"{args.what} is no reproducer.json: {getattr(error, 'strerror', None) or error}", next_step=_BISECT
             ) from error
         if entry is None:
             raise CrashkitError(
-                f"{what} does not prove of one request that it brings the fault back", next_step=_BISECT
+                f"{args.what} does not prove of one request that it brings the fault back", next_step=_BISECT
             )
         add_entry(folder, entry)
     elif args.action == "remove":

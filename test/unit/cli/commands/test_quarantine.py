@@ -30,53 +30,39 @@ def reproducer(folder: Path, result: Result = PROVEN) -> str:
 
 
 def test_an_entry_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quarantine", "add", str(tmp_path), reproducer(tmp_path)]) == 0
+    assert main(["quarantine", "add", reproducer(tmp_path), "--folder", str(tmp_path)]) == 0
     line = capsys.readouterr().out
     assert "  proven  n=7  (incident 1a2b3c4d, " in line
     assert "counts for /model on SGLang 0.5.23" in line
-    assert main(["quarantine", "list", str(tmp_path), "--json"]) == 0
+    assert main(["quarantine", "list", "--folder", str(tmp_path), "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["key"] == line.split(maxsplit=1)[0]
-    assert main(["quarantine", "remove", str(tmp_path), "other"]) == 3
-    assert main(["quarantine", "remove", str(tmp_path), entry["key"]]) == 0
+    assert main(["quarantine", "remove", "other", "--folder", str(tmp_path)]) == 3
+    assert main(["quarantine", "remove", entry["key"], "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "nothing is in quarantine\n"
 
 
-def test_the_folder_is_named_as_in_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = ["--folder", str(tmp_path)]
-    assert main(["quarantine", "add", *folder, reproducer(tmp_path)]) == 0
-    key = capsys.readouterr().out.split(maxsplit=1)[0]
-    assert main(["quarantine", "list", *folder]) == 0
-    assert capsys.readouterr().out.startswith(key)
-    assert main(["quarantine", "remove", key, *folder]) == 0
-    assert main(["quarantine", "clear", *folder]) == 0
-
-
 def test_all_are_cleared_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["quarantine", "add", str(tmp_path), reproducer(tmp_path)])
-    assert main(["quarantine", "clear", str(tmp_path)]) == 0
+    main(["quarantine", "add", reproducer(tmp_path), "--folder", str(tmp_path)])
+    assert main(["quarantine", "clear", "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("nothing is in quarantine\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [
-        (["add", "{folder}"], 2),
-        (["list", "{folder}", "x"], 2),
-        (["list"], 2),
-        (["list", "--folder", "{folder}", "x"], 2),
-        (["remove", "--folder", "{folder}", "x"], 3),
-        (["list", "{folder}/none"], 3),
-        (["add", "{folder}", "{folder}/none"], 1),
-        (["add", "{folder}", "{unproven}"], 1),
-        (["add", "{folder}", "{folder}/foreign.json"], 1),
+        (["remove", "x"], 3),
+        (["add", "{folder}/none"], 1),
+        (["add", "{unproven}"], 1),
+        (["add", "{folder}/foreign.json"], 1),
+        (["list", "--folder={folder}/none"], 3),
     ],
 )
 def test_what_cannot_be_done_is_an_error(tmp_path: Path, arguments: list[str], status: int) -> None:
     unproven = reproducer(tmp_path, Result("1a2b3c4d", "It raised.", requests=[{"text": "a"}]))
     (tmp_path / "foreign.json").write_text('{"requests": 1}')
     words = [word.format(folder=tmp_path, unproven=unproven) for word in arguments]
-    assert main(["quarantine", *words]) == status
+    assert main(["quarantine", words[0], f"--folder={tmp_path}", *words[1:]]) == status
 
 
 @pytest.mark.parametrize("made", ["", "{}", '{"schema_version": 1'])
@@ -84,7 +70,7 @@ def test_what_is_no_reproducer_has_a_next_step(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "r.json"
     if made:
         path.write_text(made)
-    assert main(["quarantine", "add", str(tmp_path), str(path)]) == 1
+    assert main(["quarantine", "add", str(path), "--folder", str(tmp_path)]) == 1
     assert "next: sglang-crashkit bisect INCIDENT --serve" in capsys.readouterr().err
 
 
@@ -99,5 +85,5 @@ def test_the_help_of_an_action_has_an_example(capsys: pytest.CaptureFixture[str]
 def test_a_broken_list_has_a_next_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "quarantine.json").write_text(text)
     (tmp_path / "quarantine.json").chmod(0o600)
-    assert main(["quarantine", "list", str(tmp_path)]) == 1
+    assert main(["quarantine", "list", "--folder", str(tmp_path)]) == 1
     assert f"next: sglang-crashkit quarantine clear --folder {tmp_path}" in capsys.readouterr().err
