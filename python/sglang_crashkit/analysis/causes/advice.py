@@ -23,6 +23,8 @@ class Advice:
 
 
 _STACKS = f"`sglang-crashkit show {INCIDENT} --stacks`"
+_EXCEPTION = f"{_STACKS} begins with its exception"
+_AT_THE_SIGNAL = f"{_STACKS} has where it was when the signal came; all its threads are in its fault_stack in stacks/"
 _GPU_MEMORY = "`nvidia-smi -q -d PIDS`"
 _OPTIONS_OF_GPU_MEMORY = (
     "lower --mem-fraction-static by 0.05 to 0.1, so that more is left for activations",
@@ -35,7 +37,7 @@ _RERUN_FOR_KERNEL = (
     "read the kernel and the exception in gpu/ of this incident, where there is a GPU core",
 )
 _READ_ITS_STACKS = (
-    "read its stacks in stacks/: the innermost call that is the same at the three moments is the one",
+    f"{_STACKS} has where it is; in stacks/ is where it was at the other two moments",
     f'`sglang-crashkit bisect {INCIDENT} --serve "COMMAND"` finds the request, where one does it',
 )
 _COMPARE_RANKS = (
@@ -48,7 +50,7 @@ ADVICE: dict[str, Advice] = {
         "the host's memory ran out",
         "unknown",
         "raise the container's memory limit, or lower --hicache-size, --hicache-ratio and --cpu-offload-gb",
-        "look for growth over time: `memory.peak` and `memory.stat` of the cgroup",
+        "`cat /sys/fs/cgroup/memory.peak /sys/fs/cgroup/memory.stat` in the container tells, over time, what grows",
     ),
     "gpu_hardware": Advice(
         "the GPU, or a link of it, failed",
@@ -182,9 +184,7 @@ ADVICE: dict[str, Advice] = {
         "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS gives them longer, where they only load",
         "with several nodes start all of them, each with the same --dist-init-addr, which all must reach",
     ),
-    "startup_failed": Advice(
-        "the server failed while it started", "no", "read the exception of the first failure in ranks/"
-    ),
+    "startup_failed": Advice("the server failed while it started", "no", _EXCEPTION),
     "poison_request": Advice(
         "one request ends the server, and will again",
         # Until it comes again.
@@ -196,8 +196,8 @@ ADVICE: dict[str, Advice] = {
         "yes",
         "look at who sends signals: the orchestrator's events, a job's time limit, an operator",
     ),
-    "detokenizer_lost": Advice("the detokenizer failed", "yes", "read how it ended, or its exception in ranks/"),
-    "tokenizer_lost": Advice("a tokenizer worker failed", "yes", "read how it ended, or its exception in ranks/"),
+    "detokenizer_lost": Advice("the detokenizer failed", "yes", f"{_STACKS} has how it ended, or its exception"),
+    "tokenizer_lost": Advice("a tokenizer worker failed", "yes", f"{_STACKS} has how it ended, or its exception"),
     "killed": Advice(
         "it was killed by SIGKILL; who sent it is not known",
         "yes",
@@ -208,26 +208,31 @@ ADVICE: dict[str, Advice] = {
     "segfault": Advice(
         "it died of a segmentation fault",
         "unknown",
-        "read its fault_stack in stacks/",
+        _AT_THE_SIGNAL,
         "SGLANG_CRASHKIT_NATIVE=1 adds native stacks of the others next time",
     ),
-    "aborted": Advice("it ended itself by abort()", "unknown", "read the last lines of its log and its fault_stack"),
+    "aborted": Advice("it ended itself by abort()", "unknown", _AT_THE_SIGNAL, "read the last lines of its log"),
     "bus_error": Advice(
         "it accessed memory that is not there",
         "unknown",
         "`df -h /dev/shm`: a full one is the usual reason; a truncated file or a bad disk are others",
     ),
-    "fatal_signal": Advice("it died of a signal", "unknown", "read its fault_stack in stacks/"),
+    "fatal_signal": Advice("it died of a signal", "unknown", _AT_THE_SIGNAL),
     "exception_in_sglang": Advice(
         "SGLang raised an exception",
         "unknown",
         "search upstream's issues for the exception and its innermost frames, in ranks/",
     ),
-    "exception": Advice("a process raised an exception", "unknown", "read the exception in ranks/"),
+    "exception": Advice("a process raised an exception", "unknown", _EXCEPTION),
     "exited": Advice("a process ended by itself", "unknown", "read the last lines of its log"),
     "busy": Advice("the ranks are at work", "no", "wait; raise SGLANG_CRASHKIT_HANG_SECS where this is usual"),
     "no_progress": Advice("nobody made progress, and nothing tells why", "yes", *_COMPARE_RANKS),
-    "unknown": Advice("the evidence does not tell", "unknown", "read the timeline and the server's log"),
+    "unknown": Advice(
+        "the evidence does not tell",
+        "unknown",
+        f"`sglang-crashkit show {INCIDENT} --timeline` has what happened in its order",
+        "read the server's log",
+    ),
 }
 
 #: What an exception asks for beside what is done about its class: how its text begins, and the step.

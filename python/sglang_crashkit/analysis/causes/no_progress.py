@@ -92,7 +92,11 @@ def in_kernel(case: Case) -> Finding | None:
     """The first failure is in uninterruptible sleep in every sample."""
     if not case.is_hang or not case.first or _state(case.first) != "D":
         return None
-    return Finding("supported", (f"{name_of(case.first)} is in uninterruptible sleep whenever it is looked at.",))
+    steps = (
+        f"`cat /proc/{case.first.get('pid')}/stack` has where in the kernel it waits, for root, as long as it does",
+    )
+    reasons = (f"{name_of(case.first)} is in uninterruptible sleep whenever it is looked at.",)
+    return Finding("supported", reasons, steps)
 
 
 def divergence(case: Case) -> Finding | None:

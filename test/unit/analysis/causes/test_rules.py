@@ -712,7 +712,7 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
         ("RuntimeError: Unexpected error from cudaGetDeviceCount(). x Error 802: y", "`systemctl status nvidia-fabric"),
         ("zmq.error.ZMQError: Too many open files", "`ulimit -n` bounds"),
         ("RuntimeError: can't start new thread", "`cat /sys/fs/cgroup/pids.max; ulimit -u` bound"),
-        ("RuntimeError: a prompt with 'Too many open files'", "read the exception of the first failure"),
+        ("RuntimeError: a prompt with 'Too many open files'", "`sglang-crashkit show 0 --stacks` begins"),
     ],
 )
 def test_what_an_exception_asks_for_is_the_next_step(error: str, step: str) -> None:
@@ -742,6 +742,12 @@ def test_one_command_lets_a_stopped_process_go_on() -> None:
     document = next(row[1] for row in TABLE if row[2] == "stopped_process")
     steps = causes.explain(document)["next_steps"]
     assert [step.startswith("`kill -CONT 1") for step in steps if "kill -CONT" in step] == [True]
+
+
+def test_the_stack_of_one_stuck_in_the_kernel_is_a_command() -> None:
+    document = next(row[1] for row in TABLE if row[2] == "stuck_in_kernel")
+    pid = document["verdict"]["first_failure"]["pid"]
+    assert causes.explain(document)["next_steps"][0].startswith(f"`cat /proc/{pid}/stack` ")
 
 
 @pytest.mark.parametrize(
