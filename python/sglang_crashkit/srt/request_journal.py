@@ -12,6 +12,7 @@ import logging
 import marshal
 import operator
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import compress
@@ -21,7 +22,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, to_json, weigh
 from sglang_crashkit.redact import REDACTED, is_secret_name
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
-from sglang_crashkit.srt.hooks import notify
+from sglang_crashkit.srt.hooks import never_raises, notify
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,9 @@ _MAX_RID = 256
 #: Of the few classes of requests that there are.
 _defaults: dict[type, dict[str, Any]] = {}
 
+#: Those of this process.
+_opened: list[weakref.ref[JournaledStates]] = []
+
 _is_secret_name = functools.lru_cache(maxsize=1024)(is_secret_name)
 
 
@@ -91,6 +95,18 @@ def open_journal() -> JournalWriter | None:
     return journal
 
 
+@never_raises
+def retire_journals() -> None:
+    """Give back the journals of engines that this process launched, all of whose processes are ended.
+
+    SGLang keeps an `Engine` until its program ends, and a program may make one after the other.
+    """
+    while _opened:
+        states = _opened.pop()()
+        if states is not None:
+            states.retire()
+
+
 class JournaledStates(dict[str, Any]):
     """The requests under way by id, as ``rid_to_state`` holds them, each change of which is noted in a journal.
 
@@ -104,6 +120,7 @@ class JournaledStates(dict[str, Any]):
         self._numbers: dict[str, int] = {}
         self._warned = False
         self.update(states)
+        _opened.append(weakref.ref(self))
 
     def __setitem__(self, rid: str, state: Any) -> None:
         earlier = self.get(rid)
@@ -138,6 +155,14 @@ class JournaledStates(dict[str, Any]):
         """Note that a request under way is aborted: its client had gone, or somebody asked for its end."""
         if rid in self:
             self._note(self._abort, rid)
+
+    def retire(self) -> None:
+        """Give the journal's memory back; this is an ordinary dictionary from now on."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            # Another thread may be writing to it.
+            with contextlib.suppress(BufferError):
+                journal.close()
 
     # Of `dict` these would pass the methods above by.
     setdefault = MutableMapping.setdefault

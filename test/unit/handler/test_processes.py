@@ -140,7 +140,7 @@ def test_a_new_title_is_read(server: Server) -> None:
     assert (tracked.matters, tracked.role, tracked.rank) == (True, "scheduler", {"dp": 1, "tp": 2})
 
 
-def test_who_has_no_title_for_long_is_not_asked_all_the_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_long_has_no_title_is_seldom_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     # As of a trainer that starts a process every second, beside hundreds that it has.
     asked: list[int] = []
     tree, now = ProcessTree(server.pid), 1000.0

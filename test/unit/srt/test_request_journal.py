@@ -14,8 +14,15 @@ from sglang_crashkit.memory.journal import JournalReader, JournalWriter
 from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
-from sglang_crashkit.srt.request_journal import JournaledStates, RequestReader, open_journal, read_request
+from sglang_crashkit.srt.request_journal import (
+    JournaledStates,
+    RequestReader,
+    open_journal,
+    read_request,
+    retire_journals,
+)
 from unit.srt.conftest import Listener
+from unit.support.waiting import descriptors
 
 
 @dataclass
@@ -65,6 +72,20 @@ def told(journal: JournalWriter) -> dict[str, str]:
         else "dropped"
         for request in reader.requests
     }
+
+
+def test_an_engine_kept_after_its_end_has_no_journal(caplog: pytest.LogCaptureFixture) -> None:
+    before = len(descriptors())
+    # As SGLang keeps each engine that a program ever made.
+    engines = [JournaledStates({}, JournalWriter(2**20)) for _ in range(3)]
+    for states in engines:
+        states["a"] = state("a")
+    del engines[0]
+    retire_journals()
+    assert len(descriptors()) == before
+    states["b"] = state("b")
+    assert states.pop("a").obj.rid == "a"
+    assert (list(states), caplog.text) == (["b"], "")
 
 
 def test_what_enters_has_begun_and_what_leaves_has_ended(states: JournaledStates, journal: JournalWriter) -> None:

@@ -27,6 +27,7 @@ from sglang_crashkit.kernel.pidfd import open_pidfd
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
+from sglang_crashkit.srt.request_journal import retire_journals
 from sglang_crashkit.srt.stack_hooks import report_faults
 from sglang_crashkit.srt.startup import StartupError
 
@@ -79,6 +80,8 @@ def on_kill_process_tree(kill: Function) -> Function:
             if not whole and threading.current_thread() is threading.main_thread():
                 _tell_own_exception()
         _announce_teardown(pid, whole=whole)
+        if not whole and pid in (None, os.getpid()):
+            retire_journals()
         # As process 1 of a container this process is above its crash handler, too.
         spared = handler_process.pid_below() if pid is None or pid == os.getpid() else None
         if whole and pid == os.getpid():

@@ -124,6 +124,17 @@ def test_without_a_pid_the_callers_own_children_are_killed(old_release):
         assert not holds(process.pid)
 
 
+@pytest.mark.parametrize(("pid", "include_parent", "ends"), [(None, True, True), (0, False, True), (1, True, False)])
+def test_with_all_children_the_engines_journals_go(
+    monkeypatch: pytest.MonkeyPatch, pid: int | None, include_parent: bool, ends: bool
+) -> None:
+    retired: list[None] = []
+    monkeypatch.setattr(hooks, "retire_journals", lambda: retired.append(None))
+    kill = hooks.on_kill_process_tree(lambda parent_pid, include_parent=True: None)
+    kill(os.getpid() if pid == 0 else pid, include_parent)
+    assert bool(retired) is ends
+
+
 def test_a_zombie_counts_as_gone():
     with child("ready(); pause()") as process:
         process.send_signal(signal.SIGKILL)
