@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.scenario import Member, Sent, Wreck
-from sglang_crashkit.incident.exit_status import ServerExit, tells_of_a_crash
+from sglang_crashkit.incident.exit_status import ServerExit, reports_crash
 
 #: The cause of an end, and its signal.
 End = tuple[str, str | None]
@@ -126,7 +126,7 @@ def _is_consequence(process: dict[str, Any], end: dict[str, Any], *, raised: boo
         # It is there once the server has started.
         return False
     serves = process["role"] in ("server", "tokenizer_worker")
-    return serves and end["cause"] == "exit_status" and tells_of_a_crash(end["code"])
+    return serves and end["cause"] == "exit_status" and reports_crash(end["code"])
 
 
 def assert_requests(incident: dict[str, Any], folder: Path, sent: Sequence[Sent]) -> None:

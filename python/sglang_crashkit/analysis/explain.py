@@ -16,7 +16,7 @@ from sglang_crashkit.analysis.groups import (
     name_untitled,
     untitled_role,
 )
-from sglang_crashkit.analysis.member import Member, Sightings, describe, name_members
+from sglang_crashkit.analysis.member import Member, SampledProcesses, describe, name_members
 from sglang_crashkit.analysis.ranks import Rank, Scope, group_of, scope_of, split_replicas
 from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
 from sglang_crashkit.model.incident import LEVELS, Level
@@ -62,14 +62,14 @@ class Explanation:
         }
 
 
-def explain(sightings: Sightings) -> Explanation:
+def explain(sampled: SampledProcesses) -> Explanation:
     """Return what was seen, in words."""
-    findings = _findings(sightings)
+    findings = _findings(sampled)
     findings.sort(key=_importance)
-    problems = sightings.problems()
+    problems = sampled.problems()
     if not findings:
-        text = "No process was seen." if not len(sightings) else "Of no process enough was seen."
-        return Explanation("unclear", text, "unknown", (), (), problems, len(sightings))
+        text = "No process was seen." if not len(sampled) else "Of no process enough was seen."
+        return Explanation("unclear", text, "unknown", (), (), problems, len(sampled))
     first = findings[0]
     # What is less certain than the first is evidence, and not part of the verdict.
     telling = [f for f in findings if (f.kind, f.level) == (first.kind, first.level)]
@@ -79,16 +79,16 @@ def explain(sightings: Sightings) -> Explanation:
     if first.kind == "outlier":
         texts += [f"{f.group}: {f.statement}" for f in findings if f.kind == "waiting"][:1]
     named = tuple(member for finding in telling for member in finding.named)
-    return Explanation(first.kind, " ".join(texts), first.level, named, tuple(findings), problems, len(sightings))
+    return Explanation(first.kind, " ".join(texts), first.level, named, tuple(findings), problems, len(sampled))
 
 
-def _findings(sightings: Sightings) -> list[Finding]:
+def _findings(sampled: SampledProcesses) -> list[Finding]:
     groups: dict[Scope, dict[Rank, list[Member]]] = {}
     untitled: dict[Scope, list[Member]] = {}
     findings = []
     judged: list[tuple[Scope, Finding, list[Member]]] = []
     sides: set[str | None] = set()
-    for member in sightings.members():
+    for member in sampled.members():
         process, rank = member.source, member.rank
         assert rank is not None
         sides.add(process.side)
@@ -224,7 +224,7 @@ class Silence:
 
 def ranks_of(rounds: Iterable[NodeSnapshot]) -> tuple[Member, ...]:
     """Return the schedulers of some rounds of samples."""
-    return _schedulers(Sightings.of(rounds).members())
+    return _schedulers(SampledProcesses.of(rounds).members())
 
 
 def _schedulers(members: Iterable[Member]) -> tuple[Member, ...]:
@@ -245,8 +245,8 @@ def judge_silence(
         answers: whether its schedulers answered something else than a health check; None where that is not known.
         by_health: its health check failed; false where it has none, and nothing but the ranks speaks.
     """
-    sightings = Sightings.of(rounds)
-    members = sightings.members()
+    sampled = SampledProcesses.of(rounds)
+    members = sampled.members()
     ranks = _schedulers(members)
     if not ranks:
         if answers:
@@ -257,7 +257,7 @@ def judge_silence(
         return Silence("excused", _last_words(traced), "established", ranks)
     if server_state in ("T", "t") and all(one.manner() == "stopped" for one in ranks):
         return Silence("excused", "the whole server is stopped (state T)", "established", ranks)
-    said = explain(sightings)
+    said = explain(sampled)
     gone = [one for one in ranks if one.manner() == "gone"]
     if gone and len(gone) == len(ranks) and by_health:
         # Upstream waits for them to end before it ends itself, and answers nothing meanwhile.

@@ -220,7 +220,7 @@ _WHO = ("host", "pid", "start_ticks", "title", "role", "ranks", "time", "server"
 
 
 @dataclass(slots=True)
-class Seen:
+class SampledProcess:
     """What was seen of one process."""
 
     process: Sample  # who it is by the latest word, without what it did
@@ -237,7 +237,7 @@ class Seen:
         return tuple(ordered)
 
 
-class Sightings:
+class SampledProcesses:
     """Takes in snapshots, in any order; see the module.
 
     Attributes:
@@ -248,23 +248,23 @@ class Sightings:
     def __init__(self) -> None:
         self.tree = PrefixTree()
         self.rounds: dict[str, float] = {}
-        self._seen: dict[tuple[str, int, int], Seen] = {}
+        self._seen: dict[tuple[str, int, int], SampledProcess] = {}
         self._problems: dict[Problem, None] = {}
         self._activities: dict[tuple[object, ...], tuple[Activity, tuple[Frame, ...]]] = {}
 
     @classmethod
-    def of(cls, snapshots: Iterable[NodeSnapshot]) -> Sightings:
+    def of(cls, snapshots: Iterable[NodeSnapshot]) -> SampledProcesses:
         """Return what all of `snapshots` show."""
-        sightings = cls()
+        sampled = cls()
         for one in snapshots:
-            sightings.add(one)
-        return sightings
+            sampled.add(one)
+        return sampled
 
     def __len__(self) -> int:
         """Return how many processes were seen."""
         return len(self._seen)
 
-    def processes(self) -> Iterator[Seen]:
+    def processes(self) -> Iterator[SampledProcess]:
         """Yield what was seen of each process, in an order that depends on nothing but them."""
         return (seen for _key, seen in sorted(self._seen.items(), key=lambda item: item[0]))
 
@@ -272,7 +272,7 @@ class Sightings:
         """Return the processes as they are compared, in an order that depends on nothing but them."""
         return [self._member(seen) for seen in self.processes()]
 
-    def _member(self, seen: Seen) -> Member:
+    def _member(self, seen: SampledProcess) -> Member:
         process = seen.process
         where = f" on {process.host}" if len(self.rounds) > 1 else ""
         # Side by side those of a pair have the same titles.
@@ -301,12 +301,12 @@ class Sightings:
             else:
                 seen.gone += 1
 
-    def _identify(self, process: Sample, last: float) -> Seen:
+    def _identify(self, process: Sample, last: float) -> SampledProcess:
         """Return what was seen of a process, named as it was last, in a round at `last`, in seconds since the epoch."""
         key = (process.host, process.pid, process.start_ticks)
         seen = self._seen.get(key)
         if seen is None:
-            seen = self._seen[key] = Seen(_without_doings(process), rank_of(process), last)
+            seen = self._seen[key] = SampledProcess(_without_doings(process), rank_of(process), last)
         seen.last = max(seen.last, last)
         # A process gets its title, and is told from others by it, after it was started.
         if process.time >= seen.process.time and (name := _name(process)) != (before := _name(seen.process)):

@@ -194,7 +194,7 @@ def of_frames(frames: Sequence[Frame], native: Sequence[Frame] = (), kernels: Se
     )
 
 
-def caller_that_tells(frames: Sequence[Frame]) -> Frame | None:
+def informative_caller(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame by which a thread is known to compile, load or profile, None where it does not."""
     return next(filter(None, (next(filter(does, frames), None) for does in (_compiles, _loads, _profiles))), None)
 

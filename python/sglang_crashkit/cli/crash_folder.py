@@ -18,7 +18,7 @@ _HANDLER_LOG = "crash_handler.log"
 
 
 def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "latest") -> None:
-    """Add the arguments that name an incident, see `find_meant`: by default `default`; without, one has to be."""
+    """Add the arguments that name an incident, see `find_incident`: by default `default`; without, one has to be."""
     parser.add_argument(
         "incident",
         nargs="?" if default else None,
@@ -57,7 +57,7 @@ def require_folders(folder: Path | None) -> list[Path]:
     return folders
 
 
-def find_meant(text: str, folder: Path | None) -> StoredIncident:
+def find_incident(text: str, folder: Path | None) -> StoredIncident:
     """Return the incident that is meant by an id, ``latest`` or a path; see `find_one`.
 
     Of the latest it is told which folders cannot be read, where a later one may be.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sglang_crashkit.analysis.divergence import Divergence
 from sglang_crashkit.analysis.explain import Explanation, explain
-from sglang_crashkit.analysis.member import Sightings
+from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
 from sglang_crashkit.collect import account
 from sglang_crashkit.collect.observing import is_python, observe, read_steps
@@ -55,7 +55,7 @@ class Collected:
     files: list[str] = field(default_factory=list)  # names of its files in the output folder
 
     @property
-    def gave_something(self) -> bool:
+    def has_stacks(self) -> bool:
         """Whether there is any stack of it."""
         return any(moment.threads or moment.native for moment in self.moments)
 
@@ -109,7 +109,7 @@ class Collection:
 
     def explain(self) -> Explanation:
         """Return what the snapshots say."""
-        return explain(Sightings.of(self.rounds))
+        return explain(SampledProcesses.of(self.rounds))
 
     def _read_steps(self) -> None:
         """Compare the steps of the ranks, and write them to files."""
@@ -158,7 +158,7 @@ class Collection:
             parts = [
                 replace(one, processes=tuple(seen for seen in one.processes if seen.pid in pids)) for one in self.rounds
             ]
-            reasons |= dict.fromkeys(pids, whole or _why_spared(explain(Sightings.of(parts))))
+            reasons |= dict.fromkeys(pids, whole or _why_spared(explain(SampledProcesses.of(parts))))
         for one in self.collected:
             if reason := reasons[one.process.pid]:
                 one.debugged = Debugged(self._tool, problem=f"not run: {reason}")

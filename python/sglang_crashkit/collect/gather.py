@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.member import Seen, Sightings
+from sglang_crashkit.analysis.member import SampledProcess, SampledProcesses
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError, ExitCode
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
@@ -94,7 +94,7 @@ class NodeResult:
     visible: bool = True  # whether these files can be seen here
     problems: list[Problem] = field(default_factory=list)  # what could not be had, and why
     #: What was seen of each process on it, in the order of their ranks.
-    processes: list[Seen] = field(default_factory=list)
+    processes: list[SampledProcess] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Gathered:
 
     reach: Reach
     nodes: tuple[NodeResult, ...]  # a result for each of them
-    sightings: Sightings  # what all nodes saw, merged
+    sampled: SampledProcesses  # what all nodes saw, merged
     interrupt: KeyboardInterrupt | None = None  # what ended it before all nodes had answered, None where nothing did
 
 
@@ -117,7 +117,7 @@ def gather(reach: Reach, command: Sequence[str], output: Path, tell: Callable[[s
     """
     commands = {node: [*command, f"--output-dir={output / node}"] for node in reach.nodes}
     results: dict[str, NodeResult] = {}
-    sightings = Sightings()
+    sampled = SampledProcesses()
 
     def take_in(run: NodeRun) -> None:
         if run.node in results:
@@ -125,18 +125,18 @@ def gather(reach: Reach, command: Sequence[str], output: Path, tell: Callable[[s
         result, rounds = _read(run, reach, output / run.node)
         results[run.node] = result
         for one in rounds:
-            sightings.add(one)
+            sampled.add(one)
         if not run.problem.startswith("interrupted"):
             count = len({(seen.pid, seen.start_ticks) for one in rounds for seen in one.processes})
             so_far = f"{len(results)} of {len(reach.nodes)} {reach.noun}s, {run.secs:.0f} s"
             tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
 
     interrupt = reach.run(commands, take_in, output, limits)
-    for seen in sightings.processes():
+    for seen in sampled.processes():
         results[seen.process.host].processes.append(seen)
     for result in results.values():
         result.processes.sort(key=_by_rank)
-    return Gathered(reach, tuple(results[node] for node in reach.nodes), sightings, interrupt)
+    return Gathered(reach, tuple(results[node] for node in reach.nodes), sampled, interrupt)
 
 
 def describe(status: int | None, processes: int) -> str:
@@ -264,7 +264,7 @@ def _write_here(name: str, rounds: Sequence[NodeSnapshot], folder: Path, where: 
     return problems
 
 
-def _by_rank(seen: Seen) -> tuple[bool, list[tuple[str, int]], int]:
+def _by_rank(seen: SampledProcess) -> tuple[bool, list[tuple[str, int]], int]:
     return not seen.process.ranks, sorted(seen.process.ranks.items()), seen.process.pid
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.exit_status import while_starting
-from sglang_crashkit.incident.first_screen import LOG_LINES, first_screen, is_of_start
+from sglang_crashkit.incident.first_screen import LOG_LINES, failed_at_start, first_screen
 from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message, notify
@@ -76,7 +76,7 @@ def log_lines(incident: Incident, folder: Path | None, ends_with: int | None = N
         ends_with: the exit status that the incident stands for; None where the kit does not end the server with it.
     """
     document = incident.to_json()
-    if ends_with is not None and is_of_start(document):
+    if ends_with is not None and failed_at_start(document):
         ends_with = while_starting(ends_with)
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
     return first_screen(document, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]

@@ -25,7 +25,7 @@ from sglang_crashkit.handler.findings import (
     without_requests,
 )
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
@@ -201,7 +201,7 @@ class IncidentRun:
         """
         started = time.time()
         for process in self._tree:
-            if not process.is_of_no_account:
+            if not process.is_ignorable:
                 self.report(process)
         living = self._tree.alive()
         reports = {process.pid: self.report(process) for process in living}
@@ -284,7 +284,7 @@ class IncidentRun:
                 fatal_signal=status.signal in FATAL_SIGNALS,
                 before_capture=not self.captured,
                 with_parent=process.ended_with_parent,
-                is_answer=process.is_root and tells_of_a_crash(status.code),
+                is_answer=process.is_root and reports_crash(status.code),
             )
         )
 
@@ -324,7 +324,7 @@ class IncidentRun:
 
     def list_processes(self) -> None:
         """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
-        living = [process for process in self._tree.alive() if not process.is_of_no_account]
+        living = [process for process in self._tree.alive() if not process.is_ignorable]
         reports = {process.pid: self.report(process) for process in living}
         process_evidence.capture_states(living, reports)
         _skip_stacks(reports, "none are taken for what another server did")
@@ -426,7 +426,7 @@ class IncidentRun:
             OSError: the disk is full or the folder is gone.
         """
         for process in self._tree:
-            if process.exited_at is not None and not process.is_of_no_account:
+            if process.exited_at is not None and not process.is_ignorable:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
         self.incident.divergence = divergence_of(

@@ -129,7 +129,7 @@ class TrackedProcess:
         return self.parent is not None and self.title == self.parent.title
 
     @property
-    def is_of_no_account(self) -> bool:
+    def is_ignorable(self) -> bool:
         """Whether it is dead and nobody said that it was more than a helper."""
         return self.exited_at is not None and not self.matters and not self.is_starting
 
@@ -400,10 +400,10 @@ def learn_ranks(
         process = tree.get(pid)
         if process is None and status is not None and pid not in expected:
             # Before those that were seen to end, as all are started in one moment.
-            ended = [one.exited_at for one in tree if one.exited_at is not None and not one.is_of_no_account]
+            ended = [one.exited_at for one in tree if one.exited_at is not None and not one.is_ignorable]
             found.append((tree.add_reaped(pid, title, status, min([seconds, *ended]) - _A_MOMENT_SECS), True))
         elif process is not None and process.is_unknown:
-            was_of_no_account = process.is_of_no_account
+            was_of_no_account = process.is_ignorable
             process.title, process.is_awaited = title, True
             if status is not None and process.handle.has_exited():
                 process.handle.take_exit_status(status)

@@ -25,7 +25,7 @@ from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, 
 from sglang_crashkit.incident.summary import format_termination_message
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.identity_key import is_host_namespace
-from sglang_crashkit.kernel.shared_memory import LeftSegment
+from sglang_crashkit.kernel.shared_memory import OrphanedSegment
 from sglang_crashkit.model.incident import Trigger, iso_time
 from sglang_crashkit.policy import Event
 from sglang_crashkit.protocol import Mailbox, Message
@@ -350,7 +350,7 @@ class Session:
         else:
             run.discard()
 
-    def close(self, removed: Sequence[str] = (), left: Sequence[LeftSegment] = ()) -> None:
+    def close(self, removed: Sequence[str] = (), left: Sequence[OrphanedSegment] = ()) -> None:
         """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
         run, root = self.run, self._tree.root
         if run is not None and run.finished:

@@ -9,7 +9,7 @@ import time
 
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import procfs, shared_memory
-from sglang_crashkit.kernel.shared_memory import LeftSegment, Segment
+from sglang_crashkit.kernel.shared_memory import OrphanedSegment, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SharedMemory:
             # By its name alone it may be another container's, whose processes have the same pids.
             self._segments |= shared_memory.of_server(self._tree.root.pid)
 
-    def clear(self) -> tuple[list[str], list[LeftSegment]]:
+    def clear(self) -> tuple[list[str], list[OrphanedSegment]]:
         """Remove what was the server's alone, unless one of its processes lives; see `shared_memory.clear`."""
         lives = any(process.exited_at is None and process.matters for process in self._tree)
         lives = lives or any(procfs.is_running(pid, ticks) for pid, ticks in self._own.items())

@@ -72,7 +72,7 @@ _BY_KIND = {
 _ANY_START = {ServerExit.CRASHED, ServerExit.RAISED, ServerExit.EXITED, ServerExit.HUNG}
 
 
-def tells_of_a_crash(code: int | None) -> bool:
+def reports_crash(code: int | None) -> bool:
     """Say whether a main process ends with this status because of what happened to another process."""
     if code is None:
         return False

@@ -109,7 +109,7 @@ def first_screen(
     return [*head, *(line for lines in told for line in lines)][:MAX_LINES]
 
 
-def is_of_start(document: Mapping[str, Any]) -> bool:
+def failed_at_start(document: Mapping[str, Any]) -> bool:
     """Say whether the server of an incident had not served yet."""
     told = any(one.get("event") in _FAILED_STARTS for one in mappings_of(document.get("timeline")))
     return told or document.get("kind") == "failed_start"
@@ -220,7 +220,7 @@ class _Screen:
 
     def _lost(self) -> Iterator[str]:
         counts = counts_of(mapping_of(self._document.get("requests")))
-        if is_of_start(self._document):
+        if failed_at_start(self._document):
             yield "it was not ready yet"
         elif counts is not None:
             went_on = mapping_of(self._document.get("requests")).get("reason") == SERVER_WENT_ON
@@ -234,7 +234,7 @@ class _Screen:
         time = mapping_of(self._document.get("trigger")).get("time")
         words = [f"{_moment(time)} UTC on {server.get('hostname')}"] if time else []
         if isinstance(secs := self._environment.get("uptime_secs"), (int, float)):
-            words.append("never ready" if is_of_start(self._document) else f"up {_duration(secs)}")
+            words.append("never ready" if failed_at_start(self._document) else f"up {_duration(secs)}")
         if isinstance(count := fault.get("count"), int):
             words.append(f"seen {count} times since {_moment(fault.get('first'))[:10]}" if count > 1 else "first time")
         if self._document.get("complete") is False:

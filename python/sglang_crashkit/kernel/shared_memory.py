@@ -54,7 +54,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class LeftSegment:
+class OrphanedSegment:
     """A segment that stays.
 
     Attributes:
@@ -87,10 +87,10 @@ def of_server(pid: int) -> set[Segment]:
         return set()
 
 
-def of_gone() -> list[LeftSegment]:
+def of_gone() -> list[OrphanedSegment]:
     """Return this user's segments that bear the pid of a process that is gone, and why each may be in use; see `clear`.
 
-    Nothing is removed. `LeftSegment.why` is empty where every process says that it does not map it.
+    Nothing is removed. `OrphanedSegment.why` is empty where every process says that it does not map it.
 
     Raises:
         OSError: there is no `FOLDER`, or it cannot be read.
@@ -99,10 +99,10 @@ def of_gone() -> list[LeftSegment]:
     left = {one for one in there if one.creator is not None and procfs.read_stat(one.creator) is None}
     sizes = {one: size for one in left if (size := _size_of(one)) is not None}
     used = why_in_use(sizes) if sizes else {}
-    return [LeftSegment(one.name, sizes[one], used[one]) for one in there if one in sizes]
+    return [OrphanedSegment(one.name, sizes[one], used[one]) for one in there if one in sizes]
 
 
-def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[str], list[LeftSegment]]:
+def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[str], list[OrphanedSegment]]:
     """Unlink those of `segments` that nobody can have a use for any more.
 
     Args:
@@ -130,7 +130,7 @@ def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[st
                 continue
             except OSError as error:
                 why = f"it cannot be removed: {error.strerror}"
-        left.append(LeftSegment(one.name, size, why))
+        left.append(OrphanedSegment(one.name, size, why))
     return removed, left
 
 

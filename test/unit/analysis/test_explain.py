@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.explain import Explanation, format_explanation, judge_silence
-from sglang_crashkit.analysis.explain import explain as explain_sightings
-from sglang_crashkit.analysis.member import Sightings
+from sglang_crashkit.analysis.explain import explain as explain_sampled
+from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from unit.analysis.real_stacks import (
@@ -37,7 +37,7 @@ SPAWNED = "python3 -c multiprocessing.spawn"
 
 
 def explain(*rows: Sequence[Sample]) -> Explanation:
-    return explain_sightings(Sightings.of(rounds(*rows)))
+    return explain_sampled(SampledProcesses.of(rounds(*rows)))
 
 
 def pids(explanation: Explanation) -> list[int]:
@@ -89,7 +89,7 @@ def test_waiting_elsewhere_names_nobody_where_somebody_goes_on() -> None:
 
 def test_nothing_is_claimed_of_nothing() -> None:
     assert explain().kind == "unclear"
-    assert explain_sightings(Sightings.of([NodeSnapshot("n1", 1.0)])).statement == "No process was seen."
+    assert explain_sampled(SampledProcesses.of([NodeSnapshot("n1", 1.0)])).statement == "No process was seen."
 
 
 # -- groups
@@ -136,7 +136,9 @@ def test_ranks_of_one_server_on_several_hosts_are_one_group() -> None:
         numbers = range(4 * number, 4 * number + 4)
         return [process(10 + n, SPIN if n == 6 else ALL_REDUCE, tp=n, server=5, rendezvous="r:1") for n in numbers]
 
-    told = explain_sightings(Sightings.of([node for n in range(2) for node in rounds(host(n), host(n), host=f"n{n}")]))
+    told = explain_sampled(
+        SampledProcesses.of([node for n in range(2) for node in rounds(host(n), host(n), host=f"n{n}")])
+    )
     assert (pids(told), len(told.findings)) == ([16], 1)
     assert "sglang::scheduler_TP6 (pid 16 on n1)" in told.statement
     assert "while 7 ranks (TP0-5,7) waited in all_reduce" in told.statement
@@ -245,23 +247,23 @@ def test_it_is_a_rank_again_once_it_has_its_title() -> None:
 
 def test_it_is_the_same_in_whatever_order_snapshots_come() -> None:
     nodes = rounds(*two_groups("pp")) + rounds(*two_groups("pp", odd=ALL_REDUCE), host="n2")
-    first = explain_sightings(Sightings.of(nodes)).to_json()
+    first = explain_sampled(SampledProcesses.of(nodes)).to_json()
     for order in itertools.islice(itertools.permutations(nodes), 0, 720, 60):
-        assert explain_sightings(Sightings.of(order)).to_json() == first
+        assert explain_sampled(SampledProcesses.of(order)).to_json() == first
 
 
 def test_json_and_text_say_who_is_named_and_missing() -> None:
     nodes = rounds(*ranks(["ALL_REDUCE", "SPIN"], 2))
     nodes[0] = replace(nodes[0], problems=(Problem("pid 12", "it ended", "look again"), Problem("n2", "silent")))
-    sightings = Sightings.of(nodes)
-    told = explain_sightings(sightings)
+    sampled = SampledProcesses.of(nodes)
+    told = explain_sampled(sampled)
     document = json.loads(json.dumps(told.to_json()))
     assert document["schema_version"] == 1
     (named,) = document["named"]
     assert (named["host"], named["pid"], named["title"]) == ("n1", 11, "sglang::scheduler_TP1")
     assert document["groups"][0]["named"] == document["named"]
     assert document["problems"][0] == {"what": "n2", "why": "silent", "next": ""}
-    lines = list(format_explanation(told, sightings.tree))
+    lines = list(format_explanation(told, sampled.tree))
     assert lines[0].startswith("Verdict (supported): sglang::scheduler_TP1 (pid 11) was in spin (sitecustomize.py:12)")
     assert lines[1] == "Look at: sglang::scheduler_TP1 (pid 11)"
     assert "Evidence (outlier, supported):" in lines
@@ -273,7 +275,7 @@ def test_of_many_groups_and_problems_some_are_told() -> None:
     row = [process(100 * pp + tp, ALL_REDUCE, tp=tp, pp=pp, state="T") for pp in range(20) for tp in range(2)]
     nodes = rounds(row, row)
     nodes[0] = replace(nodes[0], problems=tuple(Problem(f"pid {n}", "it ended") for n in range(30)))
-    lines = list(format_explanation(explain_sightings(Sightings.of(nodes))))
+    lines = list(format_explanation(explain_sampled(SampledProcesses.of(nodes))))
     assert {"Look at: 32 more", "12 more groups: 12 outlier", "  20 more"} <= set(lines)
     assert len(lines) < 80
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.analysis.explain import explain, judge_silence
-from sglang_crashkit.analysis.member import Sightings
+from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
 from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger
 from unit.analysis.real_stacks import rounds
@@ -22,7 +22,7 @@ _NO_INCIDENT = ("untitled", "prefill", "decode", "one is gone")
 
 def collect_answers() -> Iterator[tuple[str, list[Any]]]:
     for name, rows in scenarios():
-        said = explain(Sightings.of(rounds(*rows)))
+        said = explain(SampledProcesses.of(rounds(*rows)))
         yield name, [said.kind, said.level, [member.source.pid for member in said.named], said.statement]
 
 

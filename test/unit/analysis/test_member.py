@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.explain import explain, format_explanation
-from sglang_crashkit.analysis.member import Member, Moment, Sightings, describe, name_members
+from sglang_crashkit.analysis.member import Member, Moment, SampledProcesses, describe, name_members
 from sglang_crashkit.analysis.ranks import Rank
 from sglang_crashkit.analysis.waits import of_frames, of_state
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
@@ -129,29 +129,29 @@ NODES = st.builds(
 )
 
 
-def told(sightings: Sightings) -> tuple[Any, list[str]]:
-    explanation = explain(sightings)
-    return explanation.to_json(), list(format_explanation(explanation, sightings.tree))
+def told(sampled: SampledProcesses) -> tuple[Any, list[str]]:
+    explanation = explain(sampled)
+    return explanation.to_json(), list(format_explanation(explanation, sampled.tree))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.lists(NODES, max_size=8))
 def test_the_order_of_snapshots_does_not_matter(data: st.DataObject, nodes: list[NodeSnapshot]) -> None:
-    assert told(Sightings.of(data.draw(st.permutations(nodes)))) == told(Sightings.of(nodes))
+    assert told(SampledProcesses.of(data.draw(st.permutations(nodes)))) == told(SampledProcesses.of(nodes))
 
 
 def test_a_process_is_called_as_it_was_last() -> None:
     early = process(10, LOAD, title="python3 -m sglang.launch_server", role="server")
     nodes = rounds([early], [process(10, LOAD, tp=1)])
     for order in (nodes, nodes[::-1]):
-        (seen,) = Sightings.of(order).processes()
+        (seen,) = SampledProcesses.of(order).processes()
         assert (seen.process.title, seen.process.role) == ("sglang::scheduler_TP1", "scheduler")
         assert seen.rank.number == 1
         assert [moment.time for moment in seen.in_order()] == sorted(node.time for node in nodes)
 
 
 def test_all_threads_of_all_ranks_are_in_the_tree() -> None:
-    tree = Sightings.of(rounds([process(10, ALL_REDUCE, tp=0), process(11, SPIN, tp=1)])).tree
+    tree = SampledProcesses.of(rounds([process(10, ALL_REDUCE, tp=0), process(11, SPIN, tp=1)])).tree
     everyone = tree.everyone()
     assert everyone.format(list(everyone.places())) == "TP0-1"
     assert {child.function for child in tree.root.in_order()} == {"<module>", "Thread._bootstrap"}

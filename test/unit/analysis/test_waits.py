@@ -5,7 +5,7 @@ import pytest
 from sglang_crashkit.analysis.waits import (
     WAITS_FOR_OTHERS,
     activity_of,
-    caller_that_tells,
+    informative_caller,
     of_frames,
     of_state,
 )
@@ -211,7 +211,7 @@ def test_who_sleeps_with_the_gil_holds_it_in_native_code() -> None:
 def test_compiling_or_loading_is_told_by_the_innermost_such_caller() -> None:
     compiles, loads = "compile (torch/_inductor/codecache.py:1)", "load_model (model_runner.py:5)"
     waits = ("_try_wait (subprocess.py:2004)", "wait (subprocess.py:1264)")
-    told = caller_that_tells(stack(*waits, compiles, "run (torch/_inductor/compile_fx.py:9)", loads))
+    told = informative_caller(stack(*waits, compiles, "run (torch/_inductor/compile_fx.py:9)", loads))
     assert str(told) == compiles
-    assert str(caller_that_tells(stack(*waits, loads))) == loads
-    assert caller_that_tells(stack(*waits, *BATCH)) is None
+    assert str(informative_caller(stack(*waits, loads))) == loads
+    assert informative_caller(stack(*waits, *BATCH)) is None

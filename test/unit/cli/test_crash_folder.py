@@ -46,12 +46,12 @@ def test_the_newest_incident_of_all_known_folders_is_the_latest(
     new = make_incident(folders[1] / "host" / "incidents")
     folders[2].mkdir()
     monkeypatch.setattr(crash_folder, "known_folders", lambda: folders)
-    assert crash_folder.find_meant("latest", None).path == new
-    assert crash_folder.find_meant(old.name[-8:], None).path == old
-    assert crash_folder.find_meant(str(old), None).path == old
-    assert crash_folder.find_meant("latest", folders[0]).path == old
+    assert crash_folder.find_incident("latest", None).path == new
+    assert crash_folder.find_incident(old.name[-8:], None).path == old
+    assert crash_folder.find_incident(str(old), None).path == old
+    assert crash_folder.find_incident("latest", folders[0]).path == old
     with pytest.raises(NothingToDoError, match="no incident 00000000"):
-        crash_folder.find_meant("00000000", None)
+        crash_folder.find_incident("00000000", None)
 
 
 def test_several_known_folders_are_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,10 +62,10 @@ def test_several_known_folders_are_as_one(tmp_path: Path, monkeypatch: pytest.Mo
     old, new = make_incident(hosts[0], seconds=NOON - 60), make_incident(hosts[1])
     make_incident(hosts[2], seconds=NOON + 60, publish=False)
     monkeypatch.setattr(crash_folder, "known_folders", lambda: folders)
-    assert crash_folder.find_meant("latest", None).path == new
-    assert crash_folder.find_meant("123", None).path == old
+    assert crash_folder.find_incident("latest", None).path == new
+    assert crash_folder.find_incident("123", None).path == old
     with pytest.raises(UsageError, match="the ids of 2 incidents begin with 12: "):
-        crash_folder.find_meant("12", None)
+        crash_folder.find_incident("12", None)
 
 
 def test_where_nothing_is_known_the_next_command_is_named(nothing_known: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.member import Sightings
+from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.collect.account import as_json, format_summary, native_stacks, python_stacks, state_in_words
 from sglang_crashkit.kernel.discovery import FoundProcess
@@ -46,7 +46,7 @@ def rounds() -> list[NodeSnapshot]:
 
 def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
     seen = rounds()
-    lines = list(format_summary(seen, explain(Sightings.of(seen)), None))
+    lines = list(format_summary(seen, explain(SampledProcesses.of(seen)), None))
     assert lines[0] == "# outlier (established)"
     assert "sglang::scheduler_TP2 (pid 102)" in lines[2]
     assert lines[4] == "- 2 snapshots on node7, 2023-11-14T22:13:20.000000Z to 2023-11-14T22:13:25.000000Z"
@@ -58,7 +58,7 @@ def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
 
 def test_a_program_gets_the_same() -> None:
     seen = rounds()[:1]
-    document = json.loads(json.dumps(as_json(seen, explain(Sightings.of(seen)), None)))
+    document = json.loads(json.dumps(as_json(seen, explain(SampledProcesses.of(seen)), None)))
     assert (document["schema_version"], document["host"], document["divergence"]) == (1, "node7", None)
     assert document["verdict"]["kind"] == "outlier"
     assert document["times"] == ["2023-11-14T22:13:20.000000Z"]

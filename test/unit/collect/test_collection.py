@@ -78,7 +78,7 @@ def test_an_ended_process_is_told_and_the_others_are_collected(tmp_path: Path) -
         gone.kill()
         gone.wait(LONG)
         collection, (seen,) = collect(tmp_path, *processes)
-    assert [one.gave_something for one in collection.collected] == [True, False]
+    assert [one.has_stacks for one in collection.collected] == [True, False]
     assert seen.problems[0].why == "it has ended"
     assert "it had ended" in (tmp_path / collection.collected[1].files[0]).read_text()
 

@@ -9,7 +9,7 @@ from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.shared_memory import SharedMemory, left_by_others
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
-from sglang_crashkit.kernel.shared_memory import FOLDER, LeftSegment
+from sglang_crashkit.kernel.shared_memory import FOLDER, OrphanedSegment
 from unit.support.targets import nothing_where_forbidden
 from unit.support.waiting import LONG, child
 
@@ -96,15 +96,15 @@ def test_what_is_mapped_is_noted_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     ("left", "line"),
     [
         ([], ""),
-        ([LeftSegment("torch_1_2_3", 1 << 30, "process 7 maps it")], ""),
+        ([OrphanedSegment("torch_1_2_3", 1 << 30, "process 7 maps it")], ""),
         (
-            [LeftSegment("torch_1_2_3", 1 << 29, ""), LeftSegment("sgl_shm_mq_1_0123abcd", 1 << 30, "")],
+            [OrphanedSegment("torch_1_2_3", 1 << 29, ""), OrphanedSegment("sgl_shm_mq_1_0123abcd", 1 << 30, "")],
             "2 segments of user 0 in /dev/shm (1.50 GiB; the largest is sgl_shm_mq_1_0123abcd) are of processes "
             "that are gone; next: sglang-crashkit doctor",
         ),
     ],
 )
-def test_what_others_left_is_one_line(monkeypatch: pytest.MonkeyPatch, left: list[LeftSegment], line: str) -> None:
+def test_what_others_left_is_one_line(monkeypatch: pytest.MonkeyPatch, left: list[OrphanedSegment], line: str) -> None:
     monkeypatch.setattr(shared_memory.shared_memory, "of_gone", lambda: left)
     monkeypatch.setattr(shared_memory.os, "geteuid", lambda: 0)
     assert left_by_others() == line

@@ -13,7 +13,7 @@ from sglang_crashkit.incident.exit_status import (
     TERMINATION_LOG,
     ServerExit,
     exit_status_of,
-    tells_of_a_crash,
+    reports_crash,
     while_starting,
     write_termination_message,
 )
@@ -84,7 +84,7 @@ def test_each_status_is_documented(text: str) -> None:
     ("code", "tells"), [(82, True), (87, True), (137, True), (139, True), (0, False), (1, False), (143, False)]
 )
 def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool) -> None:
-    assert tells_of_a_crash(code) is tells
+    assert reports_crash(code) is tells
 
 
 @pytest.mark.parametrize(

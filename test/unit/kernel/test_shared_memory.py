@@ -8,7 +8,7 @@ import pytest
 
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.guarded_read import BlockedReadError
-from sglang_crashkit.kernel.shared_memory import FOLDER, LeftSegment, Segment, clear, mapped_by, of_gone
+from sglang_crashkit.kernel.shared_memory import FOLDER, OrphanedSegment, Segment, clear, mapped_by, of_gone
 from unit.support.targets import nothing_where_forbidden
 from unit.support.waiting import child
 
@@ -87,7 +87,7 @@ def test_what_processes_left_that_are_gone_is_told_and_stays(left_behind) -> Non
             left = of_gone()
         finally:
             living.unlink()
-    assert LeftSegment(segment.name, 4096, "") in left
+    assert OrphanedSegment(segment.name, 4096, "") in left
     assert not {nameless.name, living.name} & {one.name for one in left}
     assert (FOLDER / segment.name).exists()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import positive, seconds
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant
+from sglang_crashkit.cli.crash_folder import add_incident, find_incident
 from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.replay.server import parse_command
     from sglang_crashkit.replay.trials import Plan
 
-    incident = find_meant(args.incident, args.folder)
+    incident = find_incident(args.incident, args.folder)
     folder = (args.output_dir or Path(f"bisect-{(incident.document or {}).get('id')}")).absolute()
     command = parse_command(args.serve)
     if args.jobs > 1 and value_of(command, "--port") is not None:

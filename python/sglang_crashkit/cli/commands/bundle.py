@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant
+from sglang_crashkit.cli.crash_folder import add_incident, find_incident
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.cli.reporters.incident_text import report_of
     from sglang_crashkit.cli.without_prompts import MayHoldError, PromptSearch
 
-    incident = find_meant(args.incident, args.folder)
+    incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     search = PromptSearch(incident.path, document) if args.no_prompts else None
     report = report_of(incident.path, document).replace("\0", " ").encode(errors="backslashreplace")

@@ -248,7 +248,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     names = ", ".join(reach.nodes[:_MAX_TITLES])
     _say(f"collecting: {reach.title}, {args.fan_out} at a time: {names}")
     result = gather(reach, command, output, _say, Limits(args.fan_out, args.node_timeout))
-    status, explanation = _status_of_nodes(result), explain(result.sightings)
+    status, explanation = _status_of_nodes(result), explain(result.sampled)
     try:
         collected.write_explanation(result, explanation, output)
     except OSError as error:
@@ -418,7 +418,7 @@ def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
 def _status_of(collection: Collection, interrupt: KeyboardInterrupt | None) -> ExitCode:
     if interrupt is not None:
         return _status_of_interrupt(interrupt)
-    gave = [one.gave_something for one in collection.collected]
+    gave = [one.has_stacks for one in collection.collected]
     if all(gave):
         return ExitCode.DONE
     return ExitCode.PARTIAL if any(gave) else ExitCode.FAILED

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import seconds
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant
+from sglang_crashkit.cli.crash_folder import add_incident, find_incident
 from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.replay.server import OwnServer, parse_command
     from sglang_crashkit.watch.health import Address, read_api_key
 
-    incident = find_meant(args.incident, args.folder)
+    incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     chosen = _chosen(read_requests(incident), args, document.get("suspects"))
     key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""

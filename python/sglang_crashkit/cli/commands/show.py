@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant, nothing_of
+from sglang_crashkit.cli.crash_folder import add_incident, find_incident, nothing_of
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model import SCHEMA_VERSION
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Print it."""
     if args.prompts and args.html is None:
         raise UsageError("--prompts is for a page", next_step="sglang-crashkit show INCIDENT --html FILE --prompts")
-    incident = find_meant(args.incident, args.folder)
+    incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     if isinstance(version := document.get("schema_version"), int) and version > SCHEMA_VERSION:
         known = f"this kit reads up to {SCHEMA_VERSION}"

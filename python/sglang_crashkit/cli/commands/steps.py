@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.cli.argument_types import positive
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant, nothing_of
+from sglang_crashkit.cli.crash_folder import add_incident, find_incident, nothing_of
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Print them."""
-    return print_steps(find_meant(args.incident, args.folder), args.rank, args.last, as_json=args.json)
+    return print_steps(find_incident(args.incident, args.folder), args.rank, args.last, as_json=args.json)
 
 
 def print_steps(

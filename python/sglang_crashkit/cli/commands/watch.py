@@ -409,4 +409,4 @@ def _files_of(collection: Collection) -> list[str]:
 
 def _without(collection: Collection) -> list[str]:
     """Return the titles of those of which there is no stack."""
-    return [one.process.title for one in collection.collected if not one.gave_something]
+    return [one.process.title for one in collection.collected if not one.has_stacks]

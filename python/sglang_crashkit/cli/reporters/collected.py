@@ -19,7 +19,7 @@ from sglang_crashkit.kernel.private_files import make_private_folder, read_regul
 from sglang_crashkit.model.sample import Sample
 
 if TYPE_CHECKING:
-    from sglang_crashkit.analysis.member import Seen
+    from sglang_crashkit.analysis.member import SampledProcess
     from sglang_crashkit.collect.gather import Gathered
 
 #: What the text files that are printed may take together, in bytes: the snapshots beside them count for more.
@@ -164,7 +164,7 @@ def write_explanation(result: Gathered, explanation: Explanation, output: Path) 
         OSError: it cannot be written to.
     """
     lines = [*_process_lines(result), *_problem_lines(result), ""]
-    lines += format_explanation(explanation, result.sightings.tree)
+    lines += format_explanation(explanation, result.sampled.tree)
     head = [f"# {explanation.kind} ({explanation.level})", "", f"**{explanation.statement}**", ""]
     head.append(f"- {result.reach.title}; more: {EXPLANATION}, {VERDICT}, a folder each {result.reach.noun}")
     silent = [node for node in result.nodes if node.status is None]
@@ -241,7 +241,7 @@ def _problem_lines(result: Gathered) -> Iterator[str]:
             yield f"  next: {problem.next}"
 
 
-def _doing(seen: Seen) -> str:
+def _doing(seen: SampledProcess) -> str:
     """Return the states and innermost frames of a process's main thread at several looks, each once."""
     doings = [
         f"{moment.state or '-'}  {moment.frames[0] if moment.frames else moment.problem or 'no Python frame'}"

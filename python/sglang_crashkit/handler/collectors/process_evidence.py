@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from sglang_crashkit.analysis.waits import caller_that_tells
+from sglang_crashkit.analysis.waits import informative_caller
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.pyspy import capture_native
 from sglang_crashkit.capture.stack_signal import parse_faulthandler
@@ -274,7 +274,7 @@ def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
     frames = _below_hooks(frames)
-    shown, telling = list(frames[:MAX_DOING]), caller_that_tells(frames)
+    shown, telling = list(frames[:MAX_DOING]), informative_caller(frames)
     if telling is not None and telling not in shown:
         # Who compiles waits for a compiler, which says nothing without what started it.
         shown[-1] = telling
