@@ -744,7 +744,7 @@ def test_one_command_lets_a_stopped_process_go_on() -> None:
     assert [step.startswith("`kill -CONT 1") for step in steps if "kill -CONT" in step] == [True]
 
 
-def test_the_stack_of_one_stuck_in_the_kernel_is_a_command() -> None:
+def test_a_stack_in_the_kernel_has_its_command() -> None:
     document = next(row[1] for row in TABLE if row[2] == "stuck_in_kernel")
     pid = document["verdict"]["first_failure"]["pid"]
     assert causes.explain(document)["next_steps"][0].startswith(f"`cat /proc/{pid}/stack` ")
