@@ -2,8 +2,9 @@
 
 An entry is claimed where all of its conditions hold: ``error``, the pattern that the exception of the first failure
 begins with (its class without the module, and its text); ``frames``, patterns of places that it came through; of a hang
-(``hang: true``), in which a process stands; ``arguments``, patterns of the server's arguments, such as
-``--speculative-algorithm=EAGLE*``. A release from ``fixed_in`` on does not have the issue, nor one before ``since``.
+(``hang: true``), in which a process stands, or each rank (``all_ranks: true``); ``arguments``, patterns of the server's
+arguments, such as ``--speculative-algorithm=EAGLE*``. A release from ``fixed_in`` on does not have the issue, nor one
+before ``since``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class KnownIssue:
     frames: tuple[str, ...] = ()  # patterns of places, each of which is among the exception's
     arguments: tuple[str, ...] = ()  # patterns of arguments, each of which the server was given
     hang: bool = False  # it shows as a hang, and the frames are those of a process that does not go on
+    all_ranks: bool = False  # of a hang: no rank is anywhere else
     by_request: bool = False  # one request of a client's brings it about
     since: str | None = None  # the first release that has it; None where that is not known
     fixed_in: str | None = None  # the first release without it; None where none is known
@@ -50,8 +52,9 @@ class KnownIssue:
             # Others that wait for one show nothing but that; it may be a rank of another node.
             if case.has_other_nodes and any(map(_COLLECTIVE.search, self.frames)):
                 return False
-            its = [case.first] if hangs_by_itself(case) else case.processes
-            return case.is_hang and any(_are_in(self.frames, case.doing(process)) for process in its)
+            its = [case.first] if hangs_by_itself(case) else case.schedulers if self.all_ranks else case.processes
+            found = [_are_in(self.frames, case.doing(process)) for process in its]
+            return case.is_hang and any(found) and (all(found) or not self.all_ranks)
         error = case.error
         return error is not None and bool(re.match(self.error, error.line)) and _are_in(self.frames, error.places)
 

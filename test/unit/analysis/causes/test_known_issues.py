@@ -58,7 +58,7 @@ def document_of(case: dict[str, Any]) -> dict[str, Any]:
     more = {"environment": {"command_line": " ".join(["python", *case.get("arguments", ())])}}
     release = case.get("release", "0.5.13")
     if case.get("hang"):
-        return hung(doing={TP0: case["frames"]}, release=release, **more)
+        return hung(doing=dict.fromkeys((TP0, TP1), case["frames"]), release=release, **more)
     return raised(case["error"], *case.get("frames", ()), release=release, **more)
 
 
@@ -99,6 +99,13 @@ def test_a_hang_is_known_by_frames_that_name_their_class() -> None:
 def test_an_issue_of_waiting_needs_all_to_wait(doing: list[str], state: str, issues: list[int]) -> None:
     waits = next(case for case in CASES if case["issue"] == 26921)["frames"]
     assert known(hung(TP1, doing={TP0: waits, TP1: doing}, state={TP1: state})) == issues
+
+
+def test_an_issue_of_all_ranks_needs_each_of_them() -> None:
+    case = next(case for case in CASES if case["issue"] == 34582)
+    waits, more = case["frames"], {"environment": {"command_line": " ".join(case["arguments"])}}
+    for other in ([], ["spin (x.py:1)"]):
+        assert known(hung(doing={TP0: waits, TP1: other}, **more)) == []
 
 
 def test_an_issue_of_waiting_needs_all_nodes_to_be_seen() -> None:
