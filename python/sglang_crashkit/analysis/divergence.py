@@ -20,11 +20,13 @@ from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.step import DIVERGED, PHASES, SAMPLED_HASH, DivergenceKind, Step, StepRequest
+from sglang_crashkit.model.step import DIVERGED, PHASES, SAMPLED_HASH, DivergenceKind, Step, StepRequest, is_divergence
 
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
 #: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
 _LAG_SECS = 2.0
+#: A request whose tokens differ has another one within so many steps; with overlap its end shows two steps later.
+_SOON_STEPS = 8
 #: Of so many requests it is told who they are.
 _MAX_NAMED = 3
 #: Forward modes that take requests in.
@@ -60,7 +62,7 @@ class Divergence:
     """What the steps of the ranks that must agree say together."""
 
     kind: DivergenceKind
-    level: Level  # how well it is supported
+    level: Level  # how well it is supported; of another token that nothing came of it is unknown whether it matters
     statement: str
     step: int | None = None  # the first that differs, or that a rank has not; None where there is none
     ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
@@ -76,7 +78,7 @@ class Divergence:
     @property
     def diverged(self) -> bool:
         """Whether ranks went different ways."""
-        return self.kind in DIVERGED
+        return is_divergence(self.kind, self.level)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -148,6 +150,7 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
     common = sorted(number for number, count in counts.items() if count > 1)
     sampled: Divergence | None = None
     results: Sequence[tuple[RankSteps, Step]] = ()
+    last_apart = 0
     for position, number in enumerate(common):
         there = [(one, steps[number]) for one, steps in known if number in steps]
         is_oldest, compared = position == 0 and number > 1, position + 1
@@ -161,9 +164,18 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
             return _followed_by(sampled, f"From step {number:,} on they did not run the same any more.")
         if sampled is None:
             sampled, results = _sampled_apart(there, names, moment, is_oldest=is_oldest, compared=compared), there
+        if _tokens_differ(there):
+            last_apart = number
     if sampled is not None:
         behind = _behind(known, names, moment, len(common))
-        return _followed_by(sampled, f"{behind.against} went on to step {behind.step:,} alone." if behind else "")
+        if behind is None:
+            return replace(_followed_by(sampled, "Until now they ran the same batches."), level="unknown")
+        # Who is in the midst of its last step has not ended a request that the others go on with.
+        end = min(max(steps) for _one, steps in known)
+        is_through = all(steps[end].phase == "processed" for _one, steps in known if max(steps) == end)
+        if not is_through or end - last_apart > _SOON_STEPS:
+            return replace(behind, statement=f"{behind.statement} Before, {sampled.statement}")
+        return _followed_by(sampled, f"{behind.against} went on to step {behind.step:,} alone.")
     apart = [one for one, steps in known if not any(counts[number] > 1 for number in steps)]
     if apart or not common:
         spans = ", ".join(f"{names.of([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
@@ -271,12 +283,13 @@ def _sampled_apart(
     )
 
 
+def _tokens_differ(there: Sequence[tuple[RankSteps, Step]]) -> bool:
+    return len({step.sampled[:SAMPLED_HASH] for _one, step in there if step.sampled}) > 1
+
+
 def _followed_by(sampled: Divergence, statement: str) -> Divergence:
-    """Return the divergence of sampled tokens with what came of it, a sentence; empty where nothing did."""
-    if statement:
-        return replace(sampled, statement=f"{sampled.statement} {statement}")
-    text = f"{sampled.statement} Until now they ran the same batches."
-    return replace(sampled, level="supported", statement=text)
+    """Return the divergence of sampled tokens with what came of it, a sentence."""
+    return replace(sampled, statement=f"{sampled.statement} {statement}")
 
 
 def _outlier(ours: Step, theirs: Step) -> tuple[bool | None, Level]:

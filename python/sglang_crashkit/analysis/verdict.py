@@ -28,7 +28,7 @@ from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity, activity_
 from sglang_crashkit.model.incident import LEVELS, Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
-from sglang_crashkit.model.step import DIVERGED
+from sglang_crashkit.model.step import is_divergence
 
 FailureKind = Literal["exit", "exception", "hang"]
 
@@ -49,9 +49,12 @@ _MAX_TOLD = 3
 _FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
-    r"|nccl.*(abort|remote|unhandled system)|store.*(timeout|closed)|recv(?:value)? failed",
+    r"|([nh]|one)ccl.{0,300}(abort|remote|unhandled system)|hccl.{0,300}time[sd]? ?out|store.{0,300}(timeout|closed)"
+    r"|recv(?:value)? failed",
     re.IGNORECASE,
 )
+#: Of an exception so many characters are looked at: these patterns are slow where their words come again and again.
+_MAX_LOOKED = 4096
 #: A rank may report the connection that it lost so much sooner than the end of who closed it is seen, in seconds.
 _TELLS_FIRST_SECS = 1.0
 #: What one says whose collective took longer than its time limit.
@@ -59,12 +62,18 @@ _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog
 #: How exceptions begin that a library of collectives raises; behind another beginning the words may be a prompt's.
 _OF_COLLECTIVES = re.compile(
     r"(?:\w+\.)*(?:Dist\w*Error: |RuntimeError: (?:"
-    r"\[(?:[^\]'\"]{1,200}\.(?:cc|cpp|hpp|h)(?::\d+)?|Rank \d+|PG [^\]'\"]{1,100}|c10d|\d+)\] |NCCL|[Gg]loo"
+    r"\[(?:[^\]'\"]{1,200}\.(?:cc|cpp|hpp|h)(?::\d+)?|Rank \d+|PG [^\]'\"]{1,100}|c10d|\d+)\] |NCCL"
+    r"|(?:\[ERROR\] )?HCCL|oneCCL|[Gg]loo"
     r"|Connection (?:closed|reset)|Broken pipe|Socket [Tt]imeout|Timed out waiting|Application timeout"
     r"|TCPStore|recvValue|failed to recv))"
 )
 #: Those of a socket of any kind. Beside a death they are its consequence; alone they tell of no rank.
 _OF_SOCKETS = re.compile(r"(?:BrokenPipe|Connection(?:Reset|Aborted))Error\b")
+#: A call of the rank's own failed, such as for memory or files; beside a death that may be its consequence.
+_OF_SYSTEM = re.compile(
+    r"unhandled system error(?![\s\S]{0,999}(?:remote|[Cc]losed|[Rr]eset|[Rr]efused|[Tt]imed out|No route|Broken pipe))"
+    r"|Error while creating shared memory|No space left on device"
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ def _is_lost_peer(message: str) -> bool:
 
 def _is_of_collectives(message: str) -> bool:
     """Say whether it is a library of collectives that lost a connection to another rank."""
-    return _OF_COLLECTIVES.match(message) is not None and _LOST_PEER.search(message) is not None
+    return _OF_COLLECTIVES.match(message) is not None and _LOST_PEER.search(message, 0, _MAX_LOOKED) is not None
 
 
 def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
@@ -294,7 +303,9 @@ def _telling(incident: Incident) -> list[dict[str, Any]]:
 def _divergence(incident: Incident, *, of_hang: bool = False) -> list[str]:
     """Return where the ranks went different ways, in a sentence; of a hang also that they did not, or may have."""
     found = incident.divergence
-    return [str(found["statement"])] if found and (of_hang or found["kind"] in DIVERGED) else []
+    if not found or not (of_hang or is_divergence(found.get("kind"), found.get("level"))):
+        return []
+    return [str(found["statement"])]
 
 
 def _collectives(incident: Incident) -> list[str]:
@@ -357,7 +368,7 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
 def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:
     name = f"{title} (pid {event.pid})"
     if event.kind == "exception":
-        if _is_of_collectives(event.message):
+        if _is_of_collectives(event.message) and not _OF_SYSTEM.search(event.message, 0, _MAX_LOOKED):
             # Nothing of this server was seen to fail before: with several nodes, it was another node's.
             return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
         return f"{name} raised {event.message}.", "exception", "established"

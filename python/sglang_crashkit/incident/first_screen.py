@@ -16,7 +16,7 @@ from typing import Any
 from sglang_crashkit.incident.names import Names, join_some_names, stopped_state, without_own_numbers
 from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.step import DIVERGED
+from sglang_crashkit.model.step import is_divergence
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
 WIDTH, MAX_LINES = 80, 17
@@ -347,7 +347,8 @@ class _Screen:
     def _divergence(self) -> str:
         """Return at which step the ranks went different ways; empty where they did not, or the headline says so."""
         found, basis = mapping_of(self._document.get("divergence")), self._verdict.get("basis")
-        told = str(found.get("statement") or "") if found.get("kind") in DIVERGED else ""
+        is_told = is_divergence(found.get("kind"), found.get("level"))
+        told = str(found.get("statement") or "") if is_told else ""
         return "" if isinstance(basis, list) and told in basis[:1] else self._names.in_words(told)
 
     def _doing_of(self, process: Mapping[str, Any]) -> list[str]:

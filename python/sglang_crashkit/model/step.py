@@ -23,6 +23,13 @@ DivergenceKind = Literal[
 ]
 #: The kinds that are a divergence.
 DIVERGED: tuple[DivergenceKind, ...] = ("decision", "mode", "requests", "lengths", "sampled_token", "hash")
+
+
+def is_divergence(kind: object, level: object) -> bool:
+    """Say whether ranks went different ways; another token of which nothing came, of level `unknown`, is none."""
+    return kind in DIVERGED and level != "unknown"
+
+
 #: Bytes of `Step.sampled` before those of the requests.
 SAMPLED_HASH = 4
 

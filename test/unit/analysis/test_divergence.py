@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.divergence import Divergence, Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import Rank, rank_at
-from sglang_crashkit.model.step import PHASES, SAMPLED_HASH, Step, StepRequest
+from sglang_crashkit.model.step import DIVERGED, PHASES, SAMPLED_HASH, Step, StepRequest
 
 TP0, TP1, TP2 = (rank_at({"tp": number}) for number in range(3))
 AB12, CD34 = StepRequest("ab12", 0xAB12, 37, 37), StepRequest("cd34", 0xCD34, 1, 20)
@@ -288,7 +288,6 @@ SAMPLED = "TP1 sampled another token than TP0 for request ef56 in step 18,204; 1
 @pytest.mark.parametrize(
     ("more", "then", "said"),
     [
-        ([], [], "Until now they ran the same batches."),
         # It ended there for one of them.
         (
             [step(LAST + 1, "decode", CD34)],
@@ -306,6 +305,21 @@ def test_another_token_is_told_with_what_came_of_it(more: list[Step], then: list
     # Of two, nobody knows who is wrong.
     assert (found.ranks, found.pids, found.against, found.level) == ("TP0-1", (0, 1), "", "supported")
     assert found.diverged
+
+
+def test_another_token_of_which_nothing_came_is_only_told() -> None:
+    found = judge((TP0, pairs()), (TP1, pairs(8)), moment=Moment(LAST + 960.0, "it", LAST + 961.0))
+    assert found.statement == f"{SAMPLED} Until now they ran the same batches."
+    assert (found.kind, found.level, found.diverged) == ("sampled_token", "unknown", False)
+
+
+@pytest.mark.parametrize(("later", "phase"), [(2, "forward_begun"), (20, "processed")])
+def test_a_rank_that_stops_later_has_another_reason(later: int, phase: str) -> None:
+    alike = [pair(number) for number in range(LAST + 1, LAST + later)]
+    its = [*pairs(8), *alike, pair(LAST + later, phase=phase)]
+    found = judge((TP0, [*pairs(), *alike, pair(LAST + later), pair(LAST + later + 1)]), (TP1, its))
+    assert (found.kind, found.ranks) == ("ended_earlier", "TP1")
+    assert "Before, TP1 sampled another token than TP0 for request ef56 in step 18,204" in found.statement
 
 
 def test_of_several_ranks_the_one_with_another_token_is_named() -> None:
@@ -426,7 +440,7 @@ def test_whatever_the_steps_hold_there_is_an_answer(ranks: list[RankSteps], mome
     found = find_divergence(ranks, moment)
     if found is not None:
         assert found.statement.endswith(".")
-        assert (found.step is not None) == (found.diverged or found.kind == "ended_earlier")
+        assert (found.step is not None) == (found.kind in (*DIVERGED, "ended_earlier"))
         assert found.seconds_before is None or 0 <= found.seconds_before < float("inf")
         json.dumps(found.to_json(), allow_nan=False)
 

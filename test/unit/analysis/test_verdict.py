@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -38,6 +39,8 @@ ENDS: dict[str, Exit] = {
     "orphaned": Exit(None, "SIGKILL", "parent_ended", "its parent ended", "t"),
 }
 LOST = "RuntimeError: [../gloo/pair.cc] Connection closed by peer [127.0.0.1]:4711"
+SYSTEM = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled system error"
+HCCL = "RuntimeError: [ERROR] HCCL function error: a remote rank did not answer, timeout"
 TIMED_OUT = "RuntimeError: [../gloo/unbound_buffer.cc] Timed out waiting 10000ms for recv operation"
 SHAPE = "ValueError: bad shape"
 
@@ -107,6 +110,18 @@ def first(verdict: Verdict) -> int | None:
             (10, "exception", "established"),
             "",
         ),
+        # So is a call of its own that failed.
+        (
+            [None],
+            [raised(10, 1.0, f"{SYSTEM}: No space left on device")],
+            (10, "exception", "established"),
+            "",
+        ),
+        ([None], [raised(10, 1.0, SYSTEM)], (10, "exception", "established"), ""),
+        ([None], [raised(10, 1.0, f"{SYSTEM} Connection closed by remote peer")], (10, "lost_peer", "supported"), ""),
+        ([None, "killed"], [raised(10, 1.0, SYSTEM), death(11, 1.1)], (11, "signal", "established"), ""),
+        # Another library of collectives.
+        ([None, "killed"], [raised(10, 1.0, HCCL), death(11, 1.1)], (11, "signal", "established"), ""),
         # Another exception that came first is the cause.
         (
             [None, "killed"],
@@ -315,6 +330,20 @@ def test_a_rank_elsewhere_is_whom_another_waited_for(message: str, doing: list[s
     verdict = judge(made, [raised(10, 1.0, message)])
     assert (first(verdict), verdict.kind == "lost_peer") == (named or 10, named is not None)
     assert ("was in spin (x.py:1) while" in verdict.text) == (named == 11)
+
+
+def test_a_long_exception_is_judged_in_time() -> None:
+    began = time.process_time()
+    judge(ended(None), [raised(10, 1.0, "DistStoreError: " + "store nccl " * 100_000)])
+    assert time.process_time() - began < 2
+
+
+def test_a_difference_without_effect_is_no_reason_of_a_hang() -> None:
+    made = ended(None, None)
+    made.divergence = {"kind": "sampled_token", "level": "unknown", "statement": "TP1 sampled another token."}
+    verdict = judge(made, silent(10, 11))
+    assert (verdict.level, first(verdict)) == ("unknown", None)
+    assert "TP1 sampled another token." in verdict.basis[1:]
 
 
 def test_nobody_waits_for_a_rank_of_another_replica() -> None:

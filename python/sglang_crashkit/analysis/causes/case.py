@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.step import DIVERGED
+from sglang_crashkit.model.step import is_divergence
 
 if TYPE_CHECKING:
     from sglang_crashkit.analysis.causes.known_issues import KnownIssue
@@ -180,7 +180,7 @@ class Case:
     def divergence(self) -> Mapping[str, Any]:
         """The first step at which ranks differ; empty where they do not, or none is known."""
         found = mapping_of(self.document.get("divergence"))
-        return found if found.get("kind") in DIVERGED else {}
+        return found if is_divergence(found.get("kind"), found.get("level")) else {}
 
     @property
     def xids(self) -> list[Mapping[str, Any]]:

@@ -738,6 +738,11 @@ def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
     assert steps[0].startswith("SYNC_TOKEN_IDS_ACROSS_TP=1 ")
 
 
+def test_a_token_without_effect_is_no_cause() -> None:
+    found = DIVERGED | {"kind": "sampled_token", "level": "unknown"}
+    assert causes.explain(hung(doing=BOTH_WAIT, divergence=found))["class"] == "symmetric_stall"
+
+
 def test_one_command_lets_a_stopped_process_go_on() -> None:
     document = next(row[1] for row in TABLE if row[2] == "stopped_process")
     steps = causes.explain(document)["next_steps"]
