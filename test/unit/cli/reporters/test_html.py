@@ -112,8 +112,10 @@ def test_prompts_are_there_only_where_they_are_asked_for(ranks: Path, tmp_path: 
     asked = render(ranks, prompts=True)
     assert PROMPT in asked
     assert "with their prompts" in asked
-    assert main([str(ranks), str(tmp_path / "page.html"), "--prompts"]) == 0
+    write_html(ranks, tmp_path / "page.html", prompts=True)
     assert PROMPT in (tmp_path / "page.html").read_text()
+    assert main([str(ranks), str(tmp_path / "made.html")]) == 0
+    assert PROMPT not in (tmp_path / "made.html").read_text()
 
 
 def test_what_others_wrote_becomes_text_and_nothing_else(tmp_path: Path) -> None:
