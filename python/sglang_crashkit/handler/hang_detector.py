@@ -203,15 +203,8 @@ class HangDetector:
         root, shutdown = self._tree.root, self._session.triage.shutdown
         if shutdown.gone_at is not None or shutdown.expected & {root.pid, *states} or self._is_starting():
             return True
-        if shutdown.draining and self._have_schedulers_left():
-            # Nobody waits for an answer. Upstream looks for its children, for up to 15 s, in its event loop.
-            return True
         stopped_as_a_whole = set(states.values()) <= {"T"} and _state_of(root) in "Tt"
         return stopped_as_a_whole or "t" in states.values()
-
-    def _have_schedulers_left(self) -> bool:
-        """Say whether all schedulers have ended, reaped or not."""
-        return not any(one.role == "scheduler" and _state_of(one) not in "ZX" for one in self._tree.alive())
 
     def _is_starting(self) -> bool:
         """Say whether a scheduler may not be ready yet; where one has begun a batch, all are."""

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 #: and questions. Any other, such as an update of the weights, may take minutes.
 _QUICK = ("Tokenized", "BatchTokenized", "Abort", "Get", "OpenSession", "CloseSession")
 
+#: By which it is asked to leave its event loop, and to end; until then the main process waits in its own.
+_LEAVE = "ShutdownReq"
+
 _OFF_WARNING = "crash kit: hangs of this scheduler are not noticed any more"
 
 _writer: HeartbeatWriter | None = None
@@ -116,6 +119,8 @@ def known_gpu() -> str | None:
 
 def _flag_of(kind: type) -> int:
     """Return the flag of a class of requests; one that is quick is remembered."""
+    if kind.__name__ == _LEAVE:
+        return OFF
     if not kind.__name__.startswith(_QUICK):
         return BUSY
     _quick.add(kind)

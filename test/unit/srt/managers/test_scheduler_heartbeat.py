@@ -130,6 +130,13 @@ class Mode(IntEnum):
     DECODE = 2
 
 
+def test_one_that_is_to_leave_its_loop_says_so(listener: Listener, scheduler: Scheduler) -> None:
+    reader = beating(listener, scheduler)
+    assert not reader.read().is_off
+    scheduler.process_input_requests([request_of("ShutdownReq")])
+    assert read(reader).is_off
+
+
 def test_the_forward_mode_and_an_extends_tokens_are_told(listener: Listener, scheduler: Scheduler) -> None:
     beating(listener, scheduler).close()
     assert scheduler_heartbeat._writer is not None
