@@ -92,6 +92,8 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         wait_until(lambda: len(journaled_rids(server.pid)) == REQUESTS, "the requests are under way", LONG)
         os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
         wait_until((site / "marker").exists, "the server saves its requests", LONG)
+        # Those of the processes are taken meanwhile; on a busy machine that takes longer.
+        wait_until(lambda: [*folder.glob("*/incidents/*/stacks/*launch_server*.txt")], "the stacks are taken", LONG)
         # Whatever it holds open is held open until the output has had its end.
         os.kill(handler, signal.SIGSTOP)
         try:
