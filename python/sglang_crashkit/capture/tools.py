@@ -87,10 +87,10 @@ def run_tool(
         )
     except OSError as error:
         return ToolRun("", f"{argv[0]}: {error.strerror}", 0.0)
-    _offer_to_oom_killer(process.pid)
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
     status = None
     try:
+        _offer_to_oom_killer(process.pid)
         if on_start is not None:
             on_start(process.pid)
         deadline = (started if since is None else since) + deadline_secs

@@ -172,11 +172,11 @@ class LogFile(logging.Handler):
         try:
             self._written += sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
+            if self._written > _MAX_LOG_BYTES:
+                self._begin()
         except (OSError, ValueError):
             # The disk is full, say: there is nobody who could be told.
             return
-        if self._written > _MAX_LOG_BYTES:
-            self._begin()
 
     def _begin(self) -> None:
         self._written = 0

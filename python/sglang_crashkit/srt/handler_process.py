@@ -33,8 +33,16 @@ _READY_SECS = 20.0
 _FAREWELL_SECS = 3.0
 _MAX_BYTES = 1 << 16
 _CORE_FILE = "CUDA_COREDUMP_FILE"
-#: Held by the thread that starts one.
+#: Held by the thread that starts one; a child that is forked meanwhile has one of its own.
 _claim = threading.Lock()
+
+
+def _renew_claim() -> None:
+    global _claim
+    _claim = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_claim)
 
 
 def start(crash_folder: str | None, told: Mapping[str, str] | None = None) -> None:
@@ -50,7 +58,7 @@ def start(crash_folder: str | None, told: Mapping[str, str] | None = None) -> No
             it was given none or cannot be written to.
         told: variables for the handler alone.
     """
-    # Of two at once, neither would be heard. A child that was forked meanwhile finds it taken for ever.
+    # Of two at once, neither would be heard.
     is_claimed = _claim.acquire(timeout=_START_SECS + _READY_SECS)
     try:
         _start_unless_there(crash_folder, told or {})

@@ -145,7 +145,7 @@ def say(text: bytes) -> None:
         ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
         if not ready:
             return
-        if ready[0][1] & select.POLLERR:
+        if ready[0][1] & (select.POLLERR | select.POLLHUP):
             # Of a write SIGPIPE might come, which ends a program that does not ignore it.
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         os.write(_STDERR, text[start : start + select.PIPE_BUF])
