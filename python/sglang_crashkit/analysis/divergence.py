@@ -162,10 +162,11 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
             if sampled is None or earlier:
                 return found
             return _followed_by(sampled, f"From step {number:,} on they did not run the same any more.")
-        if sampled is None:
-            sampled, results = _sampled_apart(there, names, moment, is_oldest=is_oldest, compared=compared), there
-        if _tokens_differ(there):
+        ways = _ways_sampled(there)
+        if len(ways) > 1:
             last_apart = number
+            if sampled is None:
+                sampled, results = _sampled_apart(ways, names, moment, is_oldest=is_oldest, compared=compared), there
     if sampled is not None:
         behind = _behind(known, names, moment, len(common))
         if behind is None:
@@ -248,17 +249,25 @@ def _differ(
     )
 
 
-def _sampled_apart(
-    there: Sequence[tuple[RankSteps, Step]], names: _Names, moment: Moment | None, *, is_oldest: bool, compared: int
-) -> Divergence | None:
-    """Return which ranks sampled other tokens in a step than the others did; None where none is known to have."""
+def _ways_sampled(there: Sequence[tuple[RankSteps, Step]]) -> list[list[tuple[RankSteps, Step]]]:
+    """Return the ranks by what they sampled in a step, as far as it is known, most of them first."""
     ways: dict[bytes, list[tuple[RankSteps, Step]]] = {}
     for one, step in there:
         if step.sampled:
             ways.setdefault(step.sampled[:SAMPLED_HASH], []).append((one, step))
-    if len(ways) < 2:
-        return None
-    usual, second, *_fewer = sorted(ways.values(), key=len, reverse=True)
+    return sorted(ways.values(), key=len, reverse=True)
+
+
+def _sampled_apart(
+    ways: Sequence[Sequence[tuple[RankSteps, Step]]],
+    names: _Names,
+    moment: Moment | None,
+    *,
+    is_oldest: bool,
+    compared: int,
+) -> Divergence:
+    """Return which ranks sampled other tokens in a step than the others did."""
+    usual, second, *_fewer = ways
     (_, ours), (_, theirs) = second[0], usual[0]
     odd, rest = [one for one, _step in second], [one for one, _step in usual]
     # Of as many on each side nothing tells who is wrong.
@@ -281,10 +290,6 @@ def _sampled_apart(
         secs,
         compared,
     )
-
-
-def _tokens_differ(there: Sequence[tuple[RankSteps, Step]]) -> bool:
-    return len({step.sampled[:SAMPLED_HASH] for _one, step in there if step.sampled}) > 1
 
 
 def _followed_by(sampled: Divergence, statement: str) -> Divergence:

@@ -403,11 +403,11 @@ def learn_ranks(
             ended = [one.exited_at for one in tree if one.exited_at is not None and not one.is_ignorable]
             found.append((tree.add_reaped(pid, title, status, min([seconds, *ended]) - _A_MOMENT_SECS), True))
         elif process is not None and process.is_unknown:
-            was_of_no_account = process.is_ignorable
+            was_ignorable = process.is_ignorable
             process.title, process.is_awaited = title, True
             if status is not None and process.handle.has_exited():
                 process.handle.take_exit_status(status)
-            if was_of_no_account:
+            if was_ignorable:
                 found.append((process, False))
     return found
 

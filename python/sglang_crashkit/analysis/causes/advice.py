@@ -235,12 +235,14 @@ ADVICE: dict[str, Advice] = {
     ),
 }
 
+#: What a kernel's compilation says where its compiler is not installed.
+NO_COMPILER = r"\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'"
 #: What an exception asks for beside what is done about its class: how its text begins, and the step.
 _HINTS = (
     (
         r"[^'\"\n]{0,80}(Ninja build failed|Could not find nvcc|Failed to find C)"
         r'|(Assertion error \(\S+\): false and ")?NVCC (PTX )?compilation failed'
-        r"|\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'",
+        rf"|{NO_COMPILER}",
         "`nvcc --version; ninja --version; c++ --version` must work: a kernel is compiled when it is first used",
     ),
     (

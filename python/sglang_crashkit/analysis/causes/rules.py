@@ -16,7 +16,7 @@ from collections.abc import Callable
 from signal import Signals
 
 from sglang_crashkit.analysis.causes import no_progress
-from sglang_crashkit.analysis.causes.advice import hint_of
+from sglang_crashkit.analysis.causes.advice import NO_COMPILER, hint_of
 from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
 from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mappings_of
@@ -410,7 +410,6 @@ _NOT_COMPILED = (
     rf"{_BEFORE}(Ninja build failed|Could not find nvcc|NVCC (PTX )?compilation failed|Failed to find C(\+\+)? compiler"
     r'|Assertion error \(\S+compiler\.hpp:\d+\): false and "NVCC compilation failed")'
 )
-_NO_COMPILER = r"\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'"
 _NOT_JOINED = (
     r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|The client socket has timed out after"
 )
@@ -512,7 +511,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_version", raises("Exception", r"\S+ (is installed with|with minimum required) version ", starting=True)),
     ("startup_version", raises(r"RuntimeError|Exception|torch\.AcceleratorError", _OLD_DRIVER)),
     ("startup_version", raises("RuntimeError|Exception", _NOT_COMPILED)),
-    ("startup_version", raises("FileNotFoundError", _NO_COMPILER)),
+    ("startup_version", raises("FileNotFoundError", NO_COMPILER)),
     ("startup_model", _model_load),
     ("startup_timeout", _startup_timeout),
     ("startup_timeout", raises("DistStoreError|DistNetworkError", _NOT_JOINED, starting=True)),
