@@ -102,9 +102,10 @@ def test_there_is_no_tree_of_a_process_that_is_gone() -> None:
 
 
 def test_a_workers_child_does_not_matter_whatever_its_title(server: Server) -> None:
-    code = "import os, setproctitle, signal, sys; setproctitle.setproctitle('sglang::scheduler_TP0'); "
+    code = "import os, setproctitle, signal, sys, time; setproctitle.setproctitle('sglang::scheduler_TP0'); "
     code += "signal.signal(12, lambda *_: setproctitle.setproctitle('sglang::scheduler_TP1')); "
-    code += "fork = lambda *_: os.fork() or [signal.pause() for _ in iter(int, 1)]; "
+    # A pause would sleep through a signal that came just before it.
+    code += "fork = lambda *_: os.fork() or [time.sleep(0.01) for _ in iter(int, 1)]; "
     code += "signal.signal(10, fork); print(flush=True); sys.stdin.read()"
     tree = ProcessTree(server.pid)
     pid = server.start(code)
