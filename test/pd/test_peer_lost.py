@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
+from integration.crashes.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
 from integration.scenario import Member, Sent, members_of
-from integration.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
 from lanelib.lanes import ensure_lane
 from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of

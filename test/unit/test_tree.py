@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE, UNIT = ROOT / "python" / "sglang_crashkit", ROOT / "test" / "unit"
+PACKAGE, UNIT, LIVE = ROOT / "python" / "sglang_crashkit", ROOT / "test" / "unit", ROOT / "test" / "integration"
 MAX_WORDS = 10
 MAX_FILES = 16
 #: Modules that hold nothing but data types and tables: those that use them are tested.
@@ -51,7 +51,7 @@ def test_a_test_is_named_in_ten_words_at_most() -> None:
     assert {each for each in names if len(each[1].split("_")) - 1 > MAX_WORDS} == set()
 
 
-@pytest.mark.parametrize("top", [PACKAGE, UNIT], ids=["package", "unit tests"])
+@pytest.mark.parametrize("top", [PACKAGE, UNIT, LIVE], ids=["package", "unit tests", "integration"])
 def test_no_folder_has_too_many_files(top: Path) -> None:
     folders = Counter(path.parent for path in top.rglob("*.*") if path.is_file() and path.suffix != ".pyc")
     assert folders

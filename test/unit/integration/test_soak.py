@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from integration.soak import Side, ask, memory_mb, sample
+from integration.no_harm.soak import Side, ask, memory_mb, sample
 from lanelib.servers import Server
 from unit.support.waiting import LONG, wait_until
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from integration.crashes.whole import assert_before_the_end, assert_whole
 from integration.scenario import Member, Sent, Wreck
-from integration.whole import assert_before_the_end, assert_whole
 from lanelib.procs import Process
 
 MAIN, HELPER = "python -m sglang.launch_server", "python -c multiprocessing.resource_tracker"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sglang_crashkit
-from integration.loopback_sshd import Sshd, why_not
+from integration.commands.loopback_sshd import Sshd, why_not
 from sglang_crashkit.kernel.procfs import is_dead
 from unit.support.targets import SLEEPER, TITLE, settle_in_sleep, state_of
 from unit.support.waiting import LONG, child, wait_until

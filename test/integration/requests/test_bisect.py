@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from integration.memory_group import NoMemoryGroupError, memory_group
-from integration.poison import MARK, poisoned
+from integration.requests.poison import MARK, poisoned
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
 from sglang_crashkit.analysis.suspects import ABORTED

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.restrained import NOBODY, RESTRAIN, can_restrain
+from integration.crashes.restrained import NOBODY, RESTRAIN, can_restrain
 from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from integration.faults import DP1
-from integration.programs import Program
+from integration.no_harm.programs import Program
 from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Sent, ask_in_flight, handlers_of, left_of, members_of
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.crashes.whole import assert_saved
 from integration.scenario import Wreck, handler_pid, wreck
-from integration.whole import assert_saved
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.cli.main import main

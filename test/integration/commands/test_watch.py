@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from integration.hang_story import CHUNK, HANG_SECS, LONG, QUIET_SECS, VICTIM, WAITING, ask_later, post
+from integration.hangs.hang_story import CHUNK, HANG_SECS, LONG, QUIET_SECS, VICTIM, WAITING, ask_later, post
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs

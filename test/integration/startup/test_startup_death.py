@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from integration.crashes.whole import assert_ends, assert_present, assert_told
 from integration.scenario import PATIENCE, RELEASES, Member, left_of, members_of
-from integration.whole import assert_ends, assert_present, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit

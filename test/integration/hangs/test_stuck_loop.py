@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from integration.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
-from integration.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
-from integration.test_several_tokenizers import PATIENT
+from integration.crashes.test_several_tokenizers import PATIENT
+from integration.hangs.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
+from integration.hangs.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from integration import astray_rank, cpu_kernels
-from integration.hang_story import LONG, post
+from integration.hangs import astray_rank, cpu_kernels
+from integration.hangs.hang_story import LONG, post
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, opener
 from unit.support.stored import wait_for_incident

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from integration.hang_story import CHUNK, HANG_SECS, LONG_ANSWER, VICTIM, WAITING, Story, events_of, tell
-from integration.stuck_rank import StuckRank
+from integration.hangs.hang_story import CHUNK, HANG_SECS, LONG_ANSWER, VICTIM, WAITING, Story, events_of, tell
+from integration.hangs.stuck_rank import StuckRank
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 

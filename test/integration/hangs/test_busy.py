@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from integration import busy_story
-from integration.busy_story import BUSY_SECS, CHANGED, HANG_SECS, KERNEL, SITECUSTOMIZE
+from integration.hangs import busy_story
+from integration.hangs.busy_story import BUSY_SECS, CHANGED, HANG_SECS, KERNEL, SITECUSTOMIZE
 from integration.import_hook import write_site
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 import sglang_crashkit
-from integration.loopback_sshd import HOST_VARIABLE, Sshd, why_not
-from integration.test_two_nodes import RANKS, two_nodes
+from integration.commands.loopback_sshd import HOST_VARIABLE, Sshd, why_not
+from integration.crashes.test_two_nodes import RANKS, two_nodes
 from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs

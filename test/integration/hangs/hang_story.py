@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from integration.hangs.stuck_rank import StuckRank
 from integration.scenario import answers_of, handler_pid, worked_on
-from integration.stuck_rank import StuckRank
 from lanelib.servers import Server, opener
 from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.capture.pyspy import sample_all

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.copied_lane import copied_lane, pip, status_of
+from integration.no_harm.copied_lane import copied_lane, pip, status_of
 from integration.scenario import EXIT_TIMEOUT_S, answers_of, handlers_of
 from lanelib.lanes import Lane
 from lanelib.servers import Server

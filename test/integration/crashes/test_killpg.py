@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.crashes.whole import assert_before_the_end, assert_whole
 from integration.scenario import RELEASES, Wreck, wreck
-from integration.whole import assert_before_the_end, assert_whole
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit

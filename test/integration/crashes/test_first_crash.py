@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.crashes.whole import assert_whole
 from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, wreck
-from integration.whole import assert_whole
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from integration.crashes.whole import assert_whole, times_of
 from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, wait, write_site
 from integration.memory_group import MemoryGroup, NoMemoryGroupError, memory_group
 from integration.scenario import PATIENCE, RELEASES, Wreck, wreck
-from integration.whole import assert_whole, times_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY

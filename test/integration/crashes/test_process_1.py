@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.requests.test_journal import holding
 from integration.scenario import RELEASES
-from integration.test_journal import holding
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import Server, free_port, wait_all_ready

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from integration import cpu_kernels
-from integration.hang_story import LONG
-from integration.test_divergence import Asked
+from integration.hangs import cpu_kernels
+from integration.hangs.hang_story import LONG
+from integration.hangs.test_divergence import Asked
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server, parallel_env
 from sglang_crashkit.incident.steps import read_steps

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.soak import soak
+from integration.no_harm.soak import soak
 from lanelib.lanes import ensure_lane
 
 RELEASE = "0.5.23"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration.hang_story import LONG, VICTIM, WAITING
+from integration.hangs.hang_story import LONG, VICTIM, WAITING
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents

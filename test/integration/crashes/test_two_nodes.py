@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from integration.crashes.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
 from integration.scenario import PATIENCE, RELEASES, Member, Sent, ask_in_flight, left_of, members_of
-from integration.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.incident.exit_status import ServerExit

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.copied_lane import copied_lane, pip, status_of
+from integration.no_harm.copied_lane import copied_lane, pip, status_of
 from lanelib.lanes import Lane
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.lock import load_lock
