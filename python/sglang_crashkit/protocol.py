@@ -41,7 +41,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "journal": {},
     "steps": {"modes": (dict,)},
     "log": {},
-    "surroundings": {"ready": (bool,)},
+    "environment": {"ready": (bool,)},
     "quarantine": {"hits": (int,)},
     "pair": {"role": (str,), "lead": (bool,)},
     "exception": {"message": (str,), "record": (str,), "gpu": (str,)},
@@ -59,7 +59,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "stacks_wanted": {},
     "draining": {"unhealthy": (bool,)},
     "teardown": {"pid": (int,), "whole": (bool,)},
-    "farewell": {},
+    "exiting": {},
     "say": {"text": (str,)},
     "fault": {},
 }

@@ -310,7 +310,7 @@ def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailb
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert protocol.request(path, "farewell", LONG) == {"ack": "clean"}
+    assert protocol.request(path, "exiting", LONG) == {"ack": "clean"}
     thread.join(LONG)
     Path(path).parent.mkdir()
 

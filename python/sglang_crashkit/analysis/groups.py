@@ -63,7 +63,7 @@ class Finding:
 def judge_group(name: str, members: Sequence[Member]) -> Finding:
     """Return what is seen of a group of at least one process."""
     evidence = _evidence(members)
-    outlier = find_outlier(members) or _find_astray(members)
+    outlier = find_outlier(members) or _find_diverged(members)
     if outlier is not None and outlier.level == "established":
         return replace(outlier, group=name, evidence=evidence)
     if _are_idle(members):
@@ -194,7 +194,7 @@ def _find_different(members: Sequence[Member]) -> Finding | None:
     return _outlier(few, _while(few, many, "were all in") + _unseen_text(members), _level(members))
 
 
-def _find_astray(members: Sequence[Member]) -> Finding | None:
+def _find_diverged(members: Sequence[Member]) -> Finding | None:
     """Return who waits elsewhere than most of a group, all of which wait; None where there is nobody.
 
     One sample of a server at work finds some ranks a call ahead of others, so it takes two in which nobody moved.

@@ -146,7 +146,7 @@ class BackgroundTool(Generic[_Answer]):
         """Return the answer, None while it is under way; never wait."""
         return self._answer
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """End it: nobody wants to know any more."""
         self._stop.set()
 

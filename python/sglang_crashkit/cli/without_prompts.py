@@ -122,7 +122,7 @@ _STEPS = ".steps.jsonl"
 _BETWEEN = "\0"
 
 
-class MayHoldError(Exception):
+class MayHoldPromptError(Exception):
     """A file cannot be said to be without prompts."""
 
 
@@ -159,32 +159,32 @@ class PromptSearch:
         """Return what is in a file, without prompts.
 
         Raises:
-            MayHoldError: it cannot be said to be without.
+            MayHoldPromptError: it cannot be said to be without.
             OSError: it cannot be read.
         """
         if name.endswith(".html"):
-            raise MayHoldError("show --html makes it anew")
+            raise MayHoldPromptError("show --html makes it anew")
         data = file.read(_HEAD)
         is_recorder = _FLIGHT_RECORDER in name
         if b"\0" in data and not is_recorder:
-            raise MayHoldError("no text")
+            raise MayHoldPromptError("no text")
         if self._gaps and not (is_recorder or name.startswith(_FACTS) or name.endswith(_STEPS)):
-            raise MayHoldError("not all prompts are known")
+            raise MayHoldPromptError("not all prompts are known")
         data += file.read(_MAX_BYTES)
         if len(data) > _MAX_BYTES:
-            raise MayHoldError("too large to be searched")
+            raise MayHoldPromptError("too large to be searched")
         return self.clean(name, data)
 
     def clean(self, name: str, data: bytes) -> bytes:
         """Return a text without prompts; in JSON they are looked for in the values alone, so that it stays JSON.
 
         Raises:
-            MayHoldError: it cannot be said to be without.
+            MayHoldPromptError: it cannot be said to be without.
         """
         if b"\0" in data:
             if _FLIGHT_RECORDER in name:
                 return data
-            raise MayHoldError("no text")
+            raise MayHoldPromptError("no text")
         text = data.decode(errors="surrogateescape")
         try:
             cleaned = self._clean_json(name, text)
@@ -210,7 +210,7 @@ class PromptSearch:
         _replaced(document, lambda text: texts.setdefault(text, text))
         cleaned = self._clean_text(_BETWEEN.join(texts)).split(_BETWEEN)
         if len(cleaned) != max(1, len(texts)):
-            raise MayHoldError("its texts cannot be told apart")
+            raise MayHoldPromptError("its texts cannot be told apart")
         return _replaced(document, dict(zip(texts, cleaned, strict=False)).__getitem__)
 
     def _clean_text(self, text: str) -> str:

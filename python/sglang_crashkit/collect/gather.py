@@ -26,13 +26,13 @@ from sglang_crashkit.model import snapshot
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
 _WIDEST = 300
-#: The answer is the last line, or nearly: containers print their farewell, and some print for ever.
+#: The answer is the last line, or nearly: containers print as they end, and some print for ever.
 _MAX_LINES = 10_000
 #: A name that a file of a node may have here.
 _FILE_NAME = re.compile(r"\w[\w.@%+-]{0,254}")
 #: Of what was said beside an answer, the last is kept.
 _MAX_ERRORS = 1 << 20
-#: What has the collector not start, whatever carries its command; see `Reach.reasons`.
+#: What has the collector not start, whatever carries its command; see `Transport.reasons`.
 _NOT_STARTED = (
     r"execve\(\)|command not found|: not found$|executable file not found|No module named '?sglang_crashkit"
     r"|invalid choice: 'collect'|can't open file|unrecognized arguments",
@@ -64,7 +64,7 @@ class NodeRun:
 
 
 @dataclass(frozen=True)
-class Reach:
+class Transport:
     """Nodes, and how a command is run on each of them."""
 
     nodes: tuple[str, ...]  # their names, in the order in which they are shown; each is the name of a folder, too
@@ -101,13 +101,15 @@ class NodeResult:
 class Gathered:
     """What came of all nodes."""
 
-    reach: Reach
+    transport: Transport
     nodes: tuple[NodeResult, ...]  # a result for each of them
     sampled: SampledProcesses  # what all nodes saw, merged
     interrupt: KeyboardInterrupt | None = None  # what ended it before all nodes had answered, None where nothing did
 
 
-def gather(reach: Reach, command: Sequence[str], output: Path, tell: Callable[[str], None], limits: Limits) -> Gathered:
+def gather(
+    transport: Transport, command: Sequence[str], output: Path, tell: Callable[[str], None], limits: Limits
+) -> Gathered:
     """Run the collector's command on all nodes; each gets a folder of its name in `output`, and adds it to the command.
 
     `tell` is called with a line for a person as each node ends.
@@ -115,28 +117,28 @@ def gather(reach: Reach, command: Sequence[str], output: Path, tell: Callable[[s
     Raises:
         UsageError: no command for the nodes can be made of this.
     """
-    commands = {node: [*command, f"--output-dir={output / node}"] for node in reach.nodes}
+    commands = {node: [*command, f"--output-dir={output / node}"] for node in transport.nodes}
     results: dict[str, NodeResult] = {}
     sampled = SampledProcesses()
 
     def take_in(run: NodeRun) -> None:
         if run.node in results:
             return
-        result, rounds = _read(run, reach, output / run.node)
+        result, rounds = _read(run, transport, output / run.node)
         results[run.node] = result
         for one in rounds:
             sampled.add(one)
         if not run.problem.startswith("interrupted"):
             count = len({(seen.pid, seen.start_ticks) for one in rounds for seen in one.processes})
-            so_far = f"{len(results)} of {len(reach.nodes)} {reach.noun}s, {run.secs:.0f} s"
+            so_far = f"{len(results)} of {len(transport.nodes)} {transport.noun}s, {run.secs:.0f} s"
             tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
 
-    interrupt = reach.run(commands, take_in, output, limits)
+    interrupt = transport.run(commands, take_in, output, limits)
     for seen in sampled.processes():
         results[seen.process.host].processes.append(seen)
     for result in results.values():
         result.processes.sort(key=_by_rank)
-    return Gathered(reach, tuple(results[node] for node in reach.nodes), sampled, interrupt)
+    return Gathered(transport, tuple(results[node] for node in transport.nodes), sampled, interrupt)
 
 
 def describe(status: int | None, processes: int) -> str:
@@ -164,35 +166,35 @@ def find_answer(output: str) -> dict[str, Any] | None:
     return None
 
 
-def why_silent(run: NodeRun, reach: Reach) -> Problem:
+def why_silent(run: NodeRun, transport: Transport) -> Problem:
     """Return why a node gave no answer, with the step that helps."""
-    what, reasons = f"{reach.noun} {run.node}", (_NOT_STARTED, *reach.reasons)
-    said = _telling_line(run.errors, reach, reasons) or _telling_line(run.output[-_WIDEST:], reach, reasons)
+    what, reasons = f"{transport.noun} {run.node}", (_NOT_STARTED, *transport.reasons)
+    said = _telling_line(run.errors, transport, reasons) or _telling_line(run.output[-_WIDEST:], transport, reasons)
     for pattern, why, following in reasons:
         if re.search(pattern, said):
-            return Problem(what, why.format(said=said), following.format(node=run.node, look=reach.look(run.node)))
+            return Problem(what, why.format(said=said), following.format(node=run.node, look=transport.look(run.node)))
     said = f": {said}" if said else ""
     if run.late:
-        following = f"raise --node-timeout, or look at it: {reach.look(run.node)}"
+        following = f"raise --node-timeout, or look at it: {transport.look(run.node)}"
         return Problem(what, f"{run.problem}{said}", following)
     if run.problem:
         return Problem(what, run.problem)
     status = f"the collector ended there with status {run.status} and without a result"
-    return Problem(what, f"{status}{said}", f"read all it said: {run.node}/{reach.log}")
+    return Problem(what, f"{status}{said}", f"read all it said: {run.node}/{transport.log}")
 
 
-def _telling_line(text: str, reach: Reach, reasons: Sequence[tuple[str, str, str]]) -> str:
+def _telling_line(text: str, transport: Transport, reasons: Sequence[tuple[str, str, str]]) -> str:
     """Return the line of what was said that tells the most: the first that has a known reason, else the last."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not reach.noise.search(line)]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not transport.noise.search(line)]
     telling = [line for line in lines if any(re.search(pattern, line) for pattern, _why, _next in reasons)]
-    return reach.marks.sub("", (telling or lines[-1:] or [""])[0])[:_WIDEST]
+    return transport.marks.sub("", (telling or lines[-1:] or [""])[0])[:_WIDEST]
 
 
-def _read(run: NodeRun, reach: Reach, folder: Path) -> tuple[NodeResult, list[NodeSnapshot]]:
+def _read(run: NodeRun, transport: Transport, folder: Path) -> tuple[NodeResult, list[NodeSnapshot]]:
     """Return what came of a node, and its snapshots."""
-    document, name = find_answer(run.output), f"{reach.noun} {run.node}"
+    document, name = find_answer(run.output), f"{transport.noun} {run.node}"
     if document is None:
-        return NodeResult(run.node, None, folder, problems=[why_silent(run, reach)]), []
+        return NodeResult(run.node, None, folder, problems=[why_silent(run, transport)]), []
     status = document["exit_code"]
     result = NodeResult(run.node, status if isinstance(status, int) else ExitCode.FAILED, folder)
     rounds: list[NodeSnapshot] = []

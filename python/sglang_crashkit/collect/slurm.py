@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_crashkit.capture.tools import ToolRun, run_tool
-from sglang_crashkit.collect.gather import Limits, NodeRun, Reach, run_on_nodes
+from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, run_on_nodes
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 
 #: What srun and the node say of the step.
@@ -35,7 +35,7 @@ _FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCO
 _NOISE = re.compile(r"Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm")
 #: Before a message: the program, the node, the task, the level.
 _MARKS = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?|slurmd(?:-[\w.-]+)?): )?(?:error: |fatal: )?")
-#: As `gather.Reach.reasons` has them.
+#: As `gather.Transport.reasons` has them.
 _REASONS = (
     (
         r"unrecognized option '--container",
@@ -74,7 +74,7 @@ class Job:
     nodes: tuple[str, ...]  # the names of its nodes, in Slurm's order
 
 
-def job_nodes(job: Job, container: str | None = None) -> Reach:
+def job_nodes(job: Job, container: str | None = None) -> Transport:
     """Return the nodes of a running job, each to be reached by a step of its own; see `step_command`."""
 
     def run(
@@ -87,7 +87,7 @@ def job_nodes(job: Job, container: str | None = None) -> Reach:
         }
         return run_steps(job, steps, on_end, step=step, output=output, limits=limits)
 
-    return Reach(
+    return Transport(
         nodes=job.nodes,
         noun="node",
         title=f"job {job.name} on {len(job.nodes)} nodes",

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, Reach, run_on_nodes
+from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, run_on_nodes
 from sglang_crashkit.errors import UsageError
 
 _HOST, _COMMAND = "{host}", "{command}"
@@ -33,7 +33,7 @@ _NOISE = re.compile(
     r"^Defaulted container|^Warning: Permanently added|^command terminated with exit code|^Connection to \S+ closed"
 )
 _MARKS = re.compile(r"^(?:error: |Error from server )")
-#: As `gather.Reach.reasons` has them.
+#: As `gather.Transport.reasons` has them.
 _REASONS = (
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION",
@@ -66,7 +66,7 @@ _REASONS = (
 )
 
 
-def reach_hosts(template: str, hosts: Sequence[str]) -> Reach:
+def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
     """Return the hosts, each once, to be reached by the command of which `template` is the pattern.
 
     Raises:
@@ -92,7 +92,7 @@ def reach_hosts(template: str, hosts: Sequence[str]) -> Reach:
         environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
         return run_on_nodes(argvs, on_end, output=output, log=log, environ=environ, limits=limits)
 
-    return Reach(
+    return Transport(
         nodes=nodes,
         noun="host",
         title=f"{len(nodes)} host{'' if len(nodes) == 1 else 's'} by {program}",
@@ -117,7 +117,7 @@ def command_on(template: Sequence[str], host: str, command: Sequence[str]) -> li
 
 
 def words_of(template: str) -> list[str]:
-    """Return the words of a template; see `reach_hosts`.
+    """Return the words of a template; see `hosts_via`.
 
     Raises:
         UsageError: there is no such command here, or it says nowhere which host.

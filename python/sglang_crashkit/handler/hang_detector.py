@@ -315,7 +315,7 @@ class Hang:
             titles = [heartbeat.process.title for heartbeat in living]
             self.run.note(time.time(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
             self.ended = f"Progress returned after {secs:.1f} s"
-            self.run.add_afterword(f"{self.ended}.")
+            self.run.add_remark(f"{self.ended}.")
         return True
 
 

@@ -95,7 +95,7 @@ class IncidentRun:
         self._settings = settings
         self._steps_at = 0.0
         self._failures: list[FailureEvent] = []
-        self._afterwords: list[str] = []
+        self._remarks: list[str] = []
         self._is_fatal_hang = False
         self._snapshots = 0
         self._captures = Capture.NONE
@@ -126,9 +126,9 @@ class IncidentRun:
         """Whether it is neither finished nor removed."""
         return not self.finished and not self._discarded
 
-    def add_afterword(self, sentence: str) -> None:
+    def add_remark(self, sentence: str) -> None:
         """Add a sentence to the verdict, also once the incident is finished."""
-        self._afterwords.append(sentence)
+        self._remarks.append(sentence)
         if self.finished:
             self._judge_again()
             self._try_to_save()
@@ -172,8 +172,8 @@ class IncidentRun:
 
     def _judge(self) -> Verdict:
         verdict = judge(self.incident, self._failures)
-        verdict.basis += self._afterwords
-        verdict.text = " ".join([verdict.text, *self._afterwords])
+        verdict.basis += self._remarks
+        verdict.text = " ".join([verdict.text, *self._remarks])
         return verdict
 
     def _judge_again(self) -> None:

@@ -298,7 +298,7 @@ class MetricsPublisher:
         # The server tells of its arguments, by which it is named, within this time.
         self._due = time.monotonic() + _FIRST_SECS if self._file or self._shared else float("inf")
 
-    def hear(self, pid: int, hits: object) -> None:
+    def note_hits(self, pid: int, hits: object) -> None:
         """Take in how many requests a process has recognised so far."""
         if isinstance(hits, int):
             self._hits[pid] = hits
@@ -314,7 +314,7 @@ class MetricsPublisher:
         self._due = time.monotonic() + INTERVAL_SECS
         if not self._reap():
             return
-        arguments = self._session.received.surroundings.arguments()
+        arguments = self._session.received.environment.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
         # Whoever has set the variable for other programs does not want this.
         shared = Path(self._shared) if self._shared and arguments.get("enable_metrics") else None

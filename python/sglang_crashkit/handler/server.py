@@ -138,17 +138,17 @@ class CrashHandler:
             self._ignore(message)
         elif event == "launch" and sender.is_root:
             self._on_launch(message)
-        elif event == "farewell" and sender.is_root:
-            self.session.take(Seen("farewell", members=self._members_of(sender.pid)))
-            self.session.hear_farewell(message)
+        elif event == "exiting" and sender.is_root:
+            self.session.take(Seen("exiting", members=self._members_of(sender.pid)))
+            self.session.on_exiting(message)
         elif event == "quarantine":
-            self._metrics.hear(sender.pid, fields.get("hits"))
+            self._metrics.note_hits(sender.pid, fields.get("hits"))
         elif event == "pair":
             self._prober.take_rank(sender.pid, message.descriptor, fields)
         elif event == "peer_lost":
             peer = LostPeer.from_fields(fields, sender.pid)
             if peer is not None:
-                self._prober.hear(peer)
+                self._prober.note_report(peer)
         elif event == "member":
             # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
             if self.tree.started_by_own(sender):

@@ -19,7 +19,7 @@ from sglang_crashkit.handler.collectors.received import Received, secs_before
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
-from sglang_crashkit.handler.state import Action, Do, Seen
+from sglang_crashkit.handler.state import Action, ActionKind, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
 from sglang_crashkit.incident.summary import format_termination_message
@@ -88,7 +88,7 @@ class Session:
         self._place = place
         self._settings = settings
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
-        self._farewells: list[Message] = []
+        self._exiting: list[Message] = []
         self._raised: list[Message] = []
         self._sampled_again: IncidentRun | None = None
         self._second_sample = float("inf")
@@ -148,34 +148,34 @@ class Session:
     def _carry_out(self, action: Action, subject: Subject) -> None:
         process, run, message = subject.process, self.run, subject.message
         match action.do:
-            case Do.OPEN:
+            case ActionKind.OPEN:
                 self._open(action.kind, action.words, subject)
-            case Do.MARK_EXITED:
+            case ActionKind.MARK_EXITED:
                 process.exited_at = time.time()
-            case Do.KEEP_PROCESS:
+            case ActionKind.KEEP_PROCESS:
                 # How it ended is known by now as well as it will be.
                 process.handle.close()
                 self._tree.forget_unknown()
-            case Do.FORGET_PROCESS:
+            case ActionKind.FORGET_PROCESS:
                 self._tree.forget(process)
-            case Do.CAPTURE:
+            case ActionKind.CAPTURE:
                 self.capture()
-            case Do.FINISH:
+            case ActionKind.FINISH:
                 self.finish(after_second_sample=message is not None and message.event == "crash_dump_ended")
-            case Do.FORGET:
+            case ActionKind.FORGET:
                 self._forget()
-            case Do.DISCARD:
+            case ActionKind.DISCARD:
                 self._discard()
-            case Do.LEARN_RANKS if message is not None:
+            case ActionKind.LEARN_RANKS if message is not None:
                 expected = self.triage.shutdown.expected
                 for rank, is_exit in learn_ranks(self._tree, message.fields, subject.seconds, expected):
                     if run is not None and is_exit:
                         run.add_exit(rank)
                     elif run is not None and not run.finished:
                         run.count_exit(rank)
-            case Do.LOOK_FOR_SILENCE:
+            case ActionKind.LOOK_FOR_SILENCE:
                 self.begin_hang_at_end()
-            case Do.CLOSE_JOURNALS:
+            case ActionKind.CLOSE_JOURNALS:
                 self.received.forget_requests()
             case _:
                 if message is not None:
@@ -187,31 +187,31 @@ class Session:
         process, seconds = subject.process, subject.seconds
         fields = subject.message.fields if subject.message is not None else {}
         match action.do:
-            case Do.PERMIT:
+            case ActionKind.PERMIT:
                 run.permit(action.captures)
-            case Do.ADD_EXIT:
+            case ActionKind.ADD_EXIT:
                 run.add_exit(process)
-            case Do.ADD_EXCEPTION:
+            case ActionKind.ADD_EXCEPTION:
                 record = self._place.record_of(fields.get("record"))
                 run.add_exception(process, seconds, fields.get("message", ""), record)
-            case Do.ADD_HANG:
+            case ActionKind.ADD_HANG:
                 run.add_hang(process, seconds, fields)
-            case Do.ADD_REQUESTS:
+            case ActionKind.ADD_REQUESTS:
                 run.add_requests(fields)
-            case Do.SET_REQUESTS:
+            case ActionKind.SET_REQUESTS:
                 run.set_requests({"reason": action.words})
-            case Do.ADD_SILENCE:
+            case ActionKind.ADD_SILENCE:
                 for heartbeat in self.received.heartbeats.silent(SILENT_SECS):
                     run.add_silence(heartbeat.process, heartbeat.sign, heartbeat.silent_secs)
-            case Do.NAME_UNKNOWN:
+            case ActionKind.NAME_UNKNOWN:
                 run.name_unknown()
-            case Do.NOTE:
+            case ActionKind.NOTE:
                 self._note(run, action.words, subject)
-            case Do.CAPTURE_AGAIN:
+            case ActionKind.CAPTURE_AGAIN:
                 self._sampled_again, self._second_sample = run, time.monotonic() + _SECOND_SAMPLE_SECS
-            case Do.TELL:
+            case ActionKind.TELL:
                 self._tell_server(run)
-            case Do.WRITE:
+            case ActionKind.WRITE:
                 self._write(run)
 
     def _note(self, run: IncidentRun, event: str, subject: Subject) -> None:
@@ -229,20 +229,20 @@ class Session:
     def _answer_by(self, action: Action, message: Message) -> None:
         run, answer = self.run, functools.partial(self._mailbox.acknowledge, message)
         match action.do:
-            case Do.ANSWER:
+            case ActionKind.ANSWER:
                 self._answer(message)
-            case Do.ANSWER_WHEN_FINISHED:
+            case ActionKind.ANSWER_WHEN_FINISHED:
                 self._answers.add(message, self.gpus.cores_secs_left)
-            case Do.ANSWER_CAPTURED:
+            case ActionKind.ANSWER_CAPTURED:
                 self._raised.append(message)
                 self._let_go()
-            case Do.ANSWER_STACKS:
+            case ActionKind.ANSWER_STACKS:
                 # Those of an incident that is over are not what the sender wants to know.
                 known = run if run is not None and not run.finished else None
                 answer(captured=known.stacks if known else 0, incident=known and known.incident.id)
-            case Do.ANSWER_SAVED:
+            case ActionKind.ANSWER_SAVED:
                 answer(ack="saved")
-            case Do.ANSWER_ORDERLY:
+            case ActionKind.ANSWER_ORDERLY:
                 logger.info("process %d saved its requests because other processes got SIGTERM, too", message.pid)
                 answer(ack="finished", path=None, orderly=True)
 
@@ -367,7 +367,7 @@ class Session:
         self.gpus.close()
         self.notices.close()
 
-    def hear_farewell(self, message: Message) -> None:
+    def on_exiting(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
 
         Where the main process is process 1 of a container, or what it runs below ends with it, such as ``tini`` or a
@@ -379,7 +379,7 @@ class Session:
             return
         if self.triage.is_open:
             self.finish()
-        self._farewells.append(message)
+        self._exiting.append(message)
         if self.triage.is_open:
             self._answers.ask_to_wait(message, self.gpus.cores_secs_left or 0.0)
 
@@ -405,8 +405,8 @@ class Session:
         if time.monotonic() >= self._second_sample:
             self._sample_again()
         self._let_go()
-        while self._farewells and not self.triage.is_open:
-            with self._mailbox.line_to(self._farewells.pop()) as answer:
+        while self._exiting and not self.triage.is_open:
+            with self._mailbox.line_to(self._exiting.pop()) as answer:
                 # From here on no other process of the server reaches this one; they are about to be killed.
                 self._place.remove_own()
                 answer(ack="clean")
@@ -462,7 +462,7 @@ class Session:
                 run.add_exit(dead)
         if self.hang is not None:
             run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
-            run.add_afterword(f"The server made no progress before: incident {self.hang.incident.id}.")
+            run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")
 
     def _tell_server(self, run: IncidentRun) -> None:
         """Tell the server of a death that it may not have noticed, as its own children would."""

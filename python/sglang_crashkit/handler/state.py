@@ -15,7 +15,7 @@ OBSERVED_SECS = 5.0
 _UNKNOWN = ExitStatus()
 
 
-class Do(str, Enum):
+class ActionKind(str, Enum):
     """What is to be done; each of them concerns the incident at hand, and is nothing where there is none."""
 
     OPEN = "open"
@@ -55,7 +55,7 @@ class Do(str, Enum):
 class Action:
     """Something to be done; the words are a trigger, the event that is noted, or why no requests were saved."""
 
-    do: Do
+    do: ActionKind
     kind: str = ""
     words: str = ""
     captures: Capture = Capture.NONE

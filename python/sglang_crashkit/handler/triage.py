@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from sglang_crashkit import policy
 from sglang_crashkit.analysis.verdict import UNHEALTHY
-from sglang_crashkit.handler.state import OBSERVED_SECS, Action, Do, Seen, Shutdown, Stage
+from sglang_crashkit.handler.state import OBSERVED_SECS, Action, ActionKind, Seen, Shutdown, Stage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
 from sglang_crashkit.model.incident import NOT_SERVING
 from sglang_crashkit.policy import Capture, Event, Mode
@@ -88,7 +88,7 @@ class Triage:
             elif is_root or seen.role == "scheduler":
                 # One that ends in good order did not hang.
                 self._discard()
-        self._add(Do.MARK_EXITED)
+        self._add(ActionKind.MARK_EXITED)
         if is_root:
             shutdown.gone_at = now
             # A user's program may end with any status; its ranks end with it.
@@ -101,19 +101,19 @@ class Triage:
         elif seen.is_unknown and not expected and seen.status.code != 0:
             # One that died before it said what it is may be a rank, or a worker of a pool that is of no account. It is
             # kept: if the start fails for it, the incident knows how it ended.
-            self._add(Do.KEEP_PROCESS)
+            self._add(ActionKind.KEEP_PROCESS)
         elif not is_root:
-            self._add(Do.FORGET_PROCESS)
+            self._add(ActionKind.FORGET_PROCESS)
 
     def _join_exit(self, stage: Stage, seen: Seen) -> None:
-        self._add(Do.ADD_EXIT)
+        self._add(ActionKind.ADD_EXIT)
         if seen.matters:
             stage.exits.append(seen)
         if seen.pid != self._root_pid and seen.pid in stage.dumping:
             # It died while it saved its requests.
             stage.dumping.discard(seen.pid)
             if not stage.dumping:
-                self._add(Do.FINISH)
+                self._add(ActionKind.FINISH)
 
     def _open_for_exit(self, seen: Seen, now: float) -> None:
         hard = seen.status.signal in FATAL_SIGNALS
@@ -128,8 +128,8 @@ class Triage:
             stage.observed = True
         if not hard:
             stage.soft_until = now + SOFT_SECS
-        self._add(Do.ADD_EXIT)
-        self._add(Do.CAPTURE)
+        self._add(ActionKind.ADD_EXIT)
+        self._add(ActionKind.CAPTURE)
 
     def _is_users_own(self, seen: Seen) -> bool:
         """Say whether the end of a user's program is its own matter: it has no server, or ended by itself."""
@@ -161,7 +161,7 @@ class Triage:
         is_replaced = seen.role == _WORKER
         event = Event.WORKER_DIED if is_replaced else Event.RAISED
         self._apply(stage, event)
-        self._add(Do.ADD_EXCEPTION)
+        self._add(ActionKind.ADD_EXCEPTION)
         # Its dump, which follows, belongs to it.
         stage.may_end = stage.may_end or is_replaced
         if stage.captured_at is None and not stage.finished:
@@ -170,8 +170,8 @@ class Triage:
             elif seen.pid != self._root_pid:
                 # The main process, which is the one that is told, ends by its own exception.
                 stage.tell_secs = EXCEPTION_GRACE_SECS
-            self._add(Do.CAPTURE)
-        self._add(Do.ANSWER_CAPTURED)
+            self._add(ActionKind.CAPTURE)
+        self._add(ActionKind.ANSWER_CAPTURED)
 
     def _on_crash_dump_begun(self, seen: Seen, now: float) -> None:
         self._make_room()
@@ -186,25 +186,25 @@ class Triage:
         stage.dump_begun, stage.observed = True, False
         stage.dumping.add(seen.pid)
         stage.tell_secs = stage.answer_by = stage.soft_until = stage.observed_until = None
-        self._add(Do.NOTE, words=seen.what)
+        self._add(ActionKind.NOTE, words=seen.what)
 
     def _on_crash_dump_ended(self, seen: Seen, now: float) -> None:
         if self._is_orderly_end():
-            self._add(Do.ANSWER_ORDERLY)
+            self._add(ActionKind.ANSWER_ORDERLY)
             return
         if self.stage is None or seen.pid not in self.stage.dumping:
             self._make_room()
         stage = self._join("child_failure", "crash_dump", seen, now, _dump_event(seen))
-        self._add(Do.ADD_REQUESTS)
+        self._add(ActionKind.ADD_REQUESTS)
         stage.dumping.discard(seen.pid)
         if stage.dumping:
             # Another tokenizer worker, or the server that waits for all of them, is not done.
-            self._add(Do.ANSWER_SAVED)
+            self._add(ActionKind.ANSWER_SAVED)
             return
         # The HTTP server starts a worker anew that ended by itself.
         stage.observed = seen.role == _WORKER
-        self._add(Do.ANSWER_WHEN_FINISHED)
-        self._add(Do.FINISH)
+        self._add(ActionKind.ANSWER_WHEN_FINISHED)
+        self._add(ActionKind.FINISH)
 
     def _is_orderly_end(self) -> bool:
         return self.stage is None and self.shutdown.draining and self.shutdown.has_left
@@ -223,25 +223,25 @@ class Triage:
         """Take in the main process's word for a failure, which may be that of a finished incident."""
         self._make_room()
         if self.is_ending:
-            self._add(Do.NOTE, words=seen.what)
-            self._add(Do.ANSWER)
+            self._add(ActionKind.NOTE, words=seen.what)
+            self._add(ActionKind.ANSWER)
             return
         if self.stage is not None:
             self.stage.soft_until = None
         if learns_ranks:
-            self._add(Do.LEARN_RANKS)
+            self._add(ActionKind.LEARN_RANKS)
         self._join(kind, seen.what, seen, now, Event.FAILED)
-        self._add(Do.NOTE, words=seen.what)
+        self._add(ActionKind.NOTE, words=seen.what)
         if not seen.names_ranks:
-            self._add(Do.NAME_UNKNOWN)
-        self._add(Do.SET_REQUESTS, words=reason)
-        self._add(Do.ANSWER_WHEN_FINISHED)
-        self._add(Do.FINISH)
+            self._add(ActionKind.NAME_UNKNOWN)
+        self._add(ActionKind.SET_REQUESTS, words=reason)
+        self._add(ActionKind.ANSWER_WHEN_FINISHED)
+        self._add(ActionKind.FINISH)
 
     def _on_await_incident(self, _seen: Seen, _now: float) -> None:
         # Whoever is about to end the server waits for what it would cut short.
         waits = self.stage is not None and self.is_open and not self.stage.may_be_shutdown
-        self._add(Do.ANSWER_WHEN_FINISHED if waits else Do.ANSWER)
+        self._add(ActionKind.ANSWER_WHEN_FINISHED if waits else ActionKind.ANSWER)
 
     # -- hangs and other matters of a server that goes on
 
@@ -256,10 +256,10 @@ class Triage:
             # The sender asks for the stacks once more; however long they took, they are the same.
             stage.observed = seen.soft
         self._apply(stage, Event.HUNG if seen.soft else Event.TIMED_OUT)
-        self._add(Do.ADD_HANG)
+        self._add(ActionKind.ADD_HANG)
         if stage.captured_at is None:
-            self._add(Do.CAPTURE)
-        self._add(Do.ANSWER_STACKS)
+            self._add(ActionKind.CAPTURE)
+        self._add(ActionKind.ANSWER_STACKS)
 
     def _on_stacks_wanted(self, seen: Seen, now: float) -> None:
         if not self.is_open:
@@ -268,8 +268,8 @@ class Triage:
             stage = self._open("snapshot", seen.what, seen, now)
             stage.observed = True
             self._apply(stage, Event.STACKS_WANTED)
-            self._add(Do.CAPTURE)
-        self._add(Do.ANSWER_STACKS)
+            self._add(ActionKind.CAPTURE)
+        self._add(ActionKind.ANSWER_STACKS)
 
     def _on_observed(self, seen: Seen, now: float) -> None:
         """Open an incident of a server that goes on, to be captured by whoever saw it; none where one is at hand."""
@@ -304,8 +304,8 @@ class Triage:
             self._make_room()
             self._open_at_end(UNHEALTHY, seen, now)
         else:
-            self._add(Do.LOOK_FOR_SILENCE)
-        self._add(Do.NOTE, words=seen.what)
+            self._add(ActionKind.LOOK_FOR_SILENCE)
+        self._add(ActionKind.NOTE, words=seen.what)
 
     def _on_teardown(self, seen: Seen, _now: float) -> None:
         self.shutdown.expected |= seen.members
@@ -317,9 +317,9 @@ class Triage:
         if is_no_incident and seen.tree_of == self._root_pid:
             self._discard()
         else:
-            self._add(Do.NOTE, words=seen.what)
+            self._add(ActionKind.NOTE, words=seen.what)
 
-    def _on_farewell(self, seen: Seen, _now: float) -> None:
+    def _on_exiting(self, seen: Seen, _now: float) -> None:
         # What is ended after it is announced to nobody any more: a program's exit handlers run last in, first out.
         self.shutdown.expected |= seen.members
 
@@ -330,7 +330,7 @@ class Triage:
         """
         if not seen.others_serve:
             # Where no server of before is left, nothing that it was asked is under way.
-            self._add(Do.CLOSE_JOURNALS)
+            self._add(ActionKind.CLOSE_JOURNALS)
         shutdown = self.shutdown
         shutdown.mode = seen.mode
         shutdown.expected &= seen.members
@@ -344,11 +344,11 @@ class Triage:
         stage = self.stage or self._open("hang", trigger, seen, now)
         self._apply(stage, Event.HUNG_AT_END)
         if is_new:
-            self._add(Do.ADD_SILENCE)
+            self._add(ActionKind.ADD_SILENCE)
         if stage.captured_at is None:
-            self._add(Do.CAPTURE)
+            self._add(ActionKind.CAPTURE)
         if is_new:
-            self._add(Do.CAPTURE_AGAIN)
+            self._add(ActionKind.CAPTURE_AGAIN)
         return stage
 
     # -- what was done, and time
@@ -384,21 +384,21 @@ class Triage:
         if stage.tell_at is not None and now >= stage.tell_at and stage.soft_until is None:
             # Nobody is told while it may be a shutdown.
             stage.tell_secs = None
-            self._add(Do.TELL)
+            self._add(ActionKind.TELL)
         if gone_at is not None:
             # Nothing more is to come but the exits of those that die with it.
             if not seen.any_left or now >= self._last_exits(seen.workers_left):
-                self._add(Do.FINISH)
+                self._add(ActionKind.FINISH)
             return
         if stage.observed_until is not None and now >= stage.observed_until:
-            self._add(Do.SET_REQUESTS, words="the server went on")
+            self._add(ActionKind.SET_REQUESTS, words="the server went on")
         elif stage.answer_by is not None and now >= stage.answer_by:
-            self._add(Do.SET_REQUESTS, words=f"the server did not begin to save them within {ANSWER_SECS:g} s")
+            self._add(ActionKind.SET_REQUESTS, words=f"the server did not begin to save them within {ANSWER_SECS:g} s")
         elif now >= stage.opened + self._budget_secs:
-            self._add(Do.NOTE, words="budget_spent")
+            self._add(ActionKind.NOTE, words="budget_spent")
         else:
             return
-        self._add(Do.FINISH)
+        self._add(ActionKind.FINISH)
 
     def _last_exits(self, workers_left: bool) -> float:
         """Return until when exits are waited for; forever while the server lives."""
@@ -408,12 +408,12 @@ class Triage:
 
     # -- the incident at hand
 
-    def _add(self, do: Do, kind: str = "", words: str = "", captures: Capture = Capture.NONE) -> None:
+    def _add(self, do: ActionKind, kind: str = "", words: str = "", captures: Capture = Capture.NONE) -> None:
         self._actions.append(Action(do, kind, words, captures))
 
     def _open(self, kind: str, trigger: str, seen: Seen, now: float) -> Stage:
         self.stage = Stage(kind, seen, now)
-        self._add(Do.OPEN, kind, trigger)
+        self._add(ActionKind.OPEN, kind, trigger)
         return self.stage
 
     def _join(self, kind: str, trigger: str, seen: Seen, now: float, event: Event) -> Stage:
@@ -425,7 +425,7 @@ class Triage:
         if not stage.finished:
             self._apply(stage, event)
             if stage.captured_at is None:
-                self._add(Do.CAPTURE)
+                self._add(ActionKind.CAPTURE)
         return stage
 
     def _apply(self, stage: Stage, event: Event) -> None:
@@ -435,23 +435,23 @@ class Triage:
         if event is Event.FAILED and not action.ends:
             # Whoever was told so may go on without a server, and launch another one.
             stage.observed = True
-        self._add(Do.PERMIT, captures=action.captures)
+        self._add(ActionKind.PERMIT, captures=action.captures)
 
     def _make_room(self) -> None:
         """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
         stage = self.stage
         if stage is not None and stage.observed and (stage.finished or not stage.may_end):
-            self._add(Do.WRITE)
+            self._add(ActionKind.WRITE)
             self._forget()
 
     def _forget(self) -> None:
         self.stage = None
-        self._add(Do.FORGET)
+        self._add(ActionKind.FORGET)
 
     def _discard(self) -> None:
         """It was none."""
         self.stage = None
-        self._add(Do.DISCARD)
+        self._add(ActionKind.DISCARD)
 
 
 def _dump_event(seen: Seen) -> Event:

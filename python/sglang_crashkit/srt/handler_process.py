@@ -30,7 +30,7 @@ _START_SECS = 20.0
 #: From then on the handler has this long to say that it is ready, in seconds: longer than it waits for disks.
 _READY_SECS = 20.0
 #: At the server's end the handler has this long to remove what nobody needs any more, in seconds.
-_FAREWELL_SECS = 3.0
+_EXIT_SECS = 3.0
 _MAX_BYTES = 1 << 16
 _CORE_FILE = "CUDA_COREDUMP_FILE"
 #: Held by the thread that starts one; a child that is forked meanwhile has one of its own.
@@ -92,13 +92,13 @@ def _start_unless_there(crash_folder: str | None, told: Mapping[str, str]) -> No
         note_changed(settings.FLIGHT_VARIABLE, answer["flight_folder"])
     else:
         os.environ.pop(settings.FLIGHT_VARIABLE, None)
-    atexit.unregister(say_farewell)
-    atexit.register(say_farewell)
+    atexit.unregister(announce_exit)
+    atexit.register(announce_exit)
     logger.info("crash kit: incidents of this server go to %s", Path(answer["host_folder"]) / "incidents")
 
 
 @never_raises
-def say_farewell() -> None:
+def announce_exit() -> None:
     """Let the handler remove what it made, and wait for that 3 s at most: this process is about to end.
 
     A container may end with this process, and the handler with it. Does nothing in a process that has no handler of its
@@ -106,7 +106,7 @@ def say_farewell() -> None:
     """
     path = settings.socket_of(os.getpid())
     if path is not None and os.environ.get(settings.SOCKET_VARIABLE) == str(path) and path.exists():
-        request("farewell", _FAREWELL_SECS)
+        request("exiting", _EXIT_SECS)
 
 
 def pid_below() -> int | None:

@@ -49,7 +49,7 @@ from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
-from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_detokenizer, beat_in_loop
+from sglang_crashkit.srt.managers.loop_heartbeat import start_detokenizer_heartbeat, start_loop_heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def on_tokenizer_worker(worker: type) -> type:
 
     def install(constructed: Any) -> None:
         crash_exit.note_started()
-        beat_in_loop(constructed)
+        start_loop_heartbeat(constructed)
         install_in_worker(getattr(constructed, "server_args", None))
 
     after_construction(worker, install)
@@ -121,7 +121,7 @@ def install_in_worker(server_args: Any = None) -> None:
         supervisor.join()
         prepare_flight_recorder()
         if titles.role_of(title) == "detokenizer":
-            beat_in_detokenizer()
+            start_detokenizer_heartbeat()
         _install(takes_over=True)
 
 

@@ -97,7 +97,7 @@ class Serving(Supervisor):
 
     def turn(self) -> None:
         """Look at the processes, and wait until there is something to look at."""
-        self.hear()
+        self.read_registered()
         handler, self._next_handler = self._next_handler, None
         if handler is not None:
             self._handler.let_go()
@@ -125,10 +125,10 @@ class Serving(Supervisor):
 
     def tokenizer_workers(self) -> list[Child]:
         """Return those that whoever started them starts anew, so that their ends are none of the server."""
-        self.hear()
+        self.read_registered()
         return [child for child in list(self._registered.values()) if _is_tokenizer_worker(child)]
 
-    def hear(self) -> None:
+    def read_registered(self) -> None:
         """Take in who said that it is there."""
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self._reader, _PIPE_BYTES).decode(errors="replace").splitlines():

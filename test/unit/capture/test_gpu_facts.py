@@ -81,7 +81,7 @@ def test_what_came_before_the_driver_hung_is_kept(driver: Driver) -> None:
     driver.say(mode="hang")
     reader = GpuFactsReader("pynvml", LONG, 0.0, "/nowhere")
     wait_until((driver.folder / "hangs").exists, "the driver hangs")
-    reader.call_off()
+    reader.cancel()
     facts = wait_until(reader.look, "it was called off")
     assert facts.reason.startswith("the driver did not answer, at GPU 1 of 2: ")
     assert facts.reason.endswith("was called off")

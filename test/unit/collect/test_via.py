@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from sglang_crashkit.collect.gather import NodeRun, why_silent
-from sglang_crashkit.collect.via import command_on, reach_hosts, words_of
+from sglang_crashkit.collect.via import command_on, hosts_via, words_of
 from sglang_crashkit.errors import UsageError
 
 #: With a blank, a quote and what a shell would replace.
@@ -47,7 +47,7 @@ def test_the_command_is_words_or_one_word_for_a_shell(template: str, expected: l
 
 @pytest.mark.parametrize("host", ["h", "gpu_a-01.example.org", "me@h", "[::1]", "fe80::1%eth0", "h+1:22"])
 def test_a_hosts_name_may_be_any_that_is_in_use(host: str) -> None:
-    assert reach_hosts("ssh {host}", [host]).nodes == (host,)
+    assert hosts_via("ssh {host}", [host]).nodes == (host,)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_hosts_name_may_be_any_that_is_in_use(host: str) -> None:
 )
 def test_what_is_no_hosts_name_is_given_to_no_command(host: str) -> None:
     with pytest.raises(UsageError, match="is not the name of a host"):
-        reach_hosts("ssh {host}", ["well", host])
+        hosts_via("ssh {host}", ["well", host])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_no_hosts_name_is_given_to_no_command(host: str) -> None:
 )
 def test_what_reaches_no_host_is_refused(template: str, hosts: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        reach_hosts(template, hosts)
+        hosts_via(template, hosts)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_what_reaches_no_host_is_refused(template: str, hosts: list[str], why: s
 )
 def test_wrapped_ssh_must_be_told_where_the_command_goes(template: str) -> None:
     with pytest.raises(UsageError, match="has a shell take the command apart") as caught:
-        reach_hosts(template, ["h"])
+        hosts_via(template, ["h"])
     assert caught.value.next_step == f"--via '{template} {{command}}'"
-    reach_hosts(f"{template} {{command}}", ["h"])
+    hosts_via(f"{template} {{command}}", ["h"])
 
 
 def test_a_host_that_is_named_twice_is_asked_once() -> None:
-    assert reach_hosts("ssh {host}", ["b", "a", "b"]).nodes == ("b", "a")
+    assert hosts_via("ssh {host}", ["b", "a", "b"]).nodes == ("b", "a")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_host_that_is_named_twice_is_asked_once() -> None:
     ],
 )
 def test_why_a_host_is_silent_is_told_with_what_helps(errors: str, why: str, following: str) -> None:
-    problem = why_silent(NodeRun("h", 1, errors=errors), reach_hosts(KUBECTL, ["h"]))
+    problem = why_silent(NodeRun("h", 1, errors=errors), hosts_via(KUBECTL, ["h"]))
     assert problem.what == "host h"
     assert why in problem.why
     assert following in problem.next
@@ -146,11 +146,11 @@ def test_why_a_host_is_silent_is_told_with_what_helps(errors: str, why: str, fol
 
 def test_a_late_host_is_told_with_what_it_said_last() -> None:
     run = NodeRun("h", None, errors="snapshot 2 of 3\n", problem="no answer within 9 s", late=True)
-    problem = why_silent(run, reach_hosts(KUBECTL, ["h"]))
+    problem = why_silent(run, hosts_via(KUBECTL, ["h"]))
     assert problem.why == "no answer within 9 s: snapshot 2 of 3"
     assert problem.next == "raise --node-timeout, or look at it: kubectl exec h -c sglang -- true"
 
 
 def test_what_a_host_prints_instead_of_an_answer_is_shown() -> None:
-    problem = why_silent(NodeRun("h", 0, output="welcome\n/bin/kit: bad interpreter\n"), reach_hosts(KUBECTL, ["h"]))
+    problem = why_silent(NodeRun("h", 0, output="welcome\n/bin/kit: bad interpreter\n"), hosts_via(KUBECTL, ["h"]))
     assert problem.why == "the collector ended there with status 0 and without a result: /bin/kit: bad interpreter"

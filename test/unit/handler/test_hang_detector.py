@@ -65,7 +65,7 @@ class Run:
     def capture(self) -> None:
         self.captures += 1
 
-    def add_afterword(self, sentence: str) -> None:
+    def add_remark(self, sentence: str) -> None:
         assert sentence.startswith("Progress returned after ")
 
 

@@ -76,7 +76,7 @@ def publisher(
 
     def make(arguments: dict[str, Any], **environ: str) -> MetricsPublisher:
         received = SimpleNamespace(
-            surroundings=SimpleNamespace(arguments=lambda: arguments),
+            environment=SimpleNamespace(arguments=lambda: arguments),
             heartbeats=SimpleNamespace(last_signs=lambda: signs),
             journal_bytes=lambda: 0,
         )
@@ -98,8 +98,8 @@ def publish(publisher: MetricsPublisher) -> None:
 def test_the_file_has_what_is_known(publisher: Callable[..., MetricsPublisher], tmp_path: Path) -> None:
     path = tmp_path / "kit.prom"
     made = publisher({"port": 30001}, **{FILE: str(path)})
-    made.hear(1, 3)
-    made.hear(2, 4)
+    made.note_hits(1, 3)
+    made.note_hits(2, 4)
     publish(made)
     found = read(path)
     assert found["handler_up"] == {(): 1.0}

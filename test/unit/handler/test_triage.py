@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.state import Action, Do, Seen
+from sglang_crashkit.handler.state import Action, ActionKind, Seen
 from sglang_crashkit.handler.triage import Triage
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.policy import Event, Mode
@@ -42,7 +42,7 @@ def observed(**facts: Any) -> Seen:
 
 
 def in_words(action: Action) -> str:
-    said = action.kind or (action.captures.value if action.do is Do.PERMIT else action.words)
+    said = action.kind or (action.captures.value if action.do is ActionKind.PERMIT else action.words)
     return f"{action.do.value}:{said}" if said else action.do.value
 
 
@@ -55,7 +55,11 @@ class Story:
 
     def see(self, now: float, what: Seen) -> str:
         actions = self.triage.take(what, now)
-        for do, follows in ((Do.CAPTURE, "captured"), (Do.TELL, "told"), (Do.FINISH, "finished")):
+        for do, follows in (
+            (ActionKind.CAPTURE, "captured"),
+            (ActionKind.TELL, "told"),
+            (ActionKind.FINISH, "finished"),
+        ):
             if any(action.do is do for action in actions):
                 assert self.triage.take(Seen(follows), now) == []
         return " ".join(in_words(action) for action in actions)
@@ -168,8 +172,8 @@ STORIES: dict[str, list[Step]] = {
         (1.1, ended(RANK, "SIGKILL"), "mark_exited forget_process"),
         (1.2, ended(OTHER, "SIGKILL"), KILLED),
     ],
-    "nor is what ends after the main process's farewell": [
-        (1.0, told("farewell", members=frozenset({ROOT, RANK})), ""),
+    "nor is what ends after the main process says that it ends": [
+        (1.0, told("exiting", members=frozenset({ROOT, RANK})), ""),
         (1.1, ended(RANK, "SIGKILL"), "mark_exited forget_process"),
     ],
     "a helper's end is nobody's matter": [(1.0, ended(HELPER, "SIGKILL"), "mark_exited forget_process")],
@@ -381,7 +385,10 @@ def test_exits_during_a_capture_join_the_incident() -> None:
     triage = Triage(ROOT, BUDGET)
     triage.shutdown.mode = Mode.SERVER
     triage.take(ended(RANK, 0), 1.0)
-    assert [action.do for action in triage.take(ended(OTHER, "SIGKILL"), 1.1)] == [Do.MARK_EXITED, Do.ADD_EXIT]
+    assert [action.do for action in triage.take(ended(OTHER, "SIGKILL"), 1.1)] == [
+        ActionKind.MARK_EXITED,
+        ActionKind.ADD_EXIT,
+    ]
     # The second in which it may be a shutdown begins when the capture is done.
     triage.take(Seen("captured"), 3.0)
     assert triage.next_due(workers_left=True) == 4.0

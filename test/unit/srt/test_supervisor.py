@@ -221,7 +221,7 @@ def test_the_end_of_the_crash_handler_is_noticed(
 
 
 def known(serving: Serving) -> list[str]:
-    serving.hear()
+    serving.read_registered()
     return sorted(found.title for found in serving._registered.values())
 
 

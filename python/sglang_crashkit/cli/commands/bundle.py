@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Write it."""
     from sglang_crashkit.cli.reporters.incident_text import report_of
-    from sglang_crashkit.cli.without_prompts import MayHoldError, PromptSearch
+    from sglang_crashkit.cli.without_prompts import MayHoldPromptError, PromptSearch
 
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if search is not None:
         try:
             report = search.clean(REPORT, report)
-        except MayHoldError as error:
+        except MayHoldPromptError as error:
             raise CrashkitError(f"the report may hold prompts: {error}", next_step="leave --no-prompts out") from error
     if args.report:
         text = report.decode()
@@ -130,7 +130,7 @@ def _write(
 def _add(
     tar: tarfile.TarFile, incident: StoredIncident, report: bytes, search: PromptSearch | None
 ) -> tuple[int, dict[str, str]]:
-    from sglang_crashkit.cli.without_prompts import MayHoldError
+    from sglang_crashkit.cli.without_prompts import MayHoldPromptError
 
     top, left_out = f"sglang-{incident.name}", {}
     _add_bytes(tar, tarfile.TarInfo(f"{top}/{REPORT}"), report)
@@ -150,7 +150,7 @@ def _add(
             else:
                 try:
                     _add_bytes(tar, info, search.clean_file(str(inner), file))
-                except MayHoldError as error:
+                except MayHoldPromptError as error:
                     left_out[str(inner)] = f"{error}, {info.size / 1e6:,.1f} MB"
                     continue
         count += 1

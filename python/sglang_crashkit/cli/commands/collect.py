@@ -21,7 +21,7 @@ from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, Re
 
 if TYPE_CHECKING:
     from sglang_crashkit.collect.collection import Collection
-    from sglang_crashkit.collect.gather import Gathered, Reach
+    from sglang_crashkit.collect.gather import Gathered, Transport
     from sglang_crashkit.kernel.discovery import Discovery
 
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
@@ -79,9 +79,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     nodes = parser.add_argument_group("on every node of a Slurm job, or on several hosts")
-    reach = nodes.add_mutually_exclusive_group()
-    reach.add_argument("--slurm-job", metavar="ID", help="on each node of this job, one result for all")
-    reach.add_argument(
+    transport = nodes.add_mutually_exclusive_group()
+    transport.add_argument("--slurm-job", metavar="ID", help="on each node of this job, one result for all")
+    transport.add_argument(
         "--via",
         metavar="COMMAND",
         help="on each of --hosts by this command, such as 'kubectl exec {host} -c sglang --', 'docker exec {host}' or"
@@ -239,15 +239,15 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
         raise UsageError(
             "--pid names a process of one machine", next_step="leave it out, or leave --slurm-job and --via out"
         )
-    reach = _reach(args)
-    command = _remote_command(args, reach)
+    transport = _transport(args)
+    command = _remote_command(args, transport)
     # What is wrong with it is better told before a long wait than after it.
     if wait_secs:
-        _wait(wait_secs, lambda: reach.title)
-        reach = reach if args.via is not None else _reach(args)
-    names = ", ".join(reach.nodes[:_MAX_TITLES])
-    _say(f"collecting: {reach.title}, {args.fan_out} at a time: {names}")
-    result = gather(reach, command, output, _say, Limits(args.fan_out, args.node_timeout))
+        _wait(wait_secs, lambda: transport.title)
+        transport = transport if args.via is not None else _transport(args)
+    names = ", ".join(transport.nodes[:_MAX_TITLES])
+    _say(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
+    result = gather(transport, command, output, _say, Limits(args.fan_out, args.node_timeout))
     status, explanation = _status_of_nodes(result), explain(result.sampled)
     try:
         collected.write_explanation(result, explanation, output)
@@ -263,10 +263,10 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     return status
 
 
-def _reach(args: argparse.Namespace) -> Reach:
+def _transport(args: argparse.Namespace) -> Transport:
     """Return the nodes that are meant."""
     from sglang_crashkit.collect.slurm import find_job, job_nodes
-    from sglang_crashkit.collect.via import reach_hosts
+    from sglang_crashkit.collect.via import hosts_via
 
     if args.slurm_job is not None:
         if args.hosts is not None:
@@ -279,13 +279,13 @@ def _reach(args: argparse.Namespace) -> Reach:
         )
     if args.container_name is not None:
         raise UsageError("--container-name is for a Slurm job", next_step="say it in --via, or name --slurm-job")
-    reach = reach_hosts(args.via, args.hosts)
-    if len(reach.nodes) < len(args.hosts):
-        _say(f"{len(args.hosts) - len(reach.nodes)} of the hosts are named more than once; each is asked once")
-    return reach
+    transport = hosts_via(args.via, args.hosts)
+    if len(transport.nodes) < len(args.hosts):
+        _say(f"{len(args.hosts) - len(transport.nodes)} of the hosts are named more than once; each is asked once")
+    return transport
 
 
-def _remote_command(args: argparse.Namespace, reach: Reach) -> list[str]:
+def _remote_command(args: argparse.Namespace, transport: Transport) -> list[str]:
     # A container's or a host's image has a Python of its own; its path is not this one's.
     same_image = args.slurm_job is not None and args.container_name is None
     command = [sys.executable if same_image else "python3", "-m", "sglang_crashkit"]
@@ -299,7 +299,7 @@ def _remote_command(args: argparse.Namespace, reach: Reach) -> list[str]:
     command += ["collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
     # In a step of a Slurm job that job says which servers are meant.
     every = args.slurm_job is None and (args.all_servers or args.config is not None)
-    command += [*(["--with-texts"] if reach.returns_files else []), *(["--all-servers"] if every else [])]
+    command += [*(["--with-texts"] if transport.returns_files else []), *(["--all-servers"] if every else [])]
     command += [f"--snapshots={args.snapshots}", f"--interval={args.interval:g}"]
     command += [f"--{name.replace('_', '-')}" for name in ("all", "any_user") if getattr(args, name)]
     command += [f"--user={args.user}"] if args.user is not None else []

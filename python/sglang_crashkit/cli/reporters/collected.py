@@ -166,7 +166,7 @@ def write_explanation(result: Gathered, explanation: Explanation, output: Path) 
     lines = [*_process_lines(result), *_problem_lines(result), ""]
     lines += format_explanation(explanation, result.sampled.tree)
     head = [f"# {explanation.kind} ({explanation.level})", "", f"**{explanation.statement}**", ""]
-    head.append(f"- {result.reach.title}; more: {EXPLANATION}, {VERDICT}, a folder each {result.reach.noun}")
+    head.append(f"- {result.transport.title}; more: {EXPLANATION}, {VERDICT}, a folder each {result.transport.noun}")
     silent = [node for node in result.nodes if node.status is None]
     for node in silent[:_MAX_LINES]:
         head += [f"- {problem.what} gave no answer: {problem.why}" for problem in node.problems]
@@ -174,17 +174,17 @@ def write_explanation(result: Gathered, explanation: Explanation, output: Path) 
     for name, text in ((EXPLANATION, lines), (SUMMARY, head)):
         write_private(output / name, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
     verdict = {"verdict": explanation.to_json(), "silent": [node.node for node in silent]}
-    write_json(output / VERDICT, {"schema_version": 1, **result.reach.identity, **verdict})
+    write_json(output / VERDICT, {"schema_version": 1, **result.transport.identity, **verdict})
 
 
 def nodes_as_text(result: Gathered, explanation: Explanation, output: Path) -> Iterator[str]:
     """Yield the lines for a person."""
-    yield result.reach.title
+    yield result.transport.title
     for lines in (list(_process_lines(result)), list(_problem_lines(result))):
         yield from lines[:_MAX_LINES]
         if len(lines) > _MAX_LINES:
             yield f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}"
-    yield f"files: {output}/<{result.reach.noun}>/, {output / EXPLANATION}"
+    yield f"files: {output}/<{result.transport.noun}>/, {output / EXPLANATION}"
     if any(node.processes for node in result.nodes):
         yield f"verdict ({explanation.level}): {explanation.statement}"
 
@@ -193,7 +193,7 @@ def nodes_as_json(result: Gathered, explanation: Explanation, output: Path, stat
     """Return the same for a program, as JSON values."""
     return {
         "exit_code": int(status),
-        **result.reach.identity,
+        **result.transport.identity,
         "output_dir": str(output),
         "explanation": EXPLANATION,
         "nodes": [

@@ -26,14 +26,14 @@ PATH = "environment.json"
 _SIZES = ("tp", "pp", "dp", "attn_dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
 
 
-class Surroundings:
+class ServerEnvironment:
     """What the launching process told, in memory that is held here, and what is to be read when an incident asks."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
         self._ready_at: float | None = None
 
-    def hear(self, descriptor: int | None, seconds: float, *, ready: bool) -> None:
+    def take(self, descriptor: int | None, seconds: float, *, ready: bool) -> None:
         """Hold what the main process told as `descriptor`, which stays open.
 
         Args:

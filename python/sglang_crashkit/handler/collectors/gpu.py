@@ -228,7 +228,7 @@ class _Driver:
     def forget(self) -> None:
         """Be ready for the next incident."""
         if self._asked is not None:
-            self._asked[1].call_off()
+            self._asked[1].cancel()
             self._asked = None
 
     def _take(self, facts: GpuFacts, run: IncidentRun) -> None:

@@ -153,7 +153,7 @@ class Cores:
         if self._stacks is None:
             self._to_debug.clear()
         else:
-            self._stacks.call_off()
+            self._stacks.cancel()
 
     @property
     def _wait_end(self) -> float:
@@ -370,7 +370,7 @@ class GpuStacks:
                 if self.are_done:
                     self._run.note(time.time(), "gpu_stacks")
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """End it, because the processes end."""
         self._stop.set()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.environment import Surroundings
+from sglang_crashkit.handler.collectors.environment import ServerEnvironment
 from sglang_crashkit.handler.collectors.process_evidence import set_piece, write_piece
 from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
@@ -75,7 +75,7 @@ class Received:
 
     def __init__(self, tree: ProcessTree, settings: Settings) -> None:
         self.heartbeats = Heartbeats(tree, is_on=settings.hang_secs > 0)
-        self.surroundings = Surroundings()
+        self.environment = ServerEnvironment()
         self._journals = RequestJournals()
         self._steps = StepRecords()
         self._logs = ProcessLogs(settings.log_records)
@@ -94,8 +94,8 @@ class Received:
                 self._steps.follow(sender, descriptor, fields.get("modes"))
             case "log":
                 self._logs.follow(sender, descriptor)
-            case "surroundings" if sender.is_root:
-                self.surroundings.hear(descriptor, seconds, ready=fields.get("ready") is True)
+            case "environment" if sender.is_root:
+                self.environment.take(descriptor, seconds, ready=fields.get("ready") is True)
 
     def add_to(self, run: IncidentRun, note_error: Callable[[str, Exception], Any]) -> None:
         """Put all of it into an incident that is about to be finished.
@@ -105,7 +105,7 @@ class Received:
         run.add_last_signs(self.heartbeats.last_signs())
         deadline = gathering_deadline(run.opened, self._budget_secs, time.monotonic())
         # The logs are searched for the prompts of the requests.
-        for part in (self._steps, self._journals, self._logs, self.surroundings):
+        for part in (self._steps, self._journals, self._logs, self.environment):
             try:
                 part.add_to(run, self._tree, share_of(deadline, time.monotonic()))
             except Exception as error:  # noqa: BLE001 - told in the log and the incident
@@ -127,7 +127,7 @@ class Received:
 
     def close(self) -> None:
         """Give all of it back."""
-        for part in (self._journals, self._steps, self._logs, self.surroundings):
+        for part in (self._journals, self._steps, self._logs, self.environment):
             part.close()
 
 

@@ -100,7 +100,7 @@ class _Peer:
         same_host = self.name.rpartition(":")[0] == other.name.rpartition(":")[0]
         return self is other or (self.role == other.role == "decode" and same_host)
 
-    def hear(self, pid: int, said: LostPeer) -> None:
+    def note_report(self, pid: int, said: LostPeer) -> None:
         """Take in what a rank says of who waits for it, at one moment and another."""
         if pid in self.waits:
             self.waits[pid].merge(said)
@@ -147,7 +147,7 @@ class PeerProber:
         if descriptor is not None and (role == "prefill" or role == "decode") and self._failures < ENOUGH:
             self._ranks.add(pid, descriptor, role, self._clock(), is_lead=fields.get("lead") is True)
 
-    def hear(self, said: LostPeer) -> None:
+    def note_report(self, said: LostPeer) -> None:
         """Take in that a rank says itself that SGLang gave a peer up."""
         if self._failures >= ENOUGH:
             return
@@ -158,7 +158,7 @@ class PeerProber:
             peer.steady_since = None
             return
         for pid in said.reported_by:
-            peer.hear(pid, said)
+            peer.note_report(pid, said)
         self._lose(peer, said.sign, said.since, self._clock())
 
     def next_due(self) -> float:
@@ -231,7 +231,7 @@ class PeerProber:
     def _hear_waits(self, pid: int, role: Role, waits: Waits) -> None:
         peer = self._peers.get((role, waits.name))
         if peer is not None:
-            peer.hear(pid, waits.told)
+            peer.note_report(pid, waits.told)
 
     def _merge(self) -> None:
         """Take in what all ranks know."""

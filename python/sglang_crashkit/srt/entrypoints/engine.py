@@ -56,7 +56,7 @@ def on_engine_launch(server_args: Any) -> None:
             install_in_server()
             keep_log_records(server_args, of_all=crash_exit.state.is_program)
             _server_args = server_args
-            _tell_surroundings(ready=False)
+            _tell_environment(ready=False)
         finally:
             # Where the handler did not start it is needed at once.
             supervisor.begin(follows=_follows)
@@ -101,7 +101,7 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
         crash_exit.note_started()
         if _server_args is not None:
             # Some arguments are resolved only meanwhile.
-            _tell_surroundings(ready=True)
+            _tell_environment(ready=True)
         if _follows and can_watch:
             _follow(scheduler_procs)
         return infos
@@ -209,7 +209,7 @@ def _follow(processes: Iterable[Any]) -> None:
 
 
 @never_raises
-def _tell_surroundings(*, ready: bool) -> None:
+def _tell_environment(*, ready: bool) -> None:
     """Tell the crash handler what it alone knows: this process's arguments, without secrets, and versions."""
     if not os.environ.get(SOCKET_VARIABLE):
         return
@@ -220,7 +220,7 @@ def _tell_surroundings(*, ready: bool) -> None:
     }
     descriptor = write_blob(json.dumps(facts, default=_in_words).encode())
     try:
-        notify("surroundings", descriptor=descriptor, ready=ready)
+        notify("environment", descriptor=descriptor, ready=ready)
     finally:
         os.close(descriptor)
 

@@ -56,7 +56,7 @@ def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> H
 
 
 @never_raises
-def beat_in_loop(manager: Any) -> None:
+def start_loop_heartbeat(manager: Any) -> None:
     """Have the event loop of a tokenizer manager beat, from when that creates its tasks with the first request.
 
     To be called where the loop runs for as long as the process serves. A library's user runs it for each call.
@@ -75,7 +75,7 @@ def beat_in_loop(manager: Any) -> None:
     manager.auto_create_handle_loop = create_and_beat
 
 
-def beat_in_router(router: Any) -> None:
+def start_router_heartbeat(router: Any) -> None:
     """Have the event loop of a ``MultiTokenizerRouter`` beat, which a thread of its own runs."""
     loop = getattr(router, "_loop", None)
     if loop is not None:
@@ -105,7 +105,7 @@ async def _beat() -> None:
 
 
 @never_raises
-def beat_in_detokenizer() -> None:
+def start_detokenizer_heartbeat() -> None:
     """Have the detokenizer beat from when its event loop begins; to be called in its process before that."""
     kind = getattr(sys.modules.get(_DETOKENIZER), "DetokenizerManager", None)
     for name in _DETOKENIZER_LOOPS:

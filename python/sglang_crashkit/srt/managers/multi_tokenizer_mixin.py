@@ -20,7 +20,7 @@ from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import after_construction, never_raises, notify
-from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_router
+from sglang_crashkit.srt.managers.loop_heartbeat import start_router_heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def on_tokenizer_router(router: type) -> type:
     beats.
     """
     after_construction(router, _watch_sigquit)
-    after_construction(router, beat_in_router)
+    after_construction(router, start_router_heartbeat)
     if not hasattr(router, "dump_requests_before_crash"):
         router.dump_requests_before_crash = dump_requests_of_workers  # type: ignore[attr-defined]
     return router

@@ -116,14 +116,14 @@ class Quarantine:
                 *(entry.origin.incident, entry.origin.reason, self.hits),
             )
 
-    def acquit(self, entry: Entry) -> None:
+    def clear_suspicion(self, entry: Entry) -> None:
         """Have a suspect not be isolated again, as the server has answered it."""
         self._innocent.add(entry.key)
 
     def may_isolate(self, entry: Entry) -> bool:
         """Count that a suspect is to be sent alone, and say whether it may: others are held for each time.
 
-        A client that gives up each time leaves it neither acquitted nor proven, and the server goes on all the same.
+        A client that gives up each time leaves it neither cleared nor proven, and the server goes on all the same.
         """
         return _count(self._sent, entry) <= MAX_SENT
 
@@ -135,7 +135,7 @@ class Quarantine:
         if _count(self._turns, entry) >= MAX_TURNS:
             # If it is suspected again, it begins anew.
             del self._turns[entry.key, entry.origin.incident]
-            self.acquit(entry)
+            self.clear_suspicion(entry)
 
 
 def _count(turns: Counter[tuple[str, str]], entry: Entry) -> int:
@@ -229,7 +229,7 @@ def guard_requests(manager: Any) -> None:
         rids, client = _rids_of(obj), None if getattr(obj, "background", False) else request
         if entry is not None and entry.level == "suspected" and quarantine.may_isolate(entry):
             quarantine.note(entry, "sent alone")
-            on_answer = functools.partial(quarantine.acquit, entry)
+            on_answer = functools.partial(quarantine.clear_suspicion, entry)
             on_turn = functools.partial(quarantine.count_turn, entry)
             return isolation.alone(generate(obj, request), rids, client, on_answer, on_turn, is_single=_is_single(obj))
         return isolation.later(generate(obj, request), rids, client) if isolation.is_holding else generate(obj, request)

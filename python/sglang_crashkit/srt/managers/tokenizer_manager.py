@@ -24,7 +24,7 @@ from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
-from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_loop
+from sglang_crashkit.srt.managers.loop_heartbeat import start_loop_heartbeat
 from sglang_crashkit.srt.managers.quarantine import guard_requests
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
@@ -101,7 +101,7 @@ def on_request_states(manager: Any) -> None:
     journal.
     """
     if crash_exit.state.is_program:
-        beat_in_loop(manager)
+        start_loop_heartbeat(manager)
     guard_requests(manager)
     journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
     if journal is not None:

@@ -85,7 +85,7 @@ def on_kill_process_tree(kill: Function) -> Function:
         # As process 1 of a container this process is above its crash handler, too.
         spared = handler_process.pid_below() if pid is None or pid == os.getpid() else None
         if whole and pid == os.getpid():
-            handler_process.say_farewell()
+            handler_process.announce_exit()
         if spared is not None:
             if "skip_pid" not in signature.parameters or bound.arguments.get("skip_pid") is not None:
                 bound.apply_defaults()
@@ -105,7 +105,7 @@ def end_after_crash(skip_pid: int | None = None) -> NoReturn:
     report_faults()
     _announce_teardown(os.getpid(), whole=True)
     spared = handler_process.pid_below()
-    handler_process.say_farewell()
+    handler_process.announce_exit()
     crash_exit.end(functools.partial(_kill_own_children, skip_pid, spared))
 
 

@@ -348,14 +348,14 @@ def heartbeat(*names: str, role: Role = "prefill") -> LostPeer:
 def test_a_peer_that_flaps_is_reported_once(watch: Watch) -> None:
     watch.pair()
     for _ in range(3):
-        watch.prober.hear(heartbeat())
+        watch.prober.note_report(heartbeat())
         watch.run(20.0)
     assert [lost.sign for lost in watch.lost] == ["heartbeat"]
 
 
 def test_the_heartbeat_names_those_whose_wait_it_ends(watch: Watch) -> None:
     rank = watch.rank()
-    watch.prober.hear(heartbeat("a"))
+    watch.prober.note_report(heartbeat("a"))
     rank.waits("b")
     watch.run(until=lambda: watch.told)
     (lost,) = watch.lost
@@ -365,7 +365,7 @@ def test_the_heartbeat_names_those_whose_wait_it_ends(watch: Watch) -> None:
 def test_a_port_that_refuses_says_more_than_a_heartbeat(watch: Watch) -> None:
     _rank, peer = watch.pair()
     peer.kill()
-    watch.prober.hear(heartbeat())
+    watch.prober.note_report(heartbeat())
     watch.run(until=lambda: watch.told)
     assert [lost.sign for lost in watch.lost] == ["refused"]
 
@@ -447,7 +447,7 @@ def test_a_prober_that_fails_ends_with_a_word(
     monkeypatch.setattr(watch.prober, "_check", lambda _now: 1 / 0)
     watch.run(until=lambda: watch.prober.next_due() == float("inf"))
     assert "could not be looked at" in caplog.text
-    watch.prober.hear(heartbeat())
+    watch.prober.note_report(heartbeat())
     watch.prober.act_on_time()
     assert watch.told == []
 

@@ -15,7 +15,11 @@ from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, Heartbe
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.managers import loop_heartbeat
-from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_detokenizer, beat_in_loop, beat_in_router
+from sglang_crashkit.srt.managers.loop_heartbeat import (
+    start_detokenizer_heartbeat,
+    start_loop_heartbeat,
+    start_router_heartbeat,
+)
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from unit.srt.conftest import Listener
 from unit.support.waiting import LONG
@@ -60,7 +64,7 @@ class Tokenizer:
 
 def test_a_loop_beats_from_its_first_request_until_it_ends(listener: Listener, written: list[HeartbeatWriter]) -> None:
     manager = Tokenizer()
-    beat_in_loop(manager)
+    start_loop_heartbeat(manager)
     assert written == []
 
     async def serve() -> None:
@@ -85,7 +89,7 @@ def test_a_loop_beats_from_its_first_request_until_it_ends(listener: Listener, w
 
 def test_a_loop_merely_let_go_is_not_silent(listener: Listener, written: list[HeartbeatWriter]) -> None:
     manager, loop = Tokenizer(), asyncio.new_event_loop()
-    beat_in_loop(manager)
+    start_loop_heartbeat(manager)
 
     async def call() -> None:
         manager.auto_create_handle_loop()
@@ -104,7 +108,7 @@ def test_a_routers_loop_beats_which_a_thread_runs(listener: Listener, written: l
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    beat_in_router(SimpleNamespace(_loop=loop))
+    start_router_heartbeat(SimpleNamespace(_loop=loop))
     assert listener.heard()["event"] == "heartbeat"
     loop.call_soon_threadsafe(loop.stop)
     thread.join(LONG)
@@ -114,7 +118,7 @@ def test_a_routers_loop_beats_which_a_thread_runs(listener: Listener, written: l
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert said(written).is_off
-    beat_in_router(object())
+    start_router_heartbeat(object())
 
 
 @pytest.mark.parametrize(("is_program", "beats"), [(True, 1), (False, 0)])
@@ -139,7 +143,7 @@ def test_without_a_handler_a_loop_runs_as_it_is(
 ) -> None:
     def serve() -> None:
         manager = Tokenizer()
-        beat_in_loop(manager)
+        start_loop_heartbeat(manager)
 
         async def call() -> None:
             manager.auto_create_handle_loop()
@@ -158,10 +162,10 @@ def test_without_a_handler_a_loop_runs_as_it_is(
 
 
 def test_a_manager_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    beat_in_loop(object())
+    start_loop_heartbeat(object())
     manager = Tokenizer()
     manager.auto_create_handle_loop = lambda: None  # type: ignore[method-assign]
-    beat_in_loop(manager)
+    start_loop_heartbeat(manager)
     # It has made no loop.
     manager.auto_create_handle_loop()
     assert len(caplog.records) == 2
@@ -192,7 +196,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type[Detokenizer]:
     module = ModuleType(MODULE)
     module.DetokenizerManager = made  # type: ignore[attr-defined]
     monkeypatch.setitem(loop_heartbeat.sys.modules, MODULE, module)
-    beat_in_detokenizer()
+    start_detokenizer_heartbeat()
     return made
 
 
@@ -230,7 +234,7 @@ def test_a_detokenizer_without_handler_or_known_form_runs_unchanged(
     manager.event_loop()
     assert (manager.answers, written) == ([1], [])
     monkeypatch.setitem(loop_heartbeat.sys.modules, MODULE, SimpleNamespace())  # type: ignore[arg-type]
-    beat_in_detokenizer()
+    start_detokenizer_heartbeat()
 
 
 def test_the_memory_of_a_loop_that_ended_is_given_back(listener: Listener, written: list[HeartbeatWriter]) -> None:

@@ -322,7 +322,7 @@ def test_a_suspect_is_sent_alone_until_it_was_answered(
     quarantine = Quarantine(Path(suspected.crash_dump_folder), "/model", "")
     quarantine.read()
     (entry,) = [one for one in read_entries(quarantine._folder) if one.level == "suspected"]
-    quarantine.acquit(entry)
+    quarantine.clear_suspicion(entry)
     quarantine.read()
     assert not [one for one in read_entries(quarantine._folder) if one.level == "suspected"]
 
