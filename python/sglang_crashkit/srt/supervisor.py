@@ -129,8 +129,8 @@ class Serving(Supervisor):
         return [child for child in list(self._registered.values()) if _is_tokenizer_worker(child)]
 
     def read_registered(self) -> None:
-        """Take in who said that it is there."""
-        with contextlib.suppress(BlockingIOError):
+        """Take in who said that it is there; once this returns, it is known, whichever thread read of it."""
+        with self._lock, contextlib.suppress(BlockingIOError):
             for line in os.read(self._reader, _PIPE_BYTES).decode(errors="replace").splitlines():
                 pid, _space, title = line.partition(" ")
                 if pid.isdecimal():

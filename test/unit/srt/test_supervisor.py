@@ -27,6 +27,7 @@ from unit.support.fake_ranks import FakeClock, FakeRank, WaitsForEverError
 from unit.support.waiting import LONG, child, descriptors, wait_until
 
 TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
+WORKER = "sglang::tokenizer_worker:1"
 JOIN = "from sglang_crashkit.srt.supervisor import join\njoin()\n"
 SLEEPER = "ready(); pause()"
 #: Has a process below it say that it is there, and tells its pid.
@@ -239,6 +240,24 @@ def known(serving: Serving) -> list[str]:
 def test_who_joins_below_the_server_is_known(serving: Serving, code: str, title: str, titles: list[str]) -> None:
     with child(code, title=title):
         assert known(serving) == titles
+
+
+def test_one_that_another_thread_just_read_of_is_known(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, go_on, register = threading.Event(), threading.Event(), serving.register
+
+    def register_late(pid: int, title: str) -> None:
+        read.set()
+        assert go_on.wait(LONG)
+        register(pid, title)
+
+    monkeypatch.setattr(serving, "register", register_late)
+    with child(JOIN + SLEEPER, title=WORKER):
+        other = threading.Thread(target=serving.read_registered)
+        other.start()
+        assert read.wait(LONG)
+        threading.Timer(0.2, go_on.set).start()
+        assert [one.title for one in serving.tokenizer_workers()] == [WORKER]
+        other.join(LONG)
 
 
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
