@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_crashkit.capture.responder import COLLECTIVES, Conversation
-from sglang_crashkit.kernel.fifo import FifoError, open_files, owner_of, write_to_fifo
-from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.kernel.private_files import FifoError, write_private, write_to_fifo
+from sglang_crashkit.kernel.procfs import open_files, owner_of
 from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_dump, read_bytes
 
 #: How many collectives a process keeps, of NCCL and of gloo alike; the second name counts where the first is not set,

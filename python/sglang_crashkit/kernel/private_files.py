@@ -11,11 +11,18 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from sglang_crashkit.errors import CrashkitError
 
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2  # linux/memfd.h
+#: Why nothing was written: there is no such pipe, nobody reads it, it is no pipe of that user, or anything else.
+WriteOutcome = Literal["no_pipe", "no_reader", "foreign_pipe", "failed"]
+_OUTCOMES: dict[int | None, WriteOutcome] = {
+    errno.ENOENT: "no_pipe",
+    errno.ENXIO: "no_reader",
+    errno.ELOOP: "foreign_pipe",
+}
 
 
 def make_private_folder(folder: Path) -> Path:
@@ -153,3 +160,45 @@ def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
             file.seek(max(0, found.st_size - most))
         # Room is made for as much as is asked for. A size of 0 says nothing, as that of a file in /proc.
         return file.read(min(most, found.st_size) or most)
+
+
+class FifoError(Exception):
+    """Nothing was written; the message says why, in a few words.
+
+    Attributes:
+        outcome: the same for a program.
+    """
+
+    def __init__(self, message: str, outcome: WriteOutcome) -> None:
+        super().__init__(message)
+        self.outcome: WriteOutcome = outcome
+
+
+def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = False) -> None:
+    """Write to the named pipe `path` and return at once.
+
+    Args:
+        path: the pipe.
+        data: what is written, few enough bytes for a pipe that is empty.
+        owner: the user that the pipe must belong to, None where nobody is known that it could belong to.
+        follow: `path` may be a link, such as one of those in ``/proc/PID/fd``.
+
+    Raises:
+        FifoError: it is no pipe of that user, or nobody reads it.
+    """
+    try:
+        # Not blocking: a pipe that nobody reads any more would hold the caller up for ever.
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror or str(error)
+        raise FifoError(f"pipe {path}: {why}", _OUTCOMES.get(error.errno, "failed")) from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISFIFO(found.st_mode) or found.st_uid != owner:
+            raise FifoError(f"{path} is not a pipe of the process's own user", "foreign_pipe")
+        os.write(descriptor, data)
+    except OSError as error:
+        raise FifoError(f"pipe {path}: {error.strerror}", "failed") from error
+    finally:
+        os.close(descriptor)

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -271,6 +271,23 @@ def mapped_files(pid: int) -> set[str]:
     # Address, permissions, offset, device, inode, path; proc_pid_maps(5).
     fields = (line.split(None, 5) for line in text.splitlines())
     return {words[5] for words in fields if len(words) == 6 and words[5].startswith("/")}
+
+
+def owner_of(pid: int) -> int | None:
+    """Return the user of a process, None where it is gone."""
+    try:
+        return (_PROC / str(pid)).stat().st_uid
+    except OSError:
+        return None
+
+
+def open_files(pid: int) -> Iterator[tuple[Path, Path]]:
+    """Yield what the process `pid` has open: the kernel's link to it, and the path that it had when it was opened."""
+    with contextlib.suppress(OSError):
+        for entry in (_PROC / str(pid) / "fd").iterdir():
+            # Between the two it may be closed.
+            with contextlib.suppress(OSError):
+                yield entry, entry.readlink()
 
 
 def available_bytes() -> int | None:

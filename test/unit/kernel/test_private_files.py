@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import (
+    FifoError,
     create_private,
     make_private_folder,
     read_regular,
     write_named,
     write_private,
+    write_to_fifo,
 )
 from unit.support.waiting import LONG
 
@@ -131,3 +134,60 @@ def test_only_a_regular_file_is_read(tmp_path: Path, kind: str) -> None:
     with pytest.raises(OSError, match=r"is no regular file|levels of symbolic links|Is a directory|No such file"):
         read_regular(path, 10)
     assert read_regular(real, 2) == b"te"
+
+
+ME = os.geteuid()
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[int]:
+    """A pipe that this process reads."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_a_pipe_without_a_name_is_written_to_by_link(reader: int, tmp_path: Path) -> None:
+    (tmp_path / "pipe").unlink()
+    (link,) = [link for link, path in procfs.open_files(os.getpid()) if str(path).startswith(str(tmp_path))]
+    write_to_fifo(link, b"1", ME, follow=True)
+    assert os.read(reader, 10) == b"1"
+
+
+def test_a_full_pipe_is_no_wait(reader: int, tmp_path: Path) -> None:
+    with os.fdopen(os.open(tmp_path / "pipe", os.O_WRONLY | os.O_NONBLOCK), "wb", buffering=0) as held:
+        while held.write(b"1" * 4096):
+            pass
+        with pytest.raises(FifoError, match="unavailable"):
+            write_to_fifo(tmp_path / "pipe", b"1", ME)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome", "why"),
+    [
+        ("nothing", "no_pipe", "No such file"),
+        ("pipe", "no_reader", "nobody reads it"),
+        ("file", "foreign_pipe", "not a pipe of the process's own user"),
+        ("link", "foreign_pipe", "levels of symbolic links"),
+    ],
+)
+def test_what_is_no_pipe_that_is_read_stays_untouched(tmp_path: Path, kind: str, outcome: str, why: str) -> None:
+    path, victim = tmp_path / "pipe", tmp_path / "victim"
+    victim.write_bytes(b"before")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind != "nothing":
+        path.hardlink_to(victim) if kind == "file" else path.symlink_to(victim)
+    with pytest.raises(FifoError, match=why) as caught:
+        write_to_fifo(path, b"1", ME)
+    assert caught.value.outcome == outcome
+    assert victim.read_bytes() == b"before"
+
+
+@pytest.mark.parametrize("owner", [ME + 1, None])
+def test_the_pipe_of_another_user_is_not_written_to(reader: int, tmp_path: Path, owner: int | None) -> None:
+    with pytest.raises(FifoError, match="not a pipe of the process's own user"):
+        write_to_fifo(tmp_path / "pipe", b"1", owner)
+    assert os.read(reader, 1) == b""

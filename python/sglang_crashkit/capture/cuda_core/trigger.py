@@ -21,7 +21,7 @@ from typing import Literal
 
 from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, open_source
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.fifo import FifoError, WriteOutcome, open_files, owner_of, write_to_fifo
+from sglang_crashkit.kernel.private_files import FifoError, WriteOutcome, write_to_fifo
 
 _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
 #: The driver's own names, by the manual and as seen with other drivers.
@@ -82,7 +82,7 @@ class CoreRequest:
             found.append(known)
         pattern = re.escape(Path(template).name).replace("%h", ".*").replace("%t", r"\d+")
         wanted = re.compile(pattern.replace("%p", str(self.pid)))
-        for _link, path in open_files(self.pid):
+        for _link, path in procfs.open_files(self.pid):
             if (wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)) and _is_fifo(path):
                 found.append(path)
         if found:
@@ -105,7 +105,7 @@ class CoreRequest:
         first_error: FifoError | None = None
         for path in pipes:
             try:
-                write_to_fifo(path, TRIGGER, owner_of(self.pid))
+                write_to_fifo(path, TRIGGER, procfs.owner_of(self.pid))
             except FifoError as error:
                 first_error = first_error or error
             else:
@@ -118,7 +118,7 @@ class CoreRequest:
 
         It does so when the GPU fails.
         """
-        opened = {path for _link, path in open_files(self.pid)}
+        opened = {path for _link, path in procfs.open_files(self.pid)}
         files = set(self._files())
         self._before = files - opened
         return bool(files & opened)
@@ -208,7 +208,7 @@ class CoreRequest:
         if known is None or known[0] != size:
             self._sizes[path] = (size, time.monotonic())
             return False
-        return not any(path == name for _link, name in open_files(self.pid))
+        return not any(path == name for _link, name in procfs.open_files(self.pid))
 
     @staticmethod
     def _size_of(path: Path) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.kernel.fifo import open_files
+from sglang_crashkit.kernel.procfs import open_files
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import startup, supervisor
 from sglang_crashkit.srt.children import Child

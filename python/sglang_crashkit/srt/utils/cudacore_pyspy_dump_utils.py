@@ -26,7 +26,6 @@ import psutil
 from sglang_crashkit.capture.cuda_core.trigger import TRIGGER
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.fifo import open_files
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Function, never_raises, request
 from sglang_crashkit.srt.server_args import crash_dump_environ
@@ -155,7 +154,7 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
 
 def _open_pipe(pid: int, template: str) -> Path | None:
     name = re.compile(re.escape(Path(template).name).replace("%t", r"\d+"))
-    return next((path for _link, path in open_files(pid) if name.fullmatch(path.name)), None)
+    return next((path for _link, path in procfs.open_files(pid) if name.fullmatch(path.name)), None)
 
 
 def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core import trigger as cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
-from sglang_crashkit.kernel.fifo import open_files
+from sglang_crashkit.kernel.procfs import open_files
 from unit.capture.cuda_core import cuda_driver
 from unit.capture.cuda_core.synthetic_core import PROGBITS, Part, elf_bytes
 from unit.support.waiting import spawned, wait_until
@@ -91,17 +91,29 @@ def test_several_processes_write_their_cores_side_by_side(start: Start, tmp_path
     assert len(paths) == 3
 
 
-@pytest.mark.parametrize("outcome", ["switched_off", "no_pipe", "no_reader", "foreign_pipe"])
-def test_it_says_what_came_of_asking(tmp_path: Path, outcome: str) -> None:
-    pipe = tmp_path / "pipe"
-    if outcome == "no_reader":
+@pytest.mark.parametrize(
+    ("there", "outcome", "why"),
+    [
+        ("switched off", "switched_off", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set"),
+        ("nothing", "no_pipe", r"there is no pipe .*pipe\.\d+: CUDA was not initialised"),
+        ("pipe", "no_reader", "nobody reads it"),
+        ("file", "foreign_pipe", "is not a pipe of the process's own user"),
+        ("link", "foreign_pipe", "is not a pipe of the process's own user"),
+    ],
+)
+def test_who_cannot_be_asked_is_left_alone_and_named(tmp_path: Path, there: str, outcome: str, why: str) -> None:
+    pipe, victim = tmp_path / f"pipe.{os.getpid()}", tmp_path / "victim"
+    victim.write_text("untouched")
+    if there == "pipe":
         os.mkfifo(pipe)
-    elif outcome == "foreign_pipe":
-        pipe.touch()
-    environ = {} if outcome == "switched_off" else ENABLED
-    with pytest.raises(NoCoreError) as caught:
-        CoreRequest(os.getpid(), environ | {"CUDA_COREDUMP_PIPE": str(pipe)}).send()
-    assert caught.value.outcome == outcome
+    elif there in ("file", "link"):
+        pipe.hardlink_to(victim) if there == "file" else pipe.symlink_to(victim)
+    environ = {} if there == "switched off" else ENABLED
+    request = CoreRequest(os.getpid(), environ | {"CUDA_COREDUMP_PIPE": str(tmp_path / "pipe.%p")})
+    with pytest.raises(NoCoreError, match=why) as caught:
+        request.send()
+    assert (caught.value.outcome, request.leftover()) == (outcome, "no file appeared")
+    assert victim.read_text() == "untouched"
 
 
 def test_a_pipe_that_an_earlier_process_left_is_passed_over(start: Start, tmp_path: Path) -> None:
@@ -172,34 +184,6 @@ def test_a_file_that_is_held_open_is_waited_for(start: Start, tmp_path: Path) ->
         assert request.look() is None
         time.sleep(0.05)
     assert "bytes so far" in request.leftover()
-
-
-def test_without_a_pipe_there_is_no_core(tmp_path: Path) -> None:
-    request = CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_PIPE": str(tmp_path / "none.%p")})
-    with pytest.raises(NoCoreError, match=r"there is no pipe .*none\.\d+: CUDA was not initialised"):
-        request.send()
-    assert request.leftover() == "no file appeared"
-
-
-def test_a_driver_without_a_listener_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NoCoreError, match="CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set"):
-        CoreRequest(os.getpid(), {}).send()
-
-
-def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(NoCoreError, match="nobody reads it"):
-        CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_PIPE": str(tmp_path / "pipe")}).send()
-
-
-def test_links_and_files_in_the_pipes_place_stay_untouched(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("untouched")
-    (tmp_path / "link").symlink_to(victim)
-    for name in ("link", "victim"):
-        with pytest.raises(NoCoreError):
-            CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_PIPE": str(tmp_path / name)}).send()
-    assert victim.read_text() == "untouched"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
