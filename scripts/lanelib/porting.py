@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_crashkit.installer.lock import Lock, LockedFile, LockedRelease, sha256_hex
 from sglang_crashkit.installer.patches import (
     Hunk,
     HunkConflictError,
+    Lock,
+    LockedFile,
+    LockedRelease,
     Patch,
     PatchDataError,
     PatchFormatError,
@@ -20,6 +22,7 @@ from sglang_crashkit.installer.patches import (
     PatchTree,
     apply_patch,
     parse_patch,
+    sha256_hex,
     split_lines,
     unapply_patch,
 )

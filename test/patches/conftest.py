@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.installer.lock import Lock, load_lock
-from sglang_crashkit.installer.patches import PatchTree, find_patch_root
+from sglang_crashkit.installer.patches import Lock, PatchTree, find_patch_root, load_lock
 from sglang_crashkit.installer.wheel import find_wheel
 
 RELEASES = list(load_lock().releases)

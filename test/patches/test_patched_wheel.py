@@ -15,7 +15,7 @@ import pytest
 
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.environment import find_environment
-from sglang_crashkit.installer.lock import sha256_hex
+from sglang_crashkit.installer.patches import sha256_hex
 from sglang_crashkit.installer.record import format_row
 
 pytestmark = pytest.mark.wheels

@@ -22,8 +22,7 @@ from pathlib import Path
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, PartialError, RefusedError
 from sglang_crashkit.installer.environment import Environment, require_kit
-from sglang_crashkit.installer.lock import Lock, LockedRelease, patch_files, sha256_hex
-from sglang_crashkit.installer.patches import PatchTree
+from sglang_crashkit.installer.patches import Lock, LockedRelease, PatchTree, patch_files, sha256_hex
 from sglang_crashkit.installer.record import rewrite_record
 from sglang_crashkit.installer.status import (
     APPLIED,

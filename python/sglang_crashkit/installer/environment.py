@@ -15,8 +15,7 @@ from typing import Any
 
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
-from sglang_crashkit.installer.lock import Lock, load_lock
-from sglang_crashkit.installer.patches import PatchTree, base_release, find_patch_root
+from sglang_crashkit.installer.patches import Lock, PatchTree, base_release, find_patch_root, load_lock
 
 #: Seconds for a python to start, on a cold network file system too.
 _PROBE_TIMEOUT = 120.0

@@ -1,4 +1,4 @@
-r"""The kit's patches: one patch of one file, and the choice of patches for a release.
+r"""The kit's patches: one patch of one file, the choice of patches for a release, and the lock of what they give.
 
 A patch file is five header lines, a blank line and one unified diff::
 
@@ -22,23 +22,29 @@ file takes the patch of the highest folder at or below it, and ``PATH.drop`` the
 
 Only final and post releases count: ``0.5.9``, ``0.5.12.post1``. What follows a ``+`` (``+crashkit.0.1.0``, ``+cu126``)
 names a build of the same release.
+
+The lock, ``patches/releases.lock.json``, is generated. It lists the supported releases, the upstream wheels they were
+checked with, and for every patched file the sha256 of its bytes before and after.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
 
-from sglang_crashkit.errors import CrashkitError, UsageError
+from sglang_crashkit.errors import CrashkitError, RefusedError, UsageError
 
 #: Beside the baselines, generated.
 LOCK_NAME = "releases.lock.json"
+_SCHEMA_VERSION = 1
 
 _PATCH, _DROP = ".patch", ".drop"
 
@@ -331,3 +337,107 @@ def sorted_releases(releases: Iterable[str]) -> list[str]:
 def base_release(version: str) -> str:
     """Return `version` without its local part: ``0.5.23`` for ``0.5.23+cu126``."""
     return version.partition("+")[0]
+
+
+@dataclass(frozen=True)
+class LockedFile:
+    """One file of one release."""
+
+    pristine: str | None  # sha256 of upstream's bytes, None where upstream has no such file
+    patch: str  # name of the patch, below the patch folder
+    patched: str  # sha256 of the patched bytes
+
+
+@dataclass(frozen=True)
+class LockedRelease:
+    """One supported release."""
+
+    wheels: dict[str, str]  # file name of an upstream wheel → its sha256
+    files: dict[str, LockedFile]  # path below the package → what is known of it
+
+
+@dataclass(frozen=True)
+class Lock:
+    """Every supported release, oldest first."""
+
+    releases: dict[str, LockedRelease]
+
+    def find(self, version: str) -> LockedRelease | None:
+        """Return what is known of the release that `version` is a build of, if supported."""
+        return self.releases.get(base_release(version))
+
+    def require(self, version: str) -> LockedRelease:
+        """Return what is known of the release that `version` is a build of.
+
+        Raises:
+            RefusedError: the release is not supported.
+        """
+        locked = self.find(version)
+        if locked is None:
+            raise RefusedError(
+                f"SGLang {version} is not supported; supported are {self.supported_range()}",
+                next_step=f"scripts/port_release {base_release(version)} (in a checkout of the kit)",
+            )
+        return locked
+
+    def supported_range(self) -> str:
+        """Return ``19 releases, 0.5.9 to 0.5.23``."""
+        names = list(self.releases)
+        return f"{len(names)} releases, {names[0]} to {names[-1]}" if names else "no releases"
+
+    def dump(self) -> bytes:
+        """Return the one spelling of the lock."""
+        releases = {
+            release: {
+                "wheels": dict(sorted(self.releases[release].wheels.items())),
+                "files": {path: asdict(file) for path, file in sorted(self.releases[release].files.items())},
+            }
+            for release in sorted_releases(self.releases)
+        }
+        return (json.dumps({"schema_version": _SCHEMA_VERSION, "releases": releases}, indent=1) + "\n").encode()
+
+
+def sha256_hex(data: bytes) -> str:
+    """Return the sha256 of `data` in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def load_lock(root: Path | None = None) -> Lock:
+    """Read the lock below the patch folder `root`, by default the kit's own.
+
+    Raises:
+        PatchDataError: there is none, or it does not read as one.
+    """
+    file = (root or find_patch_root()) / LOCK_NAME
+    try:
+        document = json.loads(file.read_bytes())
+        if document["schema_version"] != _SCHEMA_VERSION:
+            raise PatchDataError(f"{file} has schema version {document['schema_version']}")
+        releases = {
+            release: LockedRelease(
+                dict(entry["wheels"]), {path: LockedFile(**fields) for path, fields in entry["files"].items()}
+            )
+            for release, entry in document["releases"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PatchDataError(f"{file} does not read as a lock: {error!r}") from error
+    return Lock({release: releases[release] for release in sorted_releases(releases)})
+
+
+def patch_files(
+    release: str, locked: LockedRelease, patches: PatchTree, pristine: Mapping[str, bytes | None]
+) -> dict[str, bytes]:
+    """Return the patched bytes of each file of a release, by its path below the package, as `pristine` is.
+
+    Raises:
+        PatchDataError: a patch does not give what the lock says.
+    """
+    refs = patches.resolve(release)
+    patched: dict[str, bytes] = {}
+    for path, entry in locked.files.items():
+        if path not in refs or refs[path].name != entry.patch:
+            raise PatchDataError(f"the lock names {entry.patch} for {path}, the patches do not")
+        patched[path] = apply_patch(pristine.get(path), refs[path].read())
+        if sha256_hex(patched[path]) != entry.patched:
+            raise PatchDataError(f"{entry.patch} does not give {path} the sha256 in the lock")
+    return patched

@@ -18,8 +18,16 @@ from pathlib import Path
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, RefusedError
 from sglang_crashkit.installer.environment import Environment
-from sglang_crashkit.installer.lock import Lock, LockedFile, LockedRelease, sha256_hex
-from sglang_crashkit.installer.patches import HunkConflictError, PatchTree, parse_patch, unapply_patch
+from sglang_crashkit.installer.patches import (
+    HunkConflictError,
+    Lock,
+    LockedFile,
+    LockedRelease,
+    PatchTree,
+    parse_patch,
+    sha256_hex,
+    unapply_patch,
+)
 
 #: In the dist-info folder.
 MANIFEST_NAME = "sglang-crashkit.json"

@@ -25,8 +25,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
 from sglang_crashkit.installer.environment import run_tool
-from sglang_crashkit.installer.lock import Lock, patch_files, sha256_hex
-from sglang_crashkit.installer.patches import PatchTree, base_release, find_patch_root
+from sglang_crashkit.installer.patches import Lock, PatchTree, base_release, find_patch_root, patch_files, sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import APPLIED, BY_WHEEL, MANIFEST_NAME, Manifest, PatchedFile, hash_or_none
 

@@ -32,10 +32,10 @@ _LEAST_SECS = 0.03
 _SKIP_SECS, _MAX_SKIP_SECS = 5.0, 60.0
 #: What is longer is not read: the maps of a process with 65,530 mappings take 8 MB.
 _MAX_BYTES = 32 << 20
-#: Helpers that even SIGKILL did not end yet, as where a page of the target comes from a disk that hangs.
 #: More than a crash handler ever has. The limit of this process may be 2**30, each closed by a call of its own where
 #: there is no close_range(2).
 _MAX_DESCRIPTORS = 1 << 16
+#: Helpers that even SIGKILL did not end yet, as where a page of the target comes from a disk that hangs.
 _MAX_STUCK = 8
 _MAX_SKIPPED = 1024
 #: Of a machine that is busy, a helper that waits for nothing but a processor is given so much longer, in seconds.

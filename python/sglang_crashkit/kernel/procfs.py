@@ -185,16 +185,15 @@ def is_python(pid: int) -> bool:
     return executable.name.startswith(_INTERPRETERS)
 
 
+def is_running(pid: int, start_ticks: int | None = None) -> bool:
+    """Say whether a process lives: any that is called `pid`, or the one that was started at this time."""
+    stat = read_stat(pid, start_ticks)
+    return stat is not None and stat.state not in "ZX"
+
+
 def is_dead(pid: int) -> bool:
     """Say whether `pid` is a zombie or gone."""
-    stat = read_stat(pid)
-    return stat is None or stat.state in "ZX"
-
-
-def is_running(pid: int, start_ticks: int) -> bool:
-    """Say whether the process that was started as `pid` at this time lives; see `ProcStat`."""
-    stat = read_stat(pid)
-    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
+    return not is_running(pid)
 
 
 def may_inspect(pid: int) -> bool:
@@ -328,12 +327,8 @@ class TreeScanner:
         for pid in self._parents.keys() - present:
             del self._parents[pid]
         for pid in present - self._parents.keys():
-            stat = read_stat(pid)
-            if stat is not None:
+            if (stat := read_stat(pid)) is not None:
                 self._parents[pid] = stat.ppid
-        return self._descend(present)
-
-    def _descend(self, present: set[int]) -> set[int]:
         children: dict[int, list[int]] = {}
         for pid, parent in self._parents.items():
             children.setdefault(parent, []).append(pid)

@@ -11,14 +11,10 @@ import re
 
 _PREFIX = "sglang::"
 _RANK = re.compile(r"_(ATTN_CP|MOE_DP|DP|PP|TP|EP)(\d+)(?=_|$)")
-#: Titles are matched by their beginning, the longest first.
+#: What titles begin with, the longest first.
 _ROLES = (
-    ("scheduler", "scheduler"),
-    ("detokenizer_router", "detokenizer_router"),
-    ("detokenizer", "detokenizer"),
-    ("data_parallel_controller", "data_parallel_controller"),
-    ("tokenizer_worker", "tokenizer_worker"),
-    ("crash_handler", "crash_handler"),
+    *("scheduler", "detokenizer_router", "detokenizer", "data_parallel_controller"),
+    *("tokenizer_worker", "crash_handler"),
 )
 
 
@@ -37,10 +33,8 @@ def role_of(title: str, *, is_root: bool = False) -> str:
     if not title.startswith(_PREFIX):
         return "helper"
     name = title[len(_PREFIX) :]
-    for beginning, role in _ROLES:
-        if name.startswith(beginning):
-            return role
-    return name.split(":")[0].split(" ")[0] or "helper"
+    known = next((role for role in _ROLES if name.startswith(role)), "")
+    return known or name.split(":")[0].split(" ")[0] or "helper"
 
 
 def rank_of(title: str) -> dict[str, int]:

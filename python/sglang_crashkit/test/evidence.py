@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import time
@@ -153,7 +152,7 @@ def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
             for handle in handles.values():
                 with contextlib.suppress(OSError):
                     handle.send_signal(signal.SIGKILL)
-        return [pid for pid, handle in handles.items() if not _wait(handle, deadline)]
+        return [pid for pid, handle in handles.items() if not handle.has_exited(max(0.0, deadline - time.monotonic()))]
     finally:
         for handle in handles.values():
             handle.close()
@@ -164,9 +163,3 @@ def _announce_teardown(pid: int) -> None:
     if path is not None and path.exists():
         with contextlib.suppress(protocol.HandlerUnreachableError):
             protocol.notify(str(path), "teardown", pid=pid)
-
-
-def _wait(handle: ProcessHandle, deadline: float) -> bool:
-    poller = select.poll()
-    poller.register(handle, select.POLLIN)
-    return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -5,7 +5,7 @@
     with watch(lambda: [("prefill", cls.prefill), ("decode", cls.decode)]):
         ...
 
-The callable is asked again and again: a process that it names no more is watched no more, one that it names anew is
+The callable is asked every 0.1 s: a process that it names no more is watched no more, one that it names anew is
 watched from then on. Ending one on purpose is announced: by ending the watch, or by naming the process no more.
 """
 
@@ -14,18 +14,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sglang_crashkit.incident.store import find_incident_of
-from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.test import evidence
 from sglang_crashkit.test.evidence import Death
@@ -39,14 +38,12 @@ logger = logging.getLogger(__name__)
 EVIDENCE_SECS = 2.0
 #: The longest that the survivors' end is waited for, in seconds.
 KILL_SECS = 10.0
-#: How often the callable is asked, in seconds. An exit is told by the kernel, at once.
-_REFRESH_SECS = 0.1
-#: How often a list is looked at again, in seconds.
-_LIST_REFRESH_SECS = 1.0
+#: How often the processes are looked at, in seconds; as often as by upstream's watcher.
+_POLL_SECS = 0.1
+#: So much later than planned the evidence may be there on a busy machine, in seconds.
+_LATE_SECS = 1.0
 #: A connection breaks a moment before the process that held it is gone; in seconds.
 _GRACE_SECS = 0.2
-#: Whoever waits for a child in another thread is given this long to reap it, in seconds.
-REAP_SECS = 1.0
 
 
 class Process(Protocol):
@@ -60,74 +57,13 @@ class Process(Protocol):
         """Return its exit status as subprocess tells it, None while it lives."""
 
 
-class StopEvent(threading.Event):
-    """Ends a watch when it is set, and wakes the watcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wake_reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
-    def set(self) -> None:
-        """End the watch."""
-        super().set()
-        self.wake()
-
-    def wake(self) -> None:
-        """Let the watcher look."""
-        with contextlib.suppress(OSError):
-            os.write(self._writer, b".")
-
-    def __del__(self) -> None:
-        for descriptor in (self.wake_reader, self._writer):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-
+@dataclass
 class Held:
-    """A watched process and its pidfd, where the kernel gives one.
+    """A watched process."""
 
-    Attributes:
-        name: what it is called.
-        process: the process.
-        since: when it was seen first, in seconds since the epoch.
-        ignored: it has ended, and that is no matter.
-        handle: its pidfd.
-    """
-
-    def __init__(self, name: str, process: Process) -> None:
-        self.name = name
-        self.process = process
-        self.since = time.time()
-        self.ignored = False
-        self.handle: ProcessHandle | None = None
-        if process.poll() is None:
-            with contextlib.suppress(OSError):
-                self.handle = ProcessHandle(process.pid)
-            if self.handle is not None and process.poll() is not None:
-                # Reaped in between; the pid may be another's.
-                self.close()
-
-    def has_exited(self) -> bool:
-        """Say whether it has ended."""
-        handle = self.handle
-        # Another thread may just have closed it.
-        with contextlib.suppress(OSError, ValueError):
-            if handle is not None:
-                return handle.has_exited()
-        return self.process.poll() is not None
-
-    def returncode(self) -> int | None:
-        """Return how it ended as subprocess tells it; None where nobody reaped it in time."""
-        deadline = time.monotonic() + REAP_SECS
-        while (code := self.process.poll()) is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        return code
-
-    def close(self) -> None:
-        """Close the pidfd."""
-        if self.handle is not None:
-            self.handle.close()
-            self.handle = None
+    name: str  # what it is called
+    process: Process
+    since: float  # when it was seen first, in seconds since the epoch
 
 
 NamedProcesses = Iterable[tuple[str, "Process | None"]]
@@ -170,7 +106,7 @@ class Watcher:
         self._folder = folder
         self._held: dict[int, Held] = {}
         self._ended = threading.Event()
-        self.stopped = StopEvent()
+        self.stopped = threading.Event()
         self.death: Death | None = None
         self._thread = threading.Thread(target=self._run, name="sglang-crashkit-fail-fast", daemon=True)
 
@@ -211,8 +147,8 @@ class Watcher:
         """Return the death, waiting for its evidence where a watched process has ended or does so within the grace."""
         deadline = time.monotonic() + _GRACE_SECS
         while self.death is None and not self.stopped.is_set():
-            if any(held.has_exited() and not held.ignored for held in list(self._held.values())):
-                self._ended.wait(EVIDENCE_SECS + REAP_SECS)
+            if self._find_dead():
+                self._ended.wait(EVIDENCE_SECS + _LATE_SECS)
                 break
             if time.monotonic() >= deadline:
                 break
@@ -236,13 +172,11 @@ class Watcher:
                 if dead and not self.stopped.is_set():
                     self._handle(dead)
                     return
-                self._sleep()
+                self.stopped.wait(_POLL_SECS)
         except Exception:
             logger.exception("crash kit: the watch of %s failed", [held.name for held in self._held.values()])
         finally:
             self._ended.set()
-            for held in self._held.values():
-                held.close()
 
     def _refresh(self) -> None:
         named = self._named()
@@ -250,33 +184,15 @@ class Watcher:
             return
         present = {id(process) for _, process in named}
         for key in self._held.keys() - present:
-            self._held.pop(key).close()
+            del self._held[key]
         for name, process in named:
             if id(process) not in self._held:
-                self._held[id(process)] = Held(name, process)
+                self._held[id(process)] = Held(name, process, time.time())
 
     def _find_dead(self) -> list[tuple[Held, int]]:
-        dead = []
-        for held in self._held.values():
-            if held.ignored or not held.has_exited():
-                continue
-            code = held.returncode()
-            if code is None:
-                continue
-            if code == 0 and not self._any_status:
-                held.ignored = True
-            else:
-                dead.append((held, code))
-        return dead
-
-    def _sleep(self) -> None:
-        poller = select.poll()
-        poller.register(self.stopped.wake_reader, select.POLLIN)
-        for held in self._held.values():
-            if held.handle is not None and not held.ignored:
-                poller.register(held.handle, select.POLLIN)
-        must_look = callable(self._source) or any(held.handle is None for held in self._held.values())
-        poller.poll((_REFRESH_SECS if must_look else _LIST_REFRESH_SECS) * 1000)
+        """Return those that ended unexpectedly, each with its exit status as subprocess tells it."""
+        codes = [(held, held.process.poll()) for held in list(self._held.values())]
+        return [(held, code) for held, code in codes if code is not None and (code != 0 or self._any_status)]
 
     def _handle(self, dead: list[tuple[Held, int]]) -> None:
         began = time.monotonic()
@@ -284,9 +200,7 @@ class Watcher:
         death = Death(first.name, first.process.pid, code, time.time())
         death.others = tuple(f"{held.name} (pid={held.process.pid}) exited rc={rc}" for held, rc in others)
         _say(f"[FIXTURE FAIL-FAST] {death.headline}; {self._consequence}.")
-        gone = {id(held) for held, _ in dead}
-        survivors = [held for held in self._held.values() if id(held) not in gone and not held.has_exited()]
-        roots = [(held.name, held.process.pid) for held in survivors]
+        roots = [(held.name, held.process.pid) for held in self._held.values() if held.process.poll() is None]
         try:
             settings = Settings.from_environ()
             if settings.stacks:

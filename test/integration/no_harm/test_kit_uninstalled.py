@@ -13,7 +13,7 @@ from integration.no_harm.copied_lane import copied_lane, pip, status_of
 from integration.scenario import EXIT_TIMEOUT_S, answers_of, handlers_of
 from lanelib.lanes import Lane
 from lanelib.servers import Server
-from sglang_crashkit.installer.lock import load_lock
+from sglang_crashkit.installer.patches import load_lock
 from sglang_crashkit.installer.wheel import build_kit_wheel, find_wheel
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]

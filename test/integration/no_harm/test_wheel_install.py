@@ -11,8 +11,7 @@ import pytest
 from integration.no_harm.copied_lane import copied_lane, pip, status_of
 from lanelib.lanes import Lane
 from sglang_crashkit import __version__
-from sglang_crashkit.installer.lock import load_lock
-from sglang_crashkit.installer.patches import PatchTree, find_patch_root
+from sglang_crashkit.installer.patches import PatchTree, find_patch_root, load_lock
 from sglang_crashkit.installer.wheel import build_kit_wheel, build_patched_wheel, find_wheel, install_command
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.wheels, pytest.mark.timeout(1200)]

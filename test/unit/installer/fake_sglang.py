@@ -10,8 +10,7 @@ from pathlib import Path
 from lanelib.porting import generate_lock
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.environment import Environment, Kit
-from sglang_crashkit.installer.lock import Lock
-from sglang_crashkit.installer.patches import LOCK_NAME, PatchTree
+from sglang_crashkit.installer.patches import LOCK_NAME, Lock, PatchTree
 from sglang_crashkit.installer.record import format_row
 from sglang_crashkit.installer.status import Overall, read_tree
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.installer.apply import apply
-from sglang_crashkit.installer.lock import LockedFile, LockedRelease
+from sglang_crashkit.installer.patches import LockedFile, LockedRelease
 from sglang_crashkit.installer.status import (
     APPLIED,
     APPLYING,

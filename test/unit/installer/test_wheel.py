@@ -12,7 +12,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
 from sglang_crashkit.installer import wheel as wheel_module
 from sglang_crashkit.installer.apply import apply, revert
-from sglang_crashkit.installer.lock import sha256_hex
+from sglang_crashkit.installer.patches import sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import Overall, read_tree
 from sglang_crashkit.installer.wheel import (

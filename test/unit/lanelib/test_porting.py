@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lanelib.porting import generate_lock, normalise_patches, read_draft, write_drafts
-from sglang_crashkit.installer.lock import sha256_hex
-from sglang_crashkit.installer.patches import LOCK_NAME, PatchDataError, PatchFormatError, PatchTree
+from sglang_crashkit.installer.patches import LOCK_NAME, PatchDataError, PatchFormatError, PatchTree, sha256_hex
 from unit.installer.fake_sglang import FILES, PATCHES, FakeKit, make_kit, write_patches, write_wheel
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "port_release"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 
 import pytest
 
-from sglang_crashkit.test.fail_fast import Held, Watcher
+from sglang_crashkit.test.fail_fast import Watcher
 from unit.support.waiting import LONG, child, wait_until
 from unit.test.conftest import QUIET_SECS, Watch
 
@@ -34,16 +33,6 @@ def test_a_process_that_was_dead_before_the_watch_is_told(tmp_path, start):
     process.kill()
     process.wait(LONG)
     assert Watch([("server", process)], tmp_path).death().returncode == -9
-
-
-def test_an_exit_is_noticed_without_polling(tmp_path, start, monkeypatch):
-    # Longer than the test would wait.
-    monkeypatch.setattr("sglang_crashkit.test.fail_fast._LIST_REFRESH_SECS", 100 * LONG)
-    process = start()
-    watch = Watch([("server", process)], tmp_path)
-    wait_until(lambda: watch.watcher._held, "the process is watched")
-    process.kill()
-    assert watch.death().name == "server"
 
 
 def test_status_0_can_be_left_alone(tmp_path, start):
@@ -97,17 +86,6 @@ def test_a_list_that_cannot_be_made_ends_no_watch(tmp_path, start):
     assert watch.death().name == "server"
 
 
-def test_without_a_pidfd_an_exit_is_noticed_by_polling(tmp_path, start, monkeypatch):
-    def no_pidfd(_pid, _flags=0):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
-    process = start()
-    watch = Watch([("server", process)], tmp_path)
-    process.kill()
-    assert watch.death().returncode == -9
-
-
 def test_all_that_had_ended_are_named(tmp_path, start):
     first, second = start(), start()
     for process in (first, second):
@@ -116,14 +94,3 @@ def test_all_that_had_ended_are_named(tmp_path, start):
     death = Watch([("first", first), ("second", second)], tmp_path).death()
     assert death.name == "first"
     assert death.others == (f"second (pid={second.pid}) exited rc=-9",)
-
-
-def test_a_recycled_pid_is_not_watched(start, monkeypatch):
-    # GIVEN a process that is reaped between the first look and the opening of its pidfd
-    process = start()
-    answers = iter([None, -9])
-    monkeypatch.setattr(process, "poll", lambda: next(answers, -9))
-    held = Held("server", process)
-    # THEN whatever has its pid by now is not taken for it
-    assert held.handle is None
-    assert held.has_exited()

@@ -27,8 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Build both and say how to install them."""
-    from sglang_crashkit.installer.lock import load_lock
-    from sglang_crashkit.installer.patches import PatchTree, find_patch_root, is_release
+    from sglang_crashkit.installer.patches import PatchTree, find_patch_root, is_release, load_lock
     from sglang_crashkit.installer.wheel import (
         WheelName,
         build_kit_wheel,

@@ -26,25 +26,25 @@ def test_it_reads_pieces(tmp_path: Path) -> None:
             source.read(-1, 1, "a piece")
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
-def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
-    path = Path("/dev/zero") if kind == "device" else tmp_path / "core"
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        *((kind, "is no file") for kind in ("fifo", "folder", "device")),
+        *((kind, "cannot be opened") for kind in ("none", "nul\0byte")),
+    ],
+)
+def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str, why: str) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / kind
     if kind == "fifo":
         # Nobody writes to it: to open it as a file is would take for ever.
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
-    with pytest.raises(CudaCoreError, match="is no file"):
+    with pytest.raises(CudaCoreError, match=why):
         Source(path)
 
 
-@pytest.mark.parametrize("name", ["none", "nul\0byte"])
-def test_a_file_that_is_not_there_is_told_of(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CudaCoreError, match="cannot be opened"):
-        Source(tmp_path / name)
-
-
-def test_what_is_read_in_all_is_bounded(tmp_path: Path) -> None:
+def test_bytes_and_time_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "core"
     path.write_bytes(bytes(1000))
     with open_source(path, max_bytes=2000) as source:
@@ -52,11 +52,6 @@ def test_what_is_read_in_all_is_bounded(tmp_path: Path) -> None:
         source.read(0, 1000, "all")
         with pytest.raises(CudaCoreError, match="take more than is read of a core"):
             source.read(0, 1, "a byte")
-
-
-def test_time_is_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "core"
-    path.write_bytes(b"x")
     with open_source(path, max_seconds=-1.0) as source, pytest.raises(CudaCoreError, match="in time"):
         source.read(0, 1, "a byte")
 
@@ -84,6 +79,14 @@ def test_sections_are_found_by_kind_and_by_address(write: Write, many_sections: 
             part.string(strings, 99)
 
 
+def changed(data: bytes, at: int, value: int, size: int) -> bytes:
+    """Return a file with another number at a place."""
+    return data[:at] + value.to_bytes(size, "little") + data[at + size :]
+
+
+WHOLE, MANY = elf_bytes(PARTS), elf_bytes(PARTS, many_sections=True)
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -92,46 +95,23 @@ def test_sections_are_found_by_kind_and_by_address(write: Write, many_sections: 
         (b"\x7fELF\x01\x01".ljust(100, b"\0"), "is no ELF file of 64 bits"),
         (b"\x7fELF\x02\x02".ljust(100, b"\0"), "is no ELF file of 64 bits, little-endian"),
         (b"\x7fELF\x02\x01\x01\x33", "is no ELF file"),
+        (elf_bytes(PARTS, 2), r"no core of the CUDA driver's.*\n.*CUDA_COREDUMP_FILE"),
+        (elf_bytes(PARTS, osabi=0), r"no core of the CUDA driver's.*\n.*CUDA_COREDUMP_FILE"),
+        # How many sections there are, by the first one of them, and by the header; how long a row of their table is.
+        (changed(MANY, int.from_bytes(MANY[40:48], "little") + 32, 1 << 40, 8), "there are 1099511627776 sections"),
+        (changed(WHOLE, 60, 5000, 2), "beyond the end"),
+        *((changed(WHOLE, 58, size, 2), f"has {size} bytes") for size in (8, 60_000)),
     ],
 )
-def test_what_is_no_elf_file_of_64_bits_is_refused(write: Write, data: bytes, words: str) -> None:
-    with open_source(write(data)) as source, pytest.raises(CudaCoreError, match=words):
-        ElfPart(source)
-
-
-@pytest.mark.parametrize(("kind", "osabi"), [(2, 0x33), (4, 0)])
-def test_an_elf_file_without_a_gpu_core_is_refused(write: Write, kind: int, osabi: int) -> None:
-    with open_source(write(elf_bytes(PARTS, kind, osabi=osabi))) as source:
-        part = ElfPart(source)
-        with pytest.raises(CudaCoreError, match="no core of the CUDA driver's") as caught:
+def test_what_is_no_core_of_a_gpu_is_refused(write: Write, data: bytes, words: str) -> None:
+    def read() -> None:
+        with open_source(write(data)) as source:
+            part = ElfPart(source)
             part.check_is_core()
-        assert "CUDA_COREDUMP_FILE" in str(caught.value)
+            list(part.sections((Kind.DEVICES,)))
 
-
-def test_a_count_that_lies_is_refused(write: Write) -> None:
-    data = bytearray(elf_bytes(PARTS, many_sections=True))
-    table = int.from_bytes(data[40:48], "little")
-    data[table + 32 : table + 40] = (1 << 40).to_bytes(8, "little")
-    with (
-        open_source(write(bytes(data))) as source,
-        pytest.raises(CudaCoreError, match="there are 1099511627776 sections"),
-    ):
-        ElfPart(source)
-
-
-def test_a_table_beyond_the_end_is_refused(write: Write) -> None:
-    data = bytearray(elf_bytes(PARTS))
-    data[60:62] = (5000).to_bytes(2, "little")
-    with open_source(write(bytes(data))) as source, pytest.raises(CudaCoreError, match="beyond the end"):
-        list(ElfPart(source).sections((Kind.DEVICES,)))
-
-
-@pytest.mark.parametrize("size", [8, 60_000])
-def test_rows_of_the_table_that_cannot_be_are_refused(write: Write, size: int) -> None:
-    data = bytearray(elf_bytes(PARTS))
-    data[58:60] = size.to_bytes(2, "little")
-    with open_source(write(bytes(data))) as source, pytest.raises(CudaCoreError, match=f"has {size} bytes"):
-        ElfPart(source)
+    with pytest.raises(CudaCoreError, match=words):
+        read()
 
 
 def test_too_many_tables_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,16 +155,12 @@ def test_rows_are_read_as_far_as_they_reach(write: Write, size: int) -> None:
         (7, b"1234567", "has rows of 7 bytes"),
         (4097, bytes(4097), "has rows of 4097 bytes"),
         (8, b"123456789", "has 9 bytes, which are no whole rows of 8"),
+        (8, bytes(24), "is compressed"),
     ],
 )
 def test_rows_that_cannot_be_are_refused(write: Write, size: int, data: bytes, words: str) -> None:
+    part = Part(".cudbg.smtbl", SMTBL, data, row_size=size, flags=1 << 11 if "compressed" in words else 0)
     with pytest.raises(CudaCoreError, match=words):
-        rows_of(write(elf_bytes([Part(".cudbg.smtbl", SMTBL, data, row_size=size)])))
-
-
-def test_a_compressed_table_is_not_unpacked(write: Write) -> None:
-    part = Part(".cudbg.smtbl", SMTBL, bytes(24), row_size=8, flags=1 << 11)
-    with pytest.raises(CudaCoreError, match="is compressed"):
         rows_of(write(elf_bytes([part])))
 
 
