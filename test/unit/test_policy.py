@@ -85,7 +85,7 @@ def test_the_mode_follows_from_who_launches_and_with_which_arguments(
 SENDERS = {
     "kernel/signals.py",
     "kernel/pidfd.py",
-    "capture/stack_signal.py",
+    "capture/ladder.py",
     "srt/utils/common.py",
     "kernel/guarded_read.py",
     "capture/tools.py",

@@ -1,7 +1,7 @@
 """The signals by which the kit tells or ends processes of a server: nothing else of it sends such.
 
 Whether one is sent is decided by `policy` alone. Sent where they belong are what a tool of the kit's own gets at its
-end, the signal by which faulthandler is asked for stacks (`stack_signal`), SIGCONT for what a debugger may have left
+end, the signal by which faulthandler is asked for stacks (`ladder`), SIGCONT for what a debugger may have left
 stopped (`tracing`), and what the kit sends in the place of upstream's ``kill_process_tree``.
 """
 

@@ -4,7 +4,7 @@ Its files in the crash handler's runtime folder, which has mode 0700, named afte
 
 - ``.json`` says which hooks are installed, and is there for as long as they may be used;
 - ``.sock`` is where a thread of the process answers with the stacks of all its threads (see `responder`);
-- ``.stack`` takes what faulthandler writes when the process gets the signal (see `stack_signal`);
+- ``.stack`` takes what faulthandler writes when the process gets the signal (see `capture.ladder`);
 - ``.fault`` takes what faulthandler writes when a fatal signal ends the process;
 - ``.say`` is where a thread of the server's main process takes lines for the server's log, and the word that a worker
   wrote a ``.fault``.

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_crashkit.capture import ladder
-from sglang_crashkit.capture.ladder import capture_all
+from sglang_crashkit.capture.ladder import ask_faulthandler, capture_all, parse_faulthandler
 from sglang_crashkit.capture.responder import ask_responders
-from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks
+from sglang_crashkit.model.sample import Frame, Sample
 from unit.support.targets import (
     LOCK_HOLDER,
     SLEEPER,
@@ -24,10 +28,11 @@ from unit.support.targets import (
     run_unprivileged,
     settle,
     settle_in_lock,
+    start_ticks,
     state_of,
     traced,
 )
-from unit.support.waiting import LONG
+from unit.support.waiting import LONG, child, descriptors, wait_until
 
 CAPTURE = """
 import dataclasses, json, pathlib, sys
@@ -160,3 +165,194 @@ def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> 
         pass
     (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert sample == dataclasses.replace(sample, threads=(), problem="no such process", source="py-spy")
+
+
+EXEC = """
+ready()
+os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(120)"])
+"""
+BLOCKED = """
+signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
+"""
+
+
+def ask(folder: Path, *targets: StackHooks, secs: float = LONG):
+    return ask_faulthandler(targets, {target.pid: folder for target in targets}, secs)
+
+
+def test_a_lock_held_in_c_does_not_hide_any_thread(runtime: Path) -> None:
+    with hooked(runtime, LOCK_HOLDER) as target:
+        settle_in_lock(target.pid)
+        (sample,) = ask(runtime, target)
+        assert state_of(target.pid) == "S"
+    assert (sample.problem, sample.source) == ("", "faulthandler")
+    assert sample.threads
+    (main,) = [thread for thread in sample.threads if thread.native_id == target.pid]
+    assert [frame.function for frame in main.frames] == ["hold_the_lock", "<module>"]
+    # The kit's own is among them.
+    assert len(sample.threads) == 2
+
+
+@pytest.mark.wide
+def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
+    fds = descriptors()
+    with hooked(runtime, LOCK_HOLDER) as target:
+        settle_in_lock(target.pid)
+        for _ in range(20):
+            (sample,) = ask(runtime, target)
+            assert sample.threads
+            assert functions_of(sample.threads).count("hold_the_lock") == 1
+        # What it wrote before is gone: the file does not grow.
+        assert HookFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
+    assert descriptors().items() <= fds.items()
+
+
+def test_a_stopped_process_gets_no_pending_signal(runtime: Path) -> None:
+    with hooked(runtime, SLEEPER) as target:
+        os.kill(target.pid, signal.SIGSTOP)
+        settle(target.pid, "T")
+        (sample,) = ask(runtime, target)
+        pending = Path(f"/proc/{target.pid}/status").read_text().split("ShdPnd:")[1].split()[0]
+        assert int(pending, 16) == 0
+        assert state_of(target.pid) == "T"
+    assert sample.problem == "it is stopped, and would take the signal when it goes on"
+
+
+def test_a_traced_process_is_not_asked(runtime: Path) -> None:
+    with hooked(runtime, SLEEPER) as target, traced(target.pid) as tracer:
+        (sample,) = ask(runtime, target)
+    assert sample.problem == f"process {tracer} traces it, and would take the signal"
+
+
+def test_one_that_stopped_catching_the_signal_is_not_sent_it(runtime: Path) -> None:
+    with hooked(runtime, EXEC) as target:
+        # Its handler went with its program, and the signal would end it.
+        wait_until(lambda: "import time; time.sleep(120)" in procfs.read_cmdline(target.pid), "it runs another program")
+        (sample,) = ask(runtime, target)
+        assert state_of(target.pid) in "RS"
+    assert sample.problem == f"it does not catch signal {target.signal} any more"
+
+
+def test_one_whose_threads_all_block_the_signal_is_spared(runtime: Path) -> None:
+    with hooked(runtime, SLEEPER, before=BLOCKED) as target:
+        (sample,) = ask(runtime, target)
+    assert sample.problem.startswith("no thread of it can take a signal now")
+
+
+def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
+    with child("signal.signal(45, lambda *_: os._exit(1)); ready(); pause()") as other:
+        gone = StackHooks(other.pid, start_ticks(other.pid) - 1, 1, 45)
+        (sample,) = ask(runtime, gone)
+        assert other.poll() is None
+    assert sample.problem == "it has ended"
+
+
+def test_an_ended_process_or_a_missing_file_is_named(runtime: Path) -> None:
+    with hooked(runtime, SLEEPER) as target:
+        HookFiles.of(runtime, target.pid, target.start_ticks).stack.unlink()
+        assert ask(runtime, target)[0].problem == "No such file or directory"
+    assert ask(runtime, target)[0].problem
+
+
+def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> None:
+    # GIVEN a process whose signal does something else
+    with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, hooked(runtime, LOCK_HOLDER) as target:
+        silent = dataclasses.replace(target, pid=other.pid, start_ticks=start_ticks(other.pid))
+        HookFiles.of(runtime, silent.pid, silent.start_ticks).stack.touch()
+        first, second = ask(runtime, silent, target, secs=1.0)
+    assert not first.threads
+    assert first.problem.startswith("it wrote nothing within ")
+    assert first.seconds >= 1.0
+    assert second.threads
+    assert second.seconds < first.seconds
+
+
+MAIN, OTHER = 0x7F00, 0x7E00
+WHOLE = """Fatal Python error: Segmentation fault
+
+Thread 0x0000000000007e00 (most recent call first):
+  File "/site/threading.py", line 320 in wait
+  File "/site/threading.py", line 1002 in _bootstrap
+
+Current thread 0x0000000000007f00 (most recent call first):
+  File "/site/sglang/srt/managers/scheduler.py", line 12 in forward
+  File "<string>", line 1 in <module>
+
+Extension modules: numpy.core, torch._C (total: 2)
+"""
+
+
+def parse(text: str, main: int = MAIN, roots: tuple[str, ...] = ()):
+    return parse_faulthandler(text, 100, main, roots)
+
+
+def test_the_error_the_threads_and_their_frames_are_read() -> None:
+    output = parse(WHOLE, roots=("/site",))
+    assert output.error == "Segmentation fault"
+    assert output.is_whole
+    main, other = output.threads
+    assert (main.name, main.native_id, main.active) == ("MainThread", 100, True)
+    assert main.frames == (
+        Frame("forward", "sglang/srt/managers/scheduler.py", 12),
+        Frame("<module>", "<string>", 1),
+    )
+    assert (other.name, other.native_id, other.active) == ("", None, False)
+
+
+def test_the_thread_that_hit_the_error_comes_first() -> None:
+    output = parse(WHOLE, main=OTHER)
+    assert [thread.native_id for thread in output.threads] == [None, 100]
+    assert [thread.active for thread in output.threads] == [True, False]
+
+
+def test_paths_are_shortened_by_the_longest_folder_of_modules() -> None:
+    text = WHOLE.replace("/site/", "/checkout/env/site/")
+    (frame, *_rest) = parse(text, roots=("/checkout", "", "/checkout/env/site/")).threads[0].frames
+    assert frame.file == "sglang/srt/managers/scheduler.py"
+
+
+@pytest.mark.parametrize("length", range(0, len(WHOLE), 7))
+def test_what_was_cut_off_is_read_as_far_as_possible(length: int) -> None:
+    output = parse(WHOLE[:length])
+    whole = parse(WHOLE)
+    ended = "in <module>\n" in WHOLE[:length]
+    assert output.is_whole == ended
+    frames = [frame for thread in output.threads for frame in thread.frames]
+    known = [frame for thread in whole.threads for frame in thread.frames]
+    assert all(frame in known for frame in frames)
+
+
+def test_a_stack_deeper_than_it_prints_is_whole() -> None:
+    text = f"Thread 0x{MAIN:016x} (most recent call first):\n" + '  File "/x.py", line 1 in f\n' * 100
+    assert not parse(text).is_whole
+    assert parse(text + "  ...\n").is_whole
+
+
+def test_names_of_later_pythons_and_unknown_lines_are_taken() -> None:
+    text = f"Thread 0x{OTHER:016x} [worker] (most recent call first):\n  <no Python frame>\n"
+    text += f'\nCurrent thread 0x{MAIN:016x} [python] (most recent call first):\n  File "/x.py", line ??? in <module>\n'
+    output = parse(text)
+    assert [thread.name for thread in output.threads] == ["worker", "MainThread"]
+    assert output.threads[1].frames == (Frame("<module>", "/x.py", 0),)
+    # It was asked for its stack, which says nothing about who was at work.
+    assert not any(thread.active for thread in output.threads)
+    assert (output.error, output.is_whole) == ("", True)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "rubbish\n", "  ...\n", '  File "/x.py", line 1 in f\n', "\0" * 100])
+def test_anything_else_holds_nothing(text: str) -> None:
+    output = parse(text)
+    assert (output.threads, output.is_whole, output.error) == ((), False, "")
+
+
+def test_what_this_python_writes_is_read() -> None:
+    code = "import faulthandler, os, sys, threading\n"
+    code += "def wait_long(): threading.Event().wait()\n"
+    code += "threading.Thread(target=wait_long, daemon=True).start()\n"
+    code += "print(threading.main_thread().ident, flush=True)\n"
+    code += "def fall(): faulthandler._sigsegv()\nfaulthandler.enable()\nfall()\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    output = parse_faulthandler(done.stderr, 100, int(done.stdout))
+    assert (output.error, output.is_whole) == ("Segmentation fault", True)
+    assert [frame.function for frame in output.threads[0].frames] == ["fall", "<module>"]
+    assert "wait_long" in [frame.function for frame in output.threads[1].frames]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.capture.ladder import parse_faulthandler
 from sglang_crashkit.capture.responder import ask_exit
-from sglang_crashkit.capture.stack_signal import parse_faulthandler
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.kernel.stack_hooks import DEFAULT_SIGNAL, HANDLER_PID, HookFiles, read_stack_hooks

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from sglang_crashkit.analysis.waits import informative_caller
-from sglang_crashkit.capture.ladder import capture_all
+from sglang_crashkit.capture.ladder import capture_all, parse_faulthandler
 from sglang_crashkit.capture.pyspy import capture_native
-from sglang_crashkit.capture.stack_signal import parse_faulthandler
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder
