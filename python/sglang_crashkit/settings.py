@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sglang_crashkit.kernel.identity_key import key_of
+from sglang_crashkit.kernel.procfs import key_of
 
 SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
 SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"

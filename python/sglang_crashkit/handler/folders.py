@@ -34,8 +34,8 @@ from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.recovery import SPOOL
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.identity_key import own_namespace
 from sglang_crashkit.kernel.private_files import make_private_folder
+from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.settings import RUN, DiskLimits, fallback_folder
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def make_work_folders(
 
     Args:
         crash_folder: the server's ``--crash-dump-folder``, absolute; None where it was given none.
-        key: the server's; see `identity_key`.
+        key: the server's; see `procfs.server_key`.
         core_file: the template of the names of GPU cores, as CUDA expands it; empty for none.
         flight_folder: where PyTorch's flight recorder is to write; empty where it is not used.
         secs: how long the disks may take, in seconds.
@@ -353,7 +353,7 @@ class Place:
             self.spool.rmdir()
 
     def clean_up(self, keys: Collection[str]) -> None:
-        """Remove what is of no use without the server's processes, whose keys these are (see `identity_key`).
+        """Remove what is of no use without the server's processes, whose keys these are (see `procfs.server_key`).
 
         A record that nobody took in stays. A request dump that one of them could not finish is torn, and no pickle. The
         host's folder may be another server's, too, in which all pids may be the same.

@@ -29,7 +29,7 @@ from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import own_namespace
+from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
     Collectives,

@@ -23,7 +23,7 @@ from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.shared_memory import SharedMemory
 from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message

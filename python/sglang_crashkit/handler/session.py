@@ -24,7 +24,7 @@ from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
 from sglang_crashkit.incident.summary import format_termination_message
 from sglang_crashkit.kernel import procfs, signals
-from sglang_crashkit.kernel.identity_key import is_host_namespace
+from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
 from sglang_crashkit.model.incident import Trigger, iso_time
 from sglang_crashkit.policy import Event

@@ -26,6 +26,8 @@ COMM_BYTES = 15
 #: linux/sched.h
 _PF_EXITING = 0x4
 _INTERPRETERS = ("python", "pypy")
+#: The PID namespace of the host has this inode in every kernel; include/linux/proc_ns.h.
+_HOST_NAMESPACE = 0xEFFFFFFC
 
 
 @dataclass(frozen=True)
@@ -340,3 +342,40 @@ class TreeScanner:
                 members.add(pid)
                 waiting += children.get(pid, [])
         return members
+
+
+def server_key(pid: int, start_ticks: int) -> str:
+    """Return what a process of this one's own PID namespace is called in the names of files that several servers share.
+
+    It is ``<pid>-<start ticks>-<PID namespace>``. A pid alone is not enough, nor is a pid with the name of the host: in
+    each container the main process may be process 1, and hosts may share a name.
+    """
+    return f"{pid}-{start_ticks}-{own_namespace()}"
+
+
+def key_of(pid: int, start_ticks: int) -> str:
+    """Return the key that a process gives itself, which may be in another PID namespace, such as a container's.
+
+    Of a process that is gone, or that may not be looked at, it is taken to be in this one. The pid is that which this
+    process sees.
+    """
+    try:
+        namespace = (_PROC / str(pid) / "ns" / "pid").stat().st_ino
+    except OSError:
+        return server_key(pid, start_ticks)
+    # One number for each namespace that it is in, the innermost last; proc_pid_status(5).
+    numbers = read_status(pid).get("NSpid", "").split()
+    return f"{numbers[-1] if numbers else pid}-{start_ticks}-{namespace}"
+
+
+def is_host_namespace() -> bool:
+    """Say whether this process sees the host's processes by the host's own pids."""
+    return own_namespace() == _HOST_NAMESPACE
+
+
+def own_namespace() -> int:
+    """Return the inode number of this process's PID namespace; 0 where there is no ``/proc``."""
+    try:
+        return (_PROC / "self" / "ns" / "pid").stat().st_ino
+    except OSError:
+        return 0

@@ -26,7 +26,7 @@ from sglang_crashkit.capture.flight_request import (
     FlightPlace,
 )
 from sglang_crashkit.kernel import procfs, titles
-from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, read_number
 from sglang_crashkit.srt.hooks import never_raises, shorten
 

@@ -24,7 +24,7 @@ from sglang_crashkit.handler.folders import (
 )
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.identity_key import own_namespace, server_key
+from sglang_crashkit.kernel.procfs import own_namespace, server_key
 from sglang_crashkit.settings import RUN
 from unit.support.waiting import LONG, descriptors
 

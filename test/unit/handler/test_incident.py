@@ -24,7 +24,7 @@ from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.retention import size_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.model.incident import (
     LastSteps,
     Trigger,

@@ -3,12 +3,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.procfs import key_of, own_namespace, server_key
 from unit.support.targets import UNDUMPABLE, run_unprivileged, traced
 from unit.support.waiting import LONG, child, wait_until
 
@@ -114,6 +116,7 @@ def test_it_is_known_whether_a_signal_is_caught() -> None:
 
 GRANDCHILD = """
 import subprocess
+import sys
 import time
 inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 ready(inner.pid)
@@ -208,3 +211,43 @@ def test_the_mapped_files_of_a_process_include_its_libraries() -> None:
     assert any(Path(path).name.startswith("libc.so") for path in mapped)
     assert all(path.startswith("/") for path in mapped)
     assert procfs.mapped_files(2**22 + 1) == set()
+
+
+_CONTAINER = ["unshare", "-pf", "--mount-proc", "--kill-child"]
+_OWN_KEY = """
+import os
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.procfs import server_key
+stat = procfs.read_stat(os.getpid())
+"""
+
+
+def test_a_key_names_pid_start_time_and_namespace() -> None:
+    assert server_key(7, 1234) == f"7-1234-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def test_a_process_has_the_same_key_from_inside_and_outside() -> None:
+    code = _OWN_KEY + "ready(server_key(stat.pid, stat.start_ticks)); pause()"
+    with child(code) as process:
+        stat = procfs.read_stat(process.pid)
+        assert key_of(stat.pid, stat.start_ticks) == process.first_line  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
+def test_process_1_of_each_container_has_its_own_key() -> None:
+    code = _OWN_KEY + "print(server_key(stat.pid, stat.start_ticks), flush=True); import sys; sys.stdin.read()"
+    keys = []
+    for _ in range(2):
+        with subprocess.Popen(
+            [*_CONTAINER, sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            key = process.stdout.readline().strip()
+            (inside,) = procfs.TreeScanner(process.pid).scan() - {process.pid}
+            stat = procfs.read_stat(inside)
+            assert key.startswith(f"1-{stat.start_ticks}-")
+            assert not key.endswith(f"-{own_namespace()}")
+            assert key_of(inside, stat.start_ticks) == key
+            process.stdin.close()
+            process.wait(LONG)
+            keys.append(key)
+    assert keys[0] != keys[1]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture.flight_request import FlightPlace, NoRecorderError, parse_answer
-from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.model.flight_dump import Group
 from sglang_crashkit.srt.flight_recorder import describe_collectives
 from unit.support.flight_dumps import document, entry, pickled

@@ -16,8 +16,8 @@ from typing import Any
 
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.procfs import server_key
 from unit.support.waiting import LONG, wait_until, watched_pids
 
 HOST = "test-host"

@@ -17,7 +17,7 @@ from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import is_host_namespace
+from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.model.incident import Evidence, EvidenceStatus
 from sglang_crashkit.settings import Settings
 

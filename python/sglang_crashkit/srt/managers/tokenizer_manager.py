@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
+from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import is_host_namespace
+from sglang_crashkit.kernel.procfs import is_host_namespace
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
 from unit.support.server_driver import Server, document_of
 from unit.support.waiting import wait_until

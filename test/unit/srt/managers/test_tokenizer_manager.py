@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.settings import fallback_folder
 from sglang_crashkit.srt.managers import tokenizer_manager
 from sglang_crashkit.srt.managers.tokenizer_manager import (
