@@ -14,7 +14,7 @@ from typing import Any
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.incident.retention import limits_on, use_of
 from sglang_crashkit.incident.store import is_finished
-from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.settings import DiskLimits
 
 #: A disk that answers does it within this time, in seconds.

@@ -33,9 +33,8 @@ from sglang_crashkit.handler.shared_memory import left_by_others
 from sglang_crashkit.incident.fingerprint import recent_crashes
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
-from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.kernel.private_files import FolderLock, write_private
 from sglang_crashkit.kernel.procfs import key_of
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, read_handler_pid
 from sglang_crashkit.protocol import Mailbox

@@ -33,8 +33,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.recovery import SPOOL
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.private_files import make_private_folder
+from sglang_crashkit.kernel.private_files import FolderLock, make_private_folder
 from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.settings import RUN, DiskLimits, fallback_folder
 

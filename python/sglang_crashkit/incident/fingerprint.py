@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.incident.store import PARTIAL, parse_name
-from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.kernel.private_files import FolderLock, write_json
 from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of
 
 if TYPE_CHECKING:

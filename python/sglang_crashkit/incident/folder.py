@@ -29,8 +29,8 @@ from typing import Any
 
 from sglang_crashkit.incident.retention import FULL, Ledger, NoRoomError
 from sglang_crashkit.incident.store import PARTIAL, IncidentName, parse_name
-from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import (
+    FolderLock,
     create_private,
     encode_json,
     make_private_folder,

@@ -22,8 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from sglang_crashkit.errors import WHOSE_IT_IS, CrashkitError
 from sglang_crashkit.incident.request_fingerprint import digest_of, fingerprint_of, prompt_of
-from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.kernel.private_files import FolderLock, write_json
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 FILE = "quarantine.json"

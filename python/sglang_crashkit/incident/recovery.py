@@ -20,8 +20,7 @@ from sglang_crashkit.incident.folder import RESERVE
 from sglang_crashkit.incident.store import PARTIAL, REMOVING, parse_name
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.private_files import sync_folder, write_json, write_private
+from sglang_crashkit.kernel.private_files import FolderLock, sync_folder, write_json, write_private
 from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from sglang_crashkit.incident.store import PARTIAL, REMOVING, is_finished, parse_name
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.model.incident import EvidenceStatus
 from sglang_crashkit.settings import KEEP_FREE, MAX_INCIDENT, MAX_USE, MB, DiskLimits
 

@@ -1,4 +1,4 @@
-"""Folders and files that only their owner may read, whatever the umask.
+"""Folders and files that only their owner may read, whatever the umask; locks on folders, and named pipes.
 
 Evidence holds prompts, tokens and memory. A shared temporary folder may hold a symbolic link that somebody else put
 there, so links are never followed for the last component.
@@ -7,9 +7,11 @@ there, so links are never followed for the last component.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -23,6 +25,9 @@ _OUTCOMES: dict[int | None, WriteOutcome] = {
     errno.ENXIO: "no_reader",
     errno.ELOOP: "foreign_pipe",
 }
+#: What came of asking for a lock: somebody else had it all the time, or this file system has no locks.
+LockState = Literal["held", "taken", "unsupported"]
+_POLL_SECS = 0.01
 
 
 def make_private_folder(folder: Path) -> Path:
@@ -202,3 +207,49 @@ def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = 
         raise FifoError(f"pipe {path}: {error.strerror}", "failed") from error
     finally:
         os.close(descriptor)
+
+
+class FolderLock:
+    """A lock on a folder among processes, once `acquire` says so; the kernel lets go of it when its holder ends.
+
+    flock(2) on the folder itself leaves no lock file behind. It holds across containers of one machine, and where a
+    network file system has it, across machines; pids and start times do neither.
+
+    Args:
+        folder: what to lock; a link in its place is not followed.
+        shared: others may have it too, unless they want it for themselves alone.
+    """
+
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
+        self._folder = folder
+        self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        self._descriptor = -1
+
+    def acquire(self, timeout_secs: float = 0.0) -> LockState:
+        """Try to lock the folder.
+
+        Args:
+            timeout_secs: how long to wait for somebody else to let go, in seconds.
+
+        Raises:
+            OSError: there is no such folder, or it may not be read.
+        """
+        deadline = time.monotonic() + timeout_secs
+        self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        while True:
+            try:
+                fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)
+            except OSError as error:
+                is_taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+                if is_taken and time.monotonic() < deadline:
+                    time.sleep(_POLL_SECS)
+                    continue
+                self.release()
+                return "taken" if is_taken else "unsupported"
+            return "held"
+
+    def release(self) -> None:
+        """Let go of it; does nothing where it is not held."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -20,8 +20,7 @@ from sglang_crashkit.capture.tools import ToolRun, run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.incident.summary import mapping_of
-from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.private_files import create_in_memory, write_json
+from sglang_crashkit.kernel.private_files import FolderLock, create_in_memory, write_json
 from sglang_crashkit.notifications.messages import body_of, event_of, find_cluster, short_of
 from sglang_crashkit.notifications.plan import INCIDENT, OUTCOME, QUIET_KINDS, SECRET, WEBHOOK, Plan
 from sglang_crashkit.settings import OTLP_ENDPOINT

@@ -23,7 +23,7 @@ from sglang_crashkit.handler.folders import (
     remove_runtime_folders,
 )
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.kernel.procfs import own_namespace, server_key
 from sglang_crashkit.settings import RUN
 from unit.support.waiting import LONG, descriptors

@@ -12,7 +12,7 @@ import pytest
 
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import INDEX, Fault, count_fault, fault_of, read_faults, recent_crashes
-from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.model.incident import iso_time
 from unit.support.stored import NOON, make_incident
 from unit.support.waiting import LONG

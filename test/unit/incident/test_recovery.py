@@ -13,7 +13,7 @@ from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.kernel import folder_lock, procfs
+from sglang_crashkit.kernel import private_files, procfs
 from unit.support.killing import kill_at_file_operation
 from unit.support.stored import NOON, make_incident
 from unit.support.waiting import LONG, child
@@ -146,7 +146,7 @@ def test_without_locks_a_writer_is_known_by_its_process(tmp_path: Path, monkeypa
     def refuse(*_: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(private_files.fcntl, "flock", refuse)
     stat = procfs.read_stat(os.getpid())
     assert stat is not None
     living = abandon(tmp_path, handler={"pid": stat.pid, "start_ticks": stat.start_ticks})

@@ -27,7 +27,7 @@ from sglang_crashkit.incident.retention import (
 )
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import FolderLock
 from unit.support.small_disk import fill, mounted
 from unit.support.stored import NOON, make_incident
 from unit.support.waiting import child

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.kernel import guarded_read, procfs
-from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
+from sglang_crashkit.kernel.private_files import FolderLock
 from unit.support.locked_memory import locked_process
 from unit.support.waiting import LONG, descriptors, wait_until
 

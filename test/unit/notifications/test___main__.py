@@ -13,7 +13,7 @@ import pytest
 
 from sglang_crashkit.capture.tools import ToolRun
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.notifications import __main__ as sending
 from sglang_crashkit.notifications.messages import signature_of
 from sglang_crashkit.notifications.plan import COMMAND, COMMAND_SECS, OUTCOME, SECRET, WEBHOOK
