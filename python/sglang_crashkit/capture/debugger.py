@@ -173,13 +173,9 @@ def debug_all(
 ) -> None:
     """Debug processes, given with their start times, as many at a time as this host has room for.
 
-    Args:
-        debugger: see `find_debugger`.
-        processes: start time of each process by its pid; see `procfs.ProcStat`.
-        deadline_secs: the longest that one may take from its own start, in seconds.
-        take: called with each pid and what came of it, as it ends. When this is interrupted, with what each has printed
-            by then.
-        within_secs: when all are called off, in seconds; py-spy's part of one may take some seconds longer.
+    One may take `deadline_secs` from its own start; after `within_secs` all are called off, of which py-spy's part may
+    take some seconds longer. `take` is called with each pid and what came of it, as it ends; when this is interrupted,
+    with what each has printed by then.
     """
     stop = threading.Event()
     until = time.monotonic() + within_secs

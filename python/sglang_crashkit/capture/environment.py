@@ -177,9 +177,7 @@ def read_process(pid: int) -> dict[str, Any]:
 def read_shared_memory(pids: Iterable[int], timeout_secs: float) -> dict[str, Any]:
     """Return the size of ``/dev/shm`` in bytes, and the segments that processes map, the largest first.
 
-    Args:
-        pids: the processes.
-        timeout_secs: those that could not be asked within this time, in seconds, are listed as ``not_read``.
+    Processes that could not be asked within `timeout_secs` are listed as ``not_read``.
     """
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError):
@@ -211,12 +209,7 @@ def read_shared_memory(pids: Iterable[int], timeout_secs: float) -> dict[str, An
 
 
 def read_place(pid: int, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return in which container, pod and Slurm job a process runs, as far as anything tells.
-
-    Args:
-        pid: the process.
-        environ: its environment.
-    """
+    """Return in which container, pod and Slurm job a process with this environment runs, as far as anything tells."""
     paths = _text_of(_PROC / str(pid) / "cgroup") + _text_of(_PROC / str(pid) / "mountinfo")
     container, pod = _CONTAINER.search(paths), _POD.search(paths)
     kubernetes = {name.lower(): environ[name] for name in _KUBERNETES if environ.get(name)}

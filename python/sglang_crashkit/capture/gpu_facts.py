@@ -55,13 +55,7 @@ class GpuFacts:
 
 
 class GpuFactsReader(BackgroundTool[GpuFacts]):
-    """Asks the driver once, for at most so many seconds.
-
-    Args:
-        library: which one.
-        seconds: the longest that it may take.
-        since: Xid lines of the kernel's log before it are of no interest, in seconds since the epoch.
-        kernel_log: that log.
+    """Asks the driver once, for at most so many seconds, and the kernel's log for Xid lines `since` a time.
 
     Raises:
         RuntimeError: the system gives no thread.

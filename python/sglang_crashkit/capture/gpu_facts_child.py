@@ -46,11 +46,7 @@ _XID_LINE = re.compile(
 
 
 class Attempts:
-    """Calls that may fail, each by itself.
-
-    Attributes:
-        errors: what failed, by the error.
-    """
+    """Calls that may fail, each by itself; `errors` has what failed, by the error."""
 
     def __init__(self) -> None:
         self.errors: dict[str, list[str]] = {}
@@ -209,11 +205,9 @@ def _amd_process(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernel_xids(path: str, since: float) -> dict[str, Any]:
-    """Return the Xid lines of the kernel's log as ``xids``, or as ``problem`` why they cannot be read.
+    """Return the Xid lines of the kernel's log `since` a time as ``xids``, or as ``problem`` why they cannot be read.
 
-    Args:
-        path: ``/dev/kmsg``; each read gives a record, ``priority,number,microseconds since boot,flags;text``.
-        since: earlier ones are left out, in seconds since the epoch.
+    Each read of ``/dev/kmsg`` gives a record, ``priority,number,microseconds since boot,flags;text``.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -302,9 +296,8 @@ def _tell(answers: Iterator[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Do what is asked.
 
-    Args:
-        arguments: the pid of who started it, what to do (``facts`` or ``watch``), the library, and for ``facts`` the
-            kernel's log and since when that is of interest.
+    The arguments are the pid of who started it, what to do (``facts`` or ``watch``), the library, and for ``facts`` the
+    kernel's log and since when that is of interest, in seconds since the epoch.
     """
     parent, what, library, *of_log = arguments
     # Where its starter is killed nobody else ends it.

@@ -64,11 +64,8 @@ def sample_all(
     part was too short are tried once more in the time that is left, but not with ``--native``: it may have left them
     stopped.
 
-    Args:
-        pids: the processes.
-        deadline_secs: the longest that the whole round may take, in seconds; py-spy is killed at its end.
-        mode: what py-spy is asked for.
-        on_start: by process, what is called with the pid of its py-spy, which is its process group's as well.
+    py-spy is killed at the end of `deadline_secs`. `on_start` has by process what is called with the pid of its py-spy,
+    which is its process group's as well.
     """
     since, stop = time.monotonic(), threading.Event()
     wanted, path = list(dict.fromkeys(pids)), find_pyspy()

@@ -55,18 +55,10 @@ def run_tool(
     max_output: int = MAX_OUTPUT,
     stdin: int = subprocess.DEVNULL,
 ) -> ToolRun:
-    """Run `argv`; kill it, and all that it started, when its time is over.
+    """Run `argv`; kill it, and all that it started, `deadline_secs` after `since` (now) by the monotonic clock.
 
-    Args:
-        argv: the program and its arguments.
-        deadline_secs: the longest that it may take, in seconds.
-        stop: calls it off when it is set.
-        on_start: called with its pid, which is its process group's as well.
-        environ: its environment, this process's own by default.
-        since: when the time began, by the monotonic clock; now where it is None.
-        apart: keep what it prints on standard error apart.
-        max_output: of how many bytes of output it is given up.
-        stdin: a descriptor of the file that it reads; none by default.
+    It is called off when `stop` is set, and given up after `max_output` bytes. `on_start` is called with its pid, which
+    is its process group's as well. What it prints on standard error is kept `apart`, or in its place among the rest.
     """
     for earlier in [process for process in _dying if process.poll() is not None]:
         # Another thread may have seen it, too.
@@ -112,12 +104,7 @@ def run_tool(
 class BackgroundTool(Generic[_Answer]):
     """A tool in a thread of its own, for who must not wait; ask `look` until there is an answer.
 
-    Args:
-        name: the thread's.
-        argv: the program and its arguments.
-        deadline_secs: the longest that it may take, in seconds.
-        read: returns the answer in what it printed; standard error is kept apart.
-        max_output: of how many bytes of output it is given up.
+    `read` returns the answer in what it printed; standard error is kept apart.
 
     Raises:
         RuntimeError: the system gives no thread.

@@ -58,12 +58,7 @@ class PatchDataError(CrashkitError):
 
 
 class HunkConflictError(CrashkitError):
-    """A patch does not fit a file.
-
-    Args:
-        path: the file, below the package.
-        problems: number of each hunk that does not fit, from 1 → why.
-    """
+    """A patch does not fit a file; `problems` has the number of each hunk that does not fit, from 1 → why."""
 
     def __init__(self, path: str, problems: dict[int, str]) -> None:
         details = "; ".join(f"hunk {number}: {why}" for number, why in problems.items())

@@ -16,15 +16,10 @@ _MOUNTS = _PROC / "self/mounts"
 
 @dataclass(frozen=True)
 class OomCounter:
-    """The file in which a memory cgroup counts its OOM kills.
+    """The file in which a memory cgroup counts its OOM kills."""
 
-    Attributes:
-        path: ``memory.events`` (v2) or ``memory.oom_control`` (v1).
-        kills: the count when it was looked up.
-    """
-
-    path: Path
-    kills: int
+    path: Path  # ``memory.events`` (v2) or ``memory.oom_control`` (v1)
+    kills: int  # the count when it was looked up
 
     def grown_by(self) -> int | None:
         """Return how many processes of the cgroup the OOM killer has ended since, None where it cannot be told."""
@@ -34,17 +29,11 @@ class OomCounter:
 
 @dataclass(frozen=True)
 class Group:
-    """A cgroup.
+    """A cgroup."""
 
-    Attributes:
-        version: 1 or 2.
-        folder: where its files are.
-        mount: where its hierarchy begins, as far as this process sees it.
-    """
-
-    version: int
-    folder: Path
-    mount: Path
+    version: int  # 1 or 2
+    folder: Path  # where its files are
+    mount: Path  # where its hierarchy begins, as far as this process sees it
 
 
 def find_counter(pid: int) -> OomCounter | None:
@@ -59,10 +48,7 @@ def find_counter(pid: int) -> OomCounter | None:
 def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
     """Return the cgroup of `pid` for a controller, such as ``memory``; None where there is none to be read.
 
-    Args:
-        pid: the process.
-        controller: the controller's name, which is that of v1's hierarchy too.
-        files: the folder has one of these, the one of v1 first.
+    Its folder has one of the `files`, of which that of v1 is the first.
     """
     for version, folder, mount in _folders(pid, controller):
         if (folder / files[version - 1]).exists():

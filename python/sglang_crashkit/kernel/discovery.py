@@ -60,52 +60,33 @@ class Place:
 
 @dataclass(frozen=True)
 class FoundProcess:
-    """A process of a server.
-
-    Attributes:
-        start_ticks, title: see `procfs.ProcStat` and `procfs.title_of`.
-        role: as `titles.role_of` has it.
-        ranks: as `titles.rank_of` has them.
-        server: pid of the process that launched its server, None where that has ended.
-        server_arguments: the command line of that process, empty where it may not be read.
-        user: the user id that it runs as.
-        way: how it was known.
-    """
+    """A process of a server."""
 
     pid: int
-    start_ticks: int
-    title: str
-    role: str
-    ranks: Mapping[str, int]
-    server: int | None
-    server_arguments: tuple[str, ...]
-    user: int
+    start_ticks: int  # see `procfs.ProcStat`
+    title: str  # see `procfs.title_of`
+    role: str  # as `titles.role_of` has it
+    ranks: Mapping[str, int]  # as `titles.rank_of` has them
+    server: int | None  # pid of the process that launched its server, None where that has ended
+    server_arguments: tuple[str, ...]  # the command line of that process, empty where it may not be read
+    user: int  # the user id that it runs as
     way: Way
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What there is on this host.
+    """What there is on this host."""
 
-    Attributes:
-        processes: those that were asked for, by server and pid.
-        others: pids of processes that would have been, if they were not another user's, by user id.
-        servers: pids of the processes that launched a server, those of other users left out.
-        elsewhere: pids of processes that would have been, if they did not belong to another Slurm job or node.
-    """
-
-    processes: tuple[FoundProcess, ...] = ()
+    processes: tuple[FoundProcess, ...] = ()  # those that were asked for, by server and pid
+    #: Pids of processes that would have been, if they were not another user's, by user id.
     others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    servers: tuple[int, ...] = ()
+    servers: tuple[int, ...] = ()  # pids of the processes that launched a server, those of other users left out
+    #: Pids of processes that would have been, if they did not belong to another Slurm job or node.
     elsewhere: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
 
 
 def find_processes(
-    *,
-    pid: int | None = None,
-    user: int | None = None,
-    everything: bool = False,
-    here: Place | None = None,
+    *, pid: int | None = None, user: int | None = None, everything: bool = False, here: Place | None = None
 ) -> Discovery:
     """Find the schedulers on this host.
 

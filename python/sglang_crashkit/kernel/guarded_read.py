@@ -53,11 +53,7 @@ class BlockedReadError(OSError):
 
 
 class GuardedReader:
-    """Reads files one after the other, each within a deadline. May be used by several threads.
-
-    Args:
-        deadline_secs: the longest that a read may take, in seconds.
-    """
+    """Reads files one after the other, each within a deadline. May be used by several threads."""
 
     def __init__(self, deadline_secs: float = DEADLINE_SECS) -> None:
         self._max_secs = self._deadline_secs = deadline_secs

@@ -28,17 +28,11 @@ _INFO = struct.Struct("=QQ3I8Ii")  # mask, cgroup id, pid, tgid, ppid, eight ids
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-        code: its exit status, None when a signal ended it or nothing is known.
-        signal: the name of the signal that ended it, such as ``SIGKILL``.
-        core_dumped: the kernel wrote a core file for it.
-    """
-
-    code: int | None = None
-    signal: str | None = None
-    core_dumped: bool = False
+    code: int | None = None  # its exit status, None when a signal ended it or nothing is known
+    signal: str | None = None  # the name of the signal that ended it, such as ``SIGKILL``
+    core_dumped: bool = False  # the kernel wrote a core file for it
 
     @property
     def known(self) -> bool:

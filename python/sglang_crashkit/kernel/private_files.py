@@ -168,11 +168,7 @@ def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
 
 
 class FifoError(Exception):
-    """Nothing was written; the message says why, in a few words.
-
-    Attributes:
-        outcome: the same for a program.
-    """
+    """Nothing was written; the message says why, in a few words, and `outcome` says it to a program."""
 
     def __init__(self, message: str, outcome: WriteOutcome) -> None:
         super().__init__(message)
@@ -180,13 +176,10 @@ class FifoError(Exception):
 
 
 def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = False) -> None:
-    """Write to the named pipe `path` and return at once.
+    """Write few enough bytes for a pipe that is empty to the named pipe `path` and return at once.
 
-    Args:
-        path: the pipe.
-        data: what is written, few enough bytes for a pipe that is empty.
-        owner: the user that the pipe must belong to, None where nobody is known that it could belong to.
-        follow: `path` may be a link, such as one of those in ``/proc/PID/fd``.
+    It must belong to the user `owner`; None is nobody. `path` may be a link, such as one of those in ``/proc/PID/fd``,
+    with `follow`.
 
     Raises:
         FifoError: it is no pipe of that user, or nobody reads it.
@@ -226,10 +219,7 @@ class FolderLock:
         self._descriptor = -1
 
     def acquire(self, timeout_secs: float = 0.0) -> LockState:
-        """Try to lock the folder.
-
-        Args:
-            timeout_secs: how long to wait for somebody else to let go, in seconds.
+        """Try to lock the folder, waiting so many seconds for somebody else to let go.
 
         Raises:
             OSError: there is no such folder, or it may not be read.

@@ -32,26 +32,17 @@ _HOST_NAMESPACE = 0xEFFFFFFC
 
 @dataclass(frozen=True)
 class ProcStat:
-    """One line of ``/proc/PID/stat``.
-
-    Attributes:
-        comm: name of the executable, at most 15 bytes.
-        state: one letter; ``Z`` for a zombie, ``T`` for a stopped, ``D`` for an uninterruptible process.
-        start_ticks: start time in clock ticks since boot; with the pid it identifies a process.
-        cpu_ticks: CPU time of all its threads since its start, in clock ticks.
-        wait_status: status as waitpid(2) would return it; meaningful for a zombie only, 0 where it may not be read.
-        flags: the kernel's ``PF_*``.
-    """
+    """One line of ``/proc/PID/stat``."""
 
     pid: int
-    comm: str
-    state: str
+    comm: str  # name of the executable, at most 15 bytes
+    state: str  # ``Z`` for a zombie, ``T`` for a stopped, ``D`` for an uninterruptible process
     ppid: int
-    start_ticks: int
+    start_ticks: int  # start time in clock ticks since boot; with the pid it identifies a process
     threads: int
-    wait_status: int
-    cpu_ticks: int = 0
-    flags: int = 0
+    wait_status: int  # as waitpid(2) would return it; meaningful for a zombie only, 0 where it may not be read
+    cpu_ticks: int = 0  # CPU time of all its threads since its start
+    flags: int = 0  # the kernel's ``PF_*``
 
 
 def started_at(start_ticks: int) -> float:
@@ -305,12 +296,7 @@ class TreeScanner:
 
     Not every kernel has ``/proc/PID/task/TID/children``, so parents are looked up from each process's stat line. Those
     of processes seen before are remembered; every `refresh_every` scans all are read anew, because a pid may have been
-    recycled and an orphan has a new parent.
-
-    Args:
-        root_pid: the process whose descendants are wanted.
-        without: a process that is left out with its descendants, such as the caller.
-        refresh_every: how many scans what is remembered is good for.
+    recycled and an orphan has a new parent. `without` is a process that is left out with its descendants.
     """
 
     def __init__(self, root_pid: int, *, without: int | None = None, refresh_every: int = 16) -> None:

@@ -55,17 +55,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class OrphanedSegment:
-    """A segment that stays.
+    """A segment that stays."""
 
-    Attributes:
-        name: its name in ``/dev/shm``.
-        bytes: what it takes of memory.
-        why: why it was not removed.
-    """
-
-    name: str
-    bytes: int
-    why: str
+    name: str  # in ``/dev/shm``
+    bytes: int  # what it takes of memory
+    why: str  # why it was not removed
 
 
 def mapped_by(pid: int) -> set[Segment]:
@@ -103,12 +97,10 @@ def of_gone() -> list[OrphanedSegment]:
 
 
 def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[str], list[OrphanedSegment]]:
-    """Unlink those of `segments` that nobody can have a use for any more.
+    """Unlink those of `segments`, which a server's processes had mapped, that nobody can have a use for any more.
 
-    Args:
-        segments: what the server's processes had mapped.
-        dead: start times of its own processes by pid, in clock ticks since boot, where all of them are dead; empty
-            where one lives, so that nothing is removed.
+    `dead` has the start times of its processes by pid where all are dead; it is empty where one lives, so that nothing
+    is removed.
 
     Returns:
         The names of those that were removed, and those that are there still.

@@ -30,21 +30,13 @@ MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class StackHooks:
-    """What one process installed.
-
-    Attributes:
-        pid: the process.
-        start_ticks: its start time; see `procfs.ProcStat`.
-        main_thread: Python's identifier of its main thread, by which faulthandler names threads.
-        signal: on which faulthandler writes the stacks; 0 for none.
-        roots: its folders of modules, which stacks are shortened by.
-    """
+    """What one process installed."""
 
     pid: int
-    start_ticks: int
-    main_thread: int
-    signal: int
-    roots: tuple[str, ...] = ()
+    start_ticks: int  # see `procfs.ProcStat`
+    main_thread: int  # Python's identifier of its main thread, by which faulthandler names threads
+    signal: int  # on which faulthandler writes the stacks; 0 for none
+    roots: tuple[str, ...] = ()  # its folders of modules, which stacks are shortened by
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,8 @@ def default_folder() -> Path:
 def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, deadline_secs: float) -> None:
     """Take the stacks of every Python process of the surviving side at once, without stopping one.
 
-    Args:
-        death: told what came of it.
-        survivors: name and pid of each watched process that lives.
-        folder: where a folder of this death is made; mode 0700.
-        deadline_secs: the longest that it may take, in seconds.
+    Of each watched process that lives there is the name and the pid. What came of it is kept in `death`, and in a
+    folder of this death, with mode 0700, in `folder`.
     """
     owners = {pid: name for name, root in survivors for pid in sorted(procfs.TreeScanner(root).scan())}
     roles = {pid: procfs.read_title(pid) for pid in owners if procfs.is_python(pid)}
@@ -128,16 +125,9 @@ def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, de
 
 
 def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
-    """Kill processes with their descendants.
+    """Kill processes with their descendants; return the pids of those that are not gone within `timeout_secs`.
 
     Their crash handlers are told first, so that what follows is no incident.
-
-    Args:
-        roots: the processes.
-        timeout_secs: the longest to wait until all are gone, in seconds.
-
-    Returns:
-        The pids of those that are not gone.
     """
     deadline = time.monotonic() + timeout_secs
     for root in roots:

@@ -243,11 +243,7 @@ def watch(source: Source, *, folder: Path | None = None) -> Watcher:
     """Watch processes, whatever status they end with.
 
     In a pytest run with the kit's plugin the test that runs fails by name, with the evidence in its report, and so do
-    those that depend on the same fixture; anywhere else this process ends, as with upstream's watcher.
-
-    Args:
-        source: name and process, or a callable that returns them as they are now.
-        folder: where the survivors' stacks go; `evidence.default_folder` when None.
+    those that depend on the same fixture; anywhere else this process ends, as with upstream's watcher. See `Watcher`.
     """
     if (runner := find_runner()) is not None:
         return runner.watch(source, folder=folder)

@@ -89,7 +89,7 @@ def test_a_machine_that_stood_still_does_not_cost_the_stacks(runtime: Path, monk
         time.sleep(0.05)
         return ask_responders(sockets, deadline_secs - 0.05)
 
-    monkeypatch.setattr(ladder, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late))
+    monkeypatch.setattr(ladder, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late, sleep=time.sleep))
     monkeypatch.setattr(ladder, "sample_all", stand_still)
     monkeypatch.setattr(ladder, "ask_responders", answer_late)
     with hooked(runtime, SLEEPER) as free, hooked(runtime, LOCK_HOLDER) as held:

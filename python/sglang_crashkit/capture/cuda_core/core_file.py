@@ -109,13 +109,7 @@ class Source:
         return CudaCoreError(f"{self.path}: {what}", next_step=next_step)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
-        """Return `size` bytes from `offset` on.
-
-        Args:
-            offset: in bytes from the file's beginning.
-            size: in bytes.
-            what: what lies there, for the error.
-        """
+        """Return `size` bytes from `offset` on; errors say `what` lies there."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise self.error(
                 f"{what} reaches to byte {offset + size}, and the file has {self.size}",
@@ -226,14 +220,7 @@ META = _layout("metadata", "<QIIIIII", "generator driver_major driver_minor cuda
 
 
 class ElfPart:
-    """An ELF file: a core, or a cubin in it.
-
-    Args:
-        source: the core.
-        offset: where the ELF file begins in it, in bytes.
-        size: how long that is, in bytes; all of the core by default.
-        what: what it is, for errors.
-    """
+    """An ELF file: a core, or a cubin of `size` bytes at `offset` in it; errors say `what` it is."""
 
     def __init__(self, source: Source, offset: int = 0, size: int | None = None, what: str = "the file") -> None:
         self.source = source

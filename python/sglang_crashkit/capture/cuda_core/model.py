@@ -163,11 +163,7 @@ class CudaCore:
     unchecked: tuple[str, ...]
 
     def to_json(self, *, warps: bool = True) -> dict[str, Any]:
-        """Return it as JSON values.
-
-        Args:
-            warps: with every single warp, which may be thousands.
-        """
+        """Return it as JSON values, with every single warp, of which there may be thousands, or without."""
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         document["hot"] = [{**asdict(place), "warps": count} for place, count in self.hot]
         if not warps:

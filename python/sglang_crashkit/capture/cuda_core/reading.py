@@ -72,14 +72,10 @@ _GRACE_SECS = 5
 
 
 def read_cuda_core(path: Path, *, max_seconds: float = MAX_SECONDS) -> CudaCore:
-    """Return what a core says.
+    """Return what a core, not a link to one, says.
 
     What can be told without them, is told without the threads, and without the names, where those cannot be read; then
     the notes say so.
-
-    Args:
-        path: the core itself, not a link to it.
-        max_seconds: how long that may take.
 
     Raises:
         CudaCoreError: it is no core of the CUDA driver's, is damaged, or is more than is read of one.

@@ -53,15 +53,7 @@ class _Image:
 
 
 class Symbols:
-    """The functions of all cubins in a core.
-
-    Args:
-        core: the core.
-        images: its sections with relocated cubins.
-
-    Attributes:
-        problems: why some of them could not be used, in words.
-    """
+    """The functions of all cubins in a core, the `images`; `problems` says why some could not be used."""
 
     def __init__(self, core: ElfPart, images: Iterable[Section]) -> None:
         self.problems: list[str] = []

@@ -42,8 +42,7 @@ Outcome = Literal["sent", "switched_off"] | WriteOutcome
 class NoCoreError(Exception):
     """There will be no core; the message says why, in a few words.
 
-    Attributes:
-        outcome: what came of asking for it; ``sent`` where it was asked for and there is none nonetheless.
+    `outcome` is what came of asking; ``sent`` where it was asked for and there is none nonetheless.
     """
 
     def __init__(self, message: str, outcome: Outcome = "sent") -> None:
@@ -54,10 +53,7 @@ class NoCoreError(Exception):
 class CoreRequest:
     """One core of one process, from the trigger to the whole file.
 
-    Args:
-        pid: the process.
-        environ: the environment that it was started with, as far as its own cannot be read: setproctitle writes the
-            title over it.
+    `environ` is what it was started with, as far as its own cannot be read: setproctitle writes the title over it.
     """
 
     def __init__(self, pid: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -92,10 +88,7 @@ class CoreRequest:
         raise NoCoreError(f"there is no pipe {known}: CUDA was not initialised", "no_pipe")
 
     def send(self, pipes: Sequence[Path] = ()) -> None:
-        """Ask for the core; return at once.
-
-        Args:
-            pipes: where the driver may listen, where that was found out before.
+        """Ask for the core, at `pipes` that were found before or are looked for; return at once.
 
         Raises:
             NoCoreError: it cannot be asked: there is no pipe, nobody reads it, or it is not the process's own.
@@ -130,10 +123,7 @@ class CoreRequest:
         return not template.startswith("|") and not _is_fifo(Path(template))
 
     def look(self, *, has_ended: bool = False) -> Path | None:
-        """Return the core when it is whole, None while it is not.
-
-        Args:
-            has_ended: the process is gone, and writes no more.
+        """Return the core when it is whole, None while it is not; a process that `has_ended` writes no more.
 
         Raises:
             NoCoreError: the driver left a file that is no whole core.
@@ -170,8 +160,7 @@ class CoreRequest:
     def written_since(self, seconds: float) -> Path | None:
         """Return the last core that the driver wrote of the process by itself, as it does when the GPU fails.
 
-        Args:
-            seconds: since when, since the epoch: what is older has another cause, or was of another process.
+        What is older, in seconds since the epoch, has another cause, or was of another process.
         """
         found = []
         for path in self._files():

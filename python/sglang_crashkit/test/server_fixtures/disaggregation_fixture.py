@@ -17,8 +17,7 @@ _MEMBERS = (("prefill", "process_prefill"), ("decode", "process_decode"), ("lb",
 def on_pd_setup(fixture: Any) -> None:
     """Watch prefill, decode and router from the moment that each is started, until `on_pd_teardown`.
 
-    Args:
-        fixture: the class; its ``process_*`` are read again and again, so that a restarted one is followed.
+    The ``process_*`` of the class `fixture` are read again and again, so that a restarted one is followed.
     """
     try:
         _stop(fixture)
