@@ -29,7 +29,6 @@ _OPTIONS: dict[object, tuple[type, str]] = {
     "output_dir": (str, "the path of a folder"),
 }
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
-MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,9 @@ def read_debug_config(path: Path) -> DebugConfig:
     import yaml
 
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
+        document = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", next_step="name the job's YAML file") from error
-    if len(text) > MAX_BYTES:
-        raise UsageError(f"{path} is longer than {MAX_BYTES >> 20} MiB", next_step="name the job's YAML file")
-    try:
-        document = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         problem = " ".join(str(error).split())[:300]
         raise UsageError(f"{path} is not YAML: {problem}") from error

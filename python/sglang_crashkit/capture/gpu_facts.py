@@ -67,19 +67,19 @@ class GpuFactsReader(BackgroundTool[GpuFacts]):
 
 
 def _facts_of(run: ToolRun) -> GpuFacts:
-    told: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     gpus = []
     for one in _objects(run.text):
-        told |= one
+        answers |= one
         gpus += [one["gpu"]] if "gpu" in one else []
-    driver, kernel, said = told.get("driver", {}), told.get("kernel", {}), str(told.get("error", ""))
+    driver, kernel, problem = answers.get("driver", {}), answers.get("kernel", {}), str(answers.get("error", ""))
     count = driver.get("gpus", 0)
     if run.is_own_failure:
-        said = f"the kit failed to read what the driver said: {run.reason}"
-    elif not said and run.reason:
+        problem = f"the kit failed to read what the driver said: {run.reason}"
+    elif not problem and run.reason:
         where = f"at GPU {len(gpus)} of {count}" if driver else "before it said anything"
-        said = f"the driver did not answer, {where}: {run.reason}"
-    return GpuFacts(driver, gpus, kernel.get("xids", []), kernel.get("problem", ""), said, run.seconds)
+        problem = f"the driver did not answer, {where}: {run.reason}"
+    return GpuFacts(driver, gpus, kernel.get("xids", []), kernel.get("problem", ""), problem, run.seconds)
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
@@ -139,13 +139,13 @@ class XidWatch:
                 self._end("its watcher ended")
                 break
             whole, _, self._text = (self._text + chunk).rpartition(b"\n")
-            for said in _objects(whole.decode(errors="replace")):
-                if "start" in said:
-                    self.start, self.problem = said["start"], ""
-                elif "error" in said:
-                    self._end(str(said["error"]))
+            for event in _objects(whole.decode(errors="replace")):
+                if "start" in event:
+                    self.start, self.problem = event["start"], ""
+                elif "error" in event:
+                    self._end(str(event["error"]))
                 else:
-                    self.xids.append(said)
+                    self.xids.append(event)
 
     def close(self) -> None:
         """End it."""

@@ -72,18 +72,13 @@ def nvml_facts(nvml: Any) -> Iterator[dict[str, Any]]:
     """Yield what ``pynvml`` says."""
     nvml.nvmlInit()
     attempt = Attempts()
-    driver = {
-        "version": attempt("version", nvml.nvmlSystemGetDriverVersion),
-        "cuda": _cuda_version(attempt("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)),
-    }
+    version = attempt("version", nvml.nvmlSystemGetDriverVersion)
+    cuda = attempt("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)
+    driver = {"version": version, "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None}
     count = nvml.nvmlDeviceGetCount()
     yield {"driver": driver | {"gpus": count, "errors": attempt.errors}}
     for index in range(count):
         yield {"gpu": {"index": index} | _nvml_gpu(nvml, index)}
-
-
-def _cuda_version(number: int | None) -> str | None:
-    return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
 def _nvml_gpu(nvml: Any, index: int) -> dict[str, Any]:
@@ -261,7 +256,7 @@ def watch(nvml: Any) -> Iterator[dict[str, Any]]:
     data, library = Event(), ctypes.CDLL(_LIBRARY)
     library.nvmlErrorString.restype = ctypes.c_char_p
     del nvml
-    _forget_pynvml()
+    _unload_pynvml()
     for _event in range(_MAX_EVENTS):
         while (status := library.nvmlEventSetWait_v2(events, ctypes.byref(data), _WAIT_MS)) == _TIMEOUT:
             pass
@@ -275,7 +270,7 @@ def _number_of(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _forget_pynvml() -> None:
+def _unload_pynvml() -> None:
     """Give back the memory of a module with thousands of names: 11 of 28 MB."""
     sys.modules.pop("pynvml").__dict__.clear()
     gc.collect()
@@ -285,7 +280,7 @@ def _forget_pynvml() -> None:
         trim(0)
 
 
-def _tell(answers: Iterator[dict[str, Any]]) -> None:
+def _print(answers: Iterator[dict[str, Any]]) -> None:
     try:
         for answer in answers:
             print(json.dumps(answer), flush=True)  # noqa: T201 - to who started it
@@ -306,14 +301,14 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if of_log:
-        _tell(iter([{"kernel": kernel_xids(of_log[0], float(of_log[1]))}]))
+        _print(iter([{"kernel": kernel_xids(of_log[0], float(of_log[1]))}]))
     try:
         module = importlib.import_module(library)
     except Exception as error:  # noqa: BLE001 - a library that is broken is as good as none
-        _tell(iter([{"error": f"no {library} library: {error}"}]))
+        _print(iter([{"error": f"no {library} library: {error}"}]))
         return 0
     reads = {"pynvml": nvml_facts, "amdsmi": amd_facts}
-    _tell(watch(module) if what == "watch" else reads[library](module))
+    _print(watch(module) if what == "watch" else reads[library](module))
     return 0
 
 

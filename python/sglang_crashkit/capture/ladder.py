@@ -22,7 +22,7 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,8 +76,10 @@ def capture_all(
     results: dict[int, Sample] = {}
 
     def left(but: str) -> list[StackHooks]:
-        """Return the prepared ones without a stack, `but` not those in one of these states."""
-        return [hooks for hooks in prepared if not results[hooks.pid].threads and _state_of(hooks) not in but]
+        """Return the prepared ones without a stack, `but` not those that are gone or in one of these states."""
+        without = [hooks for hooks in prepared if not results[hooks.pid].threads]
+        stats = [(hooks, procfs.read_stat(hooks.pid, hooks.start_ticks)) for hooks in without]
+        return [hooks for hooks, stat in stats if stat is not None and stat.state not in but]
 
     def remaining() -> float:
         return max(_LEAST_SHARE * deadline_secs, started + deadline_secs - time.monotonic())
@@ -105,11 +107,6 @@ def _take_in(results: dict[int, Sample], samples: Sequence[Sample], later_secs: 
         seconds = round(new.seconds + later_secs, 4)
         gil = new.gil or (earlier.gil if earlier is not None else "")
         results[new.pid] = replace(new, problem="; ".join(problems), seconds=seconds, gil=gil)
-
-
-def _state_of(hooks: StackHooks) -> str:
-    stat = procfs.read_stat(hooks.pid, hooks.start_ticks)
-    return stat.state if stat is not None else "X"
 
 
 @dataclass
@@ -262,7 +259,8 @@ def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[st
             sections.append(_Section(ident, name, found[1] != "Thread", []))
         elif sections and (found := _FRAME.fullmatch(line)):
             number = int(found[2]) if found[2].isdigit() else 0
-            sections[-1].frames.append(Frame(found[3], _shorten(found[1], ordered_roots), number))
+            path = next((found[1].removeprefix(root) for root in ordered_roots if found[1].startswith(root)), found[1])
+            sections[-1].frames.append(Frame(found[3], path, number))
         elif sections and line.strip() == _CUT_OFF:
             sections[-1].is_cut_off = True
         elif found := _FATAL.match(line):
@@ -286,7 +284,3 @@ def _is_whole(section: _Section, main_thread: int) -> bool:
     if section.ident != main_thread or not section.frames:
         return False
     return section.is_cut_off or section.frames[-1].function in _OUTERMOST
-
-
-def _shorten(path: str, roots: Iterable[str]) -> str:
-    return next((path[len(root) :] for root in roots if path.startswith(root)), path)

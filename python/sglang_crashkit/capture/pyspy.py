@@ -72,7 +72,9 @@ def sample_all(
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
 
-    at_once, cut_off = max(1, min(len(wanted), _at_once())), set[int]()
+    # Of many that share few cores none ends in time; of a few in turns most do.
+    at_once = max(1, min(len(wanted), max(_LEAST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))))
+    cut_off = set[int]()
 
     def take(pid: int, turns: int) -> Sample:
         threads: tuple[Thread, ...] = ()
@@ -123,11 +125,6 @@ def sample_all(
         finally:
             # Where this is interrupted, nobody waits for the rest.
             stop.set()
-
-
-def _at_once() -> int:
-    # Of many that share few cores none ends in time; of a few in turns most do.
-    return max(_LEAST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
 
 
 def _submit(

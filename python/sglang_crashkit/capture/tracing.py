@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from sglang_crashkit.kernel import procfs
 
-#: The kernel lets go of the threads of a dead tracer within this time, in seconds.
-_LET_GO_SECS = 0.2
+#: The kernel detaches a dead tracer from its threads within this time, in seconds.
+_DETACH_SECS = 0.2
 _POLL_SECS = 0.01
 #: With ``-m`` the current folder would come first, whoever may write to it.
 _CODE = """
@@ -50,14 +50,14 @@ def obstacle_of(pid: int, start_ticks: int) -> str:
 
 
 def release(processes: Mapping[int, int]) -> set[int]:
-    """Let go on what a tracer that failed left stopped, or about to stop; SIGCONT does nothing to what is neither.
+    """Continue what a tracer that failed left stopped, or about to stop; SIGCONT does nothing to what is neither.
 
     None of the processes, given with their start times, was stopped before it was traced.
 
     Returns:
         The pids of those that were found stopped, or asked to stop.
     """
-    deadline = time.monotonic() + _LET_GO_SECS
+    deadline = time.monotonic() + _DETACH_SECS
     left, stopped = dict(processes), set()
     while left:
         is_last = time.monotonic() >= deadline
@@ -111,12 +111,12 @@ class ToolGuard:
 
         def tool_runs(tool: int) -> None:
             stat = procfs.read_stat(tool)
-            self._tell(f"{target} {target_ticks} {tool} {stat.start_ticks if stat is not None else 0}\n")
+            self._send(f"{target} {target_ticks} {tool} {stat.start_ticks if stat is not None else 0}\n")
 
         try:
             yield tool_runs
         finally:
-            self._tell(f"{target}\n")
+            self._send(f"{target}\n")
 
     def close(self) -> None:
         """End it."""
@@ -129,14 +129,14 @@ class ToolGuard:
             self._process.kill()
             self._process.wait(_END_SECS)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
             with self._lock, contextlib.suppress(OSError):
                 self._process.stdin.write(line.encode())
 
 
 def guard(lines: Iterable[str]) -> None:
-    """Read what a `ToolGuard` tells; when it ends, end the tools that are left and let go of their targets."""
+    """Read what a `ToolGuard` sends; when it ends, end the tools that are left and continue their targets."""
     left: dict[int, tuple[int, int, int]] = {}
     for line in lines:
         target, *rest = map(int, line.split())

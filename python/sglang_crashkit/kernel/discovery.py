@@ -108,13 +108,13 @@ def find_processes(
     elsewhere: dict[Place, tuple[int, ...]] = {}
     for one in wanted.values():
         place = other_place_of(one.pid, here)
-        is_mine = user is None or one.user == user
-        if is_mine and place is None:
+        is_mine = user in (None, one.user)
+        if place is None and is_mine:
             mine.append(one)
-        elif is_mine and place is not None:
-            elsewhere[place] = (*elsewhere.get(place, ()), one.pid)
         elif place is None:
             others[one.user] = (*others.get(one.user, ()), one.pid)
+        elif is_mine:
+            elsewhere[place] = (*elsewhere.get(place, ()), one.pid)
     mine.sort(key=lambda one: (one.server or 0, one.pid))
     servers = sorted({one.server for one in mine if one.server is not None})
     return Discovery(tuple(mine), others, tuple(servers), elsewhere)
@@ -181,14 +181,15 @@ class _Host:
             # Its schedulers may run as another user.
             titled = {self.server_of(pid) for pid, entry in self._entries.items() if entry.is_scheduler}
             roots += [entry for entry in candidates if self._is_all_there_is(entry)]
-            chosen = {pid for root in roots if root.pid not in titled for pid in self._python_tree(root.pid)}
-            yield from self._told(chosen, "command line")
+            wanted = (root.pid for root in roots if root.pid not in titled)
+            chosen = {pid for root in wanted for pid in self._tree(root, _is_of_sglang)}
+            yield from self._describe(chosen, "command line")
             return
         chosen = {entry.pid for entry in schedulers}
         if everything:
             chosen |= {entry.pid for entry in candidates if entry.is_titled} | {root.pid for root in roots}
             chosen |= {root for entry in schedulers if (root := self.server_of(entry.pid)) is not None}
-        yield from self._told(chosen, "title")
+        yield from self._describe(chosen, "title")
 
     def server_of(self, pid: int) -> int | None:
         """Return the process that launched the server of `pid`: the highest above it that SGLang runs in.
@@ -214,7 +215,7 @@ class _Host:
         if top is None:
             known = [one for one in [pid, *self._above(pid)] if self._is_sglang(self._entries[one])]
             top = known[-1] if known else pid
-        return set(self._tree(top, lambda _entry: True))
+        return set(self._tree(top))
 
     def _is_sglang(self, entry: _Entry) -> bool:
         return (entry.is_titled and titles.role_of(entry.title) != _HANDLER) or runs_sglang(entry.cmdline)
@@ -223,8 +224,7 @@ class _Host:
         """Say whether a program that is only called so runs no other one that certainly is SGLang's."""
         if entry.is_titled or runs_sglang(entry.cmdline):
             return False
-        below = self._tree(entry.pid, lambda _entry: True)
-        return not any(runs_sglang(self._entries[one].cmdline) for one in below)
+        return not any(runs_sglang(self._entries[one].cmdline) for one in self._tree(entry.pid))
 
     def _above(self, pid: int) -> Iterator[int]:
         seen = {pid}
@@ -235,10 +235,7 @@ class _Host:
             yield parent
             parent = self._entries[parent].ppid
 
-    def _python_tree(self, root: int) -> Iterator[int]:
-        return self._tree(root, lambda entry: entry.is_spawned or entry.is_titled or may_run_sglang(entry.cmdline))
-
-    def _tree(self, root: int, belongs: Callable[[_Entry], bool]) -> Iterator[int]:
+    def _tree(self, root: int, belongs: Callable[[_Entry], bool] = lambda _entry: True) -> Iterator[int]:
         waiting, seen = [root], {root}
         while waiting:
             pid = waiting.pop()
@@ -247,7 +244,7 @@ class _Host:
             seen.update(below)
             waiting += below
 
-    def _told(self, pids: set[int], way: Way) -> Iterator[FoundProcess]:
+    def _describe(self, pids: set[int], way: Way) -> Iterator[FoundProcess]:
         servers = {pid: self.server_of(pid) for pid in pids}
         for pid in pids:
             entry = self._entries[pid]
@@ -260,6 +257,10 @@ class _Host:
             arguments = procfs.read_cmdline(server) if server is not None else []
             ranks = titles.rank_of(entry.title)
             yield FoundProcess(pid, entry.start_ticks, entry.title, role, ranks, server, tuple(arguments), user, way)
+
+
+def _is_of_sglang(entry: _Entry) -> bool:
+    return entry.is_spawned or entry.is_titled or may_run_sglang(entry.cmdline)
 
 
 def _user_of(pid: int) -> int | None:

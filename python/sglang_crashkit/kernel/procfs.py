@@ -26,6 +26,7 @@ COMM_BYTES = 15
 #: linux/sched.h
 _PF_EXITING = 0x4
 _INTERPRETERS = ("python", "pypy")
+_PART_OF_MULTIPROCESSING = re.compile(r"(?:from )?(multiprocessing\.\w+)(?: import |$)")
 #: The PID namespace of the host has this inode in every kernel; include/linux/proc_ns.h.
 _HOST_NAMESPACE = 0xEFFFFFFC
 
@@ -136,19 +137,15 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
             kept += ["-m", arguments[position + 1]]
             break
         if argument == "-c":
-            kept += ["-c", _module_of(" ".join(arguments[position + 1 :]))]
+            # Which part of multiprocessing it runs, if it does.
+            found = _PART_OF_MULTIPROCESSING.match(" ".join(arguments[position + 1 :]))
+            kept += ["-c", found[1] if found else "..."]
             break
         if not argument.startswith("-"):
             if position == 1 and Path(argument).suffix in {".py", ""} and "=" not in argument:
                 kept.append(Path(argument).name)
             break
     return " ".join(kept)[:_MAX_TITLE]
-
-
-def _module_of(code: str) -> str:
-    """Return which part of multiprocessing runs this code, or dots."""
-    found = re.match(r"(?:from )?(multiprocessing\.\w+)(?: import |$)", code)
-    return found.group(1) if found else "..."
 
 
 def read_title(pid: int) -> str:

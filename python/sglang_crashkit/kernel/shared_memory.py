@@ -89,7 +89,10 @@ def of_gone() -> list[OrphanedSegment]:
     Raises:
         OSError: there is no `FOLDER`, or it cannot be read.
     """
-    there = [Segment(path.name, inode) for path in sorted(FOLDER.iterdir()) if (inode := _inode_of(path))]
+    there = []
+    for path in sorted(FOLDER.iterdir()):
+        with contextlib.suppress(OSError):
+            there.append(Segment(path.name, path.lstat().st_ino))
     left = {one for one in there if one.creator is not None and procfs.read_stat(one.creator) is None}
     sizes = {one: size for one in left if (size := _size_of(one)) is not None}
     used = why_in_use(sizes) if sizes else {}
@@ -180,12 +183,6 @@ def _why_unseen() -> str:
     if any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options):
         return "/proc hides the processes of others"
     return ""
-
-
-def _inode_of(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.lstat().st_ino
-    return 0
 
 
 def _size_of(segment: Segment) -> int | None:

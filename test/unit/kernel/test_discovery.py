@@ -52,6 +52,7 @@ def family(*titles: str, title: str | None = None) -> Iterator[tuple[int, dict[s
             process.wait(LONG)
 
 
+LAUNCH = "sglang.launch_server"
 #: Spawns one process by multiprocessing.
 SPAWNS = """
 import multiprocessing, time
@@ -74,7 +75,7 @@ process.wait()
 
 
 @contextlib.contextmanager
-def module_at_work(folder: Path, module: str, source: str, *arguments: str) -> Iterator[tuple[int, bytes]]:
+def program(folder: Path, module: str, source: str = SPAWNS, *arguments: str) -> Iterator[tuple[int, str]]:
     """Run a module of that name, until its standard input is closed; gives its pid and the line that it prints."""
     path = folder / "modules" / Path(*module.split(".")).with_suffix(".py")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,27 +84,13 @@ def module_at_work(folder: Path, module: str, source: str, *arguments: str) -> I
     environ = os.environ | {"PYTHONPATH": str(folder / "modules")}
     argv = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, text=True
     ) as process:
         try:
             yield process.pid, process.stdout.readline()
         finally:
             process.stdin.close()
             process.wait(LONG)
-
-
-@contextlib.contextmanager
-def server_module(folder: Path, *arguments: str, module: str = "sglang.launch_server") -> Iterator[int]:
-    """Run a module of that name, which spawns one process by multiprocessing; gives its pid."""
-    with module_at_work(folder, module, SPAWNS, *arguments) as (pid, _line):
-        yield pid
-
-
-@contextlib.contextmanager
-def launcher(folder: Path, module: str, *arguments: str) -> Iterator[tuple[int, int]]:
-    """Run a module of that name, which runs one Python process more; gives the pids of both."""
-    with module_at_work(folder, module, RUNS, *arguments) as (pid, line):
-        yield pid, int(line)
 
 
 def titles_of(pid: int, **options) -> list[str]:
@@ -114,22 +101,18 @@ RANKS = ("sglang::scheduler_DP1_PP0_TP0_EP0", "sglang::scheduler_TP1")
 OTHERS = ("sglang::detokenizer", "sglang::tokenizer_worker:0", "sglang::data_parallel_controller")
 
 
-def test_schedulers_are_found_by_their_titles_with_their_ranks() -> None:
+def test_processes_are_found_by_their_titles_with_their_ranks() -> None:
     with family(*RANKS, *OTHERS, "sglang::crash_handler", "python") as (server, pids):
         found = find_processes(pid=server).processes
+        everything = {process.title: process.role for process in find_processes(pid=server, everything=True).processes}
+        title = read_title(server)
     assert {process.title: process.pid for process in found} == {title: pids[title] for title in RANKS}
     assert [dict(process.ranks) for process in found] == [{"dp": 1, "pp": 0, "tp": 0, "ep": 0}, {"tp": 1}]
     assert {(process.role, process.server, process.user, process.way) for process in found} == {
         ("scheduler", server, os.geteuid(), "title")
     }
-
-
-def test_the_servers_other_processes_are_found_on_request() -> None:
-    with family(*RANKS, *OTHERS, "sglang::crash_handler", "other") as (server, _pids):
-        found = find_processes(pid=server, everything=True).processes
-        roles = {process.role for process in found if process.pid == server}
-    assert {process.title for process in found if process.pid != server} == {*RANKS, *OTHERS}
-    assert roles == {"server"}
+    assert everything.pop(title) == "server"
+    assert everything.keys() == {*RANKS, *OTHERS}
 
 
 def test_any_process_of_a_server_stands_for_it() -> None:
@@ -152,7 +135,7 @@ def test_processes_of_another_slurm_job_or_node_are_left_out(monkeypatch: pytest
 
 
 def test_without_titles_sglang_is_found_with_what_it_spawned(tmp_path: Path) -> None:
-    with server_module(tmp_path, "--disaggregation-mode", "prefill") as server:
+    with program(tmp_path, LAUNCH, SPAWNS, "--disaggregation-mode", "prefill") as (server, _line):
         found = wait_until(
             lambda: [
                 one for one in find_processes(pid=server).processes if len(find_processes(pid=server).processes) > 1
@@ -166,7 +149,7 @@ def test_without_titles_sglang_is_found_with_what_it_spawned(tmp_path: Path) -> 
 
 
 def test_a_router_is_no_server(tmp_path: Path) -> None:
-    with server_module(tmp_path, module="sglang_router.launch_router") as router:
+    with program(tmp_path, "sglang_router.launch_router") as (router, _line):
         assert titles_of(router, everything=True) == []
 
 
@@ -185,7 +168,7 @@ def test_a_title_of_another_slurm_job_is_ignored(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     with family(*RANKS) as (_server, pids):
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-        with server_module(tmp_path) as untitled:
+        with program(tmp_path, LAUNCH) as (untitled, _line):
             found = find_processes(pid=os.getpid(), here=Place("7", "n2"))
             assert untitled in {process.pid for process in found.processes}
             assert {process.way for process in found.processes} == {"command line"}
@@ -199,13 +182,14 @@ def test_a_title_of_another_slurm_job_is_ignored(tmp_path: Path, monkeypatch: py
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_ranks_are_known_by_their_titles(tmp_path: Path) -> None:
     rank = "import os, setproctitle; os.setuid(65534); setproctitle.setproctitle('sglang::scheduler_TP0'); input()"
-    with launcher(tmp_path, "sglang.launch_server", "-c", rank) as (_server, pid):
+    with program(tmp_path, LAUNCH, RUNS, "-c", rank) as (_server, line):
+        pid = int(line)
         wait_until(lambda: read_title(pid).startswith("sglang::"), "it has its title")
         assert [process.pid for process in find_processes(pid=os.getpid()).processes] == [pid]
 
 
 def test_a_program_called_so_is_found_where_titles_are_missing(tmp_path: Path) -> None:
-    with server_module(tmp_path, module="dynamo.sglang") as engine:
+    with program(tmp_path, "dynamo.sglang") as (engine, _line):
         found = wait_until(lambda: _spawned_by(engine), "the spawned process is there")
         assert {process.server for process in found} == {engine}
         assert [process.role for process in found] == ["server", "starting"]
@@ -215,8 +199,8 @@ def test_a_program_called_so_is_found_where_titles_are_missing(tmp_path: Path) -
 
 
 def test_a_script_that_launches_servers_is_none_itself(tmp_path: Path) -> None:
-    arguments = ("-m", "sglang.launch_server")
-    with server_module(tmp_path) as other, launcher(tmp_path, "run_sglang", *arguments) as (script, server):
+    with program(tmp_path, LAUNCH) as (other, _), program(tmp_path, "run_sglang", RUNS, "-m", LAUNCH) as (script, line):
+        server = int(line)
         wait_until(lambda: len(find_processes(pid=server).processes) > 1, "the spawned process is there")
         found = find_processes(pid=os.getpid())
     assert found.servers == tuple(sorted((other, server)))

@@ -28,13 +28,6 @@ def test_an_unexpected_exit_is_told_with_its_status(tmp_path, capsys, code, retu
     )
 
 
-def test_a_process_that_was_dead_before_the_watch_is_told(tmp_path, start):
-    process = start()
-    process.kill()
-    process.wait(LONG)
-    assert Watch([("server", process)], tmp_path).death().returncode == -9
-
-
 def test_status_0_can_be_left_alone(tmp_path, start):
     process = start([sys.executable, "-c", "print('ready', flush=True)"])
     other = start()

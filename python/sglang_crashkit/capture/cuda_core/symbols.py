@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, Kind, Section, Source
+from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, Kind, Section
 
 #: The largest cubins of today hold some ten thousand.
 MAX_SYMBOLS = 200_000
@@ -62,7 +62,10 @@ class Symbols:
         self._images: list[_Image] = []
         for section in images:
             try:
-                self._images.append(_open(core.source, section))
+                what = f"the cubin in section {section.index}"
+                part = ElfPart(core.source, section.offset, section.size, what)
+                loaded = [found for found in part.sections(loaded=True) if found.size]
+                self._images.append(_Image(part, sorted(loaded, key=lambda found: found.address)))
             except CudaCoreError as error:
                 self._note(error)
 
@@ -96,12 +99,6 @@ class Symbols:
     def _note(self, error: CudaCoreError) -> None:
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(error.message)
-
-
-def _open(source: Source, section: Section) -> _Image:
-    part = ElfPart(source, section.offset, section.size, f"the cubin in section {section.index}")
-    loaded = [found for found in part.sections(loaded=True) if found.size]
-    return _Image(part, sorted(loaded, key=lambda found: found.address))
 
 
 def _functions_of(part: ElfPart) -> list[Function]:

@@ -58,8 +58,8 @@ class CoreRequest:
 
     def __init__(self, pid: int, environ: Mapping[str, str] = os.environ) -> None:
         self.pid = pid
-        told = dict(environ) | procfs.read_environ(pid)
-        self._environ = {name: told[name] for name in (_ENABLED, _PIPE, _FILE) if name in told}
+        known = dict(environ) | procfs.read_environ(pid)
+        self._environ = {name: known[name] for name in (_ENABLED, _PIPE, _FILE) if name in known}
         self._before: set[Path] = set()
         self._sizes: dict[Path, tuple[int, float]] = {}  # size, and since when, by the monotonic clock
 
