@@ -199,25 +199,17 @@ def test_the_pipe_of_another_user_is_not_written_to(reader: int, tmp_path: Path,
 HOLD = "import fcntl; fd = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX); ready(); pause()"
 
 
-def test_one_holds_it_at_a_time(tmp_path: Path) -> None:
+def test_one_holds_a_folder_at_a_time_and_others_may_wait(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     assert first.acquire() == "held"
     assert second.acquire() == "taken"
-    first.release()
-    first.release()
-    assert second.acquire() == "held"
-    second.release()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_it_is_waited_for(tmp_path: Path) -> None:
-    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
-    first.acquire()
     timer = threading.Timer(0.1, first.release)
     timer.start()
     assert second.acquire(LONG) == "held"
     timer.join()
-    second.release()
+    for lock in (first, second):
+        lock.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_death_of_its_holder_frees_it(tmp_path: Path) -> None:

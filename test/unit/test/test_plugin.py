@@ -193,116 +193,95 @@ def test_a_broken_connection_is_explained_by_the_death_behind_it(run):
     assert result.output.count("AssertionError") >= 2, "what the test itself said is in the report as well"
 
 
-@pytest.mark.wide
-def test_a_death_during_setup_fails_and_cleans_it_up(run):
-    result = run(
-        """
-        @pytest.fixture(scope="class")
-        def pair(crashkit_watch):
-            members = {"prefill": start()}
-            try:
-                with crashkit_watch(members.items):
-                    kill_later(members["prefill"])
-                    read_from_nobody()
-                    yield members
-            except Exception:
-                print("cleaned up", flush=True)
-                raise
+MORE = """
+@pytest.fixture(scope="class")
+def pair(crashkit_watch):
+    members = {"prefill": start()}
+    try:
+        with crashkit_watch(members.items):
+            kill_later(members["prefill"])
+            read_from_nobody()
+            yield members
+    except Exception:
+        print("cleaned up", flush=True)
+        raise
 
-        class TestPair:
-            def test_first(self, pair):
-                pass
-            def test_second(self, pair):
-                pass
+class TestDeathInSetup:
+    def test_first(self, pair):
+        pass
+    def test_second(self, pair):
+        pass
 
-        def test_of_something_else():
-            pass
-        """,
-        "-s",
-    )
+@pytest.fixture(scope="module")
+def server(crashkit_watch):
+    process = start()
+    with crashkit_watch([("server", process)]) as watcher:
+        watched.extend([process, watcher])
+        yield process
+    end(process)
+
+watched = []
+
+def test_1(server):
+    pass
+
+def test_2_unrelated():
+    process, watcher = watched
+    process.kill()
+    while watcher.death is None:
+        time.sleep(0.01)
+    time.sleep(0.5)
+
+def test_3(server):
+    pass
+
+def test_status_0():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    with watch([("server", process)]):
+        read_from_nobody()
+
+def test_announced():
+    members = {"server": start()}
+    with watch(members.items):
+        first = members.pop("server")
+        time.sleep(0.5)
+        end(first)
+        members["server"] = start()
+        time.sleep(0.5)
+    end(members["server"])
+
+@pytest.fixture
+def dying(crashkit_watch):
+    process = start()
+    with crashkit_watch([("server", process)]) as watcher:
+        yield process
+        process.kill()
+        watcher.settle()
+
+def test_between(dying):
+    pass
+"""
+
+
+def test_only_what_depends_on_the_dead_fails_whenever_they_die(run):
+    result = run(MORE, "-s")
+    between = result.outcomes.pop("test_between")
     assert result.outcomes == {
         "test_first": ["error"],
         "test_second": ["error"],
-        "test_of_something_else": ["passed"],
+        "test_1": ["passed"],
+        "test_2_unrelated": ["passed"],
+        "test_3": ["error"],
+        "test_status_0": ["failure"],
+        "test_announced": ["passed"],
     }
-    assert "prefill (pid=" in result.messages["test_first"]
-    assert "prefill (pid=" in result.messages["test_second"]
-    assert "cleaned up" in result.output
-
-
-@pytest.mark.wide
-def test_a_test_independent_of_the_dead_process_goes_on(run):
-    result = run(
-        """
-        @pytest.fixture(scope="session")
-        def server(crashkit_watch):
-            process = start()
-            with crashkit_watch([("server", process)]) as watcher:
-                watched.extend([process, watcher])
-                yield process
-            end(process)
-
-        watched = []
-
-        def test_1(server):
-            pass
-
-        def test_2_unrelated():
-            process, watcher = watched
-            process.kill()
-            while watcher.death is None:
-                time.sleep(0.01)
-            time.sleep(0.5)
-
-        def test_3(server):
-            pass
-        """
-    )
-    assert result.outcomes == {"test_1": ["passed"], "test_2_unrelated": ["passed"], "test_3": ["error"]}
-    assert "server (pid=" in result.messages["test_3"]
-
-
-def test_a_death_between_tests_is_an_error_of_the_teardown(run):
-    result = run(
-        """
-        @pytest.fixture
-        def server(crashkit_watch):
-            process = start()
-            with crashkit_watch([("server", process)]) as watcher:
-                yield process
-                process.kill()
-                watcher.settle()
-
-        def test_it(server):
-            pass
-        """
-    )
-    assert result.outcomes == {"test_it": ["passed", "error"]} or result.outcomes == {"test_it": ["error"]}
-    assert "server (pid=" in result.messages["test_it"]
-
-
-@pytest.mark.wide
-def test_status_0_counts_and_an_unlisted_end_does_not(run):
-    result = run(
-        """
-        def test_status_0():
-            process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
-            with watch([("server", process)]):
-                read_from_nobody()
-
-        def test_announced():
-            members = {"server": start()}
-            with watch(members.items):
-                first = members.pop("server")
-                time.sleep(0.5)
-                end(first)
-                members["server"] = start()
-                time.sleep(0.5)
-            end(members["server"])
-        """
-    )
-    assert result.outcomes == {"test_status_0": ["failure"], "test_announced": ["passed"]}
+    assert between in (["passed", "error"], ["error"])
+    for name in ("test_first", "test_second"):
+        assert "prefill (pid=" in result.messages[name]
+    for name in ("test_3", "test_between"):
+        assert "server (pid=" in result.messages[name]
     assert "exited rc=0" in result.messages["test_status_0"]
+    assert "cleaned up" in result.output
 
 
 ABORT = """
