@@ -199,7 +199,7 @@ def test_the_pipe_of_another_user_is_not_written_to(reader: int, tmp_path: Path,
 HOLD = "import fcntl; fd = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX); ready(); pause()"
 
 
-def test_one_holds_a_folder_at_a_time_and_others_may_wait(tmp_path: Path) -> None:
+def test_one_holds_a_folder_while_another_may_wait(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     assert first.acquire() == "held"
     assert second.acquire() == "taken"
