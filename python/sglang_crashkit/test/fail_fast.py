@@ -1,4 +1,4 @@
-"""Notice at once that a process which a test depends on has ended, whatever its exit status.
+"""Notice within a tenth of a second that a process which a test depends on has ended, whatever its exit status.
 
 ::
 
