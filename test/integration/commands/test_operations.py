@@ -24,6 +24,9 @@ from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
+#: A folder has such a name only when its incident is whole.
+KILLED = "*/incidents/[0-9]*-killed-*"
+
 
 class Operated(NamedTuple):
     """A server, and who is told of it."""
@@ -134,7 +137,7 @@ def test_a_crash_is_told_of(operated: Operated) -> None:
     assert json.loads(body)["id"] == document["id"]
     assert (document["kind"], json.loads(body)["cause"]) == ("killed", document["cause"]["class"])
     assert "Hello" not in body.decode()
-    (incident,) = (operated.crash_folder).glob("*/incidents/*-killed-*")
+    (incident,) = operated.crash_folder.glob(KILLED)
     wait_until((incident / "notifications.json").exists, "the outcome is noted", 60)
     last = wait_until(
         lambda: (
@@ -150,10 +153,10 @@ def test_a_crash_is_told_of(operated: Operated) -> None:
 
 def crash_of(operated: Operated) -> Path:
     """Return the folder of the incident of a killed rank, which is killed here unless it was before."""
-    found = [*operated.crash_folder.glob("*/incidents/*-killed-*")]
+    found = [*operated.crash_folder.glob(KILLED)]
     if not found:
         os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
-        found = wait_until(lambda: [*operated.crash_folder.glob("*/incidents/*-killed-*")], "it is whole", 60)
+        found = wait_until(lambda: [*operated.crash_folder.glob(KILLED)], "it is whole", 60)
     return found[0]
 
 

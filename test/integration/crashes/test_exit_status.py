@@ -12,7 +12,7 @@ import pytest
 
 from integration.scenario import PATIENCE, RELEASES, Wreck, journaled_rids, wreck
 from lanelib.lanes import ensure_lane
-from lanelib.procs import send, tree_of
+from lanelib.procs import send, title_of, tree_of
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import TERMINATION_LOG as VARIABLE
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -104,8 +104,7 @@ def wait_for_scheduler(process: subprocess.Popen[bytes], log: Path) -> int:
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    titles = [(member.pid, Path(f"/proc/{member.pid}/cmdline").read_text()) for member in tree_of(process.pid)]
-    return next(pid for pid, title in titles if title.startswith(SCHEDULER))
+    return next(member.pid for member in tree_of(process.pid) if title_of(member.pid).startswith(SCHEDULER))
 
 
 @pytest.mark.matrix

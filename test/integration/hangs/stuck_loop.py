@@ -36,7 +36,11 @@ def stick(place):
         with open(os.path.join(FOLDER, "fifo")):
             pass
     elif way == "rest":
-        os.unlink(path)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            # Another worker came by at the same moment, and rests.
+            return
         time.sleep(3)
 
 

@@ -31,11 +31,13 @@ def test_a_process_is_told_by_sigquit_unless_it_is_gone() -> None:
 
 def test_this_process_is_told_in_its_main_thread() -> None:
     code = """
-import signal, sys, threading
+import signal, sys, threading, time
 from sglang_crashkit.kernel import signals
 signal.signal(signal.SIGQUIT, lambda *_: sys.exit(9 if threading.current_thread() is threading.main_thread() else 1))
 threading.Thread(target=signals.tell_itself).start()
-signal.pause()
+while True:
+    # A pause would sleep through a signal that came just before it.
+    time.sleep(0.01)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=LONG, check=False).returncode == 9
 

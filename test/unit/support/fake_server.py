@@ -131,10 +131,11 @@ def start_copy(title: str = "", *, is_worker: bool = False) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if is_worker:
             configure_logger()
-        os.write(done, b".")
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
+        os.write(done, b".")
         while True:
-            signal.pause()
+            # A pause would sleep through a signal that came just before it.
+            time.sleep(0.01)
     os.read(ready, 1)
     os.close(ready)
     os.close(done)
