@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
-from integration.scenario import Member, Sent, members_of
+from integration.scenario import IN_FLIGHT_S, Member, Sent, journaled_rids, members_of
 from lanelib.lanes import ensure_lane
 from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of
@@ -145,6 +145,8 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
     threads = [threading.Thread(target=ask, args=(pair, rid), daemon=True) for rid in RIDS]
     for thread in threads:
         thread.start()
+    waiting = "the requests wait in the other server"
+    wait_until(lambda: set(RIDS) <= journaled_rids(survivor.pid), waiting, IN_FLIGHT_S)
     time.sleep(2.0)
     stopped = verdict_of(start_collect(collected / "stopped"))
     with start_collect(collected / "gone") as collector:
