@@ -101,12 +101,12 @@ def _hang(server: Server, stuck: StuckLoop, told: Told, place: str, way: Way) ->
     told.hung[place, way] = Hung(secs, stored.document or {}, wait_until(over, "it goes on", LONG), answer())
 
 
-def _tell(factory: pytest.TempPathFactory, ways: tuple[tuple[str, Way], ...], *arguments: str, tp: int = 2) -> Told:
+def _tell(factory: pytest.TempPathFactory, ways: tuple[tuple[str, Way], ...], *arguments: str) -> Told:
     told, stuck = Told(factory.mktemp("crash")), StuckLoop(factory.mktemp("stuck"))
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"} | PATIENT
     environ |= stuck.environ
     extra = ["--crash-dump-folder", str(told.folder), *arguments]
-    with Server.start(ensure_lane(RELEASE), tp=tp, extra_args=extra, env=environ, spins=tp > 1) as server:
+    with Server.start(ensure_lane(RELEASE), extra_args=extra, env=environ) as server:
         server.wait_ready()
         server.generate("Hello", max_new_tokens=4, timeout_s=LONG)
         told.main, told.titles = server.pid, dict(server.processes())
@@ -155,8 +155,9 @@ def test_its_stack_is_there_at_three_moments(told: Told, place: str, way: Way) -
     assert "in stick (" in hang["cause"]["reasons"][0] or way == "spin"
 
 
+@pytest.mark.matrix
 def test_a_tokenizer_worker_that_does_not_come_back_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
-    told = _tell(tmp_path_factory, ((TOKENIZER, "spin"),), "--tokenizer-worker-num", "2", tp=1)
+    told = _tell(tmp_path_factory, ((TOKENIZER, "spin"),), "--tokenizer-worker-num", "2")
     assert told.quiet == []
     hang = told.hung[TOKENIZER, "spin"].document
     assert hang["verdict"]["first_failure"]["title"].startswith("sglang::tokenizer_worker")
