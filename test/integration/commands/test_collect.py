@@ -19,7 +19,7 @@ import pytest
 
 from integration.scenario import answers_of
 from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from lanelib.servers import Server, wait_all_ready
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Sample, main_thread
@@ -70,21 +70,30 @@ class Story:
     Attributes:
         secs: how long each answer took before, and while it was collected.
         debuggers: the calls of a debugger, one of the same name first on PATH, in each of these.
-        refused: what the command said beside another server: its status and its words.
-        both: what it collected of all servers.
-        servers: pids of both.
     """
 
     answers: tuple[Any, Any]
     secs: tuple[list[float], list[float]]
     debuggers: list[str]
-    refused: tuple[int, str]
-    both: Collected
-    servers: tuple[int, int]
     well: Collected
     hung: Collected
     state: str
     late_answer: list[int]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Two servers.
+
+    Attributes:
+        refused: what the command said where it was not told which: its status and its words.
+        both: what it collected of all servers.
+        servers: pids of both.
+    """
+
+    refused: tuple[int, str]
+    both: Collected
+    servers: tuple[int, int]
 
 
 def collect(server: Server, folder: Path, *arguments: str, path: str | None = None) -> Collected:
@@ -140,12 +149,6 @@ def tell(server: Server, folder: Path) -> Story:
     assert (loaded.result().status, asked.result().status) == (0, 0)
     called = folder / "bin" / "called"
     debuggers = called.read_text().splitlines() if called.exists() else []
-    with Server.start(ensure_lane("0.5.23", pristine=True)) as other:
-        other.wait_ready()
-        command = [sys.executable, "-m", "sglang_crashkit", "collect", "--output-dir", str(folder / "refused")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False)
-        both = collect_of(["--all-servers"], folder / "both", "--interval", "1")
-        servers = (server.pid, other.pid)
     victim, late = server.pid_of(RANKS[1]), []
     os.kill(victim, signal.SIGSTOP)
     asking = threading.Thread(
@@ -162,9 +165,6 @@ def tell(server: Server, folder: Path) -> Story:
         answers=(before, after),
         secs=(usual, meanwhile),
         debuggers=debuggers,
-        refused=(done.returncode, done.stderr),
-        both=both,
-        servers=servers,
         well=well,
         hung=hung,
         state=stat.state if stat else "",
@@ -178,18 +178,33 @@ def _waits(pid: int) -> bool:
     return thread is not None and bool(thread.frames) and "torch/distributed" in thread.frames[0].file
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("0.5.9", False), marks=pytest.mark.matrix, id="0.5.9"),
-        pytest.param(("0.5.12.post1", False), marks=pytest.mark.matrix, id="0.5.12.post1"),
-        pytest.param(("0.5.23", True), id="0.5.23-unpatched"),
-    ],
+#: Each release, and whether it is without the kit.
+LANES = (
+    pytest.param(("0.5.9", False), marks=pytest.mark.matrix, id="0.5.9"),
+    pytest.param(("0.5.12.post1", False), marks=pytest.mark.matrix, id="0.5.12.post1"),
+    pytest.param(("0.5.23", True), id="0.5.23-unpatched"),
 )
+
+
+@pytest.fixture(scope="module", params=LANES)
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
     release, pristine = request.param
     with Server.start(ensure_lane(release, pristine=pristine), tp=2, spins=True) as server:
         return tell(server, tmp_path_factory.mktemp("collected"))
+
+
+@pytest.fixture(scope="module", params=LANES)
+def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
+    (release, pristine), folder = request.param, tmp_path_factory.mktemp("beside")
+    with (
+        Server.start(ensure_lane(release, pristine=pristine), tp=2, spins=True) as server,
+        Server.start(ensure_lane("0.5.23", pristine=True)) as other,
+    ):
+        wait_all_ready((server, other))
+        command = [sys.executable, "-m", "sglang_crashkit", "collect", "--output-dir", str(folder / "refused")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False)
+        both = collect_of(["--all-servers"], folder / "both", "--interval", "1")
+        return Beside((done.returncode, done.stderr), both, (server.pid, other.pid))
 
 
 def test_both_ranks_and_the_servers_other_processes_are_found(story: Story) -> None:
@@ -226,20 +241,22 @@ def test_a_healthy_server_stays_as_fast_and_meets_no_debugger(story: Story) -> N
     assert story.debuggers == []
 
 
-def test_of_two_servers_one_has_to_be_named(story: Story) -> None:
-    status, said = story.refused
+@pytest.mark.matrix
+def test_of_two_servers_one_has_to_be_named(beside: Beside) -> None:
+    status, said = beside.refused
     assert status == 4
     assert "SGLang servers on this host, and it is not said which:" in said
-    for pid, ranks in zip(story.servers, ("2 schedulers", "1 scheduler"), strict=True):
+    for pid, ranks in zip(beside.servers, ("2 schedulers", "1 scheduler"), strict=True):
         assert f"  --pid {pid}: {ranks}, port " in said
     assert "  next: sglang-crashkit collect --pid " in said
-    assert not (story.both.folder.parent / "refused").exists()
+    assert not (beside.both.folder.parent / "refused").exists()
 
 
-def test_all_servers_are_taken_where_that_is_said(story: Story) -> None:
+@pytest.mark.matrix
+def test_all_servers_are_taken_where_that_is_said(beside: Beside) -> None:
     # Others may run on this machine.
-    found = [process["server"] for process in story.both.document["processes"]]
-    assert [found.count(pid) for pid in story.servers] == [2, 1]
+    found = [process["server"] for process in beside.both.document["processes"]]
+    assert [found.count(pid) for pid in beside.servers] == [2, 1]
 
 
 def test_the_stopped_rank_is_captured_and_left_stopped(story: Story) -> None:
