@@ -7,10 +7,10 @@ import pytest
 #: What takes a minute or more, the longest first.
 LONGEST = (
     "test_no_harm",
-    "test_stuck_loop",
     "test_hangs",
-    "test_collect",
+    "test_stuck_loop",
     "test_startup_timeout",
+    "test_collect",
     "test_process_1",
     "test_first_crash",
     "test_busy",
