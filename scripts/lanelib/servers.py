@@ -17,6 +17,7 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -147,11 +148,20 @@ class ManagedProcess:
         with opener.open(request, timeout=timeout_s) as response:
             return bytes(response.read())
 
+    def ask_later(self, path: str, body: Mapping[str, Any], timeout_s: float) -> threading.Thread:
+        """Ask in a thread of its own for what may never be answered, as by a server that ends meanwhile."""
+
+        def ask() -> None:
+            with suppress(OSError, ValueError, http.client.HTTPException):
+                self.ask(path, body, timeout_s)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        return thread
+
     def generate(self, prompt: str = "Hello", *, max_new_tokens: int = 8, timeout_s: float = 60.0) -> dict[str, Any]:
         """Ask for exactly `max_new_tokens` tokens, greedily, as `ask` does."""
-        # Random weights end a sentence at random.
-        parameters = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
-        return dict(json.loads(self.ask("generate", {"text": prompt, "sampling_params": parameters}, timeout_s)))
+        return dict(json.loads(self.ask("generate", greedy(prompt, max_new_tokens), timeout_s)))
 
     def terminate(self) -> None:
         """Ask the main process to end."""
@@ -196,6 +206,13 @@ class ManagedProcess:
     def _note_watchers(self) -> None:
         found = watchers_of(pid for pid, _ in self._known)
         self._watchers |= {one.key: one for one in found if title_of(one.pid).startswith("sglang::")}
+
+
+def greedy(prompt: str, max_new_tokens: int, **more: Any) -> dict[str, Any]:
+    """Return the body of a request for exactly so many tokens, with what else is given of it."""
+    # Random weights end a sentence at random.
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
+    return {"text": prompt, "sampling_params": sampling, **more}
 
 
 def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_TIMEOUT_S) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from typing import Any
 from lanelib.commands import LaneError
 from lanelib.lanes import Lane
 from lanelib.paths import ROOT
-from lanelib.servers import Server
+from lanelib.servers import Server, greedy
 from sglang_crashkit.incident.store import find_incidents
 from tutoriallib.pages import HOST, REAL_FOLDER, name_of
 
@@ -56,16 +55,9 @@ def _server(lane: Lane, tp: int, *more: str, **env: str) -> Iterator[Server]:
 
 def _ask(server: Server, bodies: Sequence[Mapping[str, Any]] | None = None, path: str = "generate") -> None:
     """Have requests under way."""
-    parameters = {"max_new_tokens": 4000, "temperature": 0.0, "ignore_eos": True}
     texts = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
-
-    def ask(body: Mapping[str, Any]) -> None:
-        # That it is cut off is the point.
-        with contextlib.suppress(OSError, ValueError):
-            server.ask(path, body, EXIT_S)
-
-    for body in bodies or [{"text": text, "sampling_params": parameters} for text in texts]:
-        threading.Thread(target=ask, args=(body,), daemon=True).start()
+    for body in bodies or [greedy(text, 4000) for text in texts]:
+        server.ask_later(path, body, EXIT_S)
     time.sleep(2.0)
 
 

@@ -14,7 +14,7 @@ import pytest
 from lanelib import procs
 from lanelib.commands import LaneError
 from lanelib.lanes import Lane
-from lanelib.servers import ManagedProcess, free_port, parallel_env
+from lanelib.servers import ManagedProcess, free_port, greedy, parallel_env
 from unit.support.waiting import LONG, descriptors
 
 
@@ -145,6 +145,13 @@ def test_stop_ends_all_of_a_server_and_nothing_else(start, is_killed):
     server.stop(grace_s=0.5)
     assert procs.alive(members) == []
     assert other.processes() == before
+
+
+def test_an_answer_that_never_comes_raises_nothing(start):
+    server = start("import time; time.sleep(60)")
+    asking = server.ask_later("generate", greedy("Hello", 4), LONG)
+    asking.join(LONG)
+    assert not asking.is_alive()
 
 
 def test_what_a_server_lacks_is_named(start):
