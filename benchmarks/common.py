@@ -6,27 +6,25 @@ To be imported first: it goes on in the environment of the tools, which has what
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import re
-import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("scripts", "python", "test")]
 
-from lanelib.tools import run_in_tools, tool
+from lanelib.tools import run_in_tools
 
 run_in_tools()
 
-from lanelib.commands import LaneError
+from lanelib.lanes import Lane
 from lanelib.procs import title_of, watchers_of
-from lanelib.servers import Server
+from lanelib.servers import Server, greedy
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.checked_json import seconds_of
 
@@ -63,38 +61,30 @@ def wait_for(condition: Callable[[], _Value], secs: float) -> _Value:
 
 def ask_later(server: Server, tokens: int, timeout_s: float) -> threading.Thread:
     """Send a request that may never be answered."""
-
-    def ask() -> None:
-        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            server.generate("Hello", max_new_tokens=tokens, timeout_s=timeout_s)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    return thread
+    return server.ask_later("generate", greedy("Hello", tokens), timeout_s)
 
 
 @contextlib.contextmanager
-def watching(server: Server, folder: Path, hang_secs: float, *options: str) -> Iterator[Path]:
-    """Have ``sglang-crashkit watch`` beside a server to the end of the block, from when it sees the server serve.
-
-    Gives the file with what it says; see `told_by`.
-    """
-    said = folder / "watch"
-    command = [str(tool("sglang-crashkit")), "watch", "--json", "--once", "--pid", str(server.pid), *options]
-    command += ["--hang-secs", f"{hang_secs:g}", "--output-dir", str(said.with_suffix(".stacks"))]
-    with said.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL) as popen:
-        try:
-            if not wait_for(lambda: told_by(said, "serving"), 60.0):
-                raise LaneError(f"watch does not see that {server.name} serves")
-            yield said
-        finally:
-            popen.kill()
+def serving(lane: Lane, *options: str, **how: Any) -> Iterator[tuple[Server, Path]]:
+    """Have a server, and its crash folder, until the end of the block; see `Server.start`."""
+    with scratch() as crash:
+        arguments = ["--crash-dump-folder", str(crash), *options]
+        with Server.start(lane, extra_args=arguments, **how) as server:
+            yield server, crash
 
 
-def told_by(said: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the events of that kind that ``watch`` told of so far."""
-    whole, _newline, _rest = said.read_text().rpartition("\n")
-    return [event for line in whole.splitlines() if (event := json.loads(line))["event"] == kind]
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Have an empty folder until the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="crashkit-benchmark-") as name:
+        yield Path(name)
+
+
+def status_of(missed: Sequence[str]) -> int:
+    """Return the exit status of a benchmark, and say on standard error which of its goals it missed."""
+    if missed:
+        print("; ".join(missed), file=sys.stderr)
+    return int(bool(missed))
 
 
 def handlers_of(server: Server) -> list[int]:

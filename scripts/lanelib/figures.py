@@ -75,7 +75,6 @@ BENCHMARKS = (
     Benchmark("others", ("", 4), None),
     Benchmark("hangs", ("", 8), ("--quick", 5)),
     Benchmark("faults", ("--release 0.5.23", 20), ("--quick", 1.5), alone=("", 60)),
-    Benchmark("hang", ("", 8), None),
     Benchmark("journal", ("--pairs 20 --requests 5", 7), None),
     Benchmark("soak", ("--minutes 5", 8), None),
     Benchmark("releases", ("--known", 0.1), ("--known", 0.1), alone=("", 180)),

@@ -25,7 +25,8 @@ AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])).save_p
 """
 
 
-def _weights(lane: Lane, folder: Path) -> Path:
+def write_weights(lane: Lane, folder: Path) -> Path:
+    """Write random weights of a lane's model into a folder, and return that."""
     command = [str(lane.python), "-c", SAVE, str(lane.model_dir), str(folder)]
     subprocess.run(command, env=lane.serve_env(), check=True, timeout=300)
     return folder
@@ -43,7 +44,7 @@ def ways(crash: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     hook, model = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("model")
     site = write_site(hook, SITECUSTOMIZE, CHANGED)
     (hook / "crashkit_kernel.py").write_text(KERNEL)
-    weights = _weights(lane, model)
+    weights = write_weights(lane, model)
     tokens = str(busy_story.PROMPT_TOKENS + 4096)
     arguments = ["--crash-dump-folder", str(crash), "--chunked-prefill-size", "-1", "--max-total-tokens", tokens]
     arguments += ["--context-length", tokens, "--max-prefill-tokens", tokens, "--disable-radix-cache"]

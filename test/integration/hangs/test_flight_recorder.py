@@ -5,6 +5,7 @@ Without a GPU there is no NCCL and no pipe; gloo's recorder has the same form.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import pickle
 import subprocess
@@ -42,10 +43,9 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 
 
-@pytest.fixture(scope="module")
-def answers(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Received]]:
-    """The dumps of two ranks of which the first waits for the second."""
-    folder = tmp_path_factory.mktemp("ranks")
+@contextlib.contextmanager
+def dumping_ranks(lane: Lane, folder: Path) -> Iterator[list[Path]]:
+    """Have two ranks of which the first waits for the second, and the files with what they answered."""
     environ = lane.serve_env() | {BUFFER_SIZE: "100"}
     log = folder / "log"
     with log.open("wb") as output:
@@ -68,13 +68,20 @@ def answers(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[li
             START_SECS,
         )
         assert all(path.exists() for path in paths), log.read_text()[-4000:]
-        yield [parse_answer(path.read_bytes()) for path in paths]
+        yield paths
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait(60)
             assert rank.stdin is not None
             rank.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def answers(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Received]]:
+    """The dumps of two ranks of which the first waits for the second."""
+    with dumping_ranks(lane, tmp_path_factory.mktemp("ranks")) as paths:
+        yield [parse_answer(path.read_bytes()) for path in paths]
 
 
 def test_a_real_dump_is_plain_data_and_is_read_whole(answers: list[Received]) -> None:
