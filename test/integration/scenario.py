@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +18,9 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
+from lanelib.lanes import Lane
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
-from lanelib.servers import ManagedProcess, Server, opener
+from lanelib.servers import ManagedProcess, Server, greedy
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader
@@ -166,11 +165,9 @@ def wreck(
     known = [member.process for member in members]
     known += [process for pid in handlers if (process := read_process(pid)) is not None]
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
-    threads = [threading.Thread(target=ask, args=(server, request), daemon=True) for request in sent]
     rids, log_size = {request.rid for request in sent}, server.log_path.stat().st_size
     with held(server, SCHEDULER) if breaks_by_itself else contextlib.nullcontext():
-        for thread in threads:
-            thread.start()
+        threads = [ask(server, request) for request in sent]
         if breaks_by_itself:
             wait_until(lambda: rids <= journaled_rids(server.pid), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
         else:
@@ -227,7 +224,7 @@ def ask_in_flight(server: ManagedProcess, *sent: Sent, tokens: int = 4000) -> No
     """Have these requests in flight, on threads of their own."""
     log_from = server.log_path.stat().st_size
     for request in sent:
-        threading.Thread(target=ask, args=(server, request, tokens), daemon=True).start()
+        ask(server, request, tokens)
     wait_in_flight(server, [request.rid for request in sent], log_from)
 
 
@@ -323,11 +320,13 @@ def _incidents(crash_folder: Path) -> list[Any]:
     return found
 
 
-def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> None:
-    """Ask for what takes longer than the test, and bear that it is cut off."""
-    parameters = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    body = json.dumps({"rid": sent.rid, "text": sent.text, "sampling_params": parameters}).encode()
-    request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
-    cut_off = contextlib.suppress(urllib.error.URLError, OSError, ValueError, http.client.HTTPException)
-    with cut_off, opener.open(request, timeout=EXIT_TIMEOUT_S) as answer:
-        answer.read()
+def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> threading.Thread:
+    """Ask for what takes longer than the test, in a thread of its own, and bear that it is cut off."""
+    return server.ask_later("generate", greedy(sent.text, tokens, rid=sent.rid), EXIT_TIMEOUT_S)
+
+
+def run_in_lane(lane: Lane, code: str, *arguments: object) -> Any:
+    """Run Python `code` in a lane, and return what it prints last, as JSON."""
+    argv = [str(word) for word in (lane.python, "-c", code, *arguments)]
+    done = subprocess.run(argv, env=lane.serve_env(), capture_output=True, text=True, timeout=200, check=True)
+    return json.loads(done.stdout.splitlines()[-1])

@@ -7,10 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,7 +22,7 @@ from integration.scenario import IN_FLIGHT_S, Member, Sent, journaled_rids, memb
 from lanelib.lanes import ensure_lane
 from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of
-from lanelib.servers import Server, opener
+from lanelib.servers import Server, greedy
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.waiting import wait_until
 
@@ -75,17 +72,6 @@ class Parting:
     serves: bool
     stopped: dict[str, Any]
     gone: dict[str, Any]
-
-
-def ask(pair: PDServers, rid: str) -> None:
-    parameters = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    body = json.dumps({"text": PROMPT, "rid": rid, "sampling_params": parameters}).encode()
-    request = urllib.request.Request(f"{pair.url}/generate", body, {"Content-Type": "application/json"})
-    try:
-        with opener.open(request, timeout=120) as response:
-            response.read()
-    except (urllib.error.URLError, OSError):
-        pass  # that it is cut off is the point
 
 
 def addresses_of(server: Server) -> set[str]:
@@ -142,9 +128,8 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
     # The other side waits for what a stopped scheduler does not do.
     dead_rank = dead.pid_of("sglang::scheduler")
     os.kill(dead_rank, signal.SIGSTOP)
-    threads = [threading.Thread(target=ask, args=(pair, rid), daemon=True) for rid in RIDS]
-    for thread in threads:
-        thread.start()
+    for rid in RIDS:
+        pair.ask_later("generate", greedy(PROMPT, 8, rid=rid), 120.0)
     waiting = "the requests wait in the other server"
     wait_until(lambda: set(RIDS) <= journaled_rids(survivor.pid), waiting, IN_FLIGHT_S)
     time.sleep(2.0)

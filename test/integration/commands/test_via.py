@@ -21,6 +21,7 @@ import pytest
 
 import sglang_crashkit
 from integration.commands.loopback_sshd import HOST_VARIABLE, Sshd, why_not
+from integration.commands.test_collect import Collected as OfOneServer
 from integration.crashes.test_two_nodes import RANKS, two_nodes
 from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode
@@ -42,19 +43,8 @@ exec {shlex.quote(sys.executable)} -m sglang_crashkit "$@" \\
 """
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What one run of the command left.
-
-    Attributes:
-        status: its exit status.
-        document: what it printed.
-        folder: its files.
-    """
-
-    status: int
-    document: dict[str, Any]
-    folder: Path
+class Collected(OfOneServer):
+    """What one run of the command left, of several hosts."""
 
     def node(self, host: str) -> dict[str, Any]:
         """Return what it printed of a host."""

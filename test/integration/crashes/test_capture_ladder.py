@@ -15,8 +15,7 @@ import pytest
 from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.kernel import procfs
-from unit.support.targets import make_tool
+from unit.support.targets import make_tool, state_of
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -36,11 +35,6 @@ def hold_the_lock(*_):
     library.pthread_mutex_lock(mutex)
 signal.signal(signal.SIGUSR2, hold_the_lock)
 """
-
-
-def state_of(pid: int) -> str:
-    stat = procfs.read_stat(pid)
-    return stat.state if stat else ""
 
 
 def text_of(left: Wreck, title: str, kind: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from integration.crashes.whole import assert_whole
-from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, wreck
+from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, run_in_lane, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -167,15 +167,7 @@ def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Cras
     assert path.parent.parent == crash.wreck.crash_folder
     assert path.name.startswith("crash_dump_")
     # The file holds SGLang's own classes, and the kit's server wrote it.
-    read = subprocess.run(
-        [crash.lane.python, "-c", READ_PICKLE, path],
-        env=crash.lane.serve_env(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    content = json.loads(read.stdout.splitlines()[-1])
+    content = run_in_lane(crash.lane, READ_PICKLE, path)
     assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
     in_flight = [[request.rid, request.text] for request in crash.wreck.sent]
     # They were sent side by side.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,7 @@ import pytest
 from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, answers_of, journaled_rids
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of, watchers_of
-from lanelib.servers import Server
+from lanelib.servers import Server, greedy
 from sglang_crashkit.kernel import procfs
 from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until
@@ -88,7 +85,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         (main,) = [one.pid for one in tree_of(server.pid) if one.parent == server.pid]
         (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == "sglang::crash_handler"]
         for _ in range(REQUESTS):
-            threading.Thread(target=ask, args=(server,), daemon=True).start()
+            server.ask_later("generate", greedy("Once upon a time", 4000), EXIT_TIMEOUT_S)
         wait_until(lambda: len(journaled_rids(server.pid)) == REQUESTS, "the requests are under way", LONG)
         os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
         wait_until((site / "marker").exists, "the server saves its requests", LONG)
@@ -107,12 +104,6 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         assert stored is not None
         assert stored.document is not None
         yield Left(status, state.state if state else "", folder, stored.path, stored.document, answered)
-
-
-def ask(server: Server) -> None:
-    # That it is cut off is the point.
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        server.generate("Once upon a time", max_new_tokens=4000, timeout_s=EXIT_TIMEOUT_S)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:

@@ -30,7 +30,7 @@ from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import socket_path
-from unit.support.targets import make_tool, traced
+from unit.support.targets import make_tool, state_of, traced
 from unit.support.waiting import child, wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -234,11 +234,6 @@ def shared_memory_of(server: Server) -> list[str]:
             if name and not name.endswith(" (deleted)"):
                 found.add(name)
     return sorted(found)
-
-
-def state_of(pid: int) -> str:
-    status = procfs.read_stat(pid)
-    return status.state if status else ""
 
 
 def evidence_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:

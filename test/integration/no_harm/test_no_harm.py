@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -70,11 +69,6 @@ def generate(url: str, **fields: Any) -> list[int]:
     with opener.open(request, timeout=120) as answer:
         tokens: list[int] = json.load(answer)["output_ids"]
     return tokens
-
-
-def port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 # One rank of an elastic server dies.

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, HANDLER, RELEASES, Wreck, wait_in_flight, wreck
+from integration.scenario import EXIT_TIMEOUT_S, HANDLER, RELEASES, Wreck, run_in_lane, wait_in_flight, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit import settings
@@ -210,15 +209,7 @@ def test_the_server_counts_what_the_journal_counts(crashed: Left) -> None:
 @pytest.mark.matrix
 def test_the_dump_is_what_upstreams_replay_script_reads(crashed: Left) -> None:
     path = crashed.wreck.incident["requests"]["path"]
-    read = subprocess.run(
-        [crashed.lane.python, "-c", READ_PICKLE, path],
-        env=crashed.lane.serve_env(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    content = json.loads(read.stdout.splitlines()[-1])
+    content = run_in_lane(crashed.lane, READ_PICKLE, path)
     assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
     assert content["shapes"] == [4] * 5
     # What the journal keeps is what upstream would send again.

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES, run_in_lane
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server, opener
 from unit.support.stored import wait_for_incident
@@ -122,15 +121,7 @@ def test_a_prompt_stands_among_the_requests_only(left: Left) -> None:
 
 
 def test_the_dump_has_upstreams_type_and_shape(left: Left) -> None:
-    read = subprocess.run(
-        [left.lane.python, "-c", READ_PICKLE, left.incident["requests"]["path"]],
-        env=left.lane.serve_env(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    content = json.loads(read.stdout.splitlines()[-1])
+    content = run_in_lane(left.lane, READ_PICKLE, left.incident["requests"]["path"])
     assert content["type"] is True
     assert content["api_key"] == "<redacted>"
     assert content["crash_dump_folder"] == str(left.folder)
