@@ -11,6 +11,7 @@ One client asks each server, one request at a time: in batches of another size a
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -188,7 +189,7 @@ class _Soak:
             began = time.monotonic()
             try:
                 side.answers.append(ask(side.server, self.seed, len(side.answers)))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 side.error = f"request {len(side.answers)}: {error!r}"
                 return
             side.seconds.append(time.monotonic() - began)
