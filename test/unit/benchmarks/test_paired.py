@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lanelib.commands import LaneError
-from lanelib.paired import Load, Run, Switch, interval, run_pairs, spread
+from paired import Load, Run, Switch, interval, run_pairs, spread
 from unit.support.waiting import spawned
 
 CODE = "def switch(is_on):\n    return True\n"
@@ -84,7 +84,7 @@ def test_a_request_that_is_refused_ends_it(server: Any, switch: Switch) -> None:
 
 
 def test_a_process_without_the_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lanelib.paired.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("paired.TIMEOUT_S", 0.2)
     other = Switch(tmp_path, OTHER)
     with started(other) as process, pytest.raises(LaneError, match="did not switch"):
         other.set(process.pid, on=True)
