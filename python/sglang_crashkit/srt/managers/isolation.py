@@ -80,7 +80,6 @@ class Isolation:
         rids: Collection[str],
         connection: Any,
         on_answer: Callable[[], object],
-        on_turn: Callable[[], object] = lambda: None,
         *,
         is_single: bool = True,
     ) -> Responses:
@@ -90,47 +89,30 @@ class Isolation:
             responses: what SGLang's own generator gives.
             rids: its ids, of a batch all of them.
             connection: FastAPI's request.
-            on_answer: called when all of it was answered, or the server said what is wrong with it.
-            on_turn: called when it was sent while no other was under way, and the server, which goes on, was done with
-                it in whatever way. A client that gives up says nothing of the server.
+            on_answer: called when all of it was answered.
             is_single: it has one answer, and is no batch.
         """
-        token, has_turn = self._enter(rids), False
-        has_answer, is_begun, is_alone, is_done = False, False, False, False
+        token, has_turn, has_answer = self._enter(rids), False, False
         try:
             try:
                 has_turn = await self._begin(token)
             finally:
                 is_aborted = self._leave(token)
             await _check(connection, is_aborted)
-            is_begun, is_alone = True, has_turn and not self._is_busy()
             async for response in responses:
-                is_whole = is_single or isinstance(response, list)
-                if _is_answer(response):
-                    if is_whole:
-                        on_answer()
-                        # Who wants one response only never asks for the next one.
-                        has_turn = self._end(has_turn)
-                    else:
-                        # Of a batch that is streamed each item has a last response of its own.
-                        has_answer = True
+                if _is_answer(response) and (is_single or isinstance(response, list)):
+                    on_answer()
+                    # Who wants one response only never asks for the next one.
+                    has_turn = self._end(has_turn)
+                else:
+                    # Of a batch that is streamed each item has a last response of its own.
+                    has_answer = has_answer or _is_answer(response)
                 is_aborted = is_aborted or _is_abort(response)
-                is_done = is_done or (is_whole and _is_abort(response))
                 yield response
-            is_done = True
             if has_answer and not is_aborted:
                 on_answer()
-        except Exception as error:
-            is_done = is_begun and not self._is_ending() and not await _has_gone(connection)
-            # A server that refuses it lives; of an error of its own that is not as certain. Beside others it may be
-            # refused for their sake: one of them has its id.
-            if is_done and is_alone and is_single and _is_refusal(error):
-                on_answer()
-            raise
         finally:
             self._end(has_turn)
-            if is_done and is_alone and not self._is_ending():
-                on_turn()
 
     async def _begin(self, token: object) -> bool:
         """Wait for a moment without others, in which others are held; return whether it is this one's turn."""
@@ -192,19 +174,9 @@ async def _check(connection: Any, is_aborted: bool) -> None:
     """Raise what SGLang raises of a request that nobody waits for any more."""
     if is_aborted:
         raise AbortedError("the request was aborted before it was sent to a rank")
-    if await _has_gone(connection):
-        raise AbortedError("the client has gone before its request was sent to a rank")
-
-
-async def _has_gone(connection: Any) -> bool:
     asked = getattr(connection, "is_disconnected", None)
-    return asked is not None and bool(await asked())
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Say whether SGLang answers an error with a status of 400 to 499."""
-    status = getattr(error, "status_code", 400 if isinstance(error, (ValueError, TypeError)) else 500)
-    return isinstance(status, int) and 400 <= status < 500
+    if asked is not None and await asked():
+        raise AbortedError("the client has gone before its request was sent to a rank")
 
 
 def _is_answer(response: object) -> bool:

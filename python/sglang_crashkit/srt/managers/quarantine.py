@@ -34,9 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the file is looked at, in seconds.
 READ_SECS = 5.0
-#: A suspect that the server fails and survives is sent alone so often; and so often at most, whatever became of it, as
-#: where its client gives up each time.
-MAX_TURNS, MAX_SENT = 3, 10
+#: A suspect is sent alone so often for an incident, whatever becomes of it: others are held for it each time.
+MAX_SENT = 3
 #: Of the requests that are recognised so many are logged each time the file is looked at.
 _MAX_LOGGED = 10
 #: So many requests of a batch are looked at: the event loop waits for it.
@@ -59,8 +58,7 @@ class Quarantine:
         self._folder, self._model, self._release = folder, model, release
         self._index = Index()
         self._innocent: set[str] = set()
-        #: By suspect and incident that it is suspected of, how often it was sent alone: to its end, and in all.
-        self._turns: Counter[tuple[str, str]] = Counter()
+        #: How often one was sent alone, by suspect and incident that it is suspected of.
         self._sent: Counter[tuple[str, str]] = Counter()
         self._problem = ""
         self._to_log = _MAX_LOGGED
@@ -121,28 +119,11 @@ class Quarantine:
         self._innocent.add(entry.key)
 
     def may_isolate(self, entry: Entry) -> bool:
-        """Count that a suspect is to be sent alone, and say whether it may: others are held for each time.
-
-        A client that gives up each time leaves it neither cleared nor proven, and the server goes on all the same.
-        """
-        return _count(self._sent, entry) <= MAX_SENT
-
-    def count_turn(self, entry: Entry) -> None:
-        """Count that a suspect was sent alone and the server goes on; after a few times it is not isolated again.
-
-        SGLang may fail it each time.
-        """
-        if _count(self._turns, entry) >= MAX_TURNS:
-            # If it is suspected again, it begins anew.
-            del self._turns[entry.key, entry.origin.incident]
-            self.clear_suspicion(entry)
-
-
-def _count(turns: Counter[tuple[str, str]], entry: Entry) -> int:
-    if len(turns) >= MAX_ENTRIES:
-        turns.clear()
-    turns[entry.key, entry.origin.incident] += 1
-    return turns[entry.key, entry.origin.incident]
+        """Count that a suspect is to be sent alone, and say whether it may."""
+        if len(self._sent) >= MAX_ENTRIES:
+            self._sent.clear()
+        self._sent[entry.key, entry.origin.incident] += 1
+        return self._sent[entry.key, entry.origin.incident] <= MAX_SENT
 
 
 def _follow(its: weakref.ref[Quarantine]) -> None:
@@ -230,8 +211,7 @@ def guard_requests(manager: Any) -> None:
         if entry is not None and entry.level == "suspected" and quarantine.may_isolate(entry):
             quarantine.note(entry, "sent alone")
             on_answer = functools.partial(quarantine.clear_suspicion, entry)
-            on_turn = functools.partial(quarantine.count_turn, entry)
-            return isolation.alone(generate(obj, request), rids, client, on_answer, on_turn, is_single=_is_single(obj))
+            return isolation.alone(generate(obj, request), rids, client, on_answer, is_single=_is_single(obj))
         return isolation.later(generate(obj, request), rids, client) if isolation.is_holding else generate(obj, request)
 
     manager.generate_request = generate_request

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import sys
 import time
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.quarantine import (
     FILE,
-    Entry,
     Index,
     Origin,
     add_entry,
@@ -29,7 +27,7 @@ from sglang_crashkit.incident.quarantine import (
 from sglang_crashkit.incident.request_fingerprint import parameters_of
 from sglang_crashkit.memory.journal import decode_request, encode_begin, to_json
 from sglang_crashkit.redact import REDACTED
-from sglang_crashkit.srt.managers.quarantine import MAX_SENT, MAX_TURNS, Quarantine, QuarantinedError, guard_requests
+from sglang_crashkit.srt.managers.quarantine import MAX_SENT, Quarantine, QuarantinedError, guard_requests
 from sglang_crashkit.srt.request_journal import RequestReader
 
 ORIGIN = Origin("It raised.", "1a2b", "/model", "")
@@ -327,56 +325,36 @@ def test_a_suspect_is_sent_alone_until_it_was_answered(
     assert not [one for one in read_entries(quarantine._folder) if one.level == "suspected"]
 
 
-def test_a_suspect_that_always_fails_is_forgotten(suspected: Manager, caplog: pytest.LogCaptureFixture) -> None:
-    async def fail() -> Any:
-        raise RuntimeError("status 500")
-        yield
-
-    async def ask() -> None:
-        with pytest.raises(RuntimeError, match="status 500"):
-            await suspected.generate_request(Request(), object()).__anext__()
-
-    suspected.answers = fail
-    for _ in range(MAX_TURNS + 2):
-        asyncio.run(ask())
-    assert caplog.text.count("sent alone") == MAX_TURNS
+async def fail() -> Any:
+    raise RuntimeError("status 500")
+    yield
 
 
-def test_a_suspect_whose_client_keeps_leaving_delays_others_seldom(
-    suspected: Manager, caplog: pytest.LogCaptureFixture
+async def stream() -> Any:
+    while True:
+        yield {"meta_info": {"finish_reason": None}}
+
+
+@pytest.mark.parametrize("becomes", [fail, stream], ids=["the server fails it", "its client leaves"])
+def test_a_suspect_that_is_never_answered_delays_others_seldom(
+    suspected: Manager, caplog: pytest.LogCaptureFixture, becomes: Any
 ) -> None:
-    async def stream() -> Any:
-        while True:
-            yield {"meta_info": {"finish_reason": None}}
-
-    async def give_up() -> None:
+    async def ask() -> None:
         responses = suspected.generate_request(Request(), object())
-        await responses.__anext__()
+        with contextlib.suppress(RuntimeError):
+            await responses.__anext__()
         await responses.aclose()
 
-    suspected.answers = stream
+    suspected.answers = becomes
     for _ in range(MAX_SENT + 2):
-        asyncio.run(give_up())
+        asyncio.run(ask())
     assert caplog.text.count("sent alone") == MAX_SENT
-    assert [one for one in read_entries(Path(suspected.crash_dump_folder)) if one.level == "suspected"]
-
-
-def test_one_that_is_suspected_again_has_all_its_turns(suspected: Manager) -> None:
+    (entry,) = [one for one in read_entries(Path(suspected.crash_dump_folder)) if one.level == "suspected"]
+    # Suspected again, of another crash, it is sent alone again.
     quarantine = Quarantine(Path(suspected.crash_dump_folder), "/model", "")
-    (entry,) = [one for one in read_entries(quarantine._folder) if one.level == "suspected"]
-
-    def turns(of: Entry) -> int:
-        """Count how often it is sent until it is suspected no more."""
-        for number in itertools.count(1):
-            quarantine.count_turn(of)
-            if of.key in quarantine._innocent:
-                quarantine._innocent.clear()
-                return number
-        raise AssertionError
-
     again = replace(entry, origin=replace(entry.origin, incident="another"))
-    quarantine.count_turn(again)
-    assert [turns(entry), turns(entry), turns(again)] == [MAX_TURNS, MAX_TURNS, MAX_TURNS - 1]
+    told = [quarantine.may_isolate(each) for each in (*[entry] * (MAX_SENT + 1), again)]
+    assert told == [*[True] * MAX_SENT, False, True]
 
 
 @pytest.mark.parametrize("case", ["library", "warm-up", "one of a pair"])
