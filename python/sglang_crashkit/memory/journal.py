@@ -1,7 +1,7 @@
 """The request journal: what a process of the server was asked to do, in memory that outlives it.
 
 A request is noted when it arrives, with its inputs and sampling parameters, and again, in a few bytes, when it ends.
-The memory is a `ring`, in which an unfinished request outlives finished ones; so do the last few that were given up.
+The memory is a `ring`, in which an unfinished request outlives finished ones.
 
 Prompts are the bulk of a request: text is kept as UTF-8, token ids as integers of four bytes (eight where one does not
 fit), and everything else as one JSON object. Nothing is pickled, so that reading it runs nobody's code. What is noted
@@ -16,7 +16,6 @@ import json
 import struct
 import time
 from array import array
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,20 +24,15 @@ from sglang_crashkit.memory.ring import RingReader, RingWriter
 #: Of the requests that ended those count that did within this time before the last event, in seconds. SGLang keeps as
 #: much in memory (``TokenizerManager.record_request_for_crash_dump``).
 KEPT_SECS = 300.0
-#: So many requests that were given up are held after their end, up to `KEPT_SECS`, for a server may fail by one a
-#: little later; and none that takes more than this part of the memory, so that those under way have nearly all of it.
-_GIVEN_UP, _GIVEN_UP_PART = 16, 256
 #: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
 #: a context of 128 k tokens takes, and a third of the time that noting one request may take.
 MAX_IDS, MAX_CHARACTERS = 131_072, 524_288
 
-_BEGUN, _ENDED, _ABORTED, _KEPT = 1, 2, 3, 4
+_BEGUN, _ENDED, _ABORTED = 1, 2, 3
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
 _BEGIN = struct.Struct("<B?BxIIIQd")
 #: kind, whether it was finished, number, when, when it was aborted (0: it was not).
 _END = struct.Struct("<B?6xQdd")
-#: kind, when it ended, when it was aborted; the record of its beginning follows.
-_KEPT_END = struct.Struct("<B7xdd")
 _ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
 _LONG = 256
@@ -66,9 +60,8 @@ class JournalWriter(RingWriter):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._number = 0
-        #: When those under way were given up, by number; which of them have ended and are held, and when they did.
+        #: When those under way were aborted, by number.
         self._aborted: dict[int, float] = {}
-        self._given_up: deque[tuple[int, float]] = deque()
 
     def begin(self, fields: Mapping[str, Any] | bytes, text: object = None, input_ids: object = None) -> int:
         """Note a request that arrived; see `encode_begin`.
@@ -83,9 +76,6 @@ class JournalWriter(RingWriter):
         self._number += 1
         record = encode_begin(self._number, time.time(), fields, text, input_ids, self.max_payload)
         self.append(record, hold=self._number)
-        # One that is under way matters more than those that ended.
-        while self._given_up and self._held_bytes > self.capacity * 3 // 8:
-            self.release(self._given_up.popleft()[0])
         return self._number
 
     def abort(self, number: int) -> None:
@@ -110,20 +100,8 @@ class JournalWriter(RingWriter):
         now = time.time()
         aborted = self._aborted.pop(number, None)
         self.release(-number)
-        if aborted is not None and 0 < self.held_bytes(number) <= self.capacity // _GIVEN_UP_PART:
-            self._keep(number, now, aborted)
-        else:
-            self.release(number)
-            self.append(encode_end(number, now, aborted, finished=finished and aborted is None))
-        while self._given_up and (len(self._given_up) > _GIVEN_UP or self._given_up[0][1] < now - KEPT_SECS):
-            self.release(self._given_up.popleft()[0])
-
-    def _keep(self, number: int, ended: float, aborted: float) -> None:
-        """Have a request that was given up outlive others, in one record, so that its end cannot be lost before it."""
-        record = encode_kept(self.held_payload(number), ended, aborted)
         self.release(number)
-        self.append(record, hold=number)
-        self._given_up.append((number, ended))
+        self.append(encode_end(number, now, aborted, finished=finished and aborted is None))
 
 
 class JournaledRequest(NamedTuple):
@@ -270,20 +248,11 @@ def encode_abort(number: int, seconds: float) -> bytes:
     return _END.pack(_ABORTED, False, number, seconds, seconds)
 
 
-def encode_kept(begin: bytes, ended: float, aborted: float) -> bytes:
-    """Return the record of all that became of a request that was aborted, with the record of its beginning."""
-    return _KEPT_END.pack(_KEPT, ended, aborted) + begin
-
-
 def read_head(record: bytes) -> Head | None:
     """Return what a record says first; None where it is of another kind."""
-    ended = aborted = None
-    if record[:1] == bytes([_KEPT]) and len(record) >= _KEPT_END.size:
-        _kind, ended, aborted = _KEPT_END.unpack_from(record)
-        record = record[_KEPT_END.size :]
     if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
         *_sizes, number, seconds = _BEGIN.unpack_from(record)
-        return Head(number, seconds, begun=True, ended=ended, aborted=aborted)
+        return Head(number, seconds, begun=True)
     if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == _END.size:
         kind, finished, number, seconds, aborted = _END.unpack(record)
         ended = seconds if kind == _ENDED else None
@@ -293,8 +262,6 @@ def read_head(record: bytes) -> Head | None:
 
 def decode_request(record: bytes) -> dict[str, Any]:
     """Return all that the record of a beginning holds: the fields, ``text`` and ``input_ids``."""
-    if record[:1] == bytes([_KEPT]):
-        record = record[_KEPT_END.size :]
     _kind, has_text, id_size, fields_size, text_size, ids_size, _number, _seconds = _BEGIN.unpack_from(record)
     text_begin = _BEGIN.size + fields_size
     ids_begin = text_begin + text_size

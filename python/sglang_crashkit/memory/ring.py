@@ -143,18 +143,6 @@ class RingWriter:
         if held is not None:
             self._held_bytes -= held[1]
 
-    def held_bytes(self, hold: int) -> int:
-        """Return how much of the ring a held record takes, in bytes; 0 for one that is not held."""
-        held = self._held.get(hold)
-        return 0 if held is None else held[1]
-
-    def held_payload(self, hold: int) -> bytes:
-        """Return what a held record holds; nothing for one that is not held."""
-        position, _size, length, _checksum = self._held.get(hold, (0, 0, 0, 0))
-        start = _HEADER_BYTES + (position + _FRAME_BYTES) % self.capacity
-        data = self._map[start : start + length]
-        return data + self._map[_HEADER_BYTES : _HEADER_BYTES + length - len(data)]
-
     def invalidate(self) -> None:
         """Make it a ring that nobody reads any more: what it says would not be true from now on."""
         self._map[:_HEADER_BYTES] = bytes(_HEADER_BYTES)

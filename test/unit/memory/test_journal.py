@@ -109,7 +109,7 @@ def test_an_unfinished_request_outlives_any_number_of_finished_ones(writer: Jour
     assert writer.lost == 0
 
 
-def test_what_was_given_up_is_told_and_outlives_others(writer: JournalWriter, clock: Clock) -> None:
+def test_an_abort_is_told_for_as_long_as_its_request(writer: JournalWriter, clock: Clock) -> None:
     under_way, ended, finished = (writer.begin({"rid": rid}) for rid in ("under way", "ended", "finished"))
     clock.now = 1001.0
     for number in (under_way, ended, ended):
@@ -126,39 +126,8 @@ def test_what_was_given_up_is_told_and_outlives_others(writer: JournalWriter, cl
     }
     for number in range(500):
         writer.end(writer.begin({"rid": str(number)}, text="x" * 10_000), finished=True)
-    reader = JournalReader(writer.fd)
-    kept = {(reader.load(one) or {})["rid"]: one.aborted for one in reader.requests}
     # The ring has turned several times since.
-    assert (kept["under way"], kept["ended"]) == (1001.0, 1001.0)
-    assert "finished" not in kept
-
-
-def test_a_large_requests_abort_is_told_until_it_ends(writer: JournalWriter, clock: Clock) -> None:
-    large = writer.begin({"rid": "large"}, text="x" * 20_000)
-    writer.abort(large)
-    for number in range(500):
-        if number == 400:
-            clock.now = 1002.0
-            writer.end(large, finished=True)
-        writer.end(writer.begin({"rid": str(number)}, text="y" * 10_000), finished=True)
-        if number % 20 == 0:
-            told = {one.aborted for one in JournalReader(writer.fd).requests if not one.finished}
-            # Once it has ended it makes room for others.
-            assert told == {1000.0} or (number > 400 and not told)
-
-
-def test_given_up_requests_make_room_for_those_under_way(writer: JournalWriter) -> None:
-    for number in range(16):
-        aborted = writer.begin({"rid": f"gone-{number}"}, text="x" * 100)
-        writer.abort(aborted)
-        writer.end(aborted, finished=True)
-    size = writer.capacity // 34
-    for number in range(18):
-        writer.begin({"rid": f"stays-{number}"}, text="x" * size)
-    for number in range(60):
-        writer.end(writer.begin({"rid": str(number)}, text="x" * size), finished=True)
-    reader = JournalReader(writer.fd)
-    assert sum(one.ended is None for one in reader.requests) + reader.lost == 18
+    assert [one.aborted for one in JournalReader(writer.fd).requests if one.ended is None] == [1001.0]
 
 
 def test_an_aborted_request_without_room_is_lost_once() -> None:
@@ -170,50 +139,6 @@ def test_an_aborted_request_without_room_is_lost_once() -> None:
         reader = JournalReader(writer.fd)
         assert reader.lost > 0
         assert sum(one.ended is None for one in reader.requests) + reader.lost == 60
-
-
-@pytest.mark.parametrize("length", [10, 10_000])
-def test_what_was_given_up_is_never_unfinished_again(writer: JournalWriter, clock: Clock, length: int) -> None:
-    for number in range(20):
-        aborted = writer.begin({"rid": f"gone-{number}"}, text="x" * length)
-        writer.abort(aborted)
-        clock.now += 1
-        writer.end(aborted, finished=True)
-    stays = writer.begin({"rid": "stays"})
-    for number in range(5_000):
-        writer.end(writer.begin({"rid": str(number)}, text="y" * 400), finished=True)
-        if number % 97 == 0:
-            reader = JournalReader(writer.fd)
-            assert [one.arrived for one in reader.requests if one.ended is None] == [1020.0]
-            told = [one for one in reader.requests if one.aborted is not None]
-            assert all(one.ended == one.aborted + 1 and not one.finished for one in told if one.aborted)
-    # Those that take much are not held.
-    loaded = [(reader.load(one) or {}) for one in told]
-    assert [one["rid"] for one in loaded] == ([f"gone-{one}" for one in range(19, 3, -1)] if length == 10 else [])
-    assert all(one["text"] == "x" * length for one in loaded)
-    writer.end(stays, finished=True)
-    assert rids(writer.fd, ended=False) == []
-
-
-def test_what_was_given_up_is_held_for_some_time(writer: JournalWriter, clock: Clock) -> None:
-    aborted = writer.begin({"rid": "gone"})
-    writer.abort(aborted)
-    writer.end(aborted, finished=True)
-    clock.now += KEPT_SECS + 1
-    writer.end(writer.begin({"rid": "later"}), finished=True)
-    assert writer.held_bytes(aborted) == 0
-    assert rids(writer.fd, ended=False) == []
-    assert rids(writer.fd, ended=True) == ["later"]
-
-
-def test_what_was_given_up_takes_little_room(writer: JournalWriter) -> None:
-    writer.begin({"rid": "stays"}, text="x" * 10_000)
-    for number in range(2000):
-        aborted = writer.begin({"rid": str(number)}, text="x" * (10_000 if number % 2 else 100))
-        writer.abort(aborted)
-        writer.end(aborted, finished=False)
-    assert "stays" in rids(writer.fd, ended=False)
-    assert writer.lost == 0
 
 
 def test_unfinished_requests_without_room_are_counted(writer: JournalWriter) -> None:

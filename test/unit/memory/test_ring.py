@@ -153,7 +153,6 @@ def test_no_held_record_is_lost_while_they_leave_room(some: list[int], turns: in
             written += size + 32
         assert writer.lost == 0
         assert set(held.values()) <= set(payloads(writer.fd))
-        assert {hold: writer.held_payload(hold) for hold in held} == held
 
 
 @given(steps, st.lists(st.tuples(st.integers(0, SIZE - 1), st.binary(min_size=1, max_size=64)), max_size=20))
