@@ -41,8 +41,6 @@ _SCALARS = frozenset({bool, int, float, type(None)})
 _VALUE_WEIGHT = 32
 #: How heavy the fields of a request may be together; they take half a millisecond then.
 MAX_WEIGHT = 256 * 1024
-#: For objects that stand for integers, of which each may take ten times as long.
-_MAX_OTHERS = 8192
 #: What ``omitted`` and ``truncated`` may say of the prompt, in bytes.
 _NOTES_BYTES = 512
 
@@ -341,10 +339,8 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
     """
     if not isinstance(input_ids, (list, tuple)):
         return b"", 0
-    count, most = len(input_ids), MAX_IDS
-    if count > _MAX_OTHERS and not type(input_ids[0]) is type(input_ids[-1]) is int:
-        most = _MAX_OTHERS
-    kept = input_ids if count <= most else [*input_ids[: most // 2], *input_ids[-(most // 2) :]]
+    count, half = len(input_ids), MAX_IDS // 2
+    kept = input_ids if count <= MAX_IDS else [*input_ids[:half], *input_ids[-half:]]
     for size, code in _ID_CODES.items():
         try:
             packed = array(code, kept).tobytes()

@@ -83,6 +83,20 @@ def notify(event: str, **fields: Any) -> bool:
     return True
 
 
+def hand_over(event: str, memory: Any, loss: str, **fields: Any) -> bool:
+    """Have the crash handler of this server hold memory that this process writes to, by its ``fd``, and say whether.
+
+    Where it does not take it the memory is given back by its ``close``, and the log has `loss` and the reason.
+    """
+    try:
+        protocol.notify(os.environ[SOCKET_VARIABLE], event, descriptor=memory.fd, **fields)
+    except protocol.HandlerUnreachableError as error:
+        memory.close()
+        logger.warning("crash kit: %s: %s", loss, error)
+        return False
+    return True
+
+
 @never_raises
 def request(
     event: str,

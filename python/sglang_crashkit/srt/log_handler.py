@@ -24,7 +24,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.log_ring import MAX_BYTES, LogWriter
 from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify
+from sglang_crashkit.srt.hooks import hand_over, handler_pid, never_raises
 from sglang_crashkit.srt.redaction import known_secrets
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,7 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
         except CrashkitError as error:
             logger.warning("crash kit: no log records are kept: %s", error)
             return
-        if not notify("log", descriptor=ring.fd):
-            ring.close()
+        if not hand_over("log", ring, "no log records are kept"):
             return
         _handler = RingHandler(ring, held_by, set(), quotes=journaled and settings.prompts == "full")
     # A set of its own: another thread may be looking through the earlier one.

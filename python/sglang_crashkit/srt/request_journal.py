@@ -22,7 +22,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, to_json, weigh
 from sglang_crashkit.redact import REDACTED, is_secret_name
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
-from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.hooks import hand_over, never_raises
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,7 @@ def open_journal() -> JournalWriter | None:
     except CrashkitError as error:
         logger.warning("crash kit: no request journal: %s", error)
         return None
-    if not notify("journal", descriptor=journal.fd):
-        logger.warning("crash kit: no request journal: the crash handler did not take it")
-        journal.close()
-        return None
-    return journal
+    return journal if hand_over("journal", journal, "no request journal") else None
 
 
 @never_raises

@@ -4,10 +4,6 @@ import contextlib
 import json
 import math
 import operator
-import os
-import random
-import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +27,6 @@ from sglang_crashkit.memory.journal import (
     read_head,
     weigh,
 )
-from unit.support.waiting import LONG, child
 
 SIZE = 2**20
 
@@ -151,44 +146,6 @@ def test_unfinished_requests_without_room_are_counted(writer: JournalWriter) -> 
     assert found == [str(number) for number in range(writer.lost, 200)]
 
 
-SERVE = """
-from sglang_crashkit.memory.journal import JournalWriter
-writer = JournalWriter(2**20)
-writer.begin({"rid": "hung"}, text="never answered")
-ready(str(writer.fd))
-under_way = []
-for number in range(10**9):
-    ids = list(range(number % 3000))
-    under_way.append(writer.begin({"rid": str(number), "length": len(ids)}, text="x" * len(ids), input_ids=ids))
-    if len(under_way) > 8:
-        writer.end(under_way.pop(0), finished=True)
-"""
-
-
-def test_a_server_that_is_killed_leaves_its_requests() -> None:
-    for _ in range(8):
-        with child(SERVE) as process:
-            descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line.strip()}", os.O_RDONLY)
-            time.sleep(random.random() * 0.1)
-            process.send_signal(signal.SIGKILL)
-            process.wait(LONG)
-        reader = JournalReader(descriptor)
-        assert reader.torn <= 1
-        assert reader.lost == 0
-        loaded = [(reader.load(request), request.ended) for request in reader.requests]
-        os.close(descriptor)
-        assert any(request == {"rid": "hung", "text": "never answered"} for request, _ended in loaded)
-        numbers = []
-        for request, ended in loaded:
-            if request["rid"] != "hung":
-                assert request["input_ids"] == list(range(request["length"]))
-                assert request["text"] == "x" * request["length"]
-                numbers += [int(request["rid"])] if ended is None else []
-        # Eight or nine under way, or one fewer where the last record is torn.
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
-        assert len(numbers) <= 9
-
-
 # -- one record
 
 
@@ -278,16 +235,6 @@ def test_what_does_not_fit_the_record_is_kept_in_part() -> None:
     assert request["text"] == "x"
     assert request["input_ids"] == ids[: told["first"]] + ids[-told["last"] :]
     assert (told["of"], request["input_ids"][-1]) == (8001, 2**40)
-
-
-class Number:
-    """What only stands for an integer, which takes long to find out."""
-
-    asked = 0
-
-    def __index__(self) -> int:
-        Number.asked += 1
-        return 7
 
 
 def test_what_is_heavy_is_not_looked_through() -> None:

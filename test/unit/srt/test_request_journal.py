@@ -219,19 +219,40 @@ def test_a_journal_tells_remembered_fields_of_a_truncated_prompt(
     assert long["truncated"]["text"]["of"] == 200_000
 
 
-def test_large_inputs_and_unknown_fields_are_described() -> None:
-    request = GenerateReqInput(rid="a", image_data=["x" * 50_000, "y" * 50_000], brand_new={"a": 1})
-    assert read_request(request)[0]["omitted"] == {"image_data": "list of 2, 100000 characters", "brand_new": "dict"}
-
-
-def test_a_logit_processor_is_kept_unless_it_is_empty() -> None:
-    request = GenerateReqInput(rid="a", image_data=[], brand_new={}, watermark=0, custom_logit_processor="80049")
-    assert read_request(request)[0] == {
-        "kind": "GenerateReqInput",
-        "rid": "a",
-        "custom_logit_processor": "80049",
-        "omitted": {"watermark": "int"},
-    }
+@pytest.mark.parametrize(
+    ("given", "kept", "omitted"),
+    [
+        (
+            {"image_data": ["x" * 50_000, "y" * 50_000], "brand_new": {"a": 1}},
+            {},
+            {"image_data": "list of 2, 100000 characters", "brand_new": "dict"},
+        ),
+        # What is empty is none.
+        (
+            {"image_data": [], "brand_new": {}, "watermark": 0, "custom_logit_processor": "80049"},
+            {"custom_logit_processor": "80049"},
+            {"watermark": "int"},
+        ),
+        (
+            {
+                "sampling_params": {"logit_bias": {str(number): 1.0 for number in range(100_000)}},
+                "token_ids_logprob": list(range(100_000)),
+            },
+            {},
+            {"sampling_params": "dict", "token_ids_logprob": "list of 100000"},
+        ),
+        (
+            {"text": "private", "input_ids": [1], "no_logs": True},
+            {"no_logs": True},
+            dict.fromkeys(("text", "input_ids"), "withheld: the request asks for no logs"),
+        ),
+    ],
+    ids=["large or unknown", "empty", "heavy", "without logs"],
+)
+def test_what_is_not_kept_is_described(given: dict[str, Any], kept: dict[str, Any], omitted: dict[str, str]) -> None:
+    fields, text, input_ids = read_request(GenerateReqInput(rid="a", **given))
+    assert fields == {"kind": "GenerateReqInput", "rid": "a", **kept, "omitted": omitted}
+    assert (text, input_ids) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +284,6 @@ def test_secrets_are_taken_out() -> None:
     assert params["watermark_key"] == "s3cret"
 
 
-def test_a_request_without_logs_keeps_its_prompt_to_itself() -> None:
-    fields, text, input_ids = read_request(GenerateReqInput(rid="a", text="private", input_ids=[1], no_logs=True))
-    assert (text, input_ids) == (None, None)
-    assert fields["omitted"] == dict.fromkeys(("text", "input_ids"), "withheld: the request asks for no logs")
-
-
 @pytest.mark.parametrize(
     ("prompts", "text", "ids", "omitted"),
     [
@@ -295,17 +310,6 @@ def test_a_pair_of_texts_is_a_prompt_too() -> None:
     fields, text, _ids = read_request(GenerateReqInput(text=["private", "b"]), "none")  # type: ignore[arg-type]
     assert text is None
     assert "private" not in json.dumps(fields)
-
-
-def test_what_is_heavy_is_described() -> None:
-    params = {"logit_bias": {str(number): 1.0 for number in range(100_000)}}
-    request = GenerateReqInput(rid="a", sampling_params=params, token_ids_logprob=list(range(100_000)))
-    fields = read_request(request)[0]
-    assert fields == {
-        "kind": "GenerateReqInput",
-        "rid": "a",
-        "omitted": {"sampling_params": "dict", "token_ids_logprob": "list of 100000"},
-    }
 
 
 @pytest.mark.parametrize(
@@ -370,7 +374,7 @@ def test_without_a_crash_handler_there_is_no_journal(
 ) -> None:
     listener.kill()
     assert open_journal() is None
-    assert "the crash handler did not take it" in caplog.text
+    assert "crash kit: no request journal: " in caplog.text
     monkeypatch.delenv(SOCKET_VARIABLE)
     assert open_journal() is None
 

@@ -11,19 +11,15 @@ has it under another name, that process does without.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-from sglang_crashkit import protocol
 from sglang_crashkit.memory.heartbeat import BEAT_SECS, FLAGS, LOOP_TIME, OFF, WAITING, HeartbeatWriter
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import before, never_raises
-
-logger = logging.getLogger(__name__)
+from sglang_crashkit.srt.hooks import before, hand_over, never_raises
 
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
 #: The loops of a `DetokenizerManager`, with one tokenizer and with several.
@@ -42,17 +38,11 @@ def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> H
     Raises:
         RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
     """
-    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
-    if not settings.enabled or not settings.hang_secs or not socket_path:
+    settings = Settings.from_environ()
+    if not settings.enabled or not settings.hang_secs or not os.environ.get(SOCKET_VARIABLE):
         return None
-    writer = HeartbeatWriter()
-    try:
-        protocol.notify(socket_path, "heartbeat", descriptor=writer.fd, **describe())
-    except protocol.HandlerUnreachableError as error:
-        logger.warning("crash kit: hangs of this %s are not noticed: %s", who, error)
-        writer.close()
-        return None
-    return writer
+    facts, writer = describe(), HeartbeatWriter()
+    return writer if hand_over("heartbeat", writer, f"hangs of this {who} are not noticed", **facts) else None
 
 
 @never_raises

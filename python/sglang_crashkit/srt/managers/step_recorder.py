@@ -25,9 +25,9 @@ from operator import add, attrgetter
 from time import monotonic
 from typing import Any, TypeAlias
 
-from sglang_crashkit import protocol
 from sglang_crashkit.memory.steps import ABSENT, FORWARD_BEGUN, FORWARD_DONE, StepWriter
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt.hooks import hand_over
 from sglang_crashkit.srt.managers.scheduler_heartbeat import forward_modes
 
 logger = logging.getLogger(__name__)
@@ -370,21 +370,18 @@ def _begin(scheduler: Any) -> StepRecorder | None:
     """Tell the crash handler where the steps are; None where nobody wants to know."""
     global _recorder, _is_off
     _is_off = True
-    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
-    if not settings.enabled or not settings.steps or not socket_path:
+    settings = Settings.from_environ()
+    if not settings.enabled or not settings.steps or not os.environ.get(SOCKET_VARIABLE):
         return None
     modes = forward_modes()
     writer = StepWriter(modes)
     try:
         recorder = StepRecorder(scheduler, writer, {int(number): name for number, name in modes.items()})
-        protocol.notify(socket_path, "steps", descriptor=writer.fd, modes=modes)
-    except protocol.HandlerUnreachableError as error:
-        logger.warning("crash kit: the steps of this scheduler are not recorded: %s", error)
-        writer.close()
-        return None
     except BaseException:
         writer.close()
         raise
+    if not hand_over("steps", writer, "the steps of this scheduler are not recorded", modes=modes):
+        return None
     recorder.watch_timeouts(scheduler)
     _recorder, _is_off = recorder, False
     return recorder
