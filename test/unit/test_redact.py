@@ -14,40 +14,14 @@ from sglang_crashkit.redact import (
 )
 
 SECRET_NAMES = [
-    "api_key",
-    "--api-key",
-    "--admin-api-key",
-    "--hf-token",
-    "HF_TOKEN",
-    "AWS_SECRET_ACCESS_KEY",
-    "secretAccessKey",
-    "ssl_keyfile_password",
-    "watermark_key",
-    "watermark_key_b",
-    "Authorization",
-    "X-Api-Key",
-    "DB_PASSWORD",
-    "client_secret",
-    "apikey",
+    *("api_key", "--api-key", "--admin-api-key", "apikey", "X-Api-Key", "--hf-token", "HF_TOKEN", "client_secret"),
+    *("AWS_SECRET_ACCESS_KEY", "secretAccessKey", "ssl_keyfile_password", "DB_PASSWORD", "Authorization"),
+    *("watermark_key", "watermark_key_b"),
 ]
 ORDINARY_NAMES = [
-    "ssl_keyfile",
-    "tokenizer_path",
-    "max_total_tokens",
-    "bucket_time_to_first_token",
-    "speculative_token_map",
-    "KeyError",
-    "monkey",
-    "PWD",
-    "enable_forward_pass_metrics",
-    "routing_key",
-    "tokenizer_metrics_custom_labels_header",
-    "tp",
-    "rid",
-    "a",
-    "_",
-    "-",
-    "--",
+    *("ssl_keyfile", "tokenizer_path", "max_total_tokens", "bucket_time_to_first_token", "speculative_token_map"),
+    *("enable_forward_pass_metrics", "tokenizer_metrics_custom_labels_header", "routing_key", "KeyError", "monkey"),
+    *("PWD", "tp", "rid", "a", "_", "-", "--", ""),
 ]
 
 
@@ -56,7 +30,7 @@ def test_a_secret_is_known_by_its_name(name: str) -> None:
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize("name", [*ORDINARY_NAMES, ""])
+@pytest.mark.parametrize("name", ORDINARY_NAMES)
 def test_other_names_are_no_secrets(name: str) -> None:
     assert not is_secret_name(name)
 

@@ -84,19 +84,18 @@ def test_a_failed_start_is_told_by_whoever_waited(short_folder: Path, listener: 
     assert list((short_folder / "spool").iterdir()) == []
 
 
-def test_without_a_batch_the_record_is_written(listener: Listener, short_folder: Path) -> None:
-    hit(ValueError("odd"))
-    assert read_record(short_folder)["batch"] == {}
+class Broken:
+    @property
+    def reqs(self) -> None:
+        raise RuntimeError
 
 
-def test_a_broken_batch_does_not_cost_the_record(listener: Listener, short_folder: Path) -> None:
-    class Broken:
-        @property
-        def reqs(self) -> None:
-            raise RuntimeError
-
-    hit(ValueError("odd"), cur_batch=Broken())
-    assert read_record(short_folder)["batch"] is None
+@pytest.mark.parametrize(("fields", "batch"), [({}, {}), ({"cur_batch": Broken()}, None)])
+def test_without_a_whole_batch_the_record_is_written(
+    listener: Listener, short_folder: Path, fields: dict[str, Any], batch: object
+) -> None:
+    hit(ValueError("odd"), **fields)
+    assert read_record(short_folder)["batch"] == batch
 
 
 class UnprintableError(Exception):
@@ -163,7 +162,7 @@ def test_without_a_handler_nothing_is_written_and_nothing_waited_for(
     assert list(short_folder.iterdir()) == []
 
 
-def test_outside_an_exception_it_does_nothing(listener: Listener, short_folder: Path) -> None:
+def test_outside_an_exception_nothing_is_done(listener: Listener, short_folder: Path) -> None:
     assert sys.exc_info() == (None, None, None)
     tell_exception()
     assert list((short_folder / "spool").iterdir()) == []

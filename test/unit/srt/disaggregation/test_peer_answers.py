@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,21 +22,20 @@ from sglang_crashkit.model.peers import (
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.disaggregation import peer_answers
-from sglang_crashkit.srt.disaggregation.peer_answers import PeerAnswers, PeerView, Waiting
+from sglang_crashkit.srt.disaggregation.peer_answers import PeerAnswers, Waiting
 from unit.support.waiting import LONG, descriptors, wait_until
 
 ADDRESS = "prefill:8998"
 KNOWN = KnownPeers({ADDRESS: frozenset({PeerProcess(0, "10.0.0.1", 51)})})
 
 
-class Tables(PeerView):
+class Tables:
     """SGLang's tables as a test writes them."""
 
     role: Role = "prefill"
     is_lead = True
 
     def __init__(self) -> None:
-        super().__init__(self)
         self.its: KnownPeers | None = KNOWN
         self.its_waiting: Waiting | None = {ADDRESS: [WaitingRequest("a", 1)], None: [WaitingRequest("b", 2)]}
         self.error: Exception | None = None
@@ -48,15 +47,6 @@ class Tables(PeerView):
 
     def waiting(self) -> Waiting | None:
         return self.its_waiting
-
-    def _tables_of(self, queue: object) -> tuple[Mapping[str, object], Set[str]]:
-        raise NotImplementedError
-
-    def _known_from(self, table: Mapping[str, object], names: Set[str]) -> KnownPeers:
-        raise NotImplementedError
-
-    def _waiting_in(self, queue: object) -> Waiting:
-        raise NotImplementedError
 
 
 class Handler:

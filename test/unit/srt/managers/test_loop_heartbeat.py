@@ -81,27 +81,12 @@ def test_a_loop_beats_from_its_first_request_until_it_ends(listener: Listener, w
     asyncio.run(serve())
     assert said(written).is_off
     assert manager.created == 3
-    # Nothing of it is on the way of a request.
+    # Its memory is given back, and nothing of it is on the way of a request.
+    gc.collect()
+    assert loop_heartbeat._tasks == set()
     assert "auto_create_handle_loop" not in vars(manager)
     message = listener.heard()
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("heartbeat", os.getpid(), True)
-
-
-def test_a_loop_merely_let_go_is_not_silent(listener: Listener, written: list[HeartbeatWriter]) -> None:
-    manager, loop = Tokenizer(), asyncio.new_event_loop()
-    start_loop_heartbeat(manager)
-
-    async def call() -> None:
-        manager.auto_create_handle_loop()
-        await asyncio.sleep(0.01)
-
-    loop.run_until_complete(call())
-    assert listener.heard()["event"] == "heartbeat"
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    assert said(written).is_off
 
 
 def test_a_routers_loop_beats_which_a_thread_runs(listener: Listener, written: list[HeartbeatWriter]) -> None:
@@ -235,9 +220,3 @@ def test_a_detokenizer_without_handler_or_known_form_runs_unchanged(
     assert (manager.answers, written) == ([1], [])
     monkeypatch.setitem(loop_heartbeat.sys.modules, MODULE, SimpleNamespace())  # type: ignore[arg-type]
     start_detokenizer_heartbeat()
-
-
-def test_the_memory_of_a_loop_that_ended_is_given_back(listener: Listener, written: list[HeartbeatWriter]) -> None:
-    test_a_loop_beats_from_its_first_request_until_it_ends(listener, written)
-    gc.collect()
-    assert loop_heartbeat._tasks == set()

@@ -87,16 +87,6 @@ def test_a_batch_is_counted_with_its_requests(listener: Listener, scheduler: Sch
     assert (found.in_batch, found.batches) == (False, 1)
 
 
-def test_a_pause_is_told_and_its_end(listener: Listener, scheduler: Scheduler) -> None:
-    reader = beating(listener, scheduler)
-    scheduler._engine_paused = True
-    scheduler.process_input_requests([])
-    assert reader.read().paused
-    scheduler._engine_paused = False
-    scheduler.process_input_requests([])
-    assert not read(reader).paused
-
-
 def request_of(name: str) -> Any:
     return type(name, (), {})()
 
@@ -111,16 +101,23 @@ def request_of(name: str) -> Any:
         (["TokenizedGenerateReqInput", "FlushCacheReqInput", "TokenizedGenerateReqInput"], True),
         (["ProfileReq"], True),
         (["SomethingNewReqInput"], True),
+        (["ShutdownReq"], False),
     ],
 )
-def test_a_request_that_may_take_any_time_is_told(
+def test_what_a_round_is_about_is_told(
     listener: Listener, scheduler: Scheduler, names: list[str], is_busy: bool
 ) -> None:
     reader = beating(listener, scheduler)
+    scheduler._engine_paused = True
     scheduler.process_input_requests([request_of(name) for name in names])
-    assert reader.read().is_busy is is_busy
+    found = reader.read()
+    # It leaves its loop, and beats no more.
+    is_off = names == ["ShutdownReq"]
+    assert (found.is_busy, found.is_off, found.paused) == (is_busy, is_off, True)
+    scheduler._engine_paused = False
     scheduler.process_input_requests([])
-    assert not read(reader).is_busy
+    found = read(reader)
+    assert (found.is_busy, found.is_off, found.paused) == (False, False, False)
 
 
 class Mode(IntEnum):
@@ -128,13 +125,6 @@ class Mode(IntEnum):
 
     EXTEND = 1
     DECODE = 2
-
-
-def test_one_that_is_to_leave_its_loop_says_so(listener: Listener, scheduler: Scheduler) -> None:
-    reader = beating(listener, scheduler)
-    assert not reader.read().is_off
-    scheduler.process_input_requests([request_of("ShutdownReq")])
-    assert read(reader).is_off
 
 
 def test_the_forward_mode_and_an_extends_tokens_are_told(listener: Listener, scheduler: Scheduler) -> None:
@@ -156,15 +146,6 @@ def test_the_forward_mode_and_an_extends_tokens_are_told(listener: Listener, sch
     assert (found.mode, found.tokens, found.doing) == ("decode", 0, "batch 2, of 1 request (decode)")
 
 
-def test_without_a_handler_there_is_no_heartbeat(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = descriptors()
-    scheduler.process_input_requests([])
-    monkeypatch.setenv(SOCKET_VARIABLE, "/nowhere")
-    scheduler.process_input_requests([])
-    scheduler.run_batch(SimpleNamespace(reqs=[]))
-    assert descriptors() == before
-
-
 @pytest.mark.parametrize(("name", "value"), [("SGLANG_CRASHKIT_HANG_SECS", "0"), ("SGLANG_CRASHKIT_ENABLED", "0")])
 def test_it_can_be_switched_off(
     listener: Listener, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, name: str, value: str
@@ -180,7 +161,7 @@ def test_a_missing_handler_leaves_a_warning_and_no_descriptor(
 ) -> None:
     monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "sock"))
     before = descriptors()
-    for _ in range(3):
+    for _round in range(3):
         scheduler.process_input_requests([])
         scheduler.run_batch(SimpleNamespace(reqs=[]))
     assert descriptors() == before

@@ -272,26 +272,31 @@ def test_no_id_of_a_users_switches_it_off(scheduler: Scheduler, caplog: pytest.L
     assert last().requests[0].tokens == 1
 
 
-def test_what_a_release_does_not_have_is_absent(listener: Listener) -> None:
-    scheduler = Scheduler(token_to_kv_pool_allocator=None, tree_cache=None, grammar_manager=None)
+def refuse() -> int:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("changed", "kv_free"),
+    [
+        ({"token_to_kv_pool_allocator": None, "tree_cache": None, "grammar_manager": None}, None),
+        ({"tree_cache": SimpleNamespace(evictable_size=refuse)}, 1000),
+        # As the cache of newer releases, which has the fields in any case.
+        (
+            {
+                "enable_hierarchical_cache": False,
+                "tree_cache": SimpleNamespace(evictable_size=lambda: 0, ongoing_prefetch={}, ongoing_write_through={}),
+            },
+            1000,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("listener")
+def test_what_a_release_does_not_have_is_absent(changed: dict[str, Any], kv_free: int | None) -> None:
+    scheduler = Scheduler(**changed)
     del scheduler.max_total_num_tokens
     scheduler.step(batch_of(DECODE, [A]))
-    assert (last().kv_free, last().kv_size, last().decisions) == (None, None, {})
-
-    def refuse() -> int:
-        raise NotImplementedError
-
-    forget_recorder()
-    scheduler = Scheduler(tree_cache=SimpleNamespace(evictable_size=refuse))
-    scheduler.step(batch_of(DECODE, [A]))
-    assert last().kv_free == 1000
-
-
-def test_a_cache_that_is_not_hierarchical_decides_nothing(listener: Listener) -> None:
-    # As that of newer releases, which has the fields in any case.
-    cache = SimpleNamespace(evictable_size=lambda: 0, ongoing_prefetch={}, ongoing_write_through={})
-    Scheduler(tree_cache=cache, enable_hierarchical_cache=False).step(batch_of(DECODE, [A]))
-    assert last().decisions == {}
+    assert (last().kv_free, last().kv_size, last().decisions) == (kv_free, None, {})
 
 
 def test_nothing_that_is_noted_grows(scheduler: Scheduler) -> None:
@@ -382,8 +387,10 @@ def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) ->
     scheduler = Scheduler()
     step_recorder.on_received(scheduler, [TokenizedGenerateReqInput("a"), FlushCacheReqInput()])
     assert read().control == "flush_cache"
-    step_recorder.on_received(scheduler, [])
-    assert read().control == ""
+    # What only reads, as a router does again and again, is none.
+    for requests in ([], [type("GetLoadsReqInput", (), {})()]):
+        step_recorder.on_received(scheduler, requests)
+        assert read().control == ""
     step_recorder.on_received(scheduler, [FlushCacheReqInput()])
     scheduler.forward_ct = 1
     step_recorder.on_scheduled(scheduler, batch_of(EXTEND, [A], prefix_lens=[0], extend_lens=[4]))
@@ -477,18 +484,6 @@ def test_no_request_is_kept_once_it_is_processed() -> None:
     scheduler.last_batch = request = None  # type: ignore[assignment]
     assert last().sampled
     assert gone() is None
-
-
-class GetLoadsReqInput:
-    """A control request that reads counters, which a router asks for again and again."""
-
-
-def test_what_only_reads_is_no_control_request(listener: Listener) -> None:
-    scheduler = Scheduler()
-    step_recorder.on_received(scheduler, [GetLoadsReqInput()])
-    assert read().control == ""
-    step_recorder.on_received(scheduler, [GetLoadsReqInput(), FlushCacheReqInput()])
-    assert read().control == "flush_cache"
 
 
 class OfOwnClock(Scheduler):

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -382,13 +382,6 @@ def test_what_somebody_else_prepared_is_not_written_to(
         assert listener.heard()["path"] == str(safe / "dump.pkl")
 
 
-@pytest.mark.parametrize("prepared", ["link"], indirect=True)
-def test_a_dump_of_an_orderly_exit_follows_no_link_either(prepared: Path) -> None:
-    with open_crash_dump(SimpleNamespace(), str(prepared / "host" / "dump.pkl"), {}) as file:
-        file.write(b"kept")
-    assert list((prepared.parent / "theirs").iterdir()) == []
-
-
 def test_a_dump_is_redacted_before_it_is_written(tmp_path: Path) -> None:
     data = {"server_args": {"api_key": "S3CRET"}, "requests": ["a prompt"], "launch_command": "x --api-key S3CRET"}
     with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), data) as file:
@@ -415,10 +408,6 @@ def test_sigterm_is_announced_with_the_health_and_handled_as_before(
     assert (told["event"], told["unhealthy"]) == ("draining", unhealthy)
 
 
-def test_sigterm_without_a_handler_is_handled_as_before() -> None:
-    assert on_sigterm(lambda: "handled")() == "handled"
-
-
 @pytest.fixture(autouse=True)
 def fallback(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
@@ -432,21 +421,18 @@ def test_a_folder_that_takes_more_is_made_and_used(tmp_path: Path, fallback: Pat
     assert not fallback.exists()
 
 
-def test_of_a_full_disk_the_fallback_folder_takes_the_place(
-    tmp_path: Path, fallback: Path, caplog: pytest.LogCaptureFixture
+def remount(folder: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(fill, "the disk is full"), (remount, "it cannot be written to")], ids=["full", "read-only"]
+)
+def test_where_a_folder_takes_no_more_the_fallback_does(
+    tmp_path: Path, fallback: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], reason: str
 ) -> None:
     with mounted(tmp_path / "small") as folder:
         assert safe_folder(folder / "host") == folder / "host"
-        fill(folder)
+        spoil(folder)
         assert safe_folder(folder / "host") == fallback / "host"
-    assert f"the disk is full: '{folder}/host': the requests go to {fallback}/host" in caplog.text
-
-
-def test_so_does_it_of_a_folder_that_became_read_only(
-    tmp_path: Path, fallback: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with mounted(tmp_path / "small") as folder:
-        (folder / "host").mkdir(mode=0o700)
-        subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=30)
-        assert safe_folder(folder / "host") == fallback / "host"
-    assert f"it cannot be written to: '{folder}/host': the requests go to {fallback}/host" in caplog.text
+    assert f"{reason}: '{folder}/host': the requests go to {fallback}/host" in caplog.text

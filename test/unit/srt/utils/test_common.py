@@ -47,10 +47,6 @@ def old_kill_process_tree(parent_pid, include_parent: bool = True, skip_pid: int
             member.kill()
 
 
-def upstream_wait(procs: Any, wait_timeout: float) -> None:
-    raise AssertionError("upstream's wait was to be replaced")
-
-
 @pytest.fixture
 def old_release(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The patched module of a release without ``wait_timeout``."""
@@ -97,16 +93,16 @@ def test_the_callers_of_three_parameters_are_served_as_before(kill, family):
     assert parameters["wait_timeout"].default is None
 
 
-def test_with_a_wait_all_are_gone_on_return(kill, family):
+@pytest.mark.parametrize("spares", [False, True])
+def test_with_a_wait_all_but_the_spared_are_gone_on_return(kill, family, caplog, spares: bool):
     process, pids = family
-    kill(process.pid, wait_timeout=LONG)
-    assert [pid for pid in (process.pid, *pids) if holds(pid)] == []
-
-
-def test_the_parent_and_the_skipped_process_live_on(kill, family):
-    process, pids = family
-    kill(process.pid, include_parent=False, skip_pid=pids[0], wait_timeout=LONG)
-    assert [holds(pid) for pid in (process.pid, *pids)] == [True, True, False]
+    with caplog.at_level(logging.INFO):
+        kill(process.pid, not spares, pids[0] if spares else None, wait_timeout=LONG)
+    assert [holds(pid) for pid in (process.pid, *pids)] == [spares, spares, False]
+    # As upstream does.
+    assert caplog.messages == [
+        f"kill_process_tree called: parent_pid={process.pid}, include_parent={not spares}, pid={os.getpid()}"
+    ]
 
 
 def test_nobody_is_killed_for_a_pid_that_is_gone(kill):
@@ -135,29 +131,30 @@ def test_with_all_children_the_engines_journals_go(
     assert bool(retired) is ends
 
 
-def test_a_zombie_counts_as_gone():
-    with child("ready(); pause()") as process:
-        process.send_signal(signal.SIGKILL)
+def gone(process: Any, how: str) -> psutil.Process:
+    """Return a process that is known by its pid only: a zombie, or another one of before with the same pid."""
+    known = psutil.Process(process.pid)
+    if how == "a recycled pid":
+        known._ident = (known.pid, 1.0)
+    else:
+        process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        zombie = psutil.Process(process.pid)
-        assert zombie.status() == psutil.STATUS_ZOMBIE
-        assert hooks.still_holding_resources([zombie]) == []
-        hooks.wait_for_reap_or_raise([zombie], 0.5)
+        assert known.status() == psutil.STATUS_ZOMBIE
+    return known
+
+
+@pytest.mark.parametrize("how", ["a zombie", "a recycled pid"])
+def test_what_is_only_known_by_its_pid_is_gone(how: str):
+    with child("ready(); pause()") as process:
+        known = gone(process, how)
+        assert hooks.still_holding_resources([known]) == []
+        hooks.wait_for_reap_or_raise([known], 0.5)
 
 
 @pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), OSError(errno.EINVAL, "Invalid argument")])
 def test_a_process_that_cannot_be_asked_counts_as_gone(error):
     process = mock.Mock(**{"is_running.return_value": True, "status.side_effect": error})
     assert hooks.still_holding_resources([process]) == []
-
-
-def test_a_recycled_pid_counts_as_gone():
-    with child("ready(); pause()") as process:
-        known = psutil.Process(process.pid)
-        # The same pid with another start time is another process.
-        known._ident = (known.pid, 1.0)
-        assert hooks.still_holding_resources([known]) == []
-        hooks.wait_for_reap_or_raise([known], 0.5)
 
 
 def test_those_that_are_left_are_named(old_release):
@@ -196,18 +193,14 @@ def test_names_replaced_in_the_patched_module_are_the_ones_used(old_release, mon
     assert logger.warning.call_count == 1
 
 
-def test_upstreams_own_wait_is_taken_over(family):
+@pytest.mark.parametrize("is_on", [True, False])
+def test_upstreams_own_wait_is_taken_over(family, monkeypatch, is_on: bool):
+    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", str(is_on))
     process, _pids = family
-    wait = hooks.on_wait_for_reap(upstream_wait)
     process.kill()
-    wait([psutil.Process(process.pid)], wait_timeout=LONG)
-
-
-def test_upstreams_wait_is_left_alone_with_the_kit_off(monkeypatch):
-    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
-    upstream = mock.Mock(__name__="wait")
-    hooks.on_wait_for_reap(upstream)([], 3.0)
-    upstream.assert_called_once_with([], 3.0)
+    upstream, processes = mock.Mock(__name__="wait"), [psutil.Process(process.pid)]
+    hooks.on_wait_for_reap(upstream)(processes, wait_timeout=LONG)
+    assert upstream.call_args_list == ([] if is_on else [mock.call(processes, LONG)])
 
 
 def test_a_function_that_can_wait_keeps_its_signature_and_default():
@@ -240,15 +233,6 @@ def test_errors_come_from_a_function_of_that_name(old_release, family):
     ):
         kill(process.pid, wait_timeout=0.05)
     assert "kill_process_tree" in [entry.name for entry in raised.traceback]
-
-
-def test_a_wait_is_logged_as_upstream_does(kill, family, caplog):
-    process, _pids = family
-    with caplog.at_level(logging.INFO):
-        kill(process.pid, wait_timeout=LONG)
-    assert caplog.messages == [
-        f"kill_process_tree called: parent_pid={process.pid}, include_parent=True, pid={os.getpid()}"
-    ]
 
 
 # -- a sleep that ends with a process
@@ -301,14 +285,8 @@ def test_one_without_a_pidfd_does_not_delay_the_others(place, monkeypatch):
 def test_what_would_end_no_sleep_or_each_is_not_watched(what):
     naps = []
     with child("ready(); pause()") as process:
-        known = psutil.Process(process.pid)
-        if what == "a mock":
-            known = mock.Mock(spec=psutil.Process, pid=os.getpid())
-        elif what == "a recycled pid":
-            known._ident = (known.pid, 1.0)
-        else:
-            process.kill()
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        is_mock = what == "a mock"
+        known = mock.Mock(spec=psutil.Process, pid=os.getpid()) if is_mock else gone(process, what)
         before = descriptors()
         hooks._sleep([known], 0.1, naps.append)
         assert descriptors().items() <= before.items()
@@ -328,6 +306,9 @@ def test_everything_is_passed_through() -> None:
     assert plain_kill(1) == (1, True, (), {})
     assert plain_kill(parent_pid=1, include_parent=False) == (1, False, (), {})
     assert plain_kill(None, False, 3, skip_pid=4) == (None, False, (3,), {"skip_pid": 4})
+    # A pid that is none is upstream's to refuse.
+    for pid in (-1, 0, 2**40, "x", 1.5):
+        assert plain_kill(pid)[0] == pid  # type: ignore[arg-type]
     assert plain_kill.__doc__ == "Stand for upstream's function, and tell how it was called."
 
 
@@ -425,8 +406,3 @@ def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypa
             other.process.stdout.close()
         # A socket that was left behind does not keep the tree from being killed.
         assert plain_kill(server.pid)[0] == server.pid
-
-
-@pytest.mark.parametrize("pid", [-1, 0, 2**40, "x", 1.5])
-def test_a_pid_that_is_none_is_upstreams_to_refuse(pid: Any) -> None:
-    assert plain_kill(pid)[0] == pid
