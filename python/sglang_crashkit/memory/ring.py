@@ -17,6 +17,8 @@ be believed. A payload that meets the end of the data goes on at its beginning.
 A record may be *held*: it is written again before it would be overwritten, so that it outlives the newer ones, as long
 as what is held fits in seven sixteenths of the ring. What is held beyond that is lost in the end, and
 counted, unless it only adds to another record.
+
+The last log records of a process are kept in such a ring, too.
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ _MAX_PAYLOAD = 1 << 20
 _STEP_BYTES = 256 * 1024
 #: A reader has so much of the ring in its memory at a time.
 _BLOCK_BYTES = 1 << 20
+#: Of the name of a logger and what it said so many bytes are kept. More records are not: a ring of them takes 21 MB.
+MAX_LOG_BYTES, _MAX_LOG_RECORDS = 2048, 10_000
+_LOG_HEAD = struct.Struct("<dH")  # seconds since the epoch, level
 #: A text that is passed on in memory, as it is longer than a datagram takes, is no longer than this, in bytes.
 MAX_BLOB_BYTES = 1 << 20
 #: Of ``linux/fcntl.h``, which a Python that was built on an older system lacks; see `kernel.private_files`.
@@ -312,6 +317,52 @@ class RingReader:
             return os.pread(self._fd, size, _HEADER_BYTES + offset)
         except OSError as error:
             raise RingError(f"cannot be read: {error.strerror}") from error
+
+
+class LogRecord(NamedTuple):
+    """What was logged, at so many seconds since the epoch; `level` is as `logging` numbers them."""
+
+    seconds: float
+    level: int
+    logger: str
+    text: str
+
+
+class LogWriter(RingWriter):
+    """Notes the log records of this process, at least so many, each as long as it may be; for one thread at a time.
+
+    Raises:
+        RingError: there is no memory for it.
+    """
+
+    def __init__(self, records: int) -> None:
+        longest = _LOG_HEAD.size + MAX_LOG_BYTES + _FRAME_BYTES + _ALIGNMENT
+        super().__init__(_HEADER_BYTES + min(records, _MAX_LOG_RECORDS) * longest, "sglang-crashkit-log")
+
+    def note(self, seconds: float, level: int, logger: str, text: str) -> None:
+        """Note a record; what is longer than `MAX_LOG_BYTES` is cut.
+
+        Raises:
+            ValueError: the ring is closed.
+            RingError: there is no more memory.
+        """
+        said = f"{logger}\0{text}".encode(errors="backslashreplace")
+        self.append(_LOG_HEAD.pack(seconds, level) + said[:MAX_LOG_BYTES])
+
+
+def read_log(descriptor: int, most: int) -> list[LogRecord]:
+    """Return the last records of a ring of log records, `most` of them, oldest first.
+
+    Raises:
+        RingError: it cannot be read or is no ring.
+    """
+    found = []
+    for record in sorted(RingReader(descriptor).records(), key=lambda record: record.sequence)[-most:]:
+        if len(record.payload) >= _LOG_HEAD.size:
+            seconds, level = _LOG_HEAD.unpack_from(record.payload)
+            logger, _, text = record.payload[_LOG_HEAD.size :].decode(errors="replace").partition("\0")
+            found.append(LogRecord(seconds, level, logger, text))
+    return found
 
 
 def is_ring(descriptor: int) -> bool:

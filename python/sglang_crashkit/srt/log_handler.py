@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.memory.log_ring import MAX_BYTES, LogWriter
+from sglang_crashkit.memory.ring import MAX_LOG_BYTES, LogWriter
 from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import hand_over, handler_pid, never_raises
@@ -41,9 +41,9 @@ _LEFT_OUT = r"\1\2<left out>"
 #: Without one of these it matches nothing, and they are found ten times as quickly.
 _OF_BODIES = ("text", "prompt", "messages", "content", "put_ids", "input_embeds", "_data")
 #: What is kept of a record, in characters, beside the name of its logger.
-_ROOM = MAX_BYTES - 128
+_ROOM = MAX_LOG_BYTES - 128
 #: So much of its head and of its end is searched for secrets; more than is kept, so that none is cut in two.
-_SEARCHED = 2 * MAX_BYTES
+_SEARCHED = 2 * MAX_LOG_BYTES
 _GAP = "\n...\n"
 _MIN_WORDS, _MAX_CHAIN = 6, 8
 

@@ -80,7 +80,7 @@ class _State:
 
 
 _state: _State | None = None
-_told: set[Path] = set()
+_reported: set[Path] = set()
 
 
 def on_configure_logger(configure: Function) -> Function:
@@ -142,9 +142,9 @@ def report_faults() -> None:
     if own is None or not os.environ.get(SOCKET_VARIABLE):
         return
     for path in sorted(own.parent.glob("*.fault")):
-        if path in _told or not path.stat().st_size:
+        if path in _reported or not path.stat().st_size:
             continue
-        _told.add(path)
+        _reported.add(path)
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES)
         heading = f"crash kit: process {path.name.partition('-')[0]} of this server wrote before it died:\n"

@@ -19,7 +19,7 @@ import json, logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.request_logger import RequestLogger
-from sglang_crashkit.memory.log_ring import LogWriter, read_log
+from sglang_crashkit.memory.ring import LogWriter, read_log
 from sglang_crashkit.srt.log_handler import RingHandler
 
 ring = LogWriter(200)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
-from sglang_crashkit.memory.log_ring import MAX_BYTES, LogRecord, LogWriter, read_log
+from sglang_crashkit.memory.ring import MAX_LOG_BYTES, LogRecord, LogWriter, read_log
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import log_handler
 from sglang_crashkit.srt.log_handler import RingHandler, keep_log_records
@@ -118,7 +118,7 @@ def test_of_a_long_record_both_ends_without_secrets_are_kept(handler: RingHandle
         )
     found = [one.text for one in told(handler)]
     assert all(text.startswith("Scheduler hit") and text.endswith("at line 7") for text in found)
-    assert max(map(len, found)) <= MAX_BYTES
+    assert max(map(len, found)) <= MAX_LOG_BYTES
     assert not any("canary" in text or "-secret" in text for text in found)
 
 

@@ -22,8 +22,7 @@ from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.kernel import titles
-from sglang_crashkit.memory.log_ring import LogRecord, read_log
-from sglang_crashkit.memory.ring import is_ring
+from sglang_crashkit.memory.ring import LogRecord, is_ring, read_log
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
 from sglang_crashkit.model import incident
 from sglang_crashkit.model.incident import MAX_RIDS, Evidence, InStep, iso_time

@@ -14,7 +14,7 @@ import pytest
 
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import format_log, gathering_deadline, in_short, secs_before, share_of
-from sglang_crashkit.memory.log_ring import LogRecord
+from sglang_crashkit.memory.ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.support.server_driver import Server, document_of, report_of

@@ -88,17 +88,14 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manager:
     return made
 
 
-def test_a_known_request_is_refused_with_422_and_the_incident(manager: Manager) -> None:
-    with pytest.raises(HTTPException, match=r"known to kill a server: .*top_logprobs_num=600.*1a2b") as raised:
-        manager.generate_request(Request(**POISON), object())
+@pytest.mark.parametrize(("stream", "error"), [(False, HTTPException), (True, QuarantinedError)])
+def test_a_known_request_is_refused_with_422_and_the_incident(
+    manager: Manager, stream: bool, error: type[HTTPException | QuarantinedError]
+) -> None:
+    with pytest.raises(error, match=r"known to kill a server: .*top_logprobs_num=600.*1a2b") as raised:
+        manager.generate_request(Request(**POISON, stream=stream), object())
     assert raised.value.status_code == 422
     assert manager.seen == []
-
-
-def test_a_stream_gets_a_value_error(manager: Manager) -> None:
-    with pytest.raises(QuarantinedError) as raised:
-        manager.generate_request(Request(**POISON, stream=True), object())
-    assert raised.value.status_code == 422
 
 
 @pytest.mark.parametrize("case", ["library", "health check", "warm-up", "another input"])

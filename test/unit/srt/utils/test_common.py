@@ -94,7 +94,7 @@ def test_the_callers_of_three_parameters_are_served_as_before(kill, family):
 
 
 @pytest.mark.parametrize("spares", [False, True])
-def test_with_a_wait_all_but_the_spared_are_gone_on_return(kill, family, caplog, spares: bool):
+def test_with_a_wait_all_but_the_spared_are_gone(kill, family, caplog, spares: bool):
     process, pids = family
     with caplog.at_level(logging.INFO):
         kill(process.pid, not spares, pids[0] if spares else None, wait_timeout=LONG)
