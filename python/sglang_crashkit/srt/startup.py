@@ -38,12 +38,10 @@ _MAX_CHILDREN = 16
 
 
 class StartupError(RuntimeError):
-    """A rank will not get ready.
+    """A rank will not get ready; `children` are those that it is about, the one seen first first.
 
-    Attributes:
-        kind: ``died``, ``closed`` (its pipe, while it lives), ``garbled`` (its message), ``failed`` (by its own word)
-            or ``timeout``.
-        children: those that it is about, the one seen first first.
+    It ``died``, ``closed`` its pipe while it lives, ``garbled`` its message, ``failed`` by its own word, or took too
+    long (``timeout``).
     """
 
     def __init__(self, kind: Kind, children: Sequence[Child], message: str) -> None:

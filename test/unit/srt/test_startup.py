@@ -79,6 +79,8 @@ def test_one_that_will_not_get_ready_ends_the_wait(
 ) -> None:
     error = fail(*scripts)
     assert error.kind == kind
+    # Its traceback begins with itself.
+    assert error.__context__ is None
     assert all(words in str(error) for words in said), str(error)
     assert f"crash kit: {error}" in caplog.text
 

@@ -43,11 +43,9 @@ def on_controller_exception() -> None:
 
 
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
-    """Return what the main thread waits on in place of `ready_events`; the first wait is for all groups.
+    """Return what the main thread of a ``DataParallelController`` waits on in place of `ready_events`.
 
-    Args:
-        controller: the ``DataParallelController``.
-        ready_events: one for each thread that is about to start a group of schedulers.
+    Of these there is one for each thread that is about to start a group; the first wait is for all groups.
     """
     if not Settings.from_environ().enabled:
         return ready_events
@@ -76,11 +74,7 @@ def on_scheduler_group_launch(launch: Function) -> Function:
 
 
 def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]:
-    """Wait for a group of schedulers; return pipes that hold what each of them sent.
-
-    Args:
-        controller: the ``DataParallelController``.
-        readers: the pipe of each scheduler of the group.
+    """Wait for a group of schedulers, of which `readers` are the pipes; return pipes that hold what each sent.
 
     Raises:
         StartupError: a RuntimeError; a scheduler will not get ready.

@@ -47,12 +47,9 @@ def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> H
 
 @never_raises
 def start_loop_heartbeat(manager: Any) -> None:
-    """Have the event loop of a tokenizer manager beat, from when that creates its tasks with the first request.
+    """Have the event loop of a ``TokenizerManager`` beat, from when that creates its tasks with the first request.
 
     To be called where the loop runs for as long as the process serves. A library's user runs it for each call.
-
-    Args:
-        manager: SGLang's ``TokenizerManager``.
     """
     create = manager.auto_create_handle_loop
 

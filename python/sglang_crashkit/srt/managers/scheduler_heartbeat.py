@@ -52,10 +52,6 @@ def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
 
     To be called when the round's new requests are there, before they are handled: every event loop comes by in every
     round, idle and paused ones too.
-
-    Args:
-        scheduler: SGLang's ``Scheduler``.
-        requests: the new requests.
     """
     if _is_off:
         return
@@ -78,14 +74,7 @@ def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
 
 
 def on_batch(scheduler: Any, batch: Any) -> None:
-    """Note that the scheduler begins a batch.
-
-    To be called once ``Scheduler.forward_ct`` counts it.
-
-    Args:
-        scheduler: SGLang's ``Scheduler``.
-        batch: SGLang's ``ScheduleBatch``.
-    """
+    """Note that the scheduler begins a batch, once ``Scheduler.forward_ct`` counts it."""
     words = _words
     if words is None:
         return

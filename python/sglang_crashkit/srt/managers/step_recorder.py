@@ -85,13 +85,7 @@ _is_off = False
 
 
 class StepRecorder:
-    """The steps of one scheduler.
-
-    Args:
-        scheduler: SGLang's ``Scheduler``.
-        writer: where they are noted.
-        modes: names of the release's forward modes by their number.
-    """
+    """The steps of one scheduler; `modes` has the names of the release's forward modes by their number."""
 
     def __init__(self, scheduler: Any, writer: StepWriter, modes: dict[int, str]) -> None:
         self.writer = writer

@@ -140,18 +140,17 @@ def test_the_heartbeat_is_told_of_by_itself(handler: Handler) -> None:
     assert (told["event"], told["sign"], told["requests"]) == ("peer_lost", "heartbeat", [{"rid": "a", "room": 1}])
 
 
-def test_the_thread_ends_with_the_handler(handler: Handler) -> None:
-    start(Tables(), handler)
-    handler.connection.close()
-    wait_until(lambda: not threads(), "the thread ends")
-
-
-def test_the_thread_ends_with_sglangs_tables(handler: Handler) -> None:
+@pytest.mark.parametrize("gone", ["handler", "tables"])
+def test_the_thread_ends_with_the_handler_or_sglangs_tables(handler: Handler, gone: str) -> None:
     tables = Tables()
     start(tables, handler)
-    tables.its = None
-    handler.connection.send(known_question())
-    assert handler.connection.recv(100) == b""
+    if gone == "handler":
+        handler.connection.close()
+    else:
+        tables.its = None
+        handler.connection.send(known_question())
+        assert handler.connection.recv(100) == b""
+    wait_until(lambda: not threads(), "the thread ends")
 
 
 def test_the_thread_ends_where_no_handler_takes_the_other_end(
