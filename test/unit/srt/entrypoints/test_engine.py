@@ -42,20 +42,22 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
 
 
 @pytest.mark.parametrize(
-    ("environ", "folder", "starts"),
+    ("environ", "arguments", "starts"),
     [
-        ({}, None, True),
-        ({STACKS: "0"}, None, True),
-        ({STACKS: "0", CORES: "0"}, None, False),
-        ({STACKS: "0", CORES: "0"}, "/crash", True),
-        ({"SGLANG_CRASHKIT_ENABLED": "0"}, "/crash", False),
+        ({}, SimpleNamespace(crash_dump_folder=None), True),
+        # Arguments of another shape are no error.
+        ({}, object(), True),
+        ({STACKS: "0"}, SimpleNamespace(crash_dump_folder=None), True),
+        ({STACKS: "0", CORES: "0"}, SimpleNamespace(crash_dump_folder=None), False),
+        ({STACKS: "0", CORES: "0"}, SimpleNamespace(crash_dump_folder="/crash"), True),
+        ({"SGLANG_CRASHKIT_ENABLED": "0"}, SimpleNamespace(crash_dump_folder="/crash"), False),
     ],
 )
 def test_a_handler_is_started_where_one_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
     watches: list[dict[str, bool]],
     environ: dict[str, str],
-    folder: str | None,
+    arguments: object,
     starts: bool,
 ) -> None:
     for name in (STACKS, CORES, "SGLANG_CRASHKIT_ENABLED"):
@@ -64,16 +66,9 @@ def test_a_handler_is_started_where_one_is_wanted(
         monkeypatch.setenv(name, value)
     started: list[str | None] = []
     monkeypatch.setattr(handler_process, "start", lambda folder, _told: started.append(folder))
-    on_engine_launch(SimpleNamespace(crash_dump_folder=folder))
-    assert started == ([folder] if starts else [])
+    on_engine_launch(arguments)
+    assert started == ([getattr(arguments, "crash_dump_folder", None)] if starts else [])
     assert watches == ([{"follows": False}] if starts else [])
-
-
-def test_server_args_of_another_shape_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str | None] = []
-    monkeypatch.setattr(handler_process, "start", lambda folder, _told: started.append(folder))
-    on_engine_launch(object())
-    assert started == [None]
 
 
 def test_a_handler_that_cannot_be_started_leaves_the_server_alone(
