@@ -88,17 +88,17 @@ class Child:
             with contextlib.suppress(OSError):
                 self._handle = ProcessHandle(self.pid)
             if self._handle is not None and self._handle.start_ticks != self.start_ticks:
-                self.let_go()
+                self.close()
             self._oom = cgroup.find_counter(self.pid)
         return self._is_held
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close the pidfd."""
         if self._handle is not None:
             self._handle.close()
             self._handle = None
 
-    def signs(self) -> list[int]:
+    def descriptors(self) -> list[int]:
         """Return the descriptors that become readable when it ends; the sentinel does where there is no pidfd."""
         sentinel = [self.process.sentinel] if self.process is not None else []
         return sentinel + ([self._handle.fd] if self._handle is not None else [])
@@ -225,14 +225,14 @@ class Supervisor:
         It takes `seconds` at most; None waits for ever.
         """
         living, others = self.living(), set(others)
-        unseen = [child for child in living if child.pid is not None and not child.signs()]
+        unseen = [child for child in living if child.pid is not None and not child.descriptors()]
         if unseen:
             gone = any(child.has_ended() for child in unseen)
             seconds = 0.0 if gone else min(LOOK_SECS, LOOK_SECS if seconds is None else seconds)
-        readable = self.clock.wait(others | {sign for child in living for sign in child.signs()}, seconds)
+        readable = self.clock.wait(others | {sign for child in living for sign in child.descriptors()}, seconds)
         now = self.clock.now()
         for child in living:
-            if readable.intersection(child.signs()) or (child in unseen and child.has_ended()):
+            if readable.intersection(child.descriptors()) or (child in unseen and child.has_ended()):
                 child.ended_at = now
         return others & readable
 
@@ -249,7 +249,7 @@ class Supervisor:
             while not child.learn_exit().known and self.clock.now() < deadline:
                 self.clock.wait((), 0.001)
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close all pidfds."""
         for child in self.children:
-            child.let_go()
+            child.close()

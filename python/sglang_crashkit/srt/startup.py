@@ -91,7 +91,7 @@ class Startup(Supervisor):
             logger.error("crash kit: %s", error)
             raise
         finally:
-            self.let_go()
+            self.close()
         return [child.info for child in self.children if child.reader is not None]
 
     def _turn(self) -> None:

@@ -100,13 +100,13 @@ class Serving(Supervisor):
         self.read_registered()
         handler, self._next_handler = self._next_handler, None
         if handler is not None:
-            self._handler.let_go()
+            self._handler.close()
             self._handler = handler
-        signs = self._handler.signs()
+        signs = self._handler.descriptors()
         # Where nobody tells of the handler's end, whether it is there is asked each time.
         pause = self._look() if self._has_begun and not signs else None
         if self.wait(pause, {self._reader, *signs}).intersection(signs):
-            self._handler.let_go()
+            self._handler.close()
             say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
 
     def register(self, pid: int, title: str) -> None:
@@ -170,7 +170,7 @@ class Serving(Supervisor):
             left = self._judge(child, child.learn_exit())
             pause = min(pause, left or pause)
             if left is None:
-                child.let_go()
+                child.close()
                 self.children = [each for each in self.children if each is not child]
                 with self._lock:
                     self._registered = {pid: each for pid, each in self._registered.items() if each is not child}
@@ -305,5 +305,5 @@ def end_tokenizer_workers(seconds: float) -> int:
             worker.tell()
         workers.wait_for_all(seconds)
     finally:
-        workers.let_go()
+        workers.close()
     return len(workers.children)

@@ -43,13 +43,13 @@ def test_how_a_zombie_ended_is_known(
             monkeypatch.setattr(os, "pidfd_open", lambda *_: os.open("/nonexistent", os.O_RDONLY))
         found = Child("", process.pid)
         watched = Supervisor([found])
-        assert bool(found.signs()) is with_pidfd
+        assert bool(found.descriptors()) is with_pidfd
         process.stdin.close()
         if code is None:
             process.kill()
         watched.wait_for_all(LONG)
         watched.learn_exits([found], LONG)
-        watched.let_go()
+        watched.close()
         assert found.exit == status
         assert process.wait(LONG) in (3, -signal.SIGKILL)
         assert Child("", process.pid).hold() is False

@@ -71,7 +71,7 @@ def serving(ends: list[Any], clock: FakeClock) -> Iterator[Serving]:
     serving = Serving(clock)
     serving.begin(None, follows=False)
     yield serving
-    serving.let_go()
+    serving.close()
     os.close(serving._reader)
     os.close(serving._writer)
 
