@@ -26,6 +26,8 @@ Document = dict[str, Any]
 GOLDEN = Path(__file__).parent / "golden"
 IS_WRITTEN = os.environ.get("SGLANG_CRASHKIT_TEST_GOLDEN") == "write"
 RANKS = ("scheduler_TP0", "scheduler_TP1")
+#: Of a line on file, in characters.
+WIDTH = 120
 #: Not every machine has a GPU.
 ENVIRON = {"SGLANG_CRASHKIT_GPU_FACTS": "0"}
 #: Fields that the machine decides: its kernel, its C library, its memory; and what has to be alike on all ranks only.
@@ -164,13 +166,29 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def lines_of(value: Any, head: str = "") -> Iterator[str]:
+    """Yield a document as JSON for a reader: what has room for it stands in one line, such as a piece of evidence."""
+    indent, text = head[: len(head) - len(head.lstrip())], head + json.dumps(value)
+    if len(text) < WIDTH or not isinstance(value, dict | list) or not value:
+        yield text
+        return
+    is_dict = isinstance(value, dict)
+    yield f"{head}{'{' if is_dict else '['}"
+    names = [f"{json.dumps(name)}: " for name in value] if is_dict else [""] * len(value)
+    for number, (name, each) in enumerate(zip(names, value.values() if is_dict else value, strict=True), 1):
+        *lines, last = lines_of(each, f"{indent} {name}")
+        yield from lines
+        yield last if number == len(value) else f"{last},"
+    yield f"{indent}{'}' if is_dict else ']'}"
+
+
 @pytest.mark.parametrize("name", STORIES)
 def test_every_field_is_as_on_file(start_server: Start, name: str) -> None:
     server, document = STORIES[name](start_server)
     names = {pid: f"<{rank}>" for rank, pid in server.ranks.items()} | {server.pid: "<server>"}
     made, file = normalised(document, names), GOLDEN / f"{name}.json"
     if IS_WRITTEN:
-        file.write_text(json.dumps(made, indent=1) + "\n")
+        file.write_text("\n".join(lines_of(made)) + "\n")
     on_file, now = (dict(leaves_of(each)) for each in (json.loads(file.read_text()), made))
     differing = [path for path in on_file | now if on_file.get(path, "nothing") != now.get(path, "nothing")]
     assert {path: now.get(path) for path in differing} == {path: on_file.get(path) for path in differing}
