@@ -95,7 +95,7 @@ SENDERS = {
     "srt/handler_process.py",
     "capture/gpu_facts.py",
     "replay/server.py",
-    "handler/after_incident.py",
+    "handler/reporting.py",
     "handler/metrics.py",
     "doctor/drill.py",
     "doctor/drill_server.py",

@@ -32,10 +32,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sglang_crashkit.analysis.explain import NEEDED
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
-from sglang_crashkit.handler.answers import log_lines
 from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.reporting import log_lines
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.kernel import procfs
@@ -133,7 +133,7 @@ class HangDetector:
                 self._session.finish_observed()
                 run = self._hang.run
                 if run.finished:
-                    for line in log_lines(run.incident, None if run.problem else run.path):
+                    for line in log_lines(run):
                         self._say(line)
                     self._say(self._hang.in_words())
 

@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.after_incident import HtmlPage, Notices
-from sglang_crashkit.handler.answers import Answers, ServerLog, log_lines
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
 from sglang_crashkit.handler.collectors.received import Received, secs_before
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
+from sglang_crashkit.handler.reporting import Answers, HtmlPage, Notices, ServerLog, log_lines
 from sglang_crashkit.handler.state import Action, ActionKind, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
@@ -488,7 +487,7 @@ class Session:
         status = None if self._is_observed else exit_status_of(run.incident)
         path = None if run.problem else str(run.path)
         ends = policy.decide(self.triage.shutdown.mode, Event.DIED).ends and not self._settings.keeps_exit_status
-        lines = log_lines(run.incident, None if run.problem else run.path, status if ends else None)
+        lines = log_lines(run, status if ends else None)
         self._mailbox.acknowledge(
             message, ack="finished", path=path, problem=run.problem or None, exit_status=status, lines=lines
         )

@@ -1,21 +1,158 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import after_incident
-from sglang_crashkit.handler.after_incident import PAGE, Child, HtmlPage, Notices
+from sglang_crashkit import protocol
+from sglang_crashkit.handler import reporting
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler.reporting import PAGE, Answers, Child, HtmlPage, Notices, ServerLog
+from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
 from sglang_crashkit.notifications.plan import OUTCOME
+from sglang_crashkit.protocol import Mailbox, Message
+from sglang_crashkit.settings import Settings
 from unit.support.server_driver import Server
 from unit.support.stored import make_incident
-from unit.support.waiting import wait_until
+from unit.support.targets import start_ticks
+from unit.support.waiting import LONG, wait_until
+
+STEP = 20.0
+
+
+class Sender:
+    """Waits for the end of an incident, as a server's main process does; stopped, it reads on when it is told to."""
+
+    def __init__(self, path: str, *, is_stopped: bool = False) -> None:
+        self.asked: list[float] = []
+        self.answer: dict[str, Any] | None = None
+        self.goes_on = threading.Event()
+        if not is_stopped:
+            self.goes_on.set()
+        self._thread = threading.Thread(target=self._work, args=(path,))
+        self._thread.start()
+
+    def _work(self, path: str) -> None:
+        self.answer = protocol.request(path, "crash_dump_ended", LONG, on_wait=self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        self.goes_on.wait(LONG)
+
+    def join(self) -> None:
+        self._thread.join(LONG)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def path(short_folder: Path) -> str:
+    (short_folder / HANDLER_PID).write_text(str(os.getpid()))
+    return str(short_folder / "sock")
+
+
+@pytest.fixture
+def mailbox(path: str) -> Iterator[Mailbox]:
+    with Mailbox.bind(Path(path)) as receiver:
+        yield Mailbox(receiver)
+
+
+def received(mailbox: Mailbox) -> Message:
+    (message,) = wait_until(mailbox.receive, "a message is there")
+    return message
+
+
+def finish(answers: Answers, mailbox: Mailbox) -> None:
+    answers.give(lambda message: mailbox.acknowledge(message, ack="finished"))
+
+
+@pytest.mark.parametrize(
+    ("before", "secs_left", "after", "asked"),
+    [
+        # In the second one little was written.
+        ([], None, [10.0, 10.0 + STEP / 2, 10.0 + STEP + 1.0], [15.0, 15.0 + STEP + 1.0]),
+        ([60.0], 30.0, [], [35.0]),
+        ([], None, [None], []),
+    ],
+    ids=["the end moves", "who comes later", "no core is awaited"],
+)
+def test_who_waits_is_told_how_long(
+    path: str,
+    mailbox: Mailbox,
+    before: list[float],
+    secs_left: float | None,
+    after: list[float | None],
+    asked: list[float],
+) -> None:
+    answers, sender = Answers(mailbox, STEP), Sender(path)
+    for secs in before:
+        answers.ask_all_to_wait(secs)
+    answers.add(received(mailbox), secs_left)
+    for more in after:
+        answers.ask_all_to_wait(more)
+    finish(answers, mailbox)
+    sender.join()
+    assert (sender.answer, sender.asked) == ({"ack": "finished"}, [pytest.approx(secs, abs=0.5) for secs in asked])
+
+
+def test_a_sender_that_reads_late_gets_its_answer(path: str, mailbox: Mailbox) -> None:
+    answers, sender = Answers(mailbox, STEP), Sender(path, is_stopped=True)
+    answers.add(received(mailbox), None)
+    # A core that grows for ten times the wait, looked at ten times a second.
+    for look in range(100):
+        answers.ask_all_to_wait(STEP + look * STEP / 11)
+    finish(answers, mailbox)
+    began = time.monotonic()
+    sender.goes_on.set()
+    sender.join()
+    assert sender.answer == {"ack": "finished"}
+    assert time.monotonic() - began < LONG / 2
+
+
+def test_a_line_goes_to_the_main_process_cut_short(short_folder: Path) -> None:
+    tree = ProcessTree(os.getpid())
+    path = HookFiles.of(short_folder, os.getpid(), start_ticks(os.getpid())).say
+    with Mailbox.bind(path) as receiver:
+        mailbox = Mailbox(receiver)
+        ServerLog(tree.root, short_folder).say("x" * 100_000)
+        (message,) = mailbox.receive()
+    tree.root.handle.close()
+    assert (message.event, message.fields["text"]) == ("say", "x" * 3000)
+
+
+def test_one_that_does_not_listen_is_logged(short_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tree = ProcessTree(os.getpid())
+    with caplog.at_level(logging.WARNING):
+        ServerLog(tree.root, short_folder).say("it hangs")
+    tree.root.handle.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the server's own log does not report it: ")
+
+
+def test_lines_of_the_start_wait_until_somebody_listens(short_folder: Path) -> None:
+    place = Place(short_folder / "host", short_folder / "spool", short_folder / "runtime")
+    place.runtime.mkdir()
+    with Mailbox.bind(place.runtime / "handler.sock") as messages:
+        handler = CrashHandler(os.getpid(), Mailbox(messages), place, Settings.from_environ({}))
+        handler.history = ["3 crashes in the last hour", "12 segments"]
+        handler.look()
+        with Mailbox.bind(HookFiles.of(place.runtime, os.getpid(), start_ticks(os.getpid())).say) as receiver:
+            handler.look()
+            handler.look()
+            messages_of_it = Mailbox(receiver).receive()
+        handler.close()
+    said = [(message.event, message.fields["text"]) for message in messages_of_it]
+    assert said == [("say", "3 crashes in the last hour"), ("say", "12 segments")]
 
 
 @pytest.fixture
@@ -60,26 +197,19 @@ def test_the_last_hours_incidents_are_told_of_once(incidents: Path) -> None:
 def test_the_newest_comes_first_and_the_rest_wait_for_room(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Path] = []
     monkeypatch.setattr(Notices, "_start", lambda self, folder: started.append(folder))
-    monkeypatch.setattr("sglang_crashkit.handler.after_incident._MAX_AT_ONCE", 1)
+    monkeypatch.setattr("sglang_crashkit.handler.reporting._MAX_AT_ONCE", 1)
     oldest, newest = (make_incident(incidents, seconds=time.time() - secs) for secs in (60, 30))
     quiet = make_incident(incidents, seconds=time.time() - 10, kind="snapshot")
     after = Notices()
     after.catch_up(incidents)
     assert started == []
-    after._children.append(Sleeping())
+    after._children.append(SimpleNamespace(has_ended=lambda: False))
     after.act_on_time()
     assert started == []
     after._children.clear()
     after.act_on_time()
     assert started == [newest, oldest]
     assert quiet not in started
-
-
-class Sleeping:
-    """Stands for a child that is at work."""
-
-    def has_ended(self) -> bool:
-        return False
 
 
 @pytest.mark.usefixtures("wanted")
@@ -143,7 +273,7 @@ FAILS = (sys.executable, "-c", "raise SystemExit('out of paper')")
 
 @pytest.fixture
 def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(after_incident, "_PROGRAM", HANGS)
+    monkeypatch.setattr(reporting, "_PROGRAM", HANGS)
 
 
 @pytest.fixture
@@ -163,30 +293,26 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_a_child_makes_the_page_beside_the_incident(run: Any) -> None:
-    page = HtmlPage(True)
+def make_page(run: Any, is_wanted: bool = True) -> None:
+    page = HtmlPage(is_wanted)
     page.begin(run)
     page.wait()
+
+
+def test_a_child_makes_the_page_beside_the_incident(run: Any) -> None:
+    make_page(run)
     written = run.path / PAGE
     assert written.read_text().startswith("<!doctype html>")
     assert written.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.usefixtures("hangs")
-def test_by_default_nothing_is_made(run: Any) -> None:
-    page = HtmlPage(False)
-    page.begin(run)
-    page.wait()
-    assert not (run.path / PAGE).exists()
-
-
-@pytest.mark.usefixtures("hangs")
-@pytest.mark.parametrize("fields", [{"finished": False}, {"problem": "the disk is full"}])
-def test_an_incident_that_is_not_whole_on_disk_has_none(run: Any, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("is_wanted", "fields"), [(False, {}), (True, {"finished": False}), (True, {"problem": "the disk is full"})]
+)
+def test_where_none_is_wanted_or_nothing_whole_is_none(run: Any, is_wanted: bool, fields: dict[str, Any]) -> None:
     vars(run).update(fields)
-    page = HtmlPage(True)
-    page.begin(run)
-    page.wait()
+    make_page(run, is_wanted)
     assert not (run.path / PAGE).exists()
 
 
@@ -194,26 +320,19 @@ def test_an_incident_that_is_not_whole_on_disk_has_none(run: Any, fields: dict[s
 def test_one_that_hangs_is_killed_at_its_deadline(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(after_incident, "_PAGE_SECS", 0.5)
+    monkeypatch.setattr(reporting, "_PAGE_SECS", 0.5)
     before = (run.path / "incident.json").read_bytes()
-    page = HtmlPage(True)
-    page.begin(run)
-    page.wait()
+    make_page(run)
     assert "did not end within 0.5 s" in caplog.text
     assert is_gone(pid_in(run.path / PAGE))
     assert (run.path / "incident.json").read_bytes() == before
 
 
 def test_one_that_fails_is_logged_and_no_more(
-    run: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(after_incident, "_PROGRAM", FAILS)
-    page = HtmlPage(True)
-    page.begin(run)
-    page.wait()
+    monkeypatch.setattr(reporting, "_PROGRAM", FAILS)
+    make_page(run)
     assert "ended with status 1" in caplog.text
     assert "out of paper" in capfd.readouterr().err
 
@@ -239,9 +358,7 @@ def test_without_room_there_is_none(run: Any, caplog: pytest.LogCaptureFixture) 
         raise OSError("there is no room")
 
     run.folder.charge = charge
-    page = HtmlPage(True)
-    page.begin(run)
-    page.wait()
+    make_page(run)
     assert "there is no room" in caplog.text
     assert not (run.path / PAGE).exists()
 

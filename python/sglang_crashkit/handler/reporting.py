@@ -1,7 +1,10 @@
-"""What follows once an incident is whole: notices and a page, each by a child that no server and no incident waits for.
+"""Who is told of an incident: whoever waits for it, the server's log, whom the user named, and readers of a page.
 
-Whatever becomes of a child, the incident is as it was. Where a container ends with its server, they end with that, too;
-so the next crash handler on the same crash folder notifies of the last hour's incidents that nobody was notified of.
+The server's log is written by its main process: the crash handler holds none of it open.
+
+Notices and a page follow once the incident is whole, each by a child that no server and no incident waits for. Whatever
+becomes of a child, the incident is as it was. Where a container ends with its server, they end with that, too; so the
+next crash handler on the same crash folder notifies of the last hour's incidents that nobody was notified of.
 """
 
 from __future__ import annotations
@@ -10,20 +13,30 @@ import contextlib
 import logging
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.incident.exit_status import while_starting
+from sglang_crashkit.incident.first_screen import LOG_LINES, failed_at_start, first_screen
 from sglang_crashkit.incident.store import is_finished, parse_name
+from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
 from sglang_crashkit.notifications import plan
+from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message, notify
 
 logger = logging.getLogger(__name__)
 
+#: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
+_LAST_LOOK_SECS = 5.0
+_MAX_LINE = 3000
 #: How far back it looks for incidents that nobody was notified of, in seconds.
 _RECENT_SECS = 3600.0
 #: A server in a crash loop, and whoever is notified hangs.
@@ -38,6 +51,85 @@ _MAX_BYTES = 8 << 20
 #: Of 512 ranks it takes two seconds of processor time. It gives way to all others: where two processes for each core
 #: keep a machine busy, each of those seconds takes two minutes.
 _PAGE_SECS = 300.0
+
+
+class Answers:
+    """Those who wait for the incident at hand.
+
+    Args:
+        mailbox: how they are answered.
+        step_secs: who waits is asked anew when the end of the wait has moved by so many seconds. More often it is not
+            done: of a sender that reads nothing, as it is stopped, the kernel keeps ten answers and loses the last.
+    """
+
+    def __init__(self, mailbox: Mailbox, step_secs: float) -> None:
+        self._mailbox = mailbox
+        self._step_secs = step_secs
+        self._waiting: list[Message] = []
+        self._asked_until = 0.0
+
+    def add(self, message: Message, secs_left: float | None) -> None:
+        """Note that the sender waits: for GPU cores at most `secs_left` seconds more, None where none is awaited."""
+        self._waiting.append(message)
+        if secs_left is not None:
+            self.ask_to_wait(message, secs_left)
+
+    def ask_all_to_wait(self, secs_left: float | None) -> None:
+        """Ask all of them to wait on, where they were not asked for so long; see `add`."""
+        if secs_left is None or time.monotonic() + secs_left < self._asked_until + self._step_secs:
+            return
+        self._asked_until = time.monotonic() + secs_left
+        for message in self._waiting:
+            self.ask_to_wait(message, secs_left)
+
+    def give(self, answer: Callable[[Message], None]) -> None:
+        """Answer all of them."""
+        for message in self._waiting:
+            answer(message)
+        self._waiting.clear()
+        self._asked_until = 0.0
+
+    def ask_to_wait(self, message: Message, secs_left: float) -> None:
+        """Ask one sender to wait while GPU cores are written."""
+        self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: secs_left + _LAST_LOOK_SECS})
+
+
+def log_lines(run: IncidentRun, ends_with: int | None = None) -> list[str]:
+    """Return what the server's own log says of a finished incident, before it says where that lies.
+
+    `ends_with` is the exit status that the incident stands for; None where the kit does not end the server with it.
+    """
+    document = run.incident.to_json()
+    if ends_with is not None and failed_at_start(document):
+        ends_with = while_starting(ends_with)
+    where = "" if run.problem else shlex.quote(str(run.path.absolute()))
+    return first_screen(document, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]
+
+
+class ServerLog:
+    """The log of a server with this main process, whose other end `srt.stack_hooks` has in the folder `runtime`."""
+
+    def __init__(self, root: TrackedProcess, runtime: Path) -> None:
+        self._socket = HookFiles.of(runtime, root.pid, root.handle.start_ticks).say
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the main process listens."""
+        return self._socket.exists()
+
+    def report_fault(self) -> None:
+        """Have the main process copy what a dying worker wrote to its standard error, as upstream has it there."""
+        self._notify(FAULT)
+
+    def say(self, text: str) -> None:
+        """Have the main process write one line, when it gets to it; it may be the one that hangs."""
+        self._notify("say", text=text[:_MAX_LINE])
+
+    def _notify(self, event: str, **fields: Any) -> None:
+        try:
+            notify(str(self._socket), event, **fields)
+        except HandlerUnreachableError as error:
+            logger.warning("the server's own log does not report it: %s", error)
 
 
 class Child:
@@ -141,12 +233,7 @@ class HtmlPage:
         self._maker: Child | None = None
 
     def begin(self, run: IncidentRun, *, again: bool = False) -> None:
-        """Have the page of a finished incident made.
-
-        Args:
-            run: the incident.
-            again: also where it was made, or is being made: something was added to it since.
-        """
+        """Have the page of a finished incident made; `again`, as something was added, also where it is there."""
         if not self._wanted or not run.finished or run.problem or (self._made == run.incident.id and not again):
             return
         self.cancel()
