@@ -24,12 +24,12 @@ import setproctitle
 from sglang_crashkit.handler.folders import (
     Place,
     WorkFolders,
+    left_by_others,
     make_work_folders,
     remove_empty_spools,
     remove_runtime_folders,
 )
 from sglang_crashkit.handler.server import CrashHandler
-from sglang_crashkit.handler.shared_memory import left_by_others
 from sglang_crashkit.incident.fingerprint import recent_crashes
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs

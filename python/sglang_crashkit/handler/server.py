@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable
 
 from sglang_crashkit.handler import folders
-from sglang_crashkit.handler.folders import KeptFolder, Place
+from sglang_crashkit.handler.folders import KeptFolder, Place, SharedMemory
 from sglang_crashkit.handler.hang_detector import HangDetector
 from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.peers.prober import PeerLosses, PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
-from sglang_crashkit.handler.shared_memory import SharedMemory
 from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import server_key
