@@ -269,7 +269,7 @@ class Incident:
     #: The requests that may have brought the failure about, most suspicious first.
     suspects: list[Suspect] = field(default_factory=list)
     suspects_left_out: int = 0  # how many more of the requests among which they were looked for are not listed
-    #: What of ``environment.json`` a summary says first, see `handler.collectors.environment`; None before it was
+    #: What of ``environment.json`` a summary says first, see `handler.collectors.received`; None before it was
     #: gathered.
     environment: dict[str, Any] | None = None
     gpus: dict[str, Any] | None = None  # what `analysis.gpus.account` returns; None where the driver was not asked

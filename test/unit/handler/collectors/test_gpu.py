@@ -1,4 +1,7 @@
-"""What the GPUs' driver says in an incident, through real processes and a driver library that is made for it."""
+"""What GPUs tell in an incident, through real processes: their driver, which is made for it, and flight recorders.
+
+Flight recorders are asked, waited for a little, compared, and never the reason for more harm.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import array
 import fcntl
 import json
 import os
+import re
+import signal
 import termios
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +18,15 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import is_host_namespace
+from sglang_crashkit.model.flight_dump import parse_dump, read_bytes
+from unit.support.flight_dumps import document, entry, pickled
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
-from unit.support.server_driver import Server, document_of
-from unit.support.waiting import wait_until
+from unit.support.server_driver import HOST, Server, document_of, report_of
+from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 #: The word of a rank whose pid the driver does not know.
@@ -154,3 +163,290 @@ def test_without_a_gpu_or_switched_off_nobody_is_asked(
     assert piece["status"] == "skipped"
     assert piece["reason"].startswith("switched off by SGLANG_CRASHKIT_GPU_FACTS" if environ else "no GPU: ")
     assert "## GPUs" not in Path(told["folder"], "summary.md").read_text()
+
+
+WAITING = document([*[entry(number, number + 1) for number in range(9)], entry(9, 10, state="scheduled")])
+BEHIND = document([entry(number, number + 1) for number in range(9)])
+
+
+@pytest.fixture
+def start_recording(start_server: Start, tmp_path: Path) -> Start:
+    """Start a stand-in server in the environment that ``--crash-dump-folder`` makes."""
+    environ = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "SGLANG_CRASHKIT_FLIGHT_FOLDER": str(tmp_path / "crash" / HOST / "flight_recorder"),
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    }
+    return lambda **more: start_server(environ=environ | more)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Callable[..., None]:
+    """Have a rank of a server record such a dump."""
+
+    def give(server: Server, rank: int, content: bytes, seconds: float = 0.2, how: str = "") -> None:
+        path = tmp_path / f"content{rank}"
+        path.write_bytes(content)
+        assert server.ask(f"tell scheduler_TP{rank} nccl {rank} {path} {seconds} {how}") == "listening"
+
+    return give
+
+
+Record = Callable[..., None]
+_PYTORCH = """
+import sys, time
+from types import SimpleNamespace
+world = SimpleNamespace(pg_names={{SimpleNamespace: "0"}}, pg_group_ranks={{SimpleNamespace: [0, 1]}})
+sys.modules["torch.distributed.distributed_c10d"] = SimpleNamespace(
+    _world=world, is_initialized=lambda: True, get_rank=lambda: {rank}
+)
+sys.modules["torch._C._distributed_c10d"] = SimpleNamespace(
+    _dump_fr_trace=lambda *_: (time.sleep({seconds}), {content!r})[1]
+)
+"""
+PATIENT = "from sglang_crashkit.srt import exception_record; exception_record.CAPTURE_WAIT_SECS = 60.0"
+
+
+def record_gloo(server: Server, tmp_path: Path, rank: int, content: dict[str, Any], seconds: float = 0.0) -> None:
+    """Have a rank of a server keep such a record of what it does over gloo, tell it in so many seconds, and beat."""
+    path = tmp_path / f"pytorch{rank}.py"
+    path.write_text(_PYTORCH.format(rank=rank, content=pickled(content), seconds=seconds))
+    server.say(f"tell scheduler_TP{rank} run {path}")
+    assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
+
+
+def crash(server: Server, status: int = ServerExit.KILLED) -> dict[str, Any]:
+    """Kill the second rank, and return the incident once the server has ended."""
+    server.kill("scheduler_TP1")
+    assert server.process.wait(2 * LONG) == status
+    return stored_of(server)
+
+
+def stored_of(server: Server) -> dict[str, Any]:
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    return told_by(stored)
+
+
+def told_by(stored: StoredIncident) -> dict[str, Any]:
+    assert stored.document is not None
+    return stored.document | {"folder": stored.path, "summary": (stored.path / "summary.md").read_text()}
+
+
+def piece_of(told: dict[str, Any], title: str, kind: str = "flight_recorder") -> dict[str, Any]:
+    found = [piece for piece in report_of(told, title)["evidence"] if piece["kind"] == kind]
+    assert len(found) <= 1
+    return found[0] if found else {}
+
+
+def times_of(told: dict[str, Any]) -> list[str]:
+    return [event["event"] for event in told["timeline"]]
+
+
+@pytest.mark.story
+def test_the_dump_of_the_survivor_says_what_it_waits_in(start_recording: Start, record: Record) -> None:
+    server = start_recording()
+    record(server, 0, pickled(WAITING))
+    record(server, 1, pickled(WAITING))
+    told = crash(server)
+    piece = piece_of(told, "scheduler_TP0")
+    assert (piece["status"], piece["path"]) == ("captured", "gpu/flight_recorder_0")
+    assert len(parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries) == 10
+    assert (told["folder"] / piece["path"]).stat().st_mode & 0o077 == 0
+    (finding,) = told["collectives"]["findings"]
+    assert (finding["kind"], finding["named"], finding["pids"], finding["level"]) == ("waiting", [1], [], "unknown")
+    dead = f"sglang::scheduler_TP1 (pid {server.ranks['scheduler_TP1']}): it was dead before it could be asked."
+    assert told["collectives"]["missing"] == [dead]
+    assert "## Collectives" in told["summary"]
+    assert finding["statement"] in told["summary"]
+    assert dead in told["summary"]
+    # Whom it names is not known to be at fault: the verdict is about the rank that was killed.
+    assert told["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert finding["statement"] not in told["verdict"]["text"]
+    events = times_of(told)
+    assert events.index("stacks_captured") < events.index("flight_recorders_asked") < events.index("incident_finished")
+    assert piece_of(told, "scheduler_TP1") == {}
+
+
+def test_a_hang_names_the_rank_that_is_behind(start_recording: Start, record: Record) -> None:
+    server = start_recording(SGLANG_CRASHKIT_HANG_SECS="2")
+    for rank, content in ((0, WAITING), (1, BEHIND)):
+        record(server, rank, pickled(content))
+        assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
+    for rank in (0, 1):
+        assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
+    told = told_by(server.incident())
+    finding = told["collectives"]["findings"][0]
+    assert (finding["kind"], finding["level"]) == ("behind", "established")
+    assert finding["pids"] == [server.ranks["scheduler_TP1"]]
+    assert told["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+    assert told["verdict"]["level"] == "supported"
+    assert "had not begun all_reduce of 4x3 of process group 0" in told["verdict"]["text"]
+    assert sorted(path.name for path in (told["folder"] / "gpu").iterdir()) == [
+        "flight_recorder_0",
+        "flight_recorder_1",
+    ]
+    assert server.process.poll() is None
+
+
+def test_without_nccl_gloo_names_the_rank_that_is_behind(start_recording: Start, tmp_path: Path) -> None:
+    server = start_recording(SGLANG_CRASHKIT_HANG_SECS="2")
+    for rank, content in ((0, WAITING), (1, BEHIND)):
+        record_gloo(server, tmp_path, rank, content)
+    for rank in (0, 1):
+        assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
+    told = told_by(server.incident())
+    (finding,) = told["collectives"]["findings"]
+    assert (finding["kind"], finding["pids"], finding["waiting_pids"]) == (
+        "behind",
+        [server.ranks["scheduler_TP1"]],
+        [server.ranks["scheduler_TP0"]],
+    )
+    # Of NCCL, which nobody has, nothing is said to be missing.
+    assert told["collectives"]["missing"] == []
+    assert finding["statement"] in told["verdict"]["text"]
+    for rank in (0, 1):
+        piece = piece_of(told, f"scheduler_TP{rank}", "gloo_flight_recorder")
+        assert (piece["status"], piece["path"]) == ("captured", f"gpu/gloo_flight_recorder_{rank}")
+        assert parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries
+
+
+def test_without_nccl_and_gloo_nothing_is_told(start_recording: Start) -> None:
+    told = crash(start_recording())
+    piece = piece_of(told, "scheduler_TP0")
+    assert (piece["status"], piece["seconds"]) == ("skipped", None)
+    assert piece["reason"].endswith("NCCL was not initialised")
+    piece = piece_of(told, "scheduler_TP0", "gloo_flight_recorder")
+    assert (piece["status"], piece["reason"]) == ("skipped", "it has no process group")
+    assert told["collectives"] is None
+    assert "## Collectives" not in told["summary"]
+
+
+def test_a_rank_holding_the_gil_says_why_gloo_is_missing(start_recording: Start) -> None:
+    server = start_recording()
+    server.say("tell scheduler_TP0 hold_the_lock")
+    told = crash(server)
+    piece = piece_of(told, "scheduler_TP0", "gloo_flight_recorder")
+    reason = "not whole within 2.0 s: no answer, the GIL is not to be had"
+    assert (piece["status"], piece["reason"]) == ("failed", reason)
+    assert any(line.endswith(f"gloo: {reason}.") for line in told["collectives"]["missing"])
+
+
+def test_without_a_crash_folder_nothing_is_asked(start_server: Start) -> None:
+    server = start_server(crash_folder=None)
+    server.kill("scheduler_TP1")
+    assert server.process.wait(2 * LONG) == ServerExit.KILLED
+    piece = piece_of(stored_of(server), "scheduler_TP0")
+    assert (piece["status"], piece["reason"]) == (
+        "skipped",
+        "PyTorch was not told where to be asked for it when the process started",
+    )
+
+
+def test_a_rank_without_an_answer_is_given_up_in_time(start_recording: Start, record: Record) -> None:
+    server = start_recording()
+    record(server, 0, pickled(WAITING), how="deaf")
+    told = crash(server)
+    piece = piece_of(told, "scheduler_TP0")
+    assert (piece["status"], piece["reason"]) == ("failed", "not whole within 3.5 s: no file appeared")
+    assert told["collectives"]["findings"] == []
+    assert piece["reason"] in " ".join(told["collectives"]["missing"])
+    assert "budget_spent" not in times_of(told)
+
+
+def test_the_budget_of_the_incident_holds(start_recording: Start, record: Record) -> None:
+    server = start_recording(SGLANG_CRASHKIT_BUDGET_SECS="2")
+    record(server, 0, pickled(WAITING), how="deaf")
+    piece = piece_of(crash(server), "scheduler_TP0")
+    assert piece["status"] == "failed"
+    within = re.match(r"not whole within (.*) s: no file appeared", piece["reason"])
+    assert within is not None, piece
+    assert float(within[1]) <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("content", "how", "reason"),
+    [
+        (b"\x80\x02cos\nsystem\n.", "", "builds no plain data"),
+        (pickled(WAITING), "half", "not whole within 3.5 s: "),
+        (pickled(WAITING), "die", "it ended before its dump was whole: "),
+    ],
+)
+def test_a_bad_dump_is_a_failed_piece_and_no_more(
+    start_recording: Start, record: Record, content: bytes, how: str, reason: str
+) -> None:
+    server = start_recording()
+    record(server, 0, content, how=how)
+    told = crash(server)
+    piece = piece_of(told, "scheduler_TP0")
+    assert piece["status"] == "failed"
+    assert reason in piece["reason"]
+    assert told["complete"]
+    assert told["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+
+
+def test_a_stopped_rank_is_not_asked(start_recording: Start, record: Record) -> None:
+    server = start_recording()
+    record(server, 0, pickled(WAITING))
+    server.kill("scheduler_TP0", signal.SIGSTOP)
+    piece = piece_of(crash(server), "scheduler_TP0")
+    assert (piece["status"], piece["reason"]) == ("skipped", "it is stopped, so that nobody reads its pipe")
+
+
+def test_what_pytorch_wrote_before_it_ended_a_rank_is_taken(
+    start_recording: Start, record: Record, tmp_path: Path
+) -> None:
+    server = start_recording()
+    record(server, 0, pickled(BEHIND))
+    pid = server.ranks["scheduler_TP1"]
+    (told_at,) = server.runtime.glob(f"{pid}-*.flight")
+    Path(f"{json.loads(told_at.read_text())['dump_stem']}1").write_bytes(pickled(WAITING))
+    told = crash(server)
+    piece = piece_of(told, "scheduler_TP1")
+    assert (piece["status"], piece["path"]) == ("captured", "gpu/flight_recorder_1")
+    assert piece["reason"] == "PyTorch had written it by itself"
+    finding = told["collectives"]["findings"][0]
+    assert (finding["kind"], finding["pids"]) == ("behind", [server.ranks["scheduler_TP0"]])
+    assert told["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert finding["statement"] in told["verdict"]["text"]
+
+
+def test_the_rank_that_raised_is_asked_too(start_recording: Start, record: Record) -> None:
+    server = start_recording()
+    record(server, 0, pickled(WAITING))
+    record(server, 1, pickled(BEHIND), 0.0)
+    server.say("tell scheduler_TP1 raise boom")
+    assert server.process.wait(2 * LONG) == ServerExit.RAISED
+    told = stored_of(server)
+    assert [piece_of(told, f"scheduler_TP{rank}")["status"] for rank in (0, 1)] == ["captured", "captured"]
+    assert told["verdict"]["kind"] == "exception"
+
+
+def test_a_rank_that_raised_answers_for_gloo_before_it_ends(start_recording: Start, tmp_path: Path) -> None:
+    server = start_recording()
+    record_gloo(server, tmp_path, 1, WAITING, seconds=0.3)
+    # A busy machine captures the others in more than the two seconds that a rank waits.
+    (tmp_path / "patient.py").write_text(PATIENT)
+    server.say(f"tell scheduler_TP1 run {tmp_path / 'patient.py'}")
+    server.say("tell scheduler_TP1 raise boom")
+    server.say("tell scheduler_TP1 exit 0")
+    assert server.process.wait(2 * LONG) == ServerExit.RAISED
+    piece = piece_of(stored_of(server), "scheduler_TP1", "gloo_flight_recorder")
+    assert (piece["status"], piece["reason"]) == ("captured", None)
+
+
+def test_a_request_for_stacks_asks_for_none(start_recording: Start, record: Record) -> None:
+    server = start_recording()
+    record(server, 0, pickled(WAITING))
+    assert server.ask("tell scheduler_TP1 snapshot") == "the handler"
+    told = told_by(server.incident())
+    assert told["kind"] == "snapshot"
+    assert piece_of(told, "scheduler_TP0") == {}
+
+
+def test_nothing_is_left_behind(start_recording: Start, record: Record, tmp_path: Path) -> None:
+    server = start_recording()
+    record(server, 0, pickled(WAITING))
+    crash(server)
+    wait_until(lambda: not server.runtime.exists(), "the handler cleans up")
+    assert list((tmp_path / "crash" / HOST / "flight_recorder").glob("*")) == []

@@ -17,7 +17,7 @@ from sglang_crashkit.handler.collectors.received import format_log, gathering_de
 from sglang_crashkit.memory.ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS
 from sglang_crashkit.model.step import Step, StepRequest
-from unit.support.server_driver import Server, document_of, report_of
+from unit.support.server_driver import Server, document_of, piece_of, report_of
 from unit.support.waiting import descriptors, wait_until
 
 Start = Callable[..., Server]
@@ -37,14 +37,8 @@ def stepping(server: Server, number: int = 3, *rids: str) -> Server:
     return server
 
 
-def evidence_of(process: dict[str, Any]) -> dict[str, Any]:
-    (piece,) = [piece for piece in process["evidence"] if piece["kind"] == "steps"]
-    assert isinstance(piece, dict)
-    return piece
-
-
 def lines_of(document: dict[str, Any], process: dict[str, Any]) -> list[dict[str, Any]]:
-    piece = evidence_of(process)
+    piece = piece_of(process, "steps")
     assert piece["status"] == "captured", piece
     assert piece["path"] == f"ranks/{process['title'].removeprefix('sglang::')}-{process['pid']}.steps.jsonl"
     path = Path(document["folder"]) / piece["path"]
@@ -122,7 +116,7 @@ def test_without_steps_it_says_why(start_server: Start, environ: dict[str, str])
         assert server.ask("tell scheduler_TP1 step 1 a") == "in a step"
     server.kill("scheduler_TP1")
     process = report_of(document_of(server), "scheduler_TP1")
-    piece = evidence_of(process)
+    piece = piece_of(process, "steps")
     assert (piece["status"], piece["path"], process["steps"]) == ("skipped", None, None)
     assert "SGLANG_CRASHKIT_STEPS" in piece["reason"]
 
@@ -143,7 +137,7 @@ def test_a_record_that_is_none_is_not_held(start_server: Start) -> None:
     server.settle()
     assert records(server) == 1
     server.kill("scheduler_TP1")
-    assert evidence_of(report_of(document_of(server), "scheduler_TP1"))["status"] == "skipped"
+    assert piece_of(report_of(document_of(server), "scheduler_TP1"), "steps")["status"] == "skipped"
 
 
 PROMPT = "once upon a time there was a mine in the hills"
@@ -215,3 +209,36 @@ def test_each_part_leaves_time_for_the_next() -> None:
         now = share_of(deadline, now)
     assert now < deadline
     assert share_of(deadline, 7.0) == 7.0
+
+
+@pytest.mark.story
+def test_a_killed_rank_leaves_its_log_and_the_servers_environment(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    folder = Path(document["folder"])
+    for title in ("scheduler_TP0", "scheduler_TP1", "detokenizer"):
+        piece = piece_of(report_of(document, title), "log")
+        assert piece["path"] == f"logs/{title}-{server.ranks[title]}.log"
+        assert (folder / piece["path"]).read_text().endswith(f"Z INFO sglang.srt: sglang::{title} is ready\n")
+    environment = json.loads((folder / "environment.json").read_text())
+    assert (environment["model"], environment["parallel"]) == ("tiny", {"tp": 2})
+    assert environment["arguments"]["api_key"] == "<redacted>"
+    assert "fake_server.py" in environment["command_line"]
+    assert {"sglang-crashkit", "python", "kernel"} <= set(environment["versions"])
+    open_files = {one["title"]: one["open_files"] for one in environment["processes"]}
+    assert open_files["sglang::scheduler_TP0"] > 0
+    assert document["environment"]["path"] == "environment.json"
+    assert "- model tiny, tp 2\n" in (folder / "summary.md").read_text()
+    written = [path.read_text() for path in folder.rglob("*") if path.is_file()]
+    assert not any("canary-api-key" in text for text in written)
+
+
+def test_a_killed_servers_launch_facts_are_told(start_server: Start) -> None:
+    server = start_server(environ={"SGLANG_CRASHKIT_LOG_RECORDS": "0"})
+    server.process.kill()
+    document = document_of(server)
+    assert document["environment"]["model"] == "tiny"
+    assert "fake_server.py" in json.loads((Path(document["folder"]) / "environment.json").read_text())["command_line"]
+    piece = piece_of(report_of(document, "scheduler_TP0"), "log")
+    assert (piece["status"], piece["reason"]) == ("skipped", received.OFF)
