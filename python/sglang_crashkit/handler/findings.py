@@ -88,8 +88,8 @@ def count_repeat(
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
     if not is_whole:
         # The most suspicious are known again, wherever they stand in the file.
-        fields = _lines_of([one.rid for one in ranked[:MAX_SUSPECTS]], folder.path / REQUESTS)
-        asked |= {rid: _asked_by(told) for rid, told in fields.items()}
+        suspicious = [one.rid for one in ranked[:MAX_SUSPECTS]]
+        asked |= {rid: _asked_by(fields) for rid, fields in _fields_of(suspicious, folder.path / REQUESTS)}
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
@@ -100,7 +100,7 @@ def count_repeat(
     listed = {suspect.rid for suspect in incident.suspects}
     if incident.fault is not None:
         incident.fault.seen = {rid: count for rid, count in seen.items() if rid in listed}
-    lines = _lines_of(listed, folder.path / REQUESTS)
+    lines = dict(_fields_of(listed, folder.path / REQUESTS))
     for suspect in incident.suspects:
         if was_aborted_before(lines.get(suspect.rid, {}), document):
             suspect.reasons.append(ABORTED)
@@ -199,11 +199,6 @@ def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
     return list(newest)
 
 
-def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return what the incident has of some requests, by id."""
-    return dict(_fields_of(rids, path))
-
-
 def _fields_of(rids: Collection[str], path: Path, deadline: float = math.inf) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what the incident has of some requests, and their ids; of two with one id what was not answered counts.
 
@@ -234,13 +229,7 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
 
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none.
-
-    Args:
-        incident: with a verdict.
-        folder: where it is written.
-        keep: see `count_repeat`; with 0 each has its own.
-    """
+    """Return the id of an earlier incident of the same fault that has GPU cores; see `count_repeat` for `keep`."""
     fault = fault_of(incident.to_json()) if keep and not folder.problem else None
     return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
 
@@ -305,12 +294,7 @@ def _with(one: RankSteps, told: Sequence[Step]) -> RankSteps:
 
 
 def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
-    """Return the cause of an incident, as ``incident.json`` holds it; None where nothing failed, or nobody can tell.
-
-    Args:
-        incident: judged.
-        folder: where its evidence lies.
-    """
+    """Return the cause of a judged incident, as ``incident.json`` has it; None where none is known."""
     if incident.kind == "snapshot":
         return None
     try:

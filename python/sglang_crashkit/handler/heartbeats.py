@@ -95,14 +95,9 @@ class FollowedProcess:
         self.sign = Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
 
     def look(self, state: str, said: Heartbeat | None, cpu_secs: float, seen_secs: float, now: float) -> None:
-        """Take in what is seen of it now.
+        """Take in what is seen of it now, `seen_secs` after the last look; see `FollowedHeartbeat.look`.
 
-        Args:
-            state: letter that ``/proc`` has for the state of its main thread.
-            said: what its heartbeat says; None where it has none.
-            cpu_secs: CPU time that its main thread has used since its start, in seconds.
-            seen_secs: how many seconds the handler saw pass after the last look.
-            now: by the monotonic clock, in seconds.
+        `state` and `cpu_secs` are those of its main thread in ``/proc``; `said` is None where it has no heartbeat.
         """
         how = self._stands(state, said, cpu_secs - self._cpu_secs, seen_secs)
         self._said, self._cpu_secs = said, cpu_secs

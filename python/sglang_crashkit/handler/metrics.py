@@ -71,14 +71,7 @@ Type = Literal["gauge", "counter"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric with its samples.
-
-    Attributes:
-        name: as it is queried; that of a counter ends with ``_total``.
-        help: what it is, a sentence.
-        samples: labels and value of each.
-        type: ``gauge`` or ``counter``.
-    """
+    """A metric with its samples, each of labels and a value; the name of a counter ends with ``_total``."""
 
     name: str
     help: str
@@ -223,13 +216,7 @@ def metrics_of(measured: Measured, disk: OnDisk) -> list[Metric]:
 
 
 def look_at_disk(incidents: Path, known: Mapping[str, str], limits: DiskLimits) -> OnDisk:
-    """Return what there is in a folder of incidents.
-
-    Args:
-        incidents: the folder.
-        known: the causes that were read before, by the name of the incident's folder.
-        limits: what the user allows.
-    """
+    """Return what there is in a folder of incidents, some of whose causes were read before, by their folders' names."""
     try:
         names = sorted((path.name for path in incidents.iterdir() if is_finished(path.name)), reverse=True)[:_MAX_KNOWN]
         new = [name for name in names if name not in known][:_MAX_READ]
@@ -250,12 +237,7 @@ def _cause_of(incident: Path) -> str:
 
 
 def write_metrics_file(target: Path, metrics: list[Metric], port: str) -> None:
-    """Write the file for node_exporter, which runs as another user.
-
-    Args:
-        target: the file, or a folder in which each server of the host has its own.
-        metrics: what is in it.
-        port: the server's.
+    """Write the file for node_exporter, which runs as another user; in a folder each server of the host has its own.
 
     Raises:
         CrashkitError: there is something that is no file, such as a device, which is not replaced.
@@ -275,14 +257,7 @@ def write_metrics_file(target: Path, metrics: list[Metric], port: str) -> None:
 
 
 class MetricsPublisher:
-    """Measures and publishes every `INTERVAL_SECS`, where anybody wants that.
-
-    Args:
-        tree: the server's processes.
-        session: who knows of their arguments, journals and heartbeats.
-        incidents: the folder of all incidents of this host.
-        limits: what they may take of the disk.
-    """
+    """Measures and publishes every `INTERVAL_SECS`, where anybody wants that; `incidents` is this host's folder."""
 
     def __init__(self, tree: ProcessTree, session: Session, incidents: Path, limits: DiskLimits) -> None:
         self._tree, self._session, self._incidents, self._limits = tree, session, incidents, limits

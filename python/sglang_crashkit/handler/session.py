@@ -234,7 +234,7 @@ class Session:
                 self._answers.add(message, self.gpus.cores_secs_left)
             case ActionKind.ANSWER_CAPTURED:
                 self._raised.append(message)
-                self._let_go()
+                self._release_raised()
             case ActionKind.ANSWER_STACKS:
                 # Those of an incident that is over are not what the sender wants to know.
                 known = run if run is not None and not run.finished else None
@@ -403,7 +403,7 @@ class Session:
             self.take(Seen("tick", workers_left=self._are_workers_left, any_left=bool(self._tree.alive())))
         if time.monotonic() >= self._second_sample:
             self._sample_again()
-        self._let_go()
+        self._release_raised()
         while self._exiting and not self.triage.is_open:
             with self._mailbox.line_to(self._exiting.pop()) as answer:
                 # From here on no other process of the server reaches this one; they are about to be killed.
@@ -411,8 +411,8 @@ class Session:
                 answer(ack="clean")
                 logger.info("the server ends in good order")
 
-    def _let_go(self) -> None:
-        """Let those go on that raised and wait for the capture of the others, once they have answered for gloo."""
+    def _release_raised(self) -> None:
+        """Answer those that raised and wait for the capture of the others, once they have told of gloo."""
         incident = self.run and self.run.incident.id
         for message in [one for one in self._raised if not self.gpus.awaits_gloo_of(one.pid)]:
             self._raised.remove(message)

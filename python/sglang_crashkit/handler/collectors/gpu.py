@@ -48,13 +48,7 @@ _READING_SECS = 0.25
 
 
 class GpuEvidence:
-    """The GPUs' part of one incident after another.
-
-    Args:
-        tree: the server's processes.
-        place: where they say how they are asked.
-        settings: how long that may take.
-    """
+    """The GPUs' part of one incident after another."""
 
     def __init__(self, tree: ProcessTree, place: Place, settings: Settings) -> None:
         self._tree = tree
@@ -137,8 +131,8 @@ class GpuEvidence:
 
         Args:
             run: the incident.
-            of_living: whether the living schedulers' GPUs are of interest: the server did not go on, and is not gone.
-            of_dead: whether those are which the driver may have written before a scheduler ended.
+            of_living: whether the living schedulers are asked: the server did not go on, and is not gone.
+            of_dead: whether those count that the driver may have written before a scheduler ended.
         """
         if self._cores is None:
             of_living = of_living and run.incident.kind not in _WITHOUT_CORES

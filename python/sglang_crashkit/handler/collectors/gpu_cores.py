@@ -60,7 +60,6 @@ class Cores:
         run: the incident; evidence goes into its reports.
         living: the schedulers that are asked for a core.
         dead: those that may have left one, as the driver writes by itself when the GPU fails.
-        settings: whether cores are wanted, and how long they may take.
     """
 
     def __init__(
@@ -267,12 +266,7 @@ class Cores:
 
 
 class CoreReadings:
-    """The readings of one incident.
-
-    Args:
-        run: the incident; evidence goes into its reports.
-        end_at: when the last one is to be done, by the monotonic clock.
-    """
+    """The readings of one incident, the last of which is to be done at `end_at`, by the monotonic clock."""
 
     def __init__(self, run: IncidentRun, end_at: float = float("inf")) -> None:
         self._run = run
@@ -316,13 +310,7 @@ class CoreReadings:
 
 
 class GpuStacks:
-    """What cuda-gdb says in one incident; it is run beside the handler, which asks `look`.
-
-    Args:
-        run: the incident; evidence goes into its reports.
-        processes: the schedulers.
-        seconds: the longest that all of it may take.
-    """
+    """What cuda-gdb says of schedulers in one incident, within `seconds`; it is run beside the handler."""
 
     def __init__(self, run: IncidentRun, processes: Sequence[TrackedProcess], seconds: float) -> None:
         self._run = run

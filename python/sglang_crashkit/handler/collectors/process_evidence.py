@@ -149,16 +149,9 @@ def capture_stacks(
     *,
     may_signal: bool,
 ) -> None:
-    """Take the stacks of the living processes side by side and write their stacks.
+    """Take the stacks of the living processes side by side, and write them; see `capture_all`.
 
-    Args:
-        processes: the living ones.
-        reports: their reports by pid; evidence is added to them.
-        folder: where the stacks go.
-        runtime: where the processes say which hooks they have.
-        deadline_secs: the longest that it may take, in seconds.
-        snapshot: the number of this one, from 1, where several are taken.
-        may_signal: see `capture_all`.
+    `snapshot` is the number of this one, from 1, where several are taken.
     """
     if snapshot is not None:
         for process in processes:

@@ -293,11 +293,7 @@ class StepRecords(HeldMemory):
 
 
 class ProcessLogs(HeldMemory):
-    """The last log records of each process, as ``logs/<process>.log`` in an incident.
-
-    Args:
-        most: how many records of each; 0 where they are not wanted.
-    """
+    """The last log records of each process, at `most` so many, as ``logs/<process>.log`` in an incident."""
 
     what = "log"
     max_of_dead = 16
@@ -337,10 +333,7 @@ class ProcessLogs(HeldMemory):
 def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: float) -> list[str]:
     """Return one text for each record, without secrets and without prompts.
 
-    Args:
-        records: what was logged.
-        prompts: what users sent.
-        deadline: what is not searched by then, by the monotonic clock, is withheld.
+    What is not searched before `deadline`, by the monotonic clock, is withheld.
     """
     secrets = secrets_of_mapping(os.environ)
     # What was said last tells most, and is searched first.
@@ -421,13 +414,7 @@ class ServerEnvironment:
         self._ready_at: float | None = None
 
     def take(self, descriptor: int | None, seconds: float, *, ready: bool) -> None:
-        """Hold what the main process told as `descriptor`, which stays open.
-
-        Args:
-            descriptor: see above.
-            seconds: when, since the epoch.
-            ready: the ranks are ready by now.
-        """
+        """Hold what the main process told as `descriptor`, which stays open; `ready`: the ranks are, at `seconds`."""
         self.close()
         self._descriptor = os.dup(descriptor) if descriptor is not None else None
         self._ready_at = seconds if ready else None
@@ -440,10 +427,7 @@ class ServerEnvironment:
     def add_to(self, run: IncidentRun, tree: ProcessTree, deadline: float) -> None:
         """Put ``environment.json`` into an incident that is about to be finished.
 
-        Args:
-            run: the incident.
-            tree: the server's processes.
-            deadline: what is not read by then, by the monotonic clock, is left out; ten processes take about 0.05 s.
+        What is not read before `deadline`, by the monotonic clock, is left out; ten processes take about 0.05 s.
         """
         document = self._gather(tree, deadline)
         run.incident.environment = _environment_in_short(document)
