@@ -60,10 +60,14 @@ def finish(crash_folder: Path, lines: dict[str, dict[str, Any]]) -> Incident:
     return keep(incident(*lines), crash_folder, "".join(line_of(rid, line) for rid, line in lines.items()))
 
 
+PLAIN = {"text": "x", "sampling_params": {"top_k": 5}}
+#: One of them asks for what no other one does.
+WITH_ODD = dict.fromkeys("0123", PLAIN) | {"odd": PLAIN | {"return_logprob": True}}
+
+
 @pytest.mark.parametrize(("others", "first"), [(3, "odd"), (1, "0")])
 def test_a_request_with_a_unique_parameter_comes_first(tmp_path: Path, others: int, first: str) -> None:
-    plain = {"text": "x", "sampling_params": {"top_k": 5}}
-    lines = {str(number): plain for number in range(others)} | {"odd": plain | {"return_logprob": True}}
+    lines = {str(number): PLAIN for number in range(others)} | {"odd": PLAIN | {"return_logprob": True}}
     suspects = finish(tmp_path, lines).suspects
     assert (suspects[0].rid, suspects[0].level) == (first, "unknown")
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
@@ -82,17 +86,14 @@ def test_all_requests_of_a_large_batch_are_known(tmp_path: Path) -> None:
 
 def test_what_takes_long_to_look_at_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "_LOOK_SECS", -1.0)
-    plain = {"text": "x", "sampling_params": {"top_k": 5}}
-    made = finish(tmp_path, dict.fromkeys("0123", plain) | {"odd": plain | {"return_logprob": True}})
+    made = finish(tmp_path, WITH_ODD)
     assert {reason for one in made.suspects for reason in one.reasons} == {"it was in the step"}
 
 
 @pytest.mark.parametrize(("left_secs", "is_compared"), [(60.0, True), (-1.0, False)])
 def test_requests_are_compared_while_the_budget_lasts(tmp_path: Path, left_secs: float, is_compared: bool) -> None:
-    plain = {"text": "x", "sampling_params": {"top_k": 5}}
-    lines = dict.fromkeys("0123", plain) | {"odd": plain | {"return_logprob": True}}
-    made, folder = incident(*lines), IncidentFolder(tmp_path / "host" / "incidents", "killed", new_id(), NOON)
-    folder.write_text(REQUESTS, "".join(line_of(rid, line) for rid, line in lines.items()))
+    made, folder = incident(*WITH_ODD), IncidentFolder(tmp_path / "host" / "incidents", "killed", new_id(), NOON)
+    folder.write_text(REQUESTS, "".join(line_of(rid, line) for rid, line in WITH_ODD.items()))
     count_repeat(made, folder, 0, left_secs=left_secs)
     assert (made.suspects[0].rid == "odd") is is_compared
 
@@ -350,8 +351,16 @@ def step_of(number: int, rid: str) -> Step:
     return Step(number, float(number), number + 0.5, "processed", "decode", requests, 1, 1, agreed_hash=hash(rid))
 
 
-def light(steps: dict[int, list[Step]]) -> dict[int, list[Step]]:
-    return {pid: without_requests(its) for pid, its in steps.items()}
+def told(kind: str, steps: dict[int, list[Step]], folder: Path) -> dict[str, Any]:
+    """Return what an incident tells of a divergence, which has the steps in its files."""
+    (folder / "ranks").mkdir()
+    for pid, its in steps.items():
+        text = "".join(json.dumps(one.to_json()) + "\n" for one in its)
+        (folder / f"ranks/scheduler_TP{pid - 10}-{pid}.steps.jsonl").write_text(text)
+    in_memory = {pid: without_requests(its) for pid, its in steps.items()}
+    found = divergence_of(of_ranks(kind), in_memory, folder, 5.0, 4.5)
+    assert found is not None
+    return found
 
 
 ALIKE = [step_of(1, "a"), step_of(2, "a")]
@@ -371,26 +380,18 @@ ALIKE = [step_of(1, "a"), step_of(2, "a")]
 def test_an_incident_tells_where_the_ranks_diverged(
     tmp_path: Path, kind: str, steps: dict[int, list[Step]], expected: str
 ) -> None:
-    (tmp_path / "ranks").mkdir()
-    for pid, its in steps.items():
-        text = "".join(json.dumps(one.to_json()) + "\n" for one in its)
-        (tmp_path / f"ranks/scheduler_TP{pid - 10}-{pid}.steps.jsonl").write_text(text)
-    found = divergence_of(of_ranks(kind), light(steps), tmp_path, 5.0, 4.5)
-    assert found is not None
+    found = told(kind, steps, tmp_path)
     assert found["statement"].endswith(expected)
     assert (found["request"] == "b") == ("before" in expected)
     assert found["pids"] == ([10, 11] if "before" in expected else [])
 
 
 def test_tokens_in_no_file_are_compared_by_those_in_memory(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    steps = {}
-    for pid, last in ((10, b"x"), (11, b"y")):
-        steps[pid] = [replace(ALIKE[0], sampled=b"hashx"), replace(ALIKE[1], sampled=last * 5)]
-        text = "".join(json.dumps(one.to_json()) + "\n" for one in steps[pid])
-        (tmp_path / f"ranks/scheduler_TP{pid - 10}-{pid}.steps.jsonl").write_text(text)
-    found = divergence_of(of_ranks(), light(steps), tmp_path, 5.0, 4.5)
-    assert found is not None
+    steps = {
+        pid: [replace(ALIKE[0], sampled=b"hashx"), replace(ALIKE[1], sampled=last * 5)]
+        for pid, last in ((10, b"x"), (11, b"y"))
+    }
+    found = told("hang", steps, tmp_path)
     assert (found["kind"], found["step"], found["request"]) == ("sampled_token", 2, "a")
 
 
@@ -416,6 +417,11 @@ RECORD = {
 }
 
 
+def write_record(folder: Path, record: str) -> None:
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "r.exception.json").write_text(record)
+
+
 def make_incident(kind: str = "exception") -> Incident:
     rank = ProcessReport(8, "sglang::scheduler", "scheduler", {})
     rank.evidence = [Evidence("exception", "captured", "ranks/r.exception.json")]
@@ -430,12 +436,17 @@ def make_incident(kind: str = "exception") -> Incident:
 )
 def test_the_rank_record_is_read_where_it_is_whole(tmp_path: Path, record: str | None, name: str) -> None:
     if record is not None:
-        (tmp_path / "ranks").mkdir()
-        (tmp_path / "ranks" / "r.exception.json").write_text(record)
+        write_record(tmp_path, record)
     found = explain(make_incident(), tmp_path)
     assert found is not None
     assert found["class"] == name
     assert [one["issue"] for one in found["known_issues"]] == ([40076] if name == "poison_request" else [])
+
+
+def issues_of(incident: Incident, folder: Path) -> list[int]:
+    found = explain(incident, folder)
+    assert found is not None
+    return [one["issue"] for one in found["known_issues"]]
 
 
 def test_the_whole_stack_of_one_that_hangs_is_looked_at(tmp_path: Path) -> None:
@@ -444,22 +455,16 @@ def test_the_whole_stack_of_one_that_hangs_is_looked_at(tmp_path: Path) -> None:
     names = ("all_reduce", "_all_reduce", "f", "g", "h", "check_prefetch_progress")
     frames = tuple(Frame(name, "sglang/srt/mem_cache/hiradix_cache.py", 1) for name in names)
     incident.processes[0].samples = [Sample(pid=8, threads=(Thread("MainThread", 8, False, False, frames),))]
-    found = explain(incident, tmp_path)
-    assert found is not None
-    assert [one["issue"] for one in found["known_issues"]] == [30760]
+    assert issues_of(incident, tmp_path) == [30760]
 
 
 def test_the_arguments_are_those_of_the_environment_in_the_folder(tmp_path: Path) -> None:
     incident = make_incident()
     incident.processes[0].doing = ["retract_decode (sglang/srt/managers/schedule_batch.py:1)"]
     incident.timeline[0]["message"] = "NotImplementedError"
-    without = explain(incident, tmp_path)
+    assert issues_of(incident, tmp_path) == []
     (tmp_path / "environment.json").write_text('{"arguments": {"enable_hisparse": true}}')
-    found = explain(incident, tmp_path)
-    assert without is not None
-    assert without["known_issues"] == []
-    assert found is not None
-    assert [one["issue"] for one in found["known_issues"]] == [40729]
+    assert issues_of(incident, tmp_path) == [40729]
 
 
 def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
@@ -487,8 +492,7 @@ def test_a_broken_rule_book_does_not_cost_the_incident(
 
 
 def test_the_summary_says_the_cause_and_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "r.exception.json").write_text(json.dumps(RECORD))
+    write_record(tmp_path, json.dumps(RECORD))
     incident = make_incident()
     incident.cause = explain(incident, tmp_path)
     text = format_summary(incident.to_json())
@@ -500,10 +504,8 @@ def test_the_summary_says_the_cause_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_idle_handler_has_loaded_neither_rules_nor_yaml() -> None:
-    code = "import sys, sglang_crashkit.handler.server\n"
-    code += (
-        "print([name for name in sys.modules if name == 'yaml' or name.startswith('sglang_crashkit.analysis.causes')])"
-    )
+    names = "('yaml', 'sglang_crashkit.analysis.causes')"
+    code = f"import sys, sglang_crashkit.handler.server\nprint([one for one in sys.modules if one.startswith({names})])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

@@ -238,20 +238,16 @@ def test_what_is_silent_at_sigterm_is_a_hang() -> None:
     assert len(world.hangs) == 1
 
 
-def test_where_they_go_on_there_was_none() -> None:
+@pytest.mark.parametrize("is_another_at_hand", [False, True])
+def test_where_they_go_on_there_was_none(is_another_at_hand: bool) -> None:
     world = asked_to_end()
+    if is_another_at_hand:
+        world.current.run, world.current.pardonable = Run(), False
+    at_hand = world.current.run
     world.pass_time(5, world.beat)
-    assert world.current.discarded == world.hangs
     assert world.current.hang is None
-
-
-def test_where_the_incident_at_hand_is_another_one_it_stays() -> None:
-    world = asked_to_end()
-    other = world.current.run = Run()
-    world.current.pardonable = False
-    world.pass_time(5, world.beat)
-    assert world.current.run is other
-    assert world.current.discarded == []
+    assert world.current.discarded == ([] if is_another_at_hand else world.hangs)
+    assert world.current.run is (at_hand if is_another_at_hand else None)
 
 
 def test_where_they_are_dead_there_was_one() -> None:
@@ -268,18 +264,13 @@ def test_a_hang_that_was_noticed_before_is_not_another_one(world: World) -> None
     assert len(world.hangs) == 1
 
 
-def test_one_held_by_a_debugger_at_sigterm_does_not_hang() -> None:
-    world = World(60.0).follow()
-    world.stop(11, state="t")
-    world.pass_time(6)
-    world.watch.begin_at_end()
-    assert world.hangs == []
-
-
-def test_nobody_is_silent_where_nobody_is_followed() -> None:
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_one_held_or_followed_by_nobody_does_not_hang(is_followed: bool) -> None:
     world = World(60.0)
+    if is_followed:
+        world.follow().stop(11, state="t")
     world.pass_time(10)
-    assert world.heartbeats.silent(0.0) == []
+    assert bool(world.heartbeats.silent(0.0)) is is_followed
     world.watch.begin_at_end()
     assert world.hangs == []
 
@@ -533,14 +524,21 @@ def test_a_server_that_beats_between_looks_never_hangs(gaps: list[float], hang_s
     assert world.hangs == []
 
 
-@given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
-def test_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: float) -> None:
+@pytest.mark.parametrize("is_loop", [False, True], ids=["schedulers", "loop"])
+@given(gaps=st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), hang_secs=st.sampled_from([2.0, 5.0, 60.0]))
+def test_only_time_that_was_seen_to_pass_counts(is_loop: bool, gaps: list[float], hang_secs: float) -> None:
     # A machine that was suspended, a handler that got no CPU: it looks after an hour, and saw nothing of it.
-    world = World(hang_secs).follow()
+    world = World(hang_secs)
+    if is_loop:
+        world.processes.append(world.root)
+        world.beat()
+    world.follow()
     interval = min(2.0, hang_secs / 10)
     world.watch.act_on_time()
     for gap in gaps:
         world.now += gap
+        if is_loop:
+            world.beat(10, 11)
         world.watch.act_on_time()
     assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
 
@@ -810,31 +808,22 @@ def test_a_detokenizer_that_takes_message_after_message_is_busy(whole: World, cp
     assert whole.hangs == []
 
 
-def set_debugger(world: World) -> None:
-    world.states[ROOT] = "t"
-
-
-def set_asked(world: World) -> None:
-    world.shutdown.expected |= {ROOT}
-
-
-def set_stopped(world: World) -> None:
-    world.stop(ROOT, 10, 11, DETOKENIZER)
-
-
-def set_ended(world: World) -> None:
-    world.beat(ROOT, is_off=True)
-
-
-def set_schedulers_leave(world: World) -> None:
-    # The loop waits for them to end, which may take long.
-    world.beat(10, 11, is_off=True)
-
-
-@pytest.mark.parametrize("make", [set_debugger, set_asked, set_stopped, set_ended, set_schedulers_leave])
-def test_a_silent_loop_is_no_hang_where_something_excuses_it(whole: World, make: Callable[[World], None]) -> None:
+@pytest.mark.parametrize(
+    ("make", "silent"),
+    [
+        (lambda world: world.stop(ROOT, state="t"), (ROOT,)),
+        (lambda world: world.shutdown.expected.add(ROOT), (ROOT,)),
+        (lambda world: world.stop(ROOT, 10, 11, DETOKENIZER), (ROOT, 10, 11)),
+        (lambda world: world.beat(ROOT, is_off=True), (ROOT,)),
+        # The loop waits for the schedulers to end, which may take long.
+        (lambda world: world.beat(10, 11, is_off=True), (ROOT, 10, 11)),
+    ],
+    ids=["debugger", "asked to end", "stopped", "ended", "schedulers leave"],
+)
+def test_a_silent_loop_is_no_hang_where_something_excuses_it(
+    whole: World, make: Callable[[World], None], silent: tuple[int, ...]
+) -> None:
     make(whole)
-    silent = (ROOT, 10, 11) if make in (set_stopped, set_schedulers_leave) else (ROOT,)
     whole.pass_time(600, live(whole, *silent))
     assert whole.hangs == []
 
@@ -844,21 +833,6 @@ def test_a_loop_hangs_while_a_scheduler_compiles(whole: World) -> None:
     whole.compiling = {ROOT}
     whole.pass_time(6.5, live(whole, ROOT))
     assert [run.silent for run in whole.hangs] == [[ROOT]]
-
-
-@given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
-def test_for_a_loop_only_time_seen_to_pass_counts(gaps: list[float], hang_secs: float) -> None:
-    world = World(hang_secs)
-    world.processes.append(world.root)
-    world.beat()
-    world.follow()
-    interval = min(2.0, hang_secs / 10)
-    world.watch.act_on_time()
-    for gap in gaps:
-        world.now += gap
-        world.beat(10, 11)
-        world.watch.act_on_time()
-    assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
 
 
 def test_descriptors_passed_on_by_ended_processes_are_closed(whole: World) -> None:

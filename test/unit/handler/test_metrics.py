@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from unit.support.server_driver import Server
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG, wait_until
 
+Make = Callable[..., MetricsPublisher]
 Values = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
@@ -60,9 +61,7 @@ def incidents(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def publisher(
-    incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., MetricsPublisher]]:
+def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Make a publisher of a server with two ranks, the second of which is dead, that publishes when it is asked to."""
     monkeypatch.setattr(metrics, "_FIRST_SECS", 0.0)
     monkeypatch.setattr(metrics, "INTERVAL_SECS", 0.0)
@@ -95,7 +94,7 @@ def publish(publisher: MetricsPublisher) -> None:
     assert publisher._reap(LONG)
 
 
-def test_the_file_has_what_is_known(publisher: Callable[..., MetricsPublisher], tmp_path: Path) -> None:
+def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
     path = tmp_path / "kit.prom"
     made = publisher({"port": 30001}, **{FILE: str(path)})
     made.note_hits(1, 3)
@@ -119,9 +118,7 @@ def test_the_file_has_what_is_known(publisher: Callable[..., MetricsPublisher], 
     assert not list(tmp_path.glob(".kit*"))
 
 
-def test_the_last_file_says_that_the_handler_is_gone(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path
-) -> None:
+def test_the_last_file_says_that_the_handler_is_gone(publisher: Make, tmp_path: Path) -> None:
     made = publisher({"port": 1}, **{FILE: str(tmp_path)})
     publish(made)
     made.close()
@@ -131,9 +128,7 @@ def test_the_last_file_says_that_the_handler_is_gone(
     assert sum(found["incidents"].values()) == 2
 
 
-def test_sglangs_own_metrics_have_it_where_they_are_on(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path
-) -> None:
+def test_sglangs_own_metrics_have_it_where_they_are_on(publisher: Make, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     made = publisher({"port": 1, "enable_metrics": True}, **{SHARED: str(tmp_path / "shared")})
     publish(made)
@@ -144,14 +139,14 @@ def test_sglangs_own_metrics_have_it_where_they_are_on(
     assert len(list((tmp_path / "shared").iterdir())) == 2
 
 
-def test_a_folder_that_others_share_is_left_alone(publisher: Callable[..., MetricsPublisher], tmp_path: Path) -> None:
+def test_a_folder_that_others_share_is_left_alone(publisher: Make, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     publish(publisher({"port": 1, "enable_metrics": False}, **{SHARED: str(tmp_path / "shared")}))
     assert list((tmp_path / "shared").iterdir()) == []
 
 
 def test_what_the_library_cannot_read_is_not_shared(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "problem_of_shared", lambda _files, _metrics: "it cannot")
     (tmp_path / "shared").mkdir()
@@ -162,14 +157,14 @@ def test_what_the_library_cannot_read_is_not_shared(
 
 
 def test_a_file_that_cannot_be_written_costs_nothing(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    publisher: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     publish(publisher({"port": 1}, **{FILE: str(tmp_path / "missing" / "kit.prom")}))
     assert "metrics could not be published" in caplog.text
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "look_at_disk", lambda *_arguments: time.sleep(600))
     made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
@@ -181,7 +176,7 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
 
 
 def test_a_refused_process_costs_no_descriptor(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> int:
         raise BlockingIOError("no more processes")
@@ -196,7 +191,7 @@ def test_a_refused_process_costs_no_descriptor(
 
 
 def test_a_child_that_the_kernel_reaped_has_ended(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
     made.act_on_time()
@@ -206,15 +201,13 @@ def test_a_child_that_the_kernel_reaped_has_ended(
     assert (tmp_path / "kit.prom").is_file()
 
 
-def test_a_shared_folder_that_comes_later_is_checked_too(
-    publisher: Callable[..., MetricsPublisher], tmp_path: Path
-) -> None:
+def test_a_shared_folder_that_comes_later_is_checked_too(publisher: Make, tmp_path: Path) -> None:
     made = publisher({"port": 1, "enable_metrics": True}, **{SHARED: str(tmp_path / "later")})
     publish(made)
     assert not made._is_checked
 
 
-def test_nothing_is_done_where_nobody_asks(publisher: Callable[..., MetricsPublisher]) -> None:
+def test_nothing_is_done_where_nobody_asks(publisher: Make) -> None:
     made = publisher({"enable_metrics": True})
     assert made.next_due() == float("inf")
     made.act_on_time()
@@ -251,7 +244,7 @@ def test_a_server_that_ends_leaves_its_last_file(start_server: Callable[..., Ser
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")], ids=["pipe", "link"])
 def test_what_is_no_file_is_not_replaced_and_told_once(
-    publisher: Callable[..., MetricsPublisher],
+    publisher: Make,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     make: Callable[[Path], object],
@@ -283,23 +276,25 @@ VALUES |= {
 
 def test_the_text_says_to_prometheus_what_was_measured() -> None:
     families = list(text_string_to_metric_families(format_text(METRICS)))
-    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
-    assert samples == VALUES
+    assert samples_of(families) == VALUES
     assert {family.name: family.type for family in families}["kit_hits"] == "counter"
     assert families[0].documentation == "Whether\nit is."
 
 
-@pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    for name, data in shared_files(METRICS, 4711, 17.0).items():
-        (tmp_path / name).write_bytes(data)
-    return tmp_path
+def samples_of(families: Iterable[Any]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def test_the_library_reads_the_files_that_processes_share(shared: Path) -> None:
-    families = list(MultiProcessCollector(CollectorRegistry(), path=str(shared)).collect())
-    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
-    assert samples == VALUES
+def read_shared(metrics: list[Metric], folder: Path) -> list[Any]:
+    """Have the library read what a process shares."""
+    for name, data in shared_files(metrics, 4711, 17.0).items():
+        (folder / name).write_bytes(data)
+    return list(MultiProcessCollector(CollectorRegistry(), path=str(folder)).collect())
+
+
+def test_the_library_reads_the_files_that_processes_share(tmp_path: Path) -> None:
+    families = read_shared(METRICS, tmp_path)
+    assert samples_of(families) == VALUES
     assert {family.name: family.type for family in families} == {
         "kit_up": "gauge",
         "kit_incidents": "gauge",
@@ -309,9 +304,7 @@ def test_the_library_reads_the_files_that_processes_share(shared: Path) -> None:
 
 def test_more_than_a_page_is_read(tmp_path: Path) -> None:
     many = [Metric("kit_many", "Many.", tuple(({"rank": f"TP{n}"}, float(n)) for n in range(500)))]
-    for name, data in shared_files(many, 1, 1.0).items():
-        (tmp_path / name).write_bytes(data)
-    (family,) = MultiProcessCollector(CollectorRegistry(), path=str(tmp_path)).collect()
+    (family,) = read_shared(many, tmp_path)
     assert sorted(sample.value for sample in family.samples) == [float(n) for n in range(500)]
 
 

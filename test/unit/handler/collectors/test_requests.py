@@ -238,26 +238,19 @@ def test_what_was_given_up_says_so(tmp_path: Path) -> None:
     }
 
 
-def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
-    # Their ids are of the time, or of a random number, by release.
+def test_health_checks_and_answers_without_metrics_are_left_out(tmp_path: Path) -> None:
+    # The ids of health checks are of the time, or of a random number, by release.
     writer = ring()
     check = {"log_metrics": False}
+    writer.end(writer.begin(check | {"rid": "answered"}), finished=True)
+    writer.begin(check | {"rid": "under way"})
     writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780000.5"}), finished=True)
     writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780001.5"}), finished=False)
     writer.begin(check | {"rid": "HEALTH_CHECK_0f3c"})
     writer.begin({"rid": "users"})
     told = export([(7, writer.fd)], tmp_path)
-    assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 1, 0, None)
-    assert [line["rid"] for line in lines(tmp_path)] == ["users"]
-
-
-def test_answers_without_metrics_are_left_out(tmp_path: Path) -> None:
-    writer = ring()
-    writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
-    writer.begin({"rid": "under way", "log_metrics": False})
-    told = export([(7, writer.fd)], tmp_path)
-    assert (told.finished, told.unfinished) == (0, 1)
-    assert [line["rid"] for line in lines(tmp_path)] == ["under way"]
+    assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 2, 0, None)
+    assert [line["rid"] for line in lines(tmp_path)] == ["under way", "users"]
 
 
 def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

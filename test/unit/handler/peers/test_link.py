@@ -88,10 +88,15 @@ def test_a_killed_process_is_noticed_at_once_and_lost_later(made: list[Link]) ->
         assert (link.lost, link.is_up) == ("refused", False)
 
 
-def test_one_that_was_never_there_is_lost(made: list[Link]) -> None:
+@pytest.fixture
+def free_port() -> int:
+    """A port on which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    link = connect(made, port)
+        return int(listener.getsockname()[1])
+
+
+def test_one_that_was_never_there_is_lost(made: list[Link], free_port: int) -> None:
+    link = connect(made, free_port)
     run_until(link, "lost")
     assert link.lost == "refused"
 
@@ -156,31 +161,30 @@ def test_a_host_name_is_not_looked_up() -> None:
         Link(select.epoll(), "localhost", 1)
 
 
-def test_one_that_stays_away_is_tried_ever_more_rarely(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+def try_once(link: Link, now: float) -> None:
+    link.step(now, 0)
+    if link.fileno() >= 0:
+        link.step(now, select.POLLOUT)
+
+
+def test_one_that_stays_away_is_tried_ever_more_rarely(
+    made: list[Link], free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_module, "_JITTER", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    link, now = connect(made, port), 0.0
+    link, now = connect(made, free_port), 0.0
     pauses = []
     while len(pauses) < 9:
-        link.step(now, 0)
-        if link.fileno() >= 0:
-            link.step(now, select.POLLOUT)
+        try_once(link, now)
         pauses.append(link.due - now)
         now = link.due
     assert pauses == pytest.approx([0.25, 0.25, 5, 10, 20, 40, 80, 120, 120])
 
 
-def test_those_that_lost_one_peer_come_back_one_by_one(made: list[Link]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    dues = set()
-    for _ in range(10):
-        link = connect(made, port)
-        link.step(0.0, 0)
-        if link.fileno() >= 0:
-            link.step(0.0, select.POLLOUT)
-        dues.add(link.due)
+def test_those_that_lost_one_peer_come_back_one_by_one(made: list[Link], free_port: int) -> None:
+    links = [connect(made, free_port) for _ in range(10)]
+    for link in links:
+        try_once(link, 0.0)
+    dues = {link.due for link in links}
     assert len(dues) > 5
     assert all(0.2 <= due <= 0.3 for due in dues)
 
