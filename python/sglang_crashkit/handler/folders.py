@@ -128,12 +128,8 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
 
     A child that takes longer is left to itself, killed as soon as the kernel lets go of it, and then reaped.
     """
-    ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        run_alone(theirs, functools.partial(_outcome_of, make))
+    pid, ours = start_alone(functools.partial(_outcome_of, make))
     _children.add(pid)
-    os.close(theirs)
     is_answered = select.select([ours], [], [], secs)[0]
     answer = os.read(ours, _MAX_BYTES) if is_answered else b""
     os.close(ours)
@@ -154,7 +150,27 @@ def reap() -> None:
         _children.discard(pid)
 
 
-def run_alone(answer: int, work: Callable[[], bytes]) -> NoReturn:
+def start_alone(work: Callable[[], bytes]) -> tuple[int, int]:
+    """Have a child do the work; return its pid, and the descriptor from which what came of it can be read.
+
+    Raises:
+        OSError: no process, or no descriptor, is to be had.
+    """
+    ours, theirs = os.pipe()
+    try:
+        pid = os.fork()
+    except OSError:
+        # At the limit of processes every descriptor is needed.
+        os.close(ours)
+        os.close(theirs)
+        raise
+    if pid == 0:
+        _run_alone(theirs, work)
+    os.close(theirs)
+    return pid, ours
+
+
+def _run_alone(answer: int, work: Callable[[], bytes]) -> NoReturn:
     """Do the work, say what came of it, and end this process: a child, which holds nothing of its parent's.
 
     It may stand still for long, and nobody is to take it for the handler.

@@ -32,7 +32,7 @@ import setproctitle
 
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.folders import run_alone
+from sglang_crashkit.handler.folders import start_alone
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.incident.retention import limits_on, use_of
@@ -318,19 +318,8 @@ class MetricsPublisher:
 
     def _publish(self, measured: Measured, shared: Path | None) -> None:
         """Have a child look at the disk and write."""
-        ours, theirs = os.pipe()
-        try:
-            pid = os.fork()
-        except OSError:
-            # At the limit of processes every descriptor is needed.
-            os.close(ours)
-            os.close(theirs)
-            raise
-        if pid == 0:
-            run_alone(theirs, functools.partial(self._say, measured, shared))
-        os.close(theirs)
-        os.set_blocking(ours, False)
-        self._child = (pid, ours)
+        self._child = start_alone(functools.partial(self._say, measured, shared))
+        os.set_blocking(self._child[1], False)
 
     def _say(self, measured: Measured, shared: Path | None) -> bytes:
         try:
