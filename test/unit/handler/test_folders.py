@@ -59,7 +59,9 @@ def mode_of(folder: Path) -> int:
 
 
 def test_what_the_kit_makes_is_for_its_owner_alone(tmp_path: Path) -> None:
-    made = make(tmp_path)
+    flight = tmp_path / "crash" / HOST / "flight_recorder"
+    made = make(tmp_path, flight_folder=str(flight))
+    assert (made.flight_folder, mode_of(flight)) == (flight, 0o700)
     assert made.host_folder == tmp_path / "crash" / "host"
     assert made.spool == made.host_folder / "incidents" / ".spool-1-2-3"
     assert {mode_of(path) for path in [made.host_folder, *made.host_folder.rglob("*")]} == {0o700}
@@ -220,12 +222,6 @@ def test_a_link_in_a_shared_folder_gets_no_cores(tmp_path: Path, fallback: Path)
     assert list((tmp_path / "theirs").iterdir()) == []
 
 
-def test_the_flight_recorders_folder_is_made_ahead(tmp_path: Path) -> None:
-    flight = tmp_path / "crash" / HOST / "flight_recorder"
-    assert make(tmp_path, flight_folder=str(flight)).flight_folder == flight
-    assert mode_of(flight) == 0o700
-
-
 @pytest.fixture
 def runtime(tmp_path: Path) -> Path:
     folder = tmp_path / "sglang-crashkit-0" / RUN / "1-2-3"
@@ -269,10 +265,6 @@ def test_a_folder_elsewhere_locks_nothing_above_it(tmp_path: Path) -> None:
     assert not may_be_cleaned(tmp_path)
     assert may_be_cleaned(tmp_path.parent)
     kept.release()
-
-
-def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    KeptFolder(tmp_path / "absent").release()
 
 
 DEAD = f"4194305-1-{own_namespace()}"
@@ -328,7 +320,8 @@ def test_runtime_folders_of_servers_that_are_gone_are_removed(tmp_path: Path, li
     lock.release()
 
 
-def test_nothing_left_behind_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    KeptFolder(tmp_path / "absent").release()
     remove_empty_spools(tmp_path / "absent")
     remove_runtime_folders(tmp_path / "absent")
 

@@ -125,11 +125,7 @@ def test_what_foreign_processes_say_is_ignored(launching: Case, caplog: pytest.L
 
 @pytest.mark.parametrize(
     ("event", "message"),
-    [
-        ("exception", "RuntimeError: Connection closed by peer"),
-        ("launch_failed", "died"),
-        ("child_failed", "died"),
-    ],
+    [("exception", "RuntimeError: Connection closed by peer"), ("launch_failed", "died"), ("child_failed", "died")],
 )
 def test_what_follows_while_the_server_ends_changes_no_verdict(
     launching: Case, tmp_path: Path, event: str, message: str

@@ -335,10 +335,7 @@ OF_MODES: dict[str, tuple[Mode, list[Step]]] = {
     **{name: (Mode.SERVER, steps) for name, steps in STORIES.items()},
     "a dead rank of a library is observed": (
         Mode.LIBRARY,
-        [
-            (1.0, ended(RANK, "SIGKILL"), OBSERVED_DEATH),
-            (6.0, TICK, f"{WENT_ON} finish"),
-        ],
+        [(1.0, ended(RANK, "SIGKILL"), OBSERVED_DEATH), (6.0, TICK, f"{WENT_ON} finish")],
     ),
     "one that raised": (
         Mode.LIBRARY,
@@ -349,10 +346,7 @@ OF_MODES: dict[str, tuple[Mode, list[Step]]] = {
         ],
     ),
     "a program may end as it likes": (Mode.LIBRARY, [(1.0, ended(ROOT, 3), "mark_exited")]),
-    "but is not to be killed with its server": (
-        Mode.LIBRARY,
-        [(1.0, ended(ROOT, "SIGKILL"), OBSERVED_DEATH)],
-    ),
+    "but is not to be killed with its server": (Mode.LIBRARY, [(1.0, ended(ROOT, "SIGKILL"), OBSERVED_DEATH)]),
     "unless it has none": (Mode.LIBRARY, [(1.0, ended(ROOT, "SIGKILL", others_serve=False), "mark_exited")]),
     "a failed start of a library, which may go on": (
         Mode.LIBRARY,

@@ -42,9 +42,7 @@ def flood(server: Server, count: int) -> None:
             sender.send(words[number % len(words)])
 
 
-def test_ten_thousand_events_leave_nothing_behind(
-    start_server: Callable[..., Server],
-) -> None:
+def test_ten_thousand_events_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
     server = start_server()
     handler = psutil.Process(server.handler.pid)
     flood(server, 500)
