@@ -25,7 +25,7 @@ from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.model.flight_dump import parse_dump, read_bytes
 from unit.support.flight_dumps import document, entry, pickled
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
-from unit.support.server_driver import HOST, Server, document_of, report_of
+from unit.support.server_driver import HOST, Server, document_of, events_of, report_of
 from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -239,10 +239,6 @@ def piece_of(told: dict[str, Any], title: str, kind: str = "flight_recorder") ->
     return found[0] if found else {}
 
 
-def times_of(told: dict[str, Any]) -> list[str]:
-    return [event["event"] for event in told["timeline"]]
-
-
 @pytest.mark.story
 def test_the_dump_of_the_survivor_says_what_it_waits_in(start_recording: Start, record: Record) -> None:
     server = start_recording()
@@ -263,7 +259,7 @@ def test_the_dump_of_the_survivor_says_what_it_waits_in(start_recording: Start, 
     # Whom it names is not known to be at fault: the verdict is about the rank that was killed.
     assert told["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert finding["statement"] not in told["verdict"]["text"]
-    events = times_of(told)
+    events = events_of(told)
     assert events.index("stacks_captured") < events.index("flight_recorders_asked") < events.index("incident_finished")
     assert piece_of(told, "scheduler_TP1") == {}
 
@@ -351,7 +347,7 @@ def test_a_rank_without_an_answer_is_given_up_in_time(start_recording: Start, re
     assert (piece["status"], piece["reason"]) == ("failed", "not whole within 3.5 s: no file appeared")
     assert told["collectives"]["findings"] == []
     assert piece["reason"] in " ".join(told["collectives"]["missing"])
-    assert "budget_spent" not in times_of(told)
+    assert "budget_spent" not in events_of(told)
 
 
 def test_the_budget_of_the_incident_holds(start_recording: Start, record: Record) -> None:
