@@ -98,8 +98,8 @@ class Serving(Supervisor):
     def turn(self) -> None:
         """Look at the processes, and wait until there is something to look at."""
         self.read_registered()
-        handler, self._next_handler = self._next_handler, None
-        if handler is not None:
+        # A launch in another thread may name the next one meanwhile.
+        if (handler := self._next_handler) is not None and handler is not self._handler:
             self._handler.close()
             self._handler = handler
         signs = self._handler.descriptors()

@@ -71,11 +71,12 @@ class Quarantine:
         """Read the file; where that fails nothing is in quarantine, and a warning says so once."""
         self._to_log = _MAX_LOGGED
         entries: list[Entry] = []
+        cleared: set[str] = set()
         if innocent := set(self._innocent):
             # Where that cannot be written, this process knows it all the same.
             with contextlib.suppress(CrashkitError, OSError):
                 clear_suspects(self._folder, innocent)
-                self._innocent -= innocent
+                cleared = innocent
         try:
             entries = [one for one in read_entries(self._folder) if one.counts_for(self._model, self._release)]
             self._problem = ""
@@ -84,6 +85,8 @@ class Quarantine:
                 self._problem = str(error)
                 logger.warning("crash kit: no request is in quarantine: %s", error)
         self._index = Index(entries)
+        # Not before: until now the index had them.
+        self._innocent -= cleared
 
     def find(self, request: Any) -> Entry | None:
         """Return what recognises a ``GenerateReqInput`` as it came, or one of a batch, the proven first; else None."""

@@ -38,7 +38,8 @@ _UPSTREAM_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP
 _SAVED = "_crashkit_saved_requests"
 _ONGOING = "_crashkit_ongoing_dump"
 _ORDERLY = "_crashkit_orderly_exit"
-_claims = threading.Lock()
+#: A signal whose handler dumps, too, may interrupt whoever holds it.
+_claims = threading.RLock()
 #: On a disk with less than this, in bytes, no file of requests is begun.
 _LEAST_FREE_BYTES = 1 << 20
 
