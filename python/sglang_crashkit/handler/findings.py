@@ -28,7 +28,7 @@ from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspects, origin_of
 from sglang_crashkit.incident.request_fingerprint import fingerprint_of, parameters_of
-from sglang_crashkit.incident.steps import read_steps
+from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
 from sglang_crashkit.model.incident import Incident, Suspect
 from sglang_crashkit.model.step import Step

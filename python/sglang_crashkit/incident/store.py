@@ -20,8 +20,10 @@ from typing import Any
 
 from sglang_crashkit import settings
 from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError, UsageError
+from sglang_crashkit.kernel import titles
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.kernel.server_arguments import value_of
+from sglang_crashkit.model.step import Step
 
 #: In front of the name of an incident that is not finished.
 PARTIAL = ".partial-"
@@ -30,6 +32,7 @@ REMOVING = ".removing-"
 
 _NAME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)\.(\d{3})Z-([a-z_]+)-([0-9a-f]{8})", re.ASCII)
 _CRASH_FOLDER = "--crash-dump-folder"
+STEPS_SUFFIX = ".steps.jsonl"
 
 #: An incident gets another name when it is finished, and is gone when it is removed; whoever meets that looks again.
 _LOOKS = 5
@@ -290,3 +293,55 @@ def _crash_folder(command: object) -> Path | None:
         words = [os.fsdecode(word) for word in command if isinstance(word, (str, bytes, os.PathLike))]
     folder = value_of(words, _CRASH_FOLDER)
     return Path(folder) if folder else None
+
+
+# -- the last steps of the ranks: ``ranks/<rank>.steps.jsonl``, a step a line
+
+
+@dataclass(frozen=True)
+class StoredSteps:
+    """The steps of one rank."""
+
+    title: str  # of its process
+    pid: int  # of its process, 0 where the file's name does not tell
+    ranks: dict[str, int]  # its ranks by lower-case name, as `titles.rank_of` has them
+    steps: tuple[Step, ...]  # in the order of their numbers
+    unread: int = 0  # how many lines are no step, as the last one of a handler that was killed
+
+
+def read_steps(incident: Path, number: int | None = None) -> list[StoredSteps]:
+    """Return the steps in an incident's folder, in the order of the ranks' titles.
+
+    Args:
+        incident: the folder.
+        number: of the only step that is wanted; all when None.
+
+    Raises:
+        CrashkitError: a file cannot be read.
+    """
+    try:
+        return [_read_steps(path, number) for path in sorted(incident.glob(f"ranks/*{STEPS_SUFFIX}"))]
+    except OSError as error:
+        raise CrashkitError(
+            f"{incident} cannot be read: {error}", next_step=f"ls -l {shlex.quote(str(incident))}{WHOSE_IT_IS}"
+        ) from error
+
+
+def _read_steps(path: Path, number: int | None) -> StoredSteps:
+    found, unread = {}, 0
+    wanted = b"" if number is None else f'{{"number": {number},'.encode()
+    # A line at a time: those of a thousand steps of hundreds of requests take tens of megabytes.
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.startswith(wanted):
+                continue
+            try:
+                step = Step.from_json(json.loads(line))
+            except (ValueError, RecursionError):
+                unread += 1
+            else:
+                found[step.number] = step
+    label, _, pid = path.name.removesuffix(STEPS_SUFFIX).rpartition("-")
+    title = f"sglang::{label or pid}"
+    ordered = tuple(found[number] for number in sorted(found))
+    return StoredSteps(title, int(pid) if pid.isdecimal() else 0, titles.rank_of(title), ordered, unread)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.first_screen import (
+    consequence_in_words,
     counts_of,
     cut,
     first_screen,
@@ -19,7 +22,6 @@ from sglang_crashkit.incident.first_screen import (
     without_build_paths,
 )
 from sglang_crashkit.incident.names import Names, join_names, stopped_state, without_own_numbers
-from sglang_crashkit.incident.timeline_words import runs_of
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 from sglang_crashkit.model.checked_json import seconds_of, texts_of
@@ -29,8 +31,13 @@ _MAX_RIDS = 8
 #: Of so many processes of a group the pids are told, and so many lines of their GPUs and of evidence.
 _MAX_PIDS, _MAX_GPU_LINES, _MAX_LINES = 8, 8, 24
 _MAX_NAMES = 160
+#: So many events that are alike are told one by one, and so many entries of a list in one.
+_FEW, _MAX_LIST = 8, 8
+#: Two events that are further apart are of two runs.
+_AT_ONCE_SECS = 1.0
 
 Process = Mapping[str, Any]
+Event = Mapping[str, Any]
 
 
 def format_summary(document: Mapping[str, Any], folder: Path | None = None) -> str:
@@ -74,16 +81,9 @@ def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -
         return False
     verdict = mapping_of(document.get("verdict"))
     pid, is_known = mapping_of(verdict.get("first_failure")).get("pid"), verdict.get("kind") != "hang"
-    triggered = seconds_of(mapping_of(document.get("trigger")).get("time"))
-    began = [triggered]
+    began = [seconds_of(mapping_of(document.get("trigger")).get("time"))]
     first = next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid), {})
-    step = _step_of(first)
-    ended, ran, own = seconds_of(mapping_of(first.get("exit")).get("time")), step.get("seconds"), step.get("began")
-    if own is not None:
-        began.append(seconds_of(own))
-    elif isinstance(ran, (int, float)) and (seen := ended or triggered) is not None:
-        # As older kits have it.
-        began.append(seen - ran)
+    began.append(seconds_of(_step_of(first).get("began")))
     for event in mappings_of(document.get("timeline")):
         silent, noticed = event.get("silent_secs"), seconds_of(event.get("time"))
         if noticed is not None and isinstance(silent, (int, float)):
@@ -317,11 +317,12 @@ def _steps(process: Mapping[str, Any], divergence: Mapping[str, Any]) -> Iterato
     yield ""
 
 
-def _current_in_words(step: Mapping[str, Any]) -> str:
-    """Say of the ``in_step`` of a process which step it was, how far it had come, and how long it had run."""
-    secs, phase = step.get("seconds"), str(step.get("phase")).replace("_", " ")
-    ran = f", for {secs:.3f} s" if isinstance(secs, (int, float)) else ""
-    return f"step {_number(step.get('number'))}: {_batch(step)}, {phase}{ran}"
+def _current_in_words(*steps: Mapping[str, Any]) -> str:
+    """Say of the ``in_step`` of processes that agree which step it was, how far it had come, and how long it ran."""
+    first = steps[0]
+    ran = _span([step.get("seconds") for step in steps], ", for ", " s", 3)
+    phase = str(first.get("phase")).replace("_", " ")
+    return f"step {_number(first.get('number'))}: {_batch(first)}, {phase}{ran}"
 
 
 def _step(step: Mapping[str, Any]) -> str:
@@ -365,7 +366,7 @@ def process_sections(document: Mapping[str, Any]) -> Iterator[str]:
     names = Names(document)
     for members in sorted(groups.values(), key=lambda its: (its[0].get("pid") != first, not _is_rank(its[0]))):
         yield ""
-        yield from _section(members[0]) if len(members) == 1 else _section_of_many(members, names)
+        yield from _section(members, names)
 
 
 def state_in_words(process: Process) -> str:
@@ -381,9 +382,9 @@ def state_in_words(process: Process) -> str:
     return f"dead, {how} ({cause}{end.get('detail')})"
 
 
-def last_sign_in_words(sign: Mapping[str, Any]) -> str:
-    """Say what a scheduler was about when its heartbeat was last written to, and when that was."""
-    return f"{sign.get('doing')}{_span([sign.get('seconds_before')], ', ', ' s before', 1)}"
+def last_sign_in_words(*signs: Mapping[str, Any]) -> str:
+    """Say what schedulers that agree were about when their heartbeats were last written to, and when that was."""
+    return f"{signs[0].get('doing')}{_span([sign.get('seconds_before') for sign in signs], ', ', ' s before', 1)}"
 
 
 def piece_in_words(piece: Mapping[str, Any]) -> str:
@@ -404,41 +405,32 @@ def _likeness(process: Process, *, is_first: bool) -> str:
     return repr((is_first, *told))
 
 
-def _section(process: Process) -> Iterator[str]:
-    yield f"### {process.get('title')} (pid {process.get('pid')}): {state_in_words(process)}"
+def _section(members: Sequence[Process], names: Names) -> Iterator[str]:
+    process, is_one = members[0], len(members) == 1
+    if is_one:
+        yield f"### {process.get('title')} (pid {process.get('pid')}): {state_in_words(process)}"
+    else:
+        who = cut(join_names(str(one.get("title")) for one in members), _MAX_NAMES)
+        yield f"### {who} ({len(members):,} processes): {state_in_words(process)}"
+        pids = [f"{names.short(one)} {one.get('pid')}" for one in members]
+        more = f" and {len(pids) - _MAX_PIDS:,} more in incident.json" if len(pids) > _MAX_PIDS else ""
+        yield f"- pids: {', '.join(pids[:_MAX_PIDS])}{more}"
     yield from (f"- {frame}" for frame in texts_of(process.get("doing")))
-    if sign := mapping_of(process.get("last_sign")):
-        yield f"- last sign: {last_sign_in_words(sign)}"
-    if step := _step_of(process):
-        yield f"- in {_current_in_words(step)}"
-    yield from (f"- GPU: {line}" for line in texts_of(process.get("gpu")))
-    yield from (f"- {piece_in_words(piece)}" for piece in mappings_of(process.get("evidence")))
-
-
-def _section_of_many(members: Sequence[Process], names: Names) -> Iterator[str]:
-    process = members[0]
-    who = cut(join_names(str(one.get("title")) for one in members), _MAX_NAMES)
-    yield f"### {who} ({len(members):,} processes): {state_in_words(process)}"
-    pids = [f"{names.short(one)} {one.get('pid')}" for one in members]
-    more = f" and {len(pids) - _MAX_PIDS:,} more in incident.json" if len(pids) > _MAX_PIDS else ""
-    yield f"- pids: {', '.join(pids[:_MAX_PIDS])}{more}"
-    yield from (f"- {frame}" for frame in texts_of(process.get("doing")))
-    if sign := mapping_of(process.get("last_sign")):
-        before = [mapping_of(one.get("last_sign")).get("seconds_before") for one in members]
-        yield f"- last sign: {sign.get('doing')}{_span(before, ', ', ' s before', 1)}"
-    if step := _step_of(process):
-        secs = [_step_of(one).get("seconds") for one in members]
-        yield f"- in {_current_in_words({**step, 'seconds': None})}{_span(secs, ', for ', ' s', 3)}"
+    if mapping_of(process.get("last_sign")):
+        yield f"- last sign: {last_sign_in_words(*(mapping_of(one.get('last_sign')) for one in members))}"
+    if _step_of(process):
+        yield f"- in {_current_in_words(*map(_step_of, members))}"
     of_gpu: dict[str, list[str]] = {}
-    of_evidence: dict[tuple[str, ...], list[tuple[str, Mapping[str, Any]]]] = {}
+    of_evidence: dict[tuple[object, ...], list[tuple[str, Mapping[str, Any]]]] = {}
     for one in members:
         for line in texts_of(one.get("gpu")):
             of_gpu.setdefault(line, []).append(names.short(one))
-        for piece in mappings_of(one.get("evidence")):
+        for number, piece in enumerate(mappings_of(one.get("evidence"))):
             its = [str(piece.get(name) or "") for name in ("kind", "status", "source")]
-            key = (*its, without_own_numbers(str(piece.get("reason") or "")))
+            key = (number,) if is_one else (*its, without_own_numbers(str(piece.get("reason") or "")))
             of_evidence.setdefault(key, []).append((names.short(one), piece))
-    yield from _few([f"GPU of {join_names(some)}: {line}" for line, some in of_gpu.items()], _MAX_GPU_LINES)
+    gpus = (f"GPU{'' if is_one else f' of {join_names(some)}'}: {line}" for line, some in of_gpu.items())
+    yield from _few(list(gpus), _MAX_GPU_LINES)
     lines = []
     for having in of_evidence.values():
         some = dict.fromkeys(name for name, _piece in having)
@@ -483,3 +475,91 @@ def _span(values: Iterable[object], before: str, behind: str, digits: int) -> st
 
 def _step_of(process: Process) -> Mapping[str, Any]:
     return mapping_of(mapping_of(process.get("steps")).get("in_step"))
+
+
+# -- the timeline: events of many processes that are alike and close to one another are one line
+
+
+@dataclass(frozen=True)
+class Run:
+    """Events at about the same time that are alike but for their processes and numbers; often one alone."""
+
+    events: Sequence[Event]  # in order of time
+
+    @property
+    def first(self) -> Event:
+        """The first of them."""
+        return self.events[0]
+
+    def who(self, names: Names) -> str:
+        """Return whom it happened to, in short; empty where it did to no process."""
+        if "pid" not in self.first:
+            return ""
+        told = cut(join_names(map(names.short, self.events)), _MAX_NAMES)
+        return told if len(self.events) == 1 else f"{told} ({len(self.events):,} processes)"
+
+    def details(self, *, of_process: bool = False) -> str:
+        """Return what is told beside the time, and how long it took until the last of them.
+
+        `of_process` has the pid and the title of a single one with it.
+        """
+        words = _details(self.first, of_process=of_process and len(self.events) == 1)
+        if len(self.events) == 1:
+            return words
+        differs = len({_details(event, of_process=False) for event in self.events}) > 1
+        first, last = (seconds_of(self.events[place].get("time")) for place in (0, -1))
+        took = f"within {last - first:.3f} s" if first is not None and last is not None else ""
+        return ", ".join(filter(None, [took, f"{words} (the first)" if words and differs else words]))
+
+
+def timeline_of(document: Mapping[str, Any]) -> list[Event]:
+    """Return the events in order of time."""
+    return sorted(mappings_of(document.get("timeline")), key=lambda entry: str(entry.get("time")))
+
+
+def runs_of(document: Mapping[str, Any]) -> list[Run]:
+    """Return the events in order of time, more than a few alike as one run where the first of them stands."""
+    runs: list[list[tuple[int, Event]]] = []
+    open_runs: dict[tuple[str, str], tuple[float, list[tuple[int, Event]]]] = {}
+    for place, event in enumerate(timeline_of(document)):
+        seconds, alike = seconds_of(event.get("time")), _event_likeness(event)
+        before, run = open_runs.get(alike, (-inf, []))
+        if seconds is None or "pid" not in event or seconds - before > _AT_ONCE_SECS:
+            run = []
+            runs.append(run)
+        run.append((place, event))
+        if seconds is not None:
+            open_runs[alike] = (seconds, run)
+    placed = [[run] if len(run) > _FEW else [[one] for one in run] for run in runs]
+    told = sorted((run for some in placed for run in some), key=lambda run: run[0][0])
+    return [Run([event for _place, event in run]) for run in told]
+
+
+def _event_likeness(event: Event) -> tuple[str, str]:
+    return str(event.get("event")), without_own_numbers(_details(event, of_process=False))
+
+
+def _details(event: Event, *, of_process: bool) -> str:
+    hidden = ("time", "event") if of_process else ("time", "event", "pid", "title")
+    told = {name: value for name, value in event.items() if name not in hidden and value is not None}
+    return ", ".join(_detail_in_words(name, value) for name, value in told.items())
+
+
+def _detail_in_words(name: str, value: object) -> str:
+    if name == "message":
+        # The whole of it stands in the verdict, or in the process's own record.
+        return consequence_in_words(str(value))
+    if name == "segments" and isinstance(value, list):
+        return _segments_in_words(mappings_of(value))
+    if isinstance(value, list):
+        more = f" and {len(value) - _MAX_LIST:,} more" if len(value) > _MAX_LIST else ""
+        return f"{name} {', '.join(map(str, value[:_MAX_LIST]))}{more}"
+    return f"{name} {value}"
+
+
+def _segments_in_words(segments: Sequence[Mapping[str, Any]]) -> str:
+    size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
+    named = [f"{one.get('name')} ({one.get('why')})" for one in segments[:_MAX_LIST]]
+    more = f" and {len(segments) - _MAX_LIST:,} more" if len(segments) > _MAX_LIST else ""
+    count = f"{len(segments)} segment{'' if len(segments) == 1 else 's'} left, {size / 1e3:,.0f} kB"
+    return f"{count}: {', '.join(named)}{more}"

@@ -17,7 +17,7 @@ from integration.hangs.hang_story import LONG
 from integration.hangs.test_divergence import Asked
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server, parallel_env
-from sglang_crashkit.incident.steps import read_steps
+from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.model.step import Step
 from unit.support.stored import wait_for_incident
 from unit.support.waiting import wait_until

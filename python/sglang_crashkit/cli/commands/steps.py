@@ -14,8 +14,7 @@ from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.analysis.ranks import Rank
-    from sglang_crashkit.incident.steps import StoredSteps
-    from sglang_crashkit.incident.store import StoredIncident
+    from sglang_crashkit.incident.store import StoredIncident, StoredSteps
     from sglang_crashkit.model.step import Step
 
 _LAST = 20
@@ -47,7 +46,7 @@ def print_steps(
     incident: StoredIncident, rank: str | None = None, last: int = _LAST, *, as_json: bool = False
 ) -> ExitCode:
     """Print the last steps of the ranks in an incident; see `run`."""
-    from sglang_crashkit.incident.steps import read_steps
+    from sglang_crashkit.incident.store import read_steps
     from sglang_crashkit.model.checked_json import mapping_of
 
     everyone = read_steps(incident.path)

@@ -30,7 +30,7 @@ from sglang_crashkit.cli.reporters import incident_view as view
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut, visible
 from sglang_crashkit.cli.reporters.merged_stacks import merge, ranks_by_pid, read_stacks
 from sglang_crashkit.incident.first_screen import first_screen, without_build_paths
-from sglang_crashkit.incident.steps import SUFFIX
+from sglang_crashkit.incident.store import STEPS_SUFFIX
 from sglang_crashkit.incident.summary import (
     environment_in_words,
     format_summary,
@@ -240,7 +240,7 @@ def _inlined(files: IncidentFiles, first: object, *, prompts: bool) -> list[dict
     own = f"-{first}."
     left, texts = _MAX_FILES, {}
     for file in sorted(
-        files.listed.values(), key=lambda file: (own not in file.name, file.name.endswith(SUFFIX), file.size)
+        files.listed.values(), key=lambda file: (own not in file.name, file.name.endswith(STEPS_SUFFIX), file.size)
     ):
         shown = {"name": file.name, "size": _size(file.size), "text": None, "why": ""}
         texts[file.name] = shown

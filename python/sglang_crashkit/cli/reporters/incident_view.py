@@ -17,9 +17,15 @@ from sglang_crashkit.cli.commands.steps import groups_of, in_words, side_by_side
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
 from sglang_crashkit.incident.first_screen import undecided_in_words
-from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
-from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words, was_aborted_before
-from sglang_crashkit.incident.timeline_words import Run, timeline_of
+from sglang_crashkit.incident.store import STEPS_SUFFIX, StoredSteps
+from sglang_crashkit.incident.summary import (
+    Run,
+    last_sign_in_words,
+    piece_in_words,
+    state_in_words,
+    timeline_of,
+    was_aborted_before,
+)
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
 from sglang_crashkit.model.step import Step, is_divergence
@@ -242,8 +248,8 @@ def _read_last_steps(files: IncidentFiles, marked: int | None) -> list[StoredSte
     """Return the last steps of each rank, and those around `marked`."""
     found, left = [], _MAX_STEP_BYTES
     for name, file in files.listed.items():
-        label = name.removeprefix("ranks/").removesuffix(SUFFIX)
-        if not name.startswith("ranks/") or not name.endswith(SUFFIX) or left <= 0:
+        label = name.removeprefix("ranks/").removesuffix(STEPS_SUFFIX)
+        if not name.startswith("ranks/") or not name.endswith(STEPS_SUFFIX) or left <= 0:
             continue
         data = files.read(name, min(left, file.size), from_end=True)
         left -= len(data)
