@@ -160,13 +160,15 @@ def count_fault(
         if lock.acquire(_LOCK_SECS) != "held":
             logger.warning("the index of faults in %s could not be locked", incidents)
             return None
-        index = _read(incidents / INDEX)
+        index = read_faults(incidents)
         entry = index.setdefault(fault.key, {"fault": asdict(fault), "count": 0, "first": iso_time(time.time())})
         count, repeats = _count(entry, incidents, incident_id, name, keep)
         seen = _count_suspects(entry, suspects or {})
         if has_core:
             entry["core"] = {"id": incident_id, "name": name, "seconds": time.time()}
-        _write(incidents / INDEX, index)
+        latest = sorted(index, key=lambda key: str(index[key].get("last")), reverse=True)[:_MAX_FAULTS]
+        faults = {key: index[key] for key in latest}
+        write_json(incidents / INDEX, {"schema_version": _SCHEMA_VERSION, "faults": faults})
     except OSError as error:
         logger.warning("the index of faults in %s could not be written: %s", incidents, error)
         return None
@@ -176,11 +178,22 @@ def count_fault(
 
 
 def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
-    """Return what the index in folder `incidents` has of each fault, by its key; empty where it cannot be read.
+    """Return what the index in folder `incidents` has of each fault, by its key.
 
-    ``fault`` is the fault, ``count`` how often it was seen, ``first`` and ``last`` when.
+    ``fault`` is the fault, ``count`` how often it was seen, ``first`` and ``last`` when. It is empty where there is no
+    index or it cannot be read; then counting begins anew.
     """
-    return _read(incidents / INDEX)
+    path = incidents / INDEX
+    try:
+        index = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("the index of faults %s cannot be read and is begun anew: %s", path, error)
+        return {}
+    if mapping_of(index).get("schema_version") != _SCHEMA_VERSION:
+        return {}
+    return {key: entry for key, entry in mapping_of(index.get("faults")).items() if isinstance(entry, dict)}
 
 
 def _count(entry: dict[str, Any], incidents: Path, incident_id: str, name: str, keep: int) -> tuple[int, str | None]:
@@ -215,27 +228,8 @@ def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:
 
 def incident_with_core(incidents: Path, fault: Fault) -> str | None:
     """Return the id of an incident of the same fault, of this day, that has a GPU core; None where there is none."""
-    core = mapping_of(mapping_of(_read(incidents / INDEX).get(fault.key)).get("core"))
+    core = mapping_of(mapping_of(read_faults(incidents).get(fault.key)).get("core"))
     return str(core.get("id")) if _counts(core, incidents, time.time()) else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the index; an empty one where there is none or it cannot be read, from which counting begins anew."""
-    try:
-        index = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        logger.warning("the index of faults %s cannot be read and is begun anew: %s", path, error)
-        return {}
-    if mapping_of(index).get("schema_version") != _SCHEMA_VERSION:
-        return {}
-    return {key: entry for key, entry in mapping_of(index.get("faults")).items() if isinstance(entry, dict)}
-
-
-def _write(path: Path, index: dict[str, Any]) -> None:
-    latest = sorted(index, key=lambda key: str(index[key].get("last")), reverse=True)[:_MAX_FAULTS]
-    write_json(path, {"schema_version": _SCHEMA_VERSION, "faults": {key: index[key] for key in latest}})
 
 
 def recent_crashes(incidents: Path, now: float | None = None) -> str:

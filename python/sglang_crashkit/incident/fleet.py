@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from sglang_crashkit.incident.fingerprint import fault_of
 from sglang_crashkit.incident.retention import MAX_JSON
-from sglang_crashkit.incident.store import is_finished, list_entries, parse_name
+from sglang_crashkit.incident.store import is_finished, is_folder, list_entries, parse_name
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import FleetIncident
@@ -73,14 +72,11 @@ def read_fleet(folders: Iterable[Path], since: float = 0.0) -> Fleet:
 def _places(folder: Path, fleet: Fleet, problems: list[OSError]) -> Iterator[Path]:
     """Yield where incidents may be: of a host's folder, a crash folder, or a folder of fetched crash folders."""
     try:
-        is_folder = stat.S_ISDIR(folder.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        is_folder = False
+        if not is_folder(folder):
+            fleet.missing.append(str(folder))
+            return
     except OSError as error:
         problems.append(error)
-        return
-    if not is_folder:
-        fleet.missing.append(str(folder))
         return
     before = len(problems)
     inner = [path for path in list_entries(folder, problems) if not parse_name(path.name)]
@@ -135,10 +131,8 @@ def found_of(host: str, path: str, document: Mapping[str, Any]) -> FleetIncident
 
 def _attributes(document: Mapping[str, Any]) -> dict[str, str]:
     server, environment = mapping_of(document.get("server")), mapping_of(document.get("environment"))
-    versions, devices = (
-        mapping_of(environment.get("versions")),
-        mappings_of(mapping_of(document.get("gpus")).get("devices")),
-    )
+    versions = mapping_of(environment.get("versions"))
+    devices = mappings_of(mapping_of(document.get("gpus")).get("devices"))
     told = {
         "release": server.get("sglang_version"),
         "model": environment.get("model"),

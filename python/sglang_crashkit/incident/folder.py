@@ -122,17 +122,24 @@ class IncidentFolder:
             NoRoomError: there is no room for it.
             OSError: the folder is gone.
         """
-        self._write(name, text.encode(errors="backslashreplace"))
-        return name
-
-    def write_bytes(self, name: str, data: bytes) -> str:
-        """Write `data` below the folder and return its name relative to it; see `write_text`."""
-        self._write(name, data)
-        return name
+        return self.write_bytes(name, text.encode(errors="backslashreplace"))
 
     def write_json(self, name: str, value: Any) -> str:
-        """Write `value` as JSON below the folder and return its name relative to it; see `write_text`."""
-        self._write(name, json.dumps(value, indent=1, default=str).encode())
+        """Write `value` as JSON; see `write_text`."""
+        return self.write_bytes(name, json.dumps(value, indent=1, default=str).encode())
+
+    def write_bytes(self, name: str, data: bytes) -> str:
+        """Write `data`; see `write_text`."""
+        path = self.path / name
+        self._ledger.charge(name, len(data))
+        try:
+            make_private_folder(path.parent)
+            write_private(path, data)
+        except OSError as error:
+            self._ledger.forget(name)
+            if error.errno in _NO_SPACE:
+                raise NoRoomError(error.errno, FULL) from error
+            raise
         return name
 
     def remove(self, name: str) -> None:
@@ -146,24 +153,16 @@ class IncidentFolder:
 
     def adopt(self, source: Path, name: str) -> str:
         """Move a file of this user's into the folder and return its name relative to it; see `write_text`."""
-        self._write(name, source.read_bytes())
+        self.write_bytes(name, source.read_bytes())
         source.unlink()
         return name
 
     def charge(self, name: str, size: int) -> None:
-        """Count a file that is written by somebody else, and make room for it; see `Ledger.charge`.
-
-        Args:
-            name: the file, relative to the folder.
-            size: how long it will be, in bytes.
-
-        Raises:
-            NoRoomError: there is no room for it.
-        """
+        """Count a file of `size` bytes that is written by somebody else, and make room for it; see `Ledger.charge`."""
         self._ledger.charge(name, size)
 
     def make_room_beside(self, folder: Path, size: int) -> str:
-        """Make room for what somebody else is about to write to another folder; see `Ledger.make_room_beside`."""
+        """Make room in another folder; see `Ledger.make_room_beside`."""
         return self._ledger.make_room_beside(folder, size)
 
     def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
@@ -188,7 +187,8 @@ class IncidentFolder:
             self.path = self._final
             sync_folder(self._final.parent)
             self._ownership.release()
-            self._ledger.settle()
+            # For what the essential files took beyond the limits.
+            self._ledger.make_room(0)
         return self.path
 
     def discard(self) -> None:
@@ -198,18 +198,6 @@ class IncidentFolder:
                 (Path(folder) / name).unlink()
             Path(folder).rmdir()
         self._ownership.release()
-
-    def _write(self, name: str, data: bytes) -> None:
-        path = self.path / name
-        self._ledger.charge(name, len(data))
-        try:
-            make_private_folder(path.parent)
-            write_private(path, data)
-        except OSError as error:
-            self._ledger.forget(name)
-            if error.errno in _NO_SPACE:
-                raise NoRoomError(error.errno, FULL) from error
-            raise
 
     def _write_essential(self, name: str, data: bytes, *, sync: bool = False) -> None:
         self._ledger.charge(name, len(data), essential=True)
@@ -277,7 +265,8 @@ class NullFolder(IncidentFolder):
     def discard(self) -> None:
         """Do nothing."""
 
-    def _write(self, name: str, data: bytes) -> None:
+    def write_bytes(self, name: str, data: bytes) -> str:
+        """Refuse it."""
         raise NoRoomError(errno.ENOSPC, f"{self.problem} ({name} would take {len(data)} bytes)")
 
 

@@ -68,12 +68,6 @@ class CrashFile:
     inode: int  # of the file that was found, so that another one of its name is not taken for it
     age_secs: float  # how long ago it changed, in seconds
 
-    def remove(self) -> None:
-        """Remove it, where it is there still."""
-        with contextlib.suppress(OSError):
-            if self.path.lstat().st_ino == self.inode:
-                self.path.unlink()
-
 
 def find_crash_files(incidents: Iterable[Path]) -> list[CrashFile]:
     """Return the GPU cores and the dumps of requests of this user beside these folders of incidents."""
@@ -195,10 +189,6 @@ class Ledger:
     def rename(self, name: str) -> None:
         """Note that this incident's folder is called something else when it is finished."""
         self._names.add(name)
-
-    def settle(self) -> None:
-        """Make room for what the essential files took beyond the limits."""
-        self.make_room(0)
 
     def make_room(self, growth: int) -> None:
         """Remove the oldest finished incidents until `growth` more bytes fit, or none is left."""
@@ -325,7 +315,9 @@ def remove_incident(folder: Path, files: Sequence[CrashFile] = ()) -> bool:
             return False
         folder.rename(removing)
         for file in files:
-            file.remove()
+            with contextlib.suppress(OSError):
+                if file.path.lstat().st_ino == file.inode:
+                    file.path.unlink()
         shutil.rmtree(removing)
         return True
     return False

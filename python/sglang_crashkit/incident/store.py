@@ -23,6 +23,7 @@ from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, Noth
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.kernel.server_arguments import value_of
+from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.step import Step
 
 #: In front of the name of an incident that is not finished.
@@ -107,15 +108,8 @@ def find_incidents(
         NothingToDoError: there is no such folder.
         OSError: there is none of which one can tell, and a folder cannot be read.
     """
-    try:
-        is_folder = stat.S_ISDIR(folder.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        is_folder = False
-    if not is_folder:
-        raise NothingToDoError(
-            f"{folder} is not a folder",
-            next_step=f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
-        )
+    if not is_folder(folder):
+        raise NothingToDoError(f"{folder} is not a folder", next_step=f"sglang-crashkit incidents DIR{WHAT_DIR_IS}")
     for _ in range(_LOOKS):
         incidents, closed, is_whole = _look(folder, keep)
         if is_whole:
@@ -139,6 +133,18 @@ def _look(folder: Path, keep: Keep | None) -> tuple[list[StoredIncident], list[O
     named = [path for path in found if parse_name(path.absolute().name)]
     incidents = [_read(path, keep) for path in named if path.is_dir()]
     return incidents, closed, all(map(os.path.lexists, named))
+
+
+def is_folder(path: Path) -> bool:
+    """Say whether there is a folder of this name.
+
+    Raises:
+        OSError: a folder above it cannot be read.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
@@ -205,10 +211,7 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     if unreadable is not None and not wanted:
         unreadable += closed
     if found[0].document is None:
-        raise CrashkitError(
-            f"{found[0].path}: {found[0].problem}",
-            next_step=_what_else_tells(found[0].path),
-        )
+        raise CrashkitError(f"{found[0].path}: {found[0].problem}", next_step=_what_else_tells(found[0].path))
     return found[0]
 
 
@@ -254,8 +257,11 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
     while True:
         # Asked first: what the handler writes last is there once it has left.
         at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
-        found = [stored for folder in folders for path in _written_since(folder, since) for stored in _incidents(path)]
-        of_server = [one for one in found if one.finished and _server_of(one) == pid]
+        found = [_read(path, None) for folder in folders for path in _written_since(folder, since)]
+        servers = [mapping_of(mapping_of(one.document).get("server")) for one in found]
+        of_server = [
+            one for one, server in zip(found, servers, strict=True) if one.finished and server.get("pid") == pid
+        ]
         if of_server:
             return max(of_server, key=lambda one: one.name)
         if not at_work or time.monotonic() >= deadline:
@@ -263,25 +269,13 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
         time.sleep(0.02)
 
 
-def _server_of(incident: StoredIncident) -> object:
-    server = (incident.document or {}).get("server")
-    return server.get("pid") if isinstance(server, dict) else None
-
-
 def _written_since(folder: Path, since: float) -> Iterator[Path]:
     # A folder that has served many runs holds many incidents; most need not be read.
     for pattern in ("incidents/*", "*/incidents/*"):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):
-                if path.is_dir() and path.stat().st_mtime >= since:
+                if parse_name(path.name) and path.is_dir() and path.stat().st_mtime >= since:
                     yield path
-
-
-def _incidents(folder: Path) -> list[StoredIncident]:
-    try:
-        return find_incidents(folder)
-    except (OSError, CrashkitError):
-        return []
 
 
 def _crash_folder(command: object) -> Path | None:

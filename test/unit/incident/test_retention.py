@@ -96,7 +96,7 @@ def test_what_essential_files_took_is_made_up_for(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=600 * KB, keep_free=0))
     ledger.charge("incident.json", 250 * KB, essential=True)
     assert left(old) == [True] * 4
-    ledger.settle()
+    ledger.make_room(0)
     assert left(old) == [False, True, True, True]
 
 
