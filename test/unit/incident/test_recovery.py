@@ -94,14 +94,7 @@ def test_pieces_that_the_last_checkpoint_does_not_list_are_listed(tmp_path: Path
 
 
 def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
-    server = {
-        "pid": 77,
-        "start_ticks": 1,
-        "pid_namespace": 5,
-        "sglang_version": "0.5.23",
-        "kit_version": "0.1",
-        "hostname": "h",
-    }
+    server = {"pid": 77, "start_ticks": 1, "pid_namespace": 5, "hostname": "h"}
     theirs = [f".spool-{key}/exception-8.json" for key in ("77-2-5", "78-1-5", "77-1-6")]
     for name in (".spool-77-1-5/exception-8.json", ".spool-77-1-5/exception-99.json", *theirs):
         (tmp_path / name).parent.mkdir(exist_ok=True)

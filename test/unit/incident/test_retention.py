@@ -36,6 +36,14 @@ KB = 1024
 OWN = "20400101T000000.000Z-killed-0123abcd"
 
 
+@pytest.fixture
+def incidents(tmp_path: Path) -> Path:
+    """The folder of all incidents of a host, in a crash folder."""
+    folder = tmp_path / "host" / "incidents"
+    folder.mkdir(parents=True)
+    return folder
+
+
 def old_incidents(incidents: Path, count: int, size: int = 100 * KB) -> list[Path]:
     """Write incidents of the same size, the oldest first."""
     pieces = {"stacks/x.txt": "x" * size}
@@ -147,12 +155,9 @@ def test_the_defaults_fit_a_small_file_system(tmp_path: Path, monkeypatch: pytes
         ledger.charge("a", 101 * KB)
 
 
-def test_only_finished_incidents_of_this_user_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "incidents").mkdir()
+def test_only_finished_incidents_of_this_user_are_removed(incidents: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "kept").write_text("x" * MB)
-    incidents = tmp_path / "incidents"
+    write(elsewhere, "kept")
     unfinished = make_incident(incidents, seconds=1.0, publish=False, pieces={"stacks/x": "x" * MB})
     link = incidents / "20231114T221320.250Z-killed-0123abcd"
     link.symlink_to(elsewhere)
@@ -285,12 +290,10 @@ def beside(incidents: Path) -> list[str]:
     return sorted(path.name for path in incidents.parent.iterdir() if path != incidents)
 
 
-def test_an_incident_goes_with_its_cores_and_dumps(tmp_path: Path) -> None:
-    incidents = tmp_path / "host" / "incidents"
-    incidents.mkdir(parents=True)
+def test_an_incident_goes_with_its_cores_and_dumps(incidents: Path) -> None:
     old = [with_core(incidents, number) for number in range(3)]
-    (tmp_path / "host" / "core.cuda.5.5").write_bytes(b"x" * MB)
-    (tmp_path / "host" / "notes.pkl").write_bytes(b"x" * MB)
+    (incidents.parent / "core.cuda.5.5").write_bytes(b"x" * MB)
+    (incidents.parent / "notes.pkl").write_bytes(b"x" * MB)
     ledger = Ledger(incidents, OWN, DiskLimits(max_use=5 * MB, keep_free=0))
     ledger.charge("stacks/x", 100 * KB)
     assert left(old) == [False, True, True]
@@ -298,9 +301,7 @@ def test_an_incident_goes_with_its_cores_and_dumps(tmp_path: Path) -> None:
     assert beside(incidents) == [*stay, "notes.pkl"]
 
 
-def test_what_nobody_names_counts_for_cores_and_never_goes(tmp_path: Path) -> None:
-    incidents = tmp_path / "host" / "incidents"
-    incidents.mkdir(parents=True)
+def test_what_nobody_names_counts_for_cores_and_never_goes(incidents: Path) -> None:
     (incidents.parent / "core.cuda.5.5").write_bytes(b"x" * 3 * MB)
     ledger = Ledger(incidents, OWN, DiskLimits(max_use=4 * MB, keep_free=0))
     # Who died of what has room.
@@ -314,18 +315,14 @@ def test_what_nobody_names_counts_for_cores_and_never_goes(tmp_path: Path) -> No
     assert beside(incidents) == ["core.cuda.5.5", "core.cuda.5.6"]
 
 
-def test_what_may_be_written_still_stays(tmp_path: Path) -> None:
-    incidents = tmp_path / "host" / "incidents"
-    incidents.mkdir(parents=True)
+def test_what_may_be_written_still_stays(incidents: Path) -> None:
     old = [with_core(incidents, 0, age_secs=10.0), with_core(incidents, 1)]
     ledger = Ledger(incidents, OWN, DiskLimits(max_use=3 * MB, keep_free=0))
     ledger.charge("stacks/x", 100 * KB)
     assert left(old) == [True, False]
 
 
-def test_what_another_living_server_left_stays(tmp_path: Path) -> None:
-    incidents = tmp_path / "host" / "incidents"
-    incidents.mkdir(parents=True)
+def test_what_another_living_server_left_stays(incidents: Path) -> None:
     stat = procfs.read_stat(os.getpid())
     assert stat is not None
     old = [with_core(incidents, 0, server={"pid": stat.pid, "start_ticks": stat.start_ticks})]
@@ -337,10 +334,9 @@ def test_what_another_living_server_left_stays(tmp_path: Path) -> None:
     assert left(old) == [False]
 
 
-def test_incidents_elsewhere_count_and_go_too(tmp_path: Path) -> None:
-    incidents, fallback = tmp_path / "crash" / "host" / "incidents", tmp_path / "fallback" / "incidents"
-    for folder in (incidents, fallback):
-        folder.mkdir(parents=True)
+def test_incidents_elsewhere_count_and_go_too(incidents: Path, tmp_path: Path) -> None:
+    fallback = tmp_path / "fallback" / "incidents"
+    fallback.mkdir(parents=True)
     newer, older = with_core(incidents, 5), with_core(fallback, 1)
     limits = DiskLimits(max_use=3 * MB, keep_free=0)
     elsewhere = [fallback, tmp_path / "none" / "incidents"]
@@ -377,8 +373,7 @@ def names(files: list[CrashFile]) -> list[str]:
     return sorted(file.path.name for file in files)
 
 
-def test_cores_and_dumps_beside_the_incidents_are_found(tmp_path: Path) -> None:
-    incidents = tmp_path / "host" / "incidents"
+def test_cores_and_dumps_beside_the_incidents_are_found(incidents: Path, tmp_path: Path) -> None:
     write(tmp_path / "host", CORE, DUMP, "crash_handler.log", "weights.pkl", ".crash_dump_x.12.partial", "core.1")
     (tmp_path / "host" / "core.cuda.1.2").symlink_to(tmp_path / "host" / CORE)
     (tmp_path / "host" / "core.cuda.1.3").mkdir()

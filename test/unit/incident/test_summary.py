@@ -97,41 +97,34 @@ next    sglang-crashkit bundle 0123abcd --no-prompts   # for a bug report
     )
 
 
-def test_a_stopped_process_is_not_called_alive() -> None:
-    document = make_incident().to_json()
-    document["processes"][1]["state"] = {"State": "T (stopped)"}
-    assert "### sglang::scheduler_TP0 (pid 9): stopped (T)\n" in format_summary(document)
-    # What it was when it was looked at last counts.
-    document["processes"][1]["looks"] = [{"state": "T"}, {"state": "S"}]
-    assert "### sglang::scheduler_TP0 (pid 9): alive then\n" in format_summary(document)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"state": {"State": "T (stopped)"}}, "stopped (T)"),
+        # What it was when it was looked at last counts.
+        ({"state": {"State": "T (stopped)"}, "looks": [{"state": "T"}, {"state": "S"}]}, "alive then"),
+        ({"evidence": [{"kind": "exception", "status": "captured"}]}, "raised an exception"),
+    ],
+)
+def test_a_stopped_or_raising_process_is_not_called_alive(fields: dict[str, Any], words: str) -> None:
+    assert text_of({"title": "x", "pid": 9} | fields) == f"\n### x (pid 9): {words}" + "".join(
+        f"\n- {piece['kind']}: captured (in incident.json)" for piece in fields.get("evidence", ())
+    )
 
 
-def test_a_process_that_raised_is_not_called_alive() -> None:
-    incident = make_incident()
-    incident.processes[1].evidence.append(Evidence("exception", "captured", path="ranks/9.exception.json"))
-    text = format_summary(incident.to_json())
-    assert "### sglang::scheduler_TP0 (pid 9): raised an exception\n" in text
-
-
-@pytest.mark.parametrize(("reason", "where"), [("it was in the step", "in that step"), (UNANSWERED, "under way")])
-def test_the_suspect_is_the_same_above_and_below(reason: str, where: str) -> None:
-    suspects = [{"rid": "r1", "level": "unknown", "reasons": [reason]}, {"rid": "r2", "level": "unknown"}]
-    text = format_summary(make_incident().to_json() | {"suspects": suspects})
-    words = f"none of the 2 requests {where} is likelier than the others"
-    assert f"\nsuspect {words}\n" in text
-    assert f"\n- suspect: {words}; all in incident.json\n" in text
+@pytest.mark.parametrize(
+    ("left_out", "count", "listed", "not_listed"),
+    [(0, "2", "all", ""), (1200, "1,202", "2", "; 1,200 more are not listed")],
+)
+def test_the_suspect_is_the_same_above_and_below(left_out: int, count: str, listed: str, not_listed: str) -> None:
+    suspects = [{"rid": rid, "level": "unknown", "reasons": [UNANSWERED]} for rid in ("r1", "r2")]
+    document = make_incident().to_json() | {"suspects": suspects, "suspects_left_out": left_out}
+    words = f"none of the {count} requests under way is likelier than the others"
+    assert f"\nsuspect {words}\n" in format_summary(document)
+    assert f"\n- suspect: {words}; {listed} in incident.json\n" in format_summary(document)
     suspects[0]["level"] = "supported"
-    text = format_summary(make_incident().to_json() | {"suspects": suspects})
-    assert f"\n- suspect: request r1 (supported): {reason}; 1 more in incident.json\n" in text
-
-
-def test_suspects_that_are_not_listed_are_said_not_to_be() -> None:
-    suspects = [{"rid": rid, "level": "unknown", "reasons": ["it was in the step"]} for rid in ("r1", "r2")]
-    document = make_incident().to_json() | {"suspects": suspects, "suspects_left_out": 1200}
-    words = "none of the 1,202 requests in that step is likelier than the others"
-    assert f"\n- suspect: {words}; 2 in incident.json\n" in format_summary(document)
-    suspects[0]["level"] = "supported"
-    assert "; 1 more in incident.json; 1,200 more are not listed\n" in format_summary(document)
+    found = f"\n- suspect: request r1 (supported): {UNANSWERED}; 1 more in incident.json{not_listed}\n"
+    assert found in format_summary(document)
 
 
 def test_the_verdict_is_told_without_the_builders_path() -> None:
@@ -143,10 +136,8 @@ def test_the_verdict_is_told_without_the_builders_path() -> None:
 
 
 def test_requests_are_counted_once_and_health_checks_apart() -> None:
-    requests = Requests(2, 5, "/crash/x.pkl", None, "pickle")
-    requests.journal = JournaledRequests("requests/requests.jsonl", 1, 3)
     incident = make_incident()
-    incident.requests = requests
+    incident.requests = Requests(2, 5, "/crash/x.pkl", None, "pickle", JournaledRequests("requests.jsonl", 1, 3))
     text = format_summary(incident.to_json())
     assert "- requests: 1 finished and 3 unfinished in /crash/x.pkl, with 3 health checks and the like\n" in text
     assert "3 requests lost" in text

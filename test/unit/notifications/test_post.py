@@ -31,9 +31,12 @@ def test_the_status_of_the_answer_is_printed(
         assert send(monkeypatch, capsys, server.url) == str(status)
 
 
-def test_no_redirect_is_followed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with hook() as other, hook(302, location=other.url) as server:
-        assert send(monkeypatch, capsys, server.url) == "302"
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_no_redirect_is_followed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int
+) -> None:
+    with hook() as other, hook(status, location=other.url) as server:
+        assert send(monkeypatch, capsys, server.url) == str(status)
         assert other.bodies == []
 
 
