@@ -49,7 +49,7 @@ ALLOWED = {
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
     "replay": {"errors", "incident", "kernel", "watch"},
-    "notifications": {"capture", "errors", "incident", "kernel", "settings"},
+    "notifications": {"capture", "errors", "incident", "kernel", "model", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "policy", "settings", "srt"},
     "cli": {
         "analysis",

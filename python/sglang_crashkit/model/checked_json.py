@@ -1,6 +1,6 @@
 """Values of JSON that others wrote, each of the type that it must have, and times as documents have them.
 
-All functions but those from `mapping_of` on raise ``ValueError`` with the value that is wrong.
+All functions but `writable` and those from `mapping_of` on raise ``ValueError`` with the value that is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def text(value: object) -> str:
     """Return text that every file takes."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.80} is not text")
-    # A lone surrogate, which no file would take, may stand in JSON.
+    return writable(value)
+
+
+def writable(value: str) -> str:
+    """Return text that every file takes: a lone surrogate, which none would, may stand in JSON; it does not raise."""
     return value if value.isascii() else value.encode(errors="backslashreplace").decode()
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from sglang_crashkit.model.checked_json import writable
 from sglang_crashkit.model.sample import Frame
 
 State = Literal["scheduled", "started", "completed"]
@@ -263,6 +264,4 @@ def _typed(value: Any, kind: type[_Kind]) -> _Kind:
 
 
 def _text(value: Any, most: int = MAX_TEXT) -> str:
-    text = _typed(value, str)[:most]
-    # A lone surrogate, which no file would take, may stand in it.
-    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+    return writable(_typed(value, str)[:most])

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sglang_crashkit.model.checked_json import writable
+
 #: Where modules are installed, the last of it: as packages, as Python's own, or SGLang in a checkout.
 _ROOT = re.compile(r"^.*/(?:(?:site|dist)-packages|lib/python3\.\d+|python(?=/sglang(?:_crashkit)?/))/")
 
@@ -115,10 +117,10 @@ def short_path(path: str) -> str:
 
 
 def _thread(entry: dict[str, Any]) -> Thread:
-    frames = (Frame(_text(frame["name"]), _path_in(frame), int(frame["line"])) for frame in entry["frames"])
+    frames = (Frame(writable(str(frame["name"])), _path_in(frame), int(frame["line"])) for frame in entry["frames"])
     native_id = entry.get("os_thread_id")
     return Thread(
-        name=_text(entry.get("thread_name") or ""),
+        name=writable(str(entry.get("thread_name") or "")),
         native_id=native_id if isinstance(native_id, int) else None,
         active=bool(entry.get("active")),
         owns_gil=bool(entry.get("owns_gil")),
@@ -128,14 +130,9 @@ def _thread(entry: dict[str, Any]) -> Thread:
 
 def _path_in(frame: dict[str, Any]) -> str:
     # py-spy's own short form leaves out a package's folder that has no __init__.py, as many of SGLang's.
-    whole = _text(frame["filename"])
+    whole = writable(str(frame["filename"]))
     short = short_path(whole)
-    return short if short != whole else _text(frame.get("short_filename") or whole)
-
-
-def _text(value: object) -> str:
-    # A lone surrogate, which no file would take, may stand in a name that is not UTF-8.
-    return str(value).encode(errors="backslashreplace").decode()
+    return short if short != whole else writable(str(frame.get("short_filename") or whole))
 
 
 def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:

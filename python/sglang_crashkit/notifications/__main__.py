@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 from sglang_crashkit.capture.tools import ToolRun, run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.incident.summary import mapping_of
 from sglang_crashkit.kernel.private_files import FolderLock, create_in_memory, write_json
+from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.notifications.messages import body_of, event_of, find_cluster, short_of
 from sglang_crashkit.notifications.plan import INCIDENT, OUTCOME, QUIET_KINDS, SECRET, WEBHOOK, Plan
 from sglang_crashkit.settings import OTLP_ENDPOINT
@@ -59,38 +59,37 @@ def tell(folder: Path, environ: Mapping[str, str] = os.environ, wait: Wait = tim
         if (folder / OUTCOME).exists():
             return False
         document = find_incidents(folder)[0].document
-        if document is None or document.get("kind") in QUIET_KINDS or _is_busy(document):
+        if document is None or document.get("kind") in QUIET_KINDS:
+            return False
+        if mapping_of(document.get("verdict")).get("kind") == "busy":
+            # It is withdrawn where the server goes on.
             return False
         plan = Plan.from_environ(environ)
+        # The key and the address are the web hook's alone.
+        kept = {name: value for name, value in environ.items() if name not in (SECRET, WEBHOOK)}
         outcome: dict[str, Any] = {"schema_version": 1}
         outcome |= {what: {"done": False, "reason": why} for what, why in plan.problems.items()}
         short = short_of(document, str(folder))
         if plan.url:
             outcome["webhook"] = _post(plan, short, environ, wait)
         if plan.makes_event:
-            outcome["kubernetes_event"] = _make_event(short, environ, wait)
+            outcome["kubernetes_event"] = _make_event(short, kept, wait)
         if plan.otlp:
-            outcome["opentelemetry"] = _log(plan, short, environ)
+            outcome["opentelemetry"] = _log(plan, short, kept)
         if plan.command:
-            outcome["command"] = _run(plan, folder, environ)
+            outcome["command"] = _run(plan, folder, kept)
         write_json(folder / OUTCOME, outcome)
         return True
     finally:
         lock.release()
 
 
-def _is_busy(document: Mapping[str, Any]) -> bool:
-    # It is withdrawn where the server goes on.
-    return mapping_of(document.get("verdict")).get("kind") == "busy"
-
-
 def _run(plan: Plan, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    kept = {name: value for name, value in environ.items() if name not in (SECRET, WEBHOOK)}
     with (folder / "incident.json").open("rb") as document:
         run = run_tool(
             plan.command,
             plan.command_secs,
-            environ=kept | {INCIDENT: str(folder)},
+            environ={**environ, INCIDENT: str(folder)},
             max_output=_MAX_OUTPUT,
             stdin=document.fileno(),
         )
@@ -107,23 +106,23 @@ def _words_of(run: ToolRun, url: str = "") -> str:
 def _post(plan: Plan, short: Mapping[str, Any], environ: Mapping[str, str], wait: Wait) -> dict[str, Any]:
     # The path of a URL may be the key to it.
     told: dict[str, Any] = {"host": urlsplit(plan.url).hostname, "kind": plan.kind}
-    return told | _send(body_of(short, plan.kind), [], dict(environ) | {WEBHOOK: plan.url}, wait)
+    return told | _send(body_of(short, plan.kind), [], {**environ, WEBHOOK: plan.url}, wait)
 
 
 def _make_event(short: Mapping[str, Any], environ: Mapping[str, str], wait: Wait) -> dict[str, Any]:
     cluster = find_cluster(environ)
     if isinstance(cluster, str):
         return {"done": False, "reason": cluster}
-    kept = {name: value for name, value in environ.items() if name != SECRET} | {WEBHOOK: cluster.url}
     options = ["--token-file", str(cluster.token), "--ca-file", str(cluster.authority)]
-    return _send(event_of(short, cluster), options, kept, wait)
+    return _send(event_of(short, cluster), options, {**environ, WEBHOOK: cluster.url}, wait)
 
 
 def _log(plan: Plan, short: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    kept = {name: value for name, value in environ.items() if name not in (SECRET, WEBHOOK)}
     argv = [sys.executable, "-m", "sglang_crashkit.notifications.otlp"]
     with _in_memory(json.dumps(short).encode()) as stdin:
-        run = run_tool(argv, _OTLP_SECS, environ=kept | {OTLP_ENDPOINT: plan.otlp}, max_output=_MAX_OUTPUT, stdin=stdin)
+        run = run_tool(
+            argv, _OTLP_SECS, environ={**environ, OTLP_ENDPOINT: plan.otlp}, max_output=_MAX_OUTPUT, stdin=stdin
+        )
     return {"done": not run.reason} | ({"reason": _words_of(run, plan.otlp)} if run.reason else {})
 
 

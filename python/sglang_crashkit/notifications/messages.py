@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.first_screen import counts_of
-from sglang_crashkit.incident.summary import headline, mapping_of
+from sglang_crashkit.incident.summary import headline
+from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.notifications.plan import Kind
 
 _MAX_WORDS = 500

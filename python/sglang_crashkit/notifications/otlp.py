@@ -7,14 +7,13 @@ why nothing was sent. Whoever runs it ends it where it takes too long.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
+from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.notifications.messages import is_observed
 from sglang_crashkit.settings import OTLP_ENDPOINT
 
@@ -107,10 +106,12 @@ def send(short: Mapping[str, Any], endpoint: str, environ: Mapping[str, str] = o
     # The name of the service is in OpenTelemetry's own variable.
     provider = LoggerProvider(Resource.create(), shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(noting))
+    seconds = seconds_of(short["time"])
     severity = SeverityNumber.WARN if is_observed(short) else SeverityNumber.FATAL
     provider.get_logger("sglang_crashkit").emit(
         LogRecord(
-            timestamp=_nanoseconds_of(str(short["time"])),
+            # Where it cannot be read, the record's own time counts.
+            timestamp=None if seconds is None else int(seconds * 1e9),
             severity_number=severity,
             severity_text=severity.name,
             body=short["headline"],
@@ -120,13 +121,6 @@ def send(short: Mapping[str, Any], endpoint: str, environ: Mapping[str, str] = o
     )
     provider.shutdown()
     return bool(noting.was_taken)
-
-
-def _nanoseconds_of(time: str) -> int | None:
-    """Return an incident's time since the epoch; None where it cannot be read: then it is that of the record."""
-    with contextlib.suppress(ValueError):
-        return int(datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp() * 1e9)
-    return None
 
 
 def main() -> int:
