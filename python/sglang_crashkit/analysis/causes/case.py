@@ -8,20 +8,17 @@ text begins and by the frames that it came through. Of the logs, only what the H
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import zip_longest
 from math import inf, nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.incident import Level
 from sglang_crashkit.model.step import is_divergence
-
-if TYPE_CHECKING:
-    from sglang_crashkit.analysis.causes.known_issues import KnownIssue
 
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?::\s?(?P<text>.*))?", re.DOTALL)
 _FRAME = re.compile(r"(?P<function>.*) \((?P<path>.*?)(?::\d+)?\)")
@@ -45,6 +42,27 @@ _HANGS = ("no_progress", "silent_at_sigterm", "unhealthy_at_sigterm", "watchdog_
 
 
 @dataclass(frozen=True)
+class KnownIssue:
+    """An issue of upstream's, and how it shows; an entry of ``known_issues.yaml``."""
+
+    issue: int  # its number in sgl-project/sglang; an issue or a pull request
+    title: str  # what it is, in words of our own
+    error: str = ""  # pattern of the exception; empty where any, or none, will do
+    frames: tuple[str, ...] = ()  # patterns of places, each of which is among the exception's
+    arguments: tuple[str, ...] = ()  # patterns of arguments, each of which the server was given
+    hang: bool = False  # it shows as a hang, and the frames are those of a process that does not go on
+    all_ranks: bool = False  # of a hang: no rank is anywhere else
+    by_request: bool = False  # one request of a client's brings it about
+    since: str | None = None  # the first release that has it; None where that is not known
+    fixed_in: str | None = None  # the first release without it; None where none is known
+    workaround: str | None = None  # what helps until then; None where nothing is known to
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what an incident holds of it."""
+        return {name: getattr(self, name) for name in ("issue", "title", "fixed_in", "workaround")}
+
+
+@dataclass(frozen=True)
 class Raised:
     """An exception that a process of the server reported."""
 
@@ -61,7 +79,12 @@ class Raised:
 
     def came_through(self, *patterns: str) -> bool:
         """Say whether each of the patterns (of `fnmatch`) is that of one of its places."""
-        return all(any(fnmatchcase(place, pattern) for place in self.places) for pattern in patterns)
+        return are_in(patterns, self.places)
+
+
+def are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
+    """Say whether each of the patterns (of `fnmatch`) is that of one of the texts."""
+    return all(any(fnmatchcase(text, pattern) for text in texts) for pattern in patterns)
 
 
 def place_of(frame: str) -> str:

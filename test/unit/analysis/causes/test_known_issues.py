@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from sglang_crashkit.analysis import causes
-from sglang_crashkit.analysis.causes.known_issues import KnownIssue, load_issues
+from sglang_crashkit.analysis.causes.case import KnownIssue
+from sglang_crashkit.analysis.causes.known_issues import load_issues
 from unit.analysis.causes.cases import TP0, TP1, hung, raised
 
 ISSUES = load_issues()
