@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from dataclasses import replace
 from typing import Any
@@ -39,186 +40,137 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
     return found
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "kind", "rid", "statement", "ranks", "level"),
-    [
-        (
-            step(LAST, "extend", AB12),
-            step(LAST, "decode", CD34),
-            "mode",
-            "ab12",
-            "TP0 ran decode of request cd34 (1 token) in step 18,204 where TP1 ran extend of request ab12 (37 tokens)",
-            "TP0",
-            "established",
-        ),
-        (
-            step(LAST, "decode", CD34),
-            step(LAST, "extend", AB12),
-            "mode",
-            "ab12",
-            "TP1 ran decode of request cd34 (1 token) in step 18,204 where TP0 ran extend of request ab12 (37 tokens)",
-            "TP1",
-            "established",
-        ),
-        (
-            step(LAST, "decode", CD34),
-            step(LAST, "decode", replace(AB12, tokens=1), CD34),
-            "requests",
-            "ab12",
-            "TP1 ran decode of request cd34 (1 token) in step 18,204 where TP0 ran decode of request ab12 (1 token)"
-            " and 1 other (request ab12 is TP0's only)",
-            "TP1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", replace(AB12, tokens=1), CD34),
-            step(LAST, "decode", CD34),
-            "requests",
-            "ab12",
-            "TP0 ran decode of request cd34 (1 token) in step 18,204 where TP1 ran decode of request ab12 (1 token)"
-            " and 1 other (request ab12 is TP1's only)",
-            "TP0",
-            "supported",
-        ),
-        (
-            step(LAST, "extend", AB12, EF56),
-            step(LAST, "extend", AB12),
-            "requests",
-            "ef56",
-            "TP0 ran extend of request ab12 (37 tokens) in step 18,204 where TP1 ran extend of request ef56 (5 tokens)"
-            " and 1 other (request ef56 is TP1's only)",
-            "TP0",
-            "established",
-        ),
-        # Each took in another one.
-        (
-            step(LAST, "extend", AB12),
-            step(LAST, "extend", EF56),
-            "requests",
-            "ab12",
-            "TP1 ran extend of request ab12 (37 tokens) in step 18,204 where TP0 ran extend of request ef56 (5 tokens)",
-            "TP0-1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34, decisions={"retract": 1}),
-            step(LAST, "decode", CD34),
-            "decision",
-            "cd34",
-            "TP1 decided retract on the way to step 18,204 where TP0 did not",
-            "TP1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34),
-            step(LAST, "decode", CD34, decisions={"retract": 1}),
-            "decision",
-            "cd34",
-            "TP0 decided retract on the way to step 18,204 where TP1 did not",
-            "TP0",
-            "supported",
-        ),
-        # By its own clock; the number tells of which request.
-        (
-            step(LAST, "decode", CD34, AB12),
-            step(LAST, "decode", CD34, AB12, decisions={"timeout": zlib.crc32(b"ab12 ")}),
-            "decision",
-            "ab12",
-            "TP0 decided timeout of request ab12 on the way to step 18,204 where TP1 did not",
-            "TP0",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34),
-            step(LAST, "decode", CD34, decisions={"prefetch": 1}),
-            "decision",
-            "cd34",
-            "TP0 decided prefetch on the way to step 18,204 where TP1 did not",
-            "TP1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34, decisions={"prefetch": 1}),
-            step(LAST, "decode", CD34),
-            "decision",
-            "cd34",
-            "TP1 decided prefetch on the way to step 18,204 where TP0 did not",
-            "TP0",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", AB12, CD34),
-            step(LAST, "decode", CD34, AB12),
-            "requests",
-            "ab12",
-            "TP1 ran decode of 2 requests (38 tokens) in step 18,204 where TP0 ran the same requests in another order",
-            "TP0-1",
-            "supported",
-        ),
-        (
-            step(LAST, "extend", AB12),
-            step(LAST, "extend", replace(AB12, tokens=38, length=38)),
-            "lengths",
-            "ab12",
-            "TP1 ran extend in step 18,204 with 37 tokens of request ab12 (37 long) where TP0 had 38 (38 long)",
-            "TP0-1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34, AB12, size=300, tokens=300),
-            step(LAST, "decode", CD34, AB12, size=300, tokens=299),
-            "lengths",
-            None,
-            "TP1 ran decode of 300 requests (300 tokens) in step 18,204 where TP0 ran decode of 300 requests"
-            " (299 tokens)",
-            "TP0-1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34, decisions={"abort": 1}),
-            step(LAST, "decode", AB12, CD34),
-            "decision",
-            "ab12",
-            "TP1 decided abort on the way to step 18,204 where TP0 did not: TP1 ran decode of request cd34 (1 token) in"
-            " step 18,204 where TP0 ran decode of request ab12 (37 tokens) and 1 other (request ab12 is TP0's only)",
-            "TP0-1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34, decisions={"abort": 0, "prefetch": 7}),
-            step(LAST, "decode", CD34, decisions={"prefetch": 8}),
-            "decision",
-            "cd34",
-            "TP1 decided another prefetch on the way to step 18,204 than TP0",
-            "TP0-1",
-            "supported",
-        ),
-        (
-            step(LAST, "decode", CD34, agreed_hash=1, received=2),
-            step(LAST, "decode", CD34, agreed_hash=2, received=3, waiting=1),
-            "hash",
-            None,
-            "TP1 and TP0 ran the same batch in step 18,204, and what led to it differs: received 2 and 3, waiting None"
-            " and 1",
-            "TP0-1",
-            "supported",
-        ),
-    ],
-)
+DECODES, EXTENDS, BOTH = step(LAST, "decode", CD34), step(LAST, "extend", AB12), step(LAST, "decode", CD34, AB12)
+#: Nobody knows who is wrong.
+EITHER = ("TP0-1", "supported")
+
+
+def decides(**decisions: int) -> Step:
+    return step(LAST, "decode", CD34, decisions=decisions)
+
+
+#: What TP1 and TP0 ran, in what they differ and of which request, who is the outlier, and the statement.
+DIFFERENCES: list[tuple[Step, Step, tuple[str, str | None], tuple[str, str], str]] = [
+    (
+        DECODES,
+        EXTENDS,
+        ("mode", "ab12"),
+        ("TP1", "established"),
+        "TP1 ran decode of request cd34 (1 token) in step 18,204 where TP0 ran extend of request ab12 (37 tokens)",
+    ),
+    (
+        DECODES,
+        step(LAST, "decode", replace(AB12, tokens=1), CD34),
+        ("requests", "ab12"),
+        ("TP1", "supported"),
+        "TP1 ran decode of request cd34 (1 token) in step 18,204 where TP0 ran decode of request ab12 (1 token)"
+        " and 1 other (request ab12 is TP0's only)",
+    ),
+    (
+        EXTENDS,
+        step(LAST, "extend", AB12, EF56),
+        ("requests", "ef56"),
+        ("TP1", "established"),
+        "TP1 ran extend of request ab12 (37 tokens) in step 18,204 where TP0 ran extend of request ef56 (5 tokens)"
+        " and 1 other (request ef56 is TP0's only)",
+    ),
+    # Each took in another one.
+    (
+        EXTENDS,
+        step(LAST, "extend", EF56),
+        ("requests", "ab12"),
+        EITHER,
+        "TP1 ran extend of request ab12 (37 tokens) in step 18,204 where TP0 ran extend of request ef56 (5 tokens)",
+    ),
+    (
+        decides(retract=1),
+        DECODES,
+        ("decision", "cd34"),
+        ("TP1", "supported"),
+        "TP1 decided retract on the way to step 18,204 where TP0 did not",
+    ),
+    # By its own clock; the number tells of which request.
+    (
+        replace(BOTH, decisions={"timeout": zlib.crc32(b"ab12 ")}, agreed_hash=1),
+        BOTH,
+        ("decision", "ab12"),
+        ("TP1", "supported"),
+        "TP1 decided timeout of request ab12 on the way to step 18,204 where TP0 did not",
+    ),
+    (
+        DECODES,
+        decides(prefetch=1),
+        ("decision", "cd34"),
+        ("TP1", "supported"),
+        "TP0 decided prefetch on the way to step 18,204 where TP1 did not",
+    ),
+    (
+        step(LAST, "decode", AB12, CD34),
+        BOTH,
+        ("requests", "ab12"),
+        EITHER,
+        "TP1 ran decode of 2 requests (38 tokens) in step 18,204 where TP0 ran the same requests in another order",
+    ),
+    (
+        EXTENDS,
+        step(LAST, "extend", replace(AB12, tokens=38, length=38)),
+        ("lengths", "ab12"),
+        EITHER,
+        "TP1 ran extend in step 18,204 with 37 tokens of request ab12 (37 long) where TP0 had 38 (38 long)",
+    ),
+    (
+        step(LAST, "decode", CD34, AB12, size=300, tokens=300),
+        step(LAST, "decode", CD34, AB12, size=300, tokens=299),
+        ("lengths", None),
+        EITHER,
+        "TP1 ran decode of 300 requests (300 tokens) in step 18,204 where TP0 ran decode of 300 requests (299 tokens)",
+    ),
+    (
+        decides(abort=1),
+        step(LAST, "decode", AB12, CD34),
+        ("decision", "ab12"),
+        EITHER,
+        "TP1 decided abort on the way to step 18,204 where TP0 did not: TP1 ran decode of request cd34 (1 token) in"
+        " step 18,204 where TP0 ran decode of request ab12 (37 tokens) and 1 other (request ab12 is TP0's only)",
+    ),
+    (
+        decides(abort=0, prefetch=7),
+        decides(prefetch=8),
+        ("decision", "cd34"),
+        EITHER,
+        "TP1 decided another prefetch on the way to step 18,204 than TP0",
+    ),
+    (
+        replace(DECODES, agreed_hash=1, received=2),
+        replace(DECODES, agreed_hash=2, received=3, waiting=1),
+        ("hash", None),
+        EITHER,
+        "TP1 and TP0 ran the same batch in step 18,204, and what led to it differs: received 2 and 3, waiting None"
+        " and 1",
+    ),
+]
+#: The same with the ranks exchanged, where one of them is the outlier.
+DIFFERENCES += [
+    (ours, theirs, what, ("TP0", who[1]), re.sub("TP[01]", lambda found: "TP1" if found[0] == "TP0" else "TP0", said))
+    for theirs, ours, what, who, said in DIFFERENCES
+    if who != EITHER
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs", "what", "who", "statement"), DIFFERENCES)
 def test_the_first_step_that_differs_is_told_and_in_what(
-    ours: Step, theirs: Step, kind: str, rid: str | None, statement: str, ranks: str, level: str
+    ours: Step, theirs: Step, what: tuple[str, str | None], who: tuple[str, str], statement: str
 ) -> None:
     after = [step(LAST + 1, "extend", AB12)]
     # After the first difference nothing is alike any more, and who was first says nothing.
     found = judge(
         (TP0, [*steps(LAST - 1), theirs]), (TP1, [*steps(LAST - 1), ours, *after]), moment=Moment(LAST + 960.0, "it")
     )
-    assert (found.kind, found.request, found.step) == (kind, rid, LAST)
+    assert (found.kind, found.request, found.step) == (*what, LAST)
     assert found.statement == f"{statement}; 16 minutes before it."
-    odd = {"TP0": ("TP0", (0,), "TP1"), "TP1": ("TP1", (1,), "TP0"), "TP0-1": ("TP0-1", (0, 1), "")}
-    assert (found.ranks, found.pids, found.against) == odd[ranks]
+    odd = {"TP0": ((0,), "TP1"), "TP1": ((1,), "TP0"), "TP0-1": ((0, 1), "")}
+    assert (found.ranks, found.level, (found.pids, found.against)) == (*who, odd[who[0]])
     assert (found.seconds_before, found.compared, found.diverged) == (960.0, 10, True)
-    assert found.level == level
 
 
 def test_of_several_ranks_those_are_named_that_are_fewer() -> None:
