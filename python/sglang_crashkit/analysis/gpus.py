@@ -202,11 +202,7 @@ def _parts(gpu: Mapping[str, Any], device: Mapping[str, Any], *, sees_all_pids: 
     whose = "not this server's" if sees_all_pids else "not known in this container"
     for one in device["others"]:
         yield f"{_size(one)}pid {one['pid']}, {whose}"
-    state = (
-        (gpu.get("utilisation", {}).get("gpu"), "% busy"),
-        (gpu.get("temperature"), "C"),
-        (gpu.get("power"), "W"),
-    )
+    state = ((gpu.get("utilisation", {}).get("gpu"), "% busy"), (gpu.get("temperature"), "C"), (gpu.get("power"), "W"))
     if words := ", ".join(f"{value:g} {unit}" for value, unit in state if value is not None):
         yield words
     if device["throttle"]:

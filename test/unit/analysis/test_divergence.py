@@ -241,11 +241,7 @@ SAMPLED = "TP1 sampled another token than TP0 for request ef56 in step 18,204; 1
     ("more", "then", "said"),
     [
         # It ended there for one of them.
-        (
-            [step(LAST + 1, "decode", CD34)],
-            [pair(LAST + 1)],
-            "From step 18,205 on they did not run the same any more.",
-        ),
+        ([step(LAST + 1, "decode", CD34)], [pair(LAST + 1)], "From step 18,205 on they did not run the same any more."),
         ([], [pair(LAST + 1)], "TP1 went on to step 18,205 alone."),
     ],
 )

@@ -54,10 +54,7 @@ def test_a_stopped_rank_is_named() -> None:
 @pytest.mark.parametrize(
     ("stacks", "words"),
     [
-        (
-            ["ALL_REDUCE", "SPIN"],
-            "was in spin (sitecustomize.py:12) in 3 samples and used 10.0 s of CPU time",
-        ),
+        (["ALL_REDUCE", "SPIN"], "was in spin (sitecustomize.py:12) in 3 samples and used 10.0 s of CPU time"),
         (["ALL_REDUCE", "SPIN"], "while sglang::scheduler_TP0 (pid 10) waited in all_reduce"),
         (["ALL_REDUCE", "HOLD_GIL"], "holding the GIL in native code"),
         (["ALL_REDUCE", "LOAD"], LOAD[0]),

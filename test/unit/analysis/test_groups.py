@@ -61,12 +61,7 @@ def test_one_without_a_stack_makes_it_less_certain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "role"),
-    [
-        ("run_scheduler_process", "rank"),
-        ("run_detokenizer_process", "worker"),
-        ("wait", "rank"),
-    ],
+    ("entry", "role"), [("run_scheduler_process", "rank"), ("run_detokenizer_process", "worker"), ("wait", "rank")]
 )
 def test_what_runs_in_a_process_tells_its_role(entry: str, role: str) -> None:
     frames = (Frame("poll", "x.py", 1), Frame(entry, "y.py", 2))

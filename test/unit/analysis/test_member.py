@@ -18,11 +18,7 @@ def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0, state: 
     """Return one seen at several looks; CPU time and time passed from each to the next."""
     moments = [
         Moment(
-            state,
-            cpu * position,
-            of_state(state) or of_frames(stack(*frames)),
-            stack(*frames),
-            100.0 + secs * position,
+            state, cpu * position, of_state(state) or of_frames(stack(*frames)), stack(*frames), 100.0 + secs * position
         )
         for position, frames in enumerate(looks)
     ]

@@ -243,11 +243,7 @@ def between(
             ["a"],
             [("a", "supported", ONLY_NEW), ("r", "unknown", IN_SEVERAL)],
         ),
-        (
-            between(unfinished=3, takes_in=True),
-            ["b", "a"],
-            [("b", "unknown", WAITED), ("a", "unknown", WAITED)],
-        ),
+        (between(unfinished=3, takes_in=True), ["b", "a"], [("b", "unknown", WAITED), ("a", "unknown", WAITED)]),
         (between(unfinished=2, takes_in=True, left_out=1), ["a"], [("a", "unknown", WAITED)]),
         (between(received=("a", "b")), ["b", "a"], [("a", "unknown", RECEIVED), ("b", "unknown", RECEIVED)]),
         # It was aborted, and is in its step still.

@@ -104,19 +104,9 @@ def first(verdict: Verdict) -> int | None:
         # A socket that is no rank's, such as that of a log.
         ([None], [raised(10, 1.0, "BrokenPipeError: [Errno 32] Broken pipe")], (10, "exception", "established"), ""),
         # What NCCL's call of CUDA failed of is the rank's own.
-        (
-            [None],
-            [raised(10, 1.0, "X: NCCL unhandled cuda error")],
-            (10, "exception", "established"),
-            "",
-        ),
+        ([None], [raised(10, 1.0, "X: NCCL unhandled cuda error")], (10, "exception", "established"), ""),
         # So is a call of its own that failed.
-        (
-            [None],
-            [raised(10, 1.0, f"{SYSTEM}: No space left on device")],
-            (10, "exception", "established"),
-            "",
-        ),
+        ([None], [raised(10, 1.0, f"{SYSTEM}: No space left on device")], (10, "exception", "established"), ""),
         ([None], [raised(10, 1.0, SYSTEM)], (10, "exception", "established"), ""),
         ([None], [raised(10, 1.0, f"{SYSTEM} Connection closed by remote peer")], (10, "lost_peer", "supported"), ""),
         ([None, "killed"], [raised(10, 1.0, SYSTEM), death(11, 1.1)], (11, "signal", "established"), ""),

@@ -2,13 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.waits import (
-    WAITS_FOR_OTHERS,
-    activity_of,
-    informative_caller,
-    of_frames,
-    of_state,
-)
+from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, activity_of, informative_caller, of_frames, of_state
 from sglang_crashkit.capture.debugger import parse_stacks
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from unit.analysis.real_stacks import ALL_REDUCE, BATCH, BROADCAST, INGEST, LOOP, stack

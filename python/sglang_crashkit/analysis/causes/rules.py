@@ -493,10 +493,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_port", raises("OSError|RuntimeError|ValueError", _PORT_WORDS)),
     ("startup_port", _port_logged),
     ("startup_memory", raises("RuntimeError|ValueError", _TOO_LITTLE, starting=True)),
-    (
-        "startup_model",
-        raises("RepositoryNotFoundError|HFValidationError|LocalEntryNotFoundError|GatedRepoError"),
-    ),
+    ("startup_model", raises("RepositoryNotFoundError|HFValidationError|LocalEntryNotFoundError|GatedRepoError")),
     ("startup_model", raises("SafetensorError", starting=True)),
     ("startup_model", raises("OSError|ValueError|RuntimeError", _MODEL_ERRORS, starting=True)),
     ("startup_model", raises("FileNotFoundError|PermissionError", path=r"(model_loader|transformers)/", starting=True)),
@@ -504,10 +501,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_version", raises("ImportError|ModuleNotFoundError", starting=True)),
     ("startup_version", raises("PackageNotFoundError|VersionConflict|DistributionNotFound", starting=True)),
     ("startup_version", raises("AttributeError", r"module '[\w.]+' has no attribute", starting=True)),
-    (
-        "startup_version",
-        raises("OSError", r".{0,300}(version `\S+' not found|cannot open shared)", starting=True),
-    ),
+    ("startup_version", raises("OSError", r".{0,300}(version `\S+' not found|cannot open shared)", starting=True)),
     ("startup_version", raises("Exception", r"\S+ (is installed with|with minimum required) version ", starting=True)),
     ("startup_version", raises(r"RuntimeError|Exception|torch\.AcceleratorError", _OLD_DRIVER)),
     ("startup_version", raises("RuntimeError|Exception", _NOT_COMPILED)),

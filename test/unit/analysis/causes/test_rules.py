@@ -136,7 +136,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         ),
     },
     ("killed", SUP): {
-        "SIGKILL, nobody counts": incident("signal", TP1, end=killed(detail="no OOM counter could be read")),
+        "SIGKILL, nobody counts": incident("signal", TP1, end=killed(detail="no OOM counter could be read"))
     },
     ("segfault", EST): {
         "SIGSEGV": died("SIGSEGV"),
@@ -214,21 +214,21 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "no room in the pool": raised(
             "RuntimeError: Prefill out of memory. Try to lower your batch size.",
             "alloc_for_extend (sglang/srt/mem_cache/common.py:1)",
-        ),
+        )
     },
     ("shm_exhausted", EST): {
         "/dev/shm, by its frames": raised(
             "OSError: [Errno 28] No space left on device", "__init__ (multiprocessing/shared_memory.py:1)"
-        ),
+        )
     },
     ("startup_port", SUP): {
-        "a port, the kernel's word": raised("OSError: [Errno 98] Address already in use", opened="failed_start"),
+        "a port, the kernel's word": raised("OSError: [Errno 98] Address already in use", opened="failed_start")
     },
     ("startup_timeout", EST): {
-        "too slow": incident(events=[{"event": "startup_timeout", "message": "TP1 not ready"}], opened="failed_start"),
+        "too slow": incident(events=[{"event": "startup_timeout", "message": "TP1 not ready"}], opened="failed_start")
     },
     ("startup_failed", EST): {
-        "a status": incident("exit_status", TP0, end=STATUS, opened="failed_start", events=STARTING),
+        "a status": incident("exit_status", TP0, end=STATUS, opened="failed_start", events=STARTING)
     },
     ("stopped_process", EST): {
         "stopped": hung(TP1, state={TP1: "T (stopped)"}),
@@ -310,7 +310,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     },
     ("busy", SUP): {"busy": incident("busy", level=SUP, opened="hang", trigger="no_progress", text="At work.")},
     ("peer_lost", EST): {
-        "a pair's": incident("peer_lost", peers=[{"sign": "refused"}], opened="peer_lost", trigger="peer_lost"),
+        "a pair's": incident("peer_lost", peers=[{"sign": "refused"}], opened="peer_lost", trigger="peer_lost")
     },
     ("transfer_stuck", SUP): {"transfers only": incident("peer_lost", level=SUP, peers=[{"sign": "failed_transfer"}])},
     ("connection_lost", SUP): {
@@ -323,7 +323,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("startup_failed", SUP): {
         "a connection while one host starts": incident(
             "lost_peer", TP0, error="RuntimeError: NCCL error: unhandled system error", frames=LOADING, level=SUP
-        ),
+        )
     },
     ("poison_request", SUP): {
         "taken in": raised(
@@ -355,7 +355,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "a missing file while serving": raised("FileNotFoundError: [Errno 2] 'x'", "f (transformers/x.py:1)", *FORWARD),
     },
     ("kv_pool_leak", EST): {
-        "a leak, and suspected": raised("ValueError: pool memory leak detected! x", *CHECK, **SUSPECTED),
+        "a leak, and suspected": raised("ValueError: pool memory leak detected! x", *CHECK, **SUSPECTED)
     },
 }
 #: By class, level and the frames that they came through: exceptions that have it.
@@ -453,14 +453,11 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
         "OSError: /m does not appear to have a file named config.json.",
     ],
     ("startup_model", SUP, (TOKENIZER, *LOADING)): ["ValueError: Couldn't instantiate the backend tokenizer"],
-    ("startup_model", SUP, (LOADER, *LOADING)): [
-        "ValueError: Cannot find the config file for awq",
-        "AssertionError: ",
-    ],
+    ("startup_model", SUP, (LOADER, *LOADING)): ["ValueError: Cannot find the config file for awq", "AssertionError: "],
     ("startup_version", SUP, (LOADER, *LOADING)): ["ImportError: no fastsafetensors"],
     ("exception_in_sglang", SUP, (LOADER, *FORWARD)): ["ValueError: x"],
     ("startup_model", EST, LOADING): [
-        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge"
     ],
     ("startup_memory", SUP, LOADING): [
         "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
@@ -491,7 +488,7 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
         "RuntimeError: CUDA error: uncorrectable NVLink error detected during x",
     ],
     ("cuda_fault", SUP, LOADING): [
-        "Exception: Capture frozen-KV MTP cuda graph failed: CUDA error: device-side assert triggered",
+        "Exception: Capture frozen-KV MTP cuda graph failed: CUDA error: device-side assert triggered"
     ],
     ("symmetric_stall", SUP, FORWARD): [
         "RuntimeError: Application timeout caused pair closure",
@@ -500,7 +497,7 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
     ],
     ("host_oom", SUP, LOADING): ["ValueError: Not enough host memory available. Requesting 9 GB"],
     ("kv_pool_exhausted", EST, ("retract_decode (sglang/srt/managers/schedule_batch.py:1)", *FORWARD[1:])): [
-        "ValueError: Out of memory even after retracting all other requests in the decode batch.",
+        "ValueError: Out of memory even after retracting all other requests in the decode batch."
     ],
     ("asked_to_stop", EST, FORWARD): ["KeyboardInterrupt"],
     ("exited", EST, FORWARD): ["SystemExit: 1"],
@@ -510,7 +507,7 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
     ],
     ("startup_timeout", SUP, LOADING): ["ValueError: TP rank 0 could finish the model loading, but there are other"],
     ("startup_version", SUP, (LAUNCHER,)): [
-        "Exception: sgl-kernel is installed with version 0.1, which is less than the minimum required version 0.2.",
+        "Exception: sgl-kernel is installed with version 0.1, which is less than the minimum required version 0.2."
     ],
     ("startup_version", SUP, FORWARD): ["RuntimeError: Ninja build failed. Ninja output:\nx"],
     ("transfer_stuck", EST, (PAIR, *FORWARD)): [
