@@ -129,6 +129,8 @@ class _Group:
         self.ranks = sorted(inside | entries.keys())
         self.records = {rank: records[rank] for rank in self.ranks if rank in records}
         self.absent = [rank for rank in self.ranks if rank not in records]
+        plural = "s" if len(self.absent) > 1 else ""
+        self.absent_text = f" There is no dump of rank{plural} {ranges(self.absent)}." if self.absent else ""
         self.steps = {
             rank: steps_of(entries.get(rank, ()), from_the_start=record.dump.is_from_the_start)
             for rank, record in self.records.items()
@@ -145,7 +147,7 @@ class _Group:
         """Return what is seen of it, None where it is of no interest: of one rank, or never used."""
         if len(self.ranks) < 2 or not (any(self.steps.values()) or any(self.messages.values())):
             return None
-        return self._mismatch() or self._behind() or self._message() or self._waiting() or self._in_step()
+        return self._mismatch() or self._unfinished() or self._message() or self._in_step()
 
     def _mismatch(self) -> CollectiveFinding | None:
         found = find_mismatch(self.steps)
@@ -157,44 +159,38 @@ class _Group:
         odd = sides[-1][1] if len(sides[0][1]) > len(sides[-1][1]) else []
         return self._finding("mismatch", odd, text, "established")
 
-    def _behind(self) -> CollectiveFinding | None:
-        pending = self._pending()
-        if pending is None:
+    def _unfinished(self) -> CollectiveFinding | None:
+        """Return who keeps the first collective that is begun and not done from its end; None where all are done."""
+        open_ = {rank: [n for n, step in steps.items() if not step.is_done] for rank, steps in self.steps.items()}
+        sequence = min((number for its in open_.values() for number in its), default=None)
+        if sequence is None:
             return None
-        sequence, waiting = pending
+        waiting = [rank for rank, its in open_.items() if sequence in its]
+        begun = {rank: self.steps[rank][sequence] for rank in waiting}
+        secs = min(self.records[rank].seconds - step.created for rank, step in begun.items())
+        step, names = begun[waiting[0]], self._name(waiting)
+        what = f"{step.words} of {self.words}, number {sequence},"
+        since = f"{max(0.0, secs):.1f} s before and not finished"
         reached = {rank: self._reached(rank) for rank in self.records}
         unknown = [rank for rank, number in reached.items() if number is None]
         # Of a dump from before the others began it, nothing follows.
-        began = min(self.steps[rank][sequence].created for rank in waiting)
+        began = min(step.created for step in begun.values())
         unknown += [rank for rank in reached if rank not in unknown and self.records[rank].seconds < began]
         behind = [rank for rank, number in reached.items() if rank not in unknown and (number or 0) < sequence]
-        if not behind:
-            return None
-        step = self.steps[waiting[0]][sequence]
-        text = (
-            f"{self._name(behind)} had not begun {step.words} of {self.words}, number {sequence}, which "
-            f"{self._name(waiting)} had begun {self._since(waiting, sequence)} before and not finished{step.where}."
-        )
-        level: Level = "supported" if self.absent or unknown else "established"
-        text, secs = text + self._absent_text(), self._since_secs(waiting, sequence)
-        return self._finding("behind", behind, text, level, secs, waiting)
-
-    def _waiting(self) -> CollectiveFinding | None:
-        pending = self._pending()
-        if pending is None:
-            return None
-        sequence, waiting = pending
-        step, secs = self.steps[waiting[0]][sequence], self._since_secs(waiting, sequence)
-        begun = f"{self._name(waiting)} had begun {step.words} of {self.words}, number {sequence},"
-        text = f"{begun} {self._since(waiting, sequence)} before and not finished it{step.where}."
-        done = [rank for rank in self.records if rank not in waiting]
+        if behind:
+            text = f"{self._name(behind)} had not begun {what} which {names} had begun {since}{step.where}."
+            level: Level = "supported" if self.absent or unknown else "established"
+            return self._finding("behind", behind, text + self.absent_text, level, secs, waiting)
+        if message := self._message():
+            return message
+        text = f"{names} had begun {what} {since} it{step.where}."
         if self.absent:
-            return self._finding("waiting", self.absent, text + self._absent_text(), "unknown", secs)
-        queued = [rank for rank in waiting if not self.steps[rank][sequence].is_started]
+            return self._finding("waiting", self.absent, text + self.absent_text, "unknown", secs)
+        queued = [rank for rank, step in begun.items() if not step.is_started]
         if queued and len(queued) < len(waiting):
             text += f" On {self._name(queued)} it had not started on the GPU, as it had elsewhere."
             return self._finding("waiting", queued, text, "supported", secs, waiting)
-        if done:
+        if done := [rank for rank in self.records if rank not in waiting]:
             text += f" {self._name(done)} had finished it."
         # That all wait is the whole of it.
         return self._finding("waiting", [], text, "unknown" if done else "supported", secs, waiting)
@@ -225,17 +221,9 @@ class _Group:
         if len(last) > 1:
             at = f"the last ones begun are numbers {last[0]} to {last[-1]}"
         text = f"Nobody in {self.words} waits for a collective; {at}."
-        return self._finding("in_step", [], text + self._absent_text(), "supported")
+        return self._finding("in_step", [], text + self.absent_text, "supported")
 
     # -- what they are made of
-
-    def _pending(self) -> tuple[int, list[int]] | None:
-        """Return the first collective that is begun and not done, and on which ranks it is so."""
-        open_ = {rank: [n for n, step in steps.items() if not step.is_done] for rank, steps in self.steps.items()}
-        numbers = [number for its in open_.values() for number in its]
-        if not numbers:
-            return None
-        return min(numbers), [rank for rank, its in open_.items() if min(numbers) in its]
 
     def _reached(self, rank: int) -> int | None:
         """Return the number of the last collective that a rank began, None where that is not known."""
@@ -271,18 +259,7 @@ class _Group:
             alike.setdefault(f"had begun {begun}{first or ' and finished them'}", []).append(rank)
         lines = [f"{self._name(ranks)} {words}." for words, ranks in alike.items()]
         lines = lines[:_MAX_EVIDENCE] + ([f"{len(lines) - _MAX_EVIDENCE} more."] if len(lines) > _MAX_EVIDENCE else [])
-        return tuple(lines + ([self._absent_text().strip()] if self.absent else []))
-
-    def _since_secs(self, ranks: Sequence[int], sequence: int) -> float:
-        return min(self.records[rank].seconds - self.steps[rank][sequence].created for rank in ranks)
-
-    def _since(self, ranks: Sequence[int], sequence: int) -> str:
-        return f"{max(0.0, self._since_secs(ranks, sequence)):.1f} s"
-
-    def _absent_text(self) -> str:
-        return f" There is no dump of rank{'s' if len(self.absent) > 1 else ''} {ranges(self.absent)}." * bool(
-            self.absent
-        )
+        return tuple(lines + ([self.absent_text.strip()] if self.absent else []))
 
     def _name(self, ranks: Sequence[int]) -> str:
         if len(ranks) > 3:

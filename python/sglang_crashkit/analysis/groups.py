@@ -10,7 +10,7 @@ Of one without a stack nothing is known: it may be the one. So it makes less cer
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -156,26 +156,23 @@ def find_outlier(members: Sequence[Member]) -> Finding | None:
 
 
 def _find_by_kernel(members: Sequence[Member]) -> Finding | None:
-    if gone := _all_that(members, Member.has_ended):
+    if gone := [member for member in members if member.has_ended()]:
         text = f"{name_members(gone)} {be(gone)} gone: there before, and not in the last sample."
         return _outlier(gone, text, "established")
     # A healthy process is in D for a moment now and then, so one sample says nothing.
-    held = (
-        _all_that(members, lambda member: member.always("stopped"))
-        or _all_that(members, lambda member: member.always("traced"))
-        or _all_that(members, lambda member: len(member.moments) > 1 and member.always("disk_sleep"))
-    )
-    if held and held[0].last is not None:
-        # The words say how it is stopped, by whom it is held, or where it sleeps.
-        words = held[0].last.words.removeprefix("was ")
-        return _outlier(held, f"{name_members(held)} {be(held)} {words}.", "established")
+    for kind, samples in (("stopped", 1), ("traced", 1), ("disk_sleep", 2)):
+        held = [member for member in members if len(member.moments) >= samples and member.always(kind)]
+        if held:
+            # The words say how it is stopped, by whom it is held, or where it sleeps.
+            words = held[0].moments[-1].activity.words.removeprefix("was ")
+            return _outlier(held, f"{name_members(held)} {be(held)} {words}.", "established")
     return None
 
 
 def _find_elsewhere(members: Sequence[Member]) -> Finding | None:
     seen = [member for member in members if member.seen]
     waiting = [member for member in seen if member.waits()]
-    elsewhere = tuple(member for member in seen if not member.waits())
+    elsewhere = [member for member in seen if not member.waits()]
     if not waiting or not elsewhere or 2 * len(seen) <= len(members):
         return None
     if len(elsewhere) > 1 and len(elsewhere) >= len(waiting):
@@ -206,7 +203,7 @@ def _find_diverged(members: Sequence[Member]) -> Finding | None:
     # A GPU that waits may have been given the collective before: most are to be where they wait for one another.
     if not place or 2 * len(many) <= len(members) or not all(member.always("collective", "store") for member in many):
         return None
-    few = tuple(member for member in seen if member.innermost() != place)
+    few = [member for member in seen if member.innermost() != place]
     if not few:
         return None
     text = f"{_while(few, many, 'waited in')} All wait, and not in the same call."
@@ -258,10 +255,6 @@ def _takes_requests(member: Member) -> bool:
     return all(requests) or (member.motion() == "moving" and any(requests))
 
 
-def _all_that(members: Sequence[Member], is_so: Callable[[Member], bool]) -> tuple[Member, ...]:
-    return tuple(member for member in members if is_so(member))
-
-
 def _level(members: Iterable[Member]) -> Level:
     # What one sample shows may have been over a moment later.
     return "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
@@ -301,12 +294,11 @@ def _waiting_text(members: Sequence[Member]) -> str:
 def _unclear_text(members: Sequence[Member]) -> str:
     seen = [member for member in members if member.seen]
     unseen = [member for member in members if not member.seen]
-    nobody = f"{name_members(members)}: no single rank looks responsible."
     if unseen and seen and all(member.waits() for member in seen):
         whom = "it" if len(unseen) == 1 else "them"
         missing = f"Of {name_members(unseen)} no stack was seen: for {whom} the others may wait."
         return f"{_waiting_text(seen)} {missing}"
-    return nobody + _unseen_text(members)
+    return f"{name_members(members)}: no single rank looks responsible.{_unseen_text(members)}"
 
 
 def _evidence(members: Sequence[Member]) -> tuple[str, ...]:

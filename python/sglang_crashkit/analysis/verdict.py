@@ -146,60 +146,53 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
     if first.kind == "hang":
         return _judge_hang(incident, ordered, lost)
     process = incident.process(first.pid)
-    stopped = _stopped_peer(incident, first)
-    late = _late_peer(incident, ordered) if stopped is None else None
-    if stopped is not None:
-        failure, later = Failure(stopped.pid, stopped.title), ordered
-        statement, kind, level = _statement_of_stopped(stopped)
-    elif late is not None:
-        failure, later = Failure(late.pid, late.title), ordered
-        statement = f"{late.title} (pid {late.pid}) {_doing(late.doing)} while others waited for it in a collective."
-        kind, level = "lost_peer", "supported"
+    awaited = _awaited_peer(incident, ordered)
+    if awaited is not None:
+        peer, words = awaited
+        failure, later = Failure(peer.pid, peer.title), ordered
+        statement, kind, level = f"{_name(peer)} {words}.", "lost_peer", "supported"
     else:
         failure, later = Failure(first.pid, process.title if process else incident.trigger.title), ordered[1:]
         statement, kind, level = _statement(first, process, failure.title)
     basis = [statement]
-    for event in later:
-        other = incident.process(event.pid)
-        if other is not None:
-            basis.append(_consequence(event, other))
+    basis += [_consequence(event, other) for event in later if (other := incident.process(event.pid)) is not None]
     basis += [*_doings(incident, without=failure.pid), *_divergence(incident), *_collectives(incident)]
-    basis += _on_gpus(incident)
-    basis += lost
+    basis += [*_on_gpus(incident), *lost]
     if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
         level = "supported"
-    return Verdict(kind, failure, level, " ".join(basis), basis)
+    return _verdict(kind, level, basis, failure)
 
 
-def _stopped_peer(incident: Incident, first: FailureEvent) -> ProcessReport | None:
-    """Return the one rank that is stopped where the first failure is that a rank lost a peer; None otherwise."""
-    if first.kind != "exception" or not _is_lost_peer(first.message):
+def _verdict(kind: str, level: Level, basis: Sequence[str], failure: Failure | None = None) -> Verdict:
+    return Verdict(kind, failure, level, " ".join(basis), list(basis))
+
+
+def _name(process: ProcessReport) -> str:
+    return f"{process.title} (pid {process.pid})"
+
+
+def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[ProcessReport, str] | None:
+    """Return the one rank for which the first that failed waited in vain, and what it did; None where it is not known.
+
+    An exception about a peer that did not answer tells of that one: it is stopped, or was elsewhere than in a
+    collective.
+    """
+    first = ordered[0]
+    if first.kind != "exception":
         return None
-    stopped = [one for one in incident.processes if one.role == "scheduler" and _is_stopped(one)]
-    return stopped[0] if len(stopped) == 1 and stopped[0].pid != first.pid else None
-
-
-def _late_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> ProcessReport | None:
-    """Return the one rank in no collective where the first failure is that a rank waited too long; None otherwise."""
-    message = ordered[0].message
-    if ordered[0].kind != "exception" or not (_OF_COLLECTIVES.match(message) and _TIMED_OUT.search(message)):
+    if _is_lost_peer(first.message):
+        ranks = [(one, _held(one)) for one in incident.processes if one.role == "scheduler"]
+        stopped = [(one, held) for one, held in ranks if held is not None and held.kind in ("stopped", "traced")]
+        if len(stopped) == 1 and stopped[0][0].pid != first.pid:
+            return stopped[0][0], stopped[0][1].words.replace("was ", "is ", 1)
+    if not (_OF_COLLECTIVES.match(first.message) and _TIMED_OUT.search(first.message)):
         return None
-    failed, peers = {event.pid for event in ordered}, _peers_of(incident, [ordered[0].pid])
+    failed, peers = {event.pid for event in ordered}, _peers_of(incident, [first.pid])
     seen = [one for one in incident.processes if one.pid in peers and one.doing and one.pid not in failed]
     elsewhere = [one for one in seen if _activity_in(one.doing).kind not in (*WAITS_FOR_OTHERS, "idle")]
-    return elsewhere[0] if len(elsewhere) == 1 else None
-
-
-def _statement_of_stopped(process: ProcessReport) -> tuple[str, str, Level]:
-    # An exception about a peer that did not answer tells of that one.
-    held = _held(process)
-    words = held.words.replace("was ", "is ", 1) if held is not None else "is stopped"
-    return f"{process.title} (pid {process.pid}) {words}.", "lost_peer", "supported"
-
-
-def _is_stopped(process: ProcessReport) -> bool:
-    held = _held(process)
-    return held is not None and held.kind in ("stopped", "traced")
+    if len(elsewhere) != 1:
+        return None
+    return elsewhere[0], f"{_doing(elsewhere[0].doing)} while others waited for it in a collective"
 
 
 def _held(process: ProcessReport) -> Activity | None:
@@ -223,13 +216,12 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     peers.sort(key=lambda process: (hung.index(process.pid) if process.pid in hung else -1, process.pid))
     silences = _silences(incident, ordered)
     collectives = [*_divergence(incident, of_hang=True), *_collectives(incident)]
+    more = [*_on_gpus(incident), *lost]
     busy = find_busy(peers) if incident.trigger.event in _NOTICED else ""
     if busy and all(event.kind == "hang" for event in ordered):
-        basis = [busy, *silences, *_doings(incident), *_on_gpus(incident), *lost]
-        return Verdict("busy", None, "supported", " ".join(basis), basis)
+        return _verdict("busy", "supported", [busy, *silences, *_doings(incident), *more])
     if stopped := all_stopped(peers):
-        basis = [stopped, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]
-        return Verdict("hang", None, "established", " ".join(basis), basis)
+        return _verdict("hang", "established", [stopped, *silences, *collectives, *_doings(incident), *more])
     suspect = find_suspect(peers)
     if suspect is not None:
         named, basis = suspect[0].pid, [suspect[1], *silences, *collectives]
@@ -242,13 +234,12 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
         # That they diverged is the reason, though of two ranks nobody knows which one went astray.
         diverged = bool(_divergence(incident))
         basis = [*collectives, *silences] if diverged else [text, *silences, *collectives]
-        basis += [*_doings(incident), *_on_gpus(incident), *lost]
-        return Verdict("hang", None, "supported" if diverged else "unknown", " ".join(basis), basis)
-    basis += [*_doings(incident, without=named), *_on_gpus(incident), *lost]
+        return _verdict("hang", "supported" if diverged else "unknown", [*basis, *_doings(incident), *more])
+    basis += [*_doings(incident, without=named), *more]
     process = incident.process(named)
     title = process.title if process else incident.trigger.title
     # Who waits is not necessarily whom the others wait for.
-    return Verdict("hang", Failure(named, title), "supported", " ".join(basis), basis)
+    return _verdict("hang", "supported", basis, Failure(named, title))
 
 
 def _judge_unhealthy(incident: Incident) -> Verdict:
@@ -261,7 +252,7 @@ def _judge_unhealthy(incident: Incident) -> Verdict:
     others = [process for process in incident.processes if process.role not in ("scheduler", "helper")]
     stopped = all_stopped(ranks)
     if stopped:
-        return Verdict("hang", None, "established", stopped, [stopped])
+        return _verdict("hang", "established", [stopped])
     groups = groups_of([(rank_at(process.rank), process) for process in ranks])
     findings = [judge_group("", [member_of(process) for process in group]) for group in groups]
     named = [(one.level, one.named[0].source, one.statement) for one in findings if one.named]
@@ -272,11 +263,10 @@ def _judge_unhealthy(incident: Incident) -> Verdict:
             named.append((alone.level, process, alone.statement))
     if named:
         level, process, statement = min(named, key=lambda one: LEVELS.index(one[0]))
-        return Verdict("hang", Failure(process.pid, process.title), level, statement, [statement])
+        return _verdict("hang", level, [statement], Failure(process.pid, process.title))
     name = f"{incident.trigger.title} (pid {incident.trigger.pid})"
     basis = [f"The health check of {name} had failed, but no process was seen to stand still."]
-    basis += [one.statement for one in findings]
-    return Verdict("unknown", None, "unknown", " ".join(basis), basis)
+    return _verdict("unknown", "unknown", [*basis, *(one.statement for one in findings)])
 
 
 def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
@@ -288,7 +278,7 @@ def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
         if process is None:
             continue
         if event.kind == "hang":
-            said.setdefault(event.message, []).append(f"{process.title} (pid {process.pid})")
+            said.setdefault(event.message, []).append(_name(process))
         else:
             after.append(_consequence(event, process))
     return [f"{name_some(names)} {message}." for message, names in said.items()] + after
@@ -328,7 +318,7 @@ def _late_in_collectives(incident: Incident) -> int | None:
 
 def _doings(incident: Incident, without: int | None = None) -> list[str]:
     return [
-        f"{other.title} (pid {other.pid}) {_doing(other.doing)}."
+        f"{_name(other)} {_doing(other.doing)}."
         for other in incident.processes
         if other.pid != without and other.role == "scheduler" and other.doing
     ]
@@ -349,7 +339,7 @@ def _on_gpus(incident: Incident) -> list[str]:
     for process in incident.processes:
         failed = next((line for line in process.gpu if line.startswith("exception: ")), None)
         if process.gpu:
-            told.append(f"{process.title} (pid {process.pid}) had on its GPU: {failed or process.gpu[0]}.")
+            told.append(f"{_name(process)} had on its GPU: {failed or process.gpu[0]}.")
     return told
 
 
@@ -386,13 +376,13 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
 
 def _consequence(event: FailureEvent, process: ProcessReport) -> str:
     if event.kind == "exception":
-        return f"{process.title} (pid {process.pid}) then raised {event.message}."
+        return f"{_name(process)} then raised {event.message}."
     if event.kind == "hang":
-        return f"{process.title} (pid {process.pid}) then {event.message}."
+        return f"{_name(process)} then {event.message}."
     if event.with_parent:
-        return f"{process.title} (pid {process.pid}) then ended with the process that had started it."
+        return f"{_name(process)} then ended with the process that had started it."
     how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
-    return f"{process.title} (pid {process.pid}) then ended by {how}."
+    return f"{_name(process)} then ended by {how}."
 
 
 # -- a hang
@@ -442,7 +432,7 @@ def member_of(report: ProcessReport) -> Member:
     # It has the GIL for a moment now and then.
     holds_gil = len(seen) > 1 and all(sample.gil == "main" for sample in seen)
     moments = tuple(_moment(report, one, holds_gil=holds_gil) for one in report.samples if one.state or one.doing)
-    return Member(f"{report.title} (pid {report.pid})", moments, source=report)
+    return Member(_name(report), moments, source=report)
 
 
 def _moment(report: ProcessReport, sample: Sample, *, holds_gil: bool) -> Moment:
