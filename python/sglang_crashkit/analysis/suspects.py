@@ -9,7 +9,9 @@ not been answered. So they do beside those of a step where it may have failed by
 thread, such as one that compiles a grammar, or memory that a request took that waits. Where all were answered, those of
 the last step count: a check that runs when nothing else does finds what they left.
 
-Where it worked on a control request, such as an update of the weights, no request for an answer did it.
+Where it worked on a control request, such as an update of the weights, no request for an answer did it. The frames of
+its main thread tell, in all releases: whatever is received is handled in one function of the scheduler. Of a process
+that died without a word there are none, and its record of steps tells.
 
 A suspicion is not a proof; that takes a server which fails again by the request alone.
 """
@@ -20,10 +22,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sglang_crashkit.analysis.control import frames_of
 from sglang_crashkit.analysis.waits import of_state
 from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
-from sglang_crashkit.model.incident import Incident, InStep, LastSteps, Level, ProcessReport, Suspect
+from sglang_crashkit.model.incident import Incident, LastSteps, Level, ProcessReport, Suspect
 
 #: An incident names so many.
 MAX_SUSPECTS = 16
@@ -78,6 +79,17 @@ _TAKES_IN = re.compile(
     r"(?:[\w<>]+\.)*(?:handle_(?:generate|embedding)_request|_?get_new_batch_prefill\w*|prepare_for_extend) "
 )
 
+_FRAME = re.compile(r"(?:[\w<>]+\.)*(?P<name>[\w<>]+) \((?P<path>[^)]*)\)")
+#: Where a scheduler handles what it received, by the type of each.
+_HANDLES_RECEIVED = "process_input_requests"
+#: What calls that, and all else that a scheduler does.
+_LOOP = re.compile(r"event_loop\w*|run_scheduler_process")
+#: What was asked for goes on with the batches after it.
+_PROFILES = re.compile(r"_?(start|stop|init)_profile")
+#: What stands between that and the handler, and the handlers of requests for an answer and of their ends.
+_BETWEEN = re.compile(r"handle|\w*wrap\w*|decorate_\w+|<lambda>")
+_NO_CONTROL = re.compile(r"_?handle_(batch_)?(generate|embedding)\w*|abort_request")
+
 
 class Asked(NamedTuple):
     """What a request asks for."""
@@ -121,7 +133,7 @@ def suspects_of(
     first = _first_failure(incident)
     if first is None or incident.kind == "peer_lost" or _is_of_control(incident, first):
         return [], 0
-    steps = first.steps or LastSteps([], None)
+    steps = _steps_of(first)
     finished = [step for step in steps.last if step.get("ended") is not None]
     before = {rid for step in finished for rid in _rids_of(steps, step)}
     # Of a very large batch not all are known.
@@ -233,10 +245,10 @@ def is_alone(incident: Incident) -> bool:
 
 def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
     """Return the requests that the first failure may be of, by where they were; see `suspects_of`."""
-    last = first.steps.last if first.steps is not None else []
-    current = first.steps.in_step if first.steps is not None else None
+    last, current = _steps_of(first).last, _steps_of(first).in_step
+    has_results = current is not None and current.phase == "forward_done"
     # Between two batches nobody has noted yet who is in the next one, and it may be that one.
-    is_between = bool(last) and last[-1].get("phase") == "received" and not _has_results(current)
+    is_between = bool(last) and last[-1].get("phase") == "received" and not has_results
     steps, alone = _unfinished(first), ""
     is_beside = _may_be_beside(incident, first)
     if current is not None and not is_between:
@@ -259,9 +271,15 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     is_one = len(in_no_step) == 1 and in_no_step <= set(unanswered)
     if is_one and (only := _only_words(incident, first, size)):
         places |= dict.fromkeys(in_no_step, (_ALONE, only))
-    if size == 0 and not _is_nobodys(incident) and (answered := _last_finished(first)).size:
+    # An idle rank that is ended, or hangs, does so whatever was answered before.
+    is_idle = is_by_others(incident) or (incident.verdict is not None and incident.verdict.kind == "hang")
+    if size == 0 and not is_idle and (answered := _last_finished(first)).size:
         return _Choice(answered.rids, answered.size, dict.fromkeys(answered.rids, (0, IN_LAST)))
     return _Choice(rids + waited, size, places)
+
+
+def _steps_of(process: ProcessReport) -> LastSteps:
+    return process.steps or LastSteps([], None)
 
 
 def _first_failure(incident: Incident) -> ProcessReport | None:
@@ -275,8 +293,7 @@ def _is_of_control(incident: Incident, first: ProcessReport) -> bool:
         return False
     # Frames tell it of what was at work; the record alone, where there was nothing else in that round.
     is_seen = bool(first.raised_through or first.samples)
-    is_alone = first.steps is None or not first.steps.last or not _received(first)
-    return is_seen or is_alone
+    return is_seen or not _steps_of(first).last or not _received(first)
 
 
 def _exceptions(incident: Incident, pid: int | None = None) -> list[str]:
@@ -285,21 +302,11 @@ def _exceptions(incident: Incident, pid: int | None = None) -> list[str]:
     return [str(entry.get("message")) for entry in told if pid is None or entry.get("pid") == pid]
 
 
-def _has_results(step: InStep | None) -> bool:
-    """Say whether the scheduler was at the results of a step."""
-    return step is not None and step.phase == "forward_done"
-
-
 def _is_of_thread(incident: Incident, process: ProcessReport) -> bool:
     """Say whether a process failed by what its own thread was about, and not by what a GPU computed meanwhile."""
     if raised := _exceptions(incident, process.pid):
         return not _OF_GPU.search(raised[0]) or bool(_OUT_OF_MEMORY.search(raised[0]))
     return process.exit is not None and process.exit.signal in _OF_THREAD
-
-
-def _is_nobodys(incident: Incident) -> bool:
-    """Say whether what was answered has nothing to do with it: an idle rank was ended, or hangs."""
-    return is_by_others(incident) or (incident.verdict is not None and incident.verdict.kind == "hang")
 
 
 def _may_be_beside(incident: Incident, process: ProcessReport) -> bool:
@@ -313,8 +320,7 @@ def _may_be_beside(incident: Incident, process: ProcessReport) -> bool:
 
 def _has_grammars(process: ProcessReport) -> bool:
     """Say whether requests waited for their grammars as the last batch was made."""
-    last = process.steps.last if process.steps is not None else []
-    scheduled = [step for step in last if step.get("phase") != "received"]
+    scheduled = [step for step in _steps_of(process).last if step.get("phase") != "received"]
     return bool(scheduled and (scheduled[-1].get("decisions") or {}).get("grammar"))
 
 
@@ -347,9 +353,7 @@ def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
 
 def _unfinished(process: ProcessReport) -> list[_Step]:
     """Return the steps that a scheduler had not finished and that hold requests, the one that it was at first."""
-    steps = process.steps
-    if steps is None:
-        return []
+    steps = _steps_of(process)
     current = steps.in_step
     found = [_step(steps.rids.get(current.number) or current.rids, current.size)] if current is not None else []
     others = (step for step in reversed(steps.last) if current is None or step.get("number") != current.number)
@@ -359,7 +363,7 @@ def _unfinished(process: ProcessReport) -> list[_Step]:
 
 def _last_finished(process: ProcessReport) -> _Step:
     """Return the last step with requests, all of which are finished; an empty one where there is none."""
-    steps = process.steps or LastSteps([], None)
+    steps = _steps_of(process)
     finished = (step for step in reversed(steps.last) if step.get("ended") is not None)
     told = (_step(_rids_of(steps, step), step.get("size") or 0) for step in finished)
     return next((step for step in told if step.size), _Step([], 0))
@@ -384,9 +388,43 @@ def _size(steps: Sequence[_Step]) -> int:
 
 def _received(process: ProcessReport) -> list[str]:
     """Return the requests that a scheduler had received for a step that it did not begin."""
-    steps = process.steps
-    assert steps is not None
+    steps = _steps_of(process)
     last = steps.last[-1]
     if steps.in_step is not None and steps.in_step.number == last.get("number"):
         return steps.rids.get(steps.in_step.number) or steps.in_step.rids
     return _rids_of(steps, last)
+
+
+# -- control requests
+
+
+def control_in(frames: Sequence[str]) -> str | None:
+    """Return the name of the control request that frames, innermost first, are in.
+
+    Returns:
+        Empty where they are in something else, None where they do not reach to where that shows.
+    """
+    names = [found["name"] for frame in frames if (found := _FRAME.match(frame))]
+    if any(map(_PROFILES.fullmatch, names)):
+        return "profile"
+    if _HANDLES_RECEIVED not in names:
+        return "" if any(map(_LOOP.fullmatch, names)) else None
+    dispatched, *inner = (*reversed(names[: names.index(_HANDLES_RECEIVED)]), "")
+    name = next((one for one in inner if one and not _BETWEEN.fullmatch(one)), "") if dispatched == "__call__" else ""
+    return "" if _NO_CONTROL.fullmatch(name) else name
+
+
+def frames_of(process: ProcessReport) -> list[str]:
+    """Return the frames of what a process raised, or of its main thread as far as they are known, innermost first."""
+    threads = process.samples[-1].threads if process.samples else ()
+    sampled = [str(frame) for frame in threads[0].frames] if threads else []
+    return process.raised_through or sampled or process.doing
+
+
+def control_of(process: ProcessReport) -> str:
+    """Return the control request that a scheduler worked on as it failed or hung; empty where it did on none.
+
+    What it has by now is of its record, which keeps one from where it is received to where a batch or a round begins.
+    """
+    found = control_in(frames_of(process))
+    return ("" if process.raised_through else process.control) if found is None else found

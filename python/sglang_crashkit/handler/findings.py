@@ -18,10 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.control import control_of
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
-from sglang_crashkit.analysis.suspects import ABORTED, MAX_SUSPECTS, Asked, is_alone, is_by_others, suspects_of
+from sglang_crashkit.analysis.suspects import (
+    ABORTED,
+    MAX_SUSPECTS,
+    Asked,
+    control_of,
+    is_alone,
+    is_by_others,
+    suspects_of,
+)
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
