@@ -46,7 +46,7 @@ _SAME_INPUT = frozenset(
     }
 )
 #: Of several that are carried out as one, the first so many are told.
-_MAX_TOLD = 3
+_MAX_NAMED = 3
 _MESSAGE = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})")
 _TORCH = re.compile(r"(^|/)torch/")
 
@@ -355,7 +355,7 @@ def place_of(entry: Entry) -> str:
 
 
 def _step(entries: list[Entry]) -> Step:
-    told = [f"{entry.operation} of {_sizes_text(entry.input_sizes)}" for entry in entries[:_MAX_TOLD]]
+    told = [f"{entry.operation} of {_sizes_text(entry.input_sizes)}" for entry in entries[:_MAX_NAMED]]
     more = len(entries) - len(told)
     return Step(
         words=" with ".join(told) + (f" and {more} more" if more else ""),

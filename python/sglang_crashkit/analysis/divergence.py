@@ -336,7 +336,7 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
     in_step = f"in step {ours.number:,}"
     mine, other = _only(ours, theirs), _only(theirs, ours)
     ran, them = step_in_words(ours, mine[:2]), step_in_words(theirs, other[:2])
-    whose = _whose(mine, odd, other, rest) if max(ours.size, theirs.size) > 1 else ""
+    whose = _exclusive(mine, odd, other, rest) if max(ours.size, theirs.size) > 1 else ""
     apart = f"{odd} ran {ran} {in_step} where {rest} ran {them}{whose}"
     # Of one that is taken in and one that goes on, the former is what the ranks differ about.
     first = max((*mine, *other), key=lambda one: one.tokens, default=None)
@@ -391,7 +391,7 @@ def _alone(ours: Step, theirs: Step) -> str | None:
     return rids.pop() if len(rids) == 1 else None
 
 
-def _whose(mine: Sequence[StepRequest], odd: str, other: Sequence[StepRequest], rest: str) -> str:
+def _exclusive(mine: Sequence[StepRequest], odd: str, other: Sequence[StepRequest], rest: str) -> str:
     """Say who alone has which requests, where the rest of the sentence does not."""
     told = [
         f"{_some(requests)} {'is' if len(requests) == 1 else 'are'} {who}'s only"

@@ -254,7 +254,7 @@ def judge_silence(
         # Of one that has no health check either, nothing can be said.
         return Silence("hang" if by_health else "excused", "nothing is known of its ranks", "unknown")
     if traced := [one for one in members if one.manner() == "traced"]:
-        return Silence("excused", _last_words(traced), "established", ranks)
+        return Silence("excused", _last_activity(traced), "established", ranks)
     if server_state in ("T", "t") and all(one.manner() == "stopped" for one in ranks):
         return Silence("excused", "the whole server is stopped (state T)", "established", ranks)
     said = explain(sampled)
@@ -271,7 +271,7 @@ def judge_silence(
         return Silence("patience", "", "unknown", ranks)
     at_work = [one for one in ranks if one.last is not None and one.last.is_work]
     if at_work:
-        return Silence("patience" if by_health else "excused", _last_words(at_work), "supported", ranks)
+        return Silence("patience" if by_health else "excused", _last_activity(at_work), "supported", ranks)
     if any(one.stands() and (by_health or one.rests()) for one in ranks):
         return Silence("hang", said.statement, "supported", ranks)
     if not by_health:
@@ -282,6 +282,6 @@ def judge_silence(
     return Silence("patience", f"{text}; whether they get on with the batch cannot be seen", "unknown", ranks)
 
 
-def _last_words(members: Sequence[Member]) -> str:
+def _last_activity(members: Sequence[Member]) -> str:
     words = members[0].last.words if members[0].last is not None else ""
     return f"{name_members(members)} {words}"

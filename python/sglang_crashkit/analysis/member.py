@@ -30,7 +30,7 @@ _BY_KERNEL: dict[str, Manner] = {"stopped": "stopped", "traced": "traced", "disk
 _BUSY, _RESTING = 0.5, 0.05
 _MAX_NAMES = 8
 #: Of several that did different things, so many are told.
-_MAX_TOLD = 4
+_MAX_DESCRIBED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +189,8 @@ def describe_some(members: Sequence[Member]) -> str:
         alike.setdefault(member.moments[-1].activity.words, []).append(member)
     groups = list(alike.values())
     told = [f"{some[0].name} {describe(some[0])}" if len(some) == 1 else describe_several(some) for some in groups]
-    if len(told) > _MAX_TOLD:
-        told[_MAX_TOLD:] = [f"{sum(len(some) for some in groups[_MAX_TOLD:])} more did other things"]
+    if len(told) > _MAX_DESCRIBED:
+        told[_MAX_DESCRIBED:] = [f"{sum(len(some) for some in groups[_MAX_DESCRIBED:])} more did other things"]
     return "; ".join(told)
 
 
@@ -216,7 +216,7 @@ def motion_words(member: Member) -> str:
 
 _MAX_CACHED = 1 << 16
 #: What says of a sample whose it is, and when it was.
-_WHO = ("host", "pid", "start_ticks", "title", "role", "ranks", "time", "server", "rendezvous", "side")
+_IDENTITY = ("host", "pid", "start_ticks", "title", "role", "ranks", "time", "server", "rendezvous", "side")
 
 
 @dataclass(slots=True)
@@ -306,12 +306,12 @@ class SampledProcesses:
         key = (process.host, process.pid, process.start_ticks)
         seen = self._seen.get(key)
         if seen is None:
-            seen = self._seen[key] = SampledProcess(_without_doings(process), rank_of(process), last)
+            seen = self._seen[key] = SampledProcess(_identity(process), rank_of(process), last)
         seen.last = max(seen.last, last)
         # A process gets its title, and is told from others by it, after it was started.
         if process.time >= seen.process.time and (name := _name(process)) != (before := _name(seen.process)):
             if process.time > seen.process.time or name > before:
-                seen.process, seen.rank = _without_doings(process), rank_of(process)
+                seen.process, seen.rank = _identity(process), rank_of(process)
         elif process.time > seen.process.time:
             seen.process = replace(seen.process, time=process.time)
         return seen
@@ -336,5 +336,5 @@ def _name(process: Sample) -> tuple[object, ...]:
     return (*named, process.server or -1, process.rendezvous or "", process.side or "")
 
 
-def _without_doings(process: Sample) -> Sample:
-    return Sample(**{name: getattr(process, name) for name in _WHO})
+def _identity(process: Sample) -> Sample:
+    return Sample(**{name: getattr(process, name) for name in _IDENTITY})

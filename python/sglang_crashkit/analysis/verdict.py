@@ -45,7 +45,7 @@ _NOTICED = ("no_progress", "silent_at_sigterm")
 #: More tokens than upstream lets a batch take in, unless prompts are not cut into chunks.
 _MANY_TOKENS = 16_384
 #: Of so many ranks it is told what holds them.
-_MAX_TOLD = 3
+_MAX_DESCRIBED = 3
 _FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
@@ -147,6 +147,7 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         return _judge_hang(incident, ordered, lost)
     process = incident.process(first.pid)
     awaited = _awaited_peer(incident, ordered)
+    level: Level
     if awaited is not None:
         peer, words = awaited
         failure, later = Failure(peer.pid, peer.title), ordered
@@ -156,7 +157,7 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         statement, kind, level = _statement(first, process, failure.title)
     basis = [statement]
     basis += [_consequence(event, other) for event in later if (other := incident.process(event.pid)) is not None]
-    basis += [*_doings(incident, without=failure.pid), *_divergence(incident), *_collectives(incident)]
+    basis += [*_activities(incident, without=failure.pid), *_divergence(incident), *_collectives(incident)]
     basis += [*_on_gpus(incident), *lost]
     if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
         level = "supported"
@@ -219,23 +220,23 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     more = [*_on_gpus(incident), *lost]
     busy = find_busy(peers) if incident.trigger.event in _NOTICED else ""
     if busy and all(event.kind == "hang" for event in ordered):
-        return _verdict("busy", "supported", [busy, *silences, *_doings(incident), *more])
+        return _verdict("busy", "supported", [busy, *silences, *_activities(incident), *more])
     if stopped := all_stopped(peers):
-        return _verdict("hang", "established", [stopped, *silences, *collectives, *_doings(incident), *more])
+        return _verdict("hang", "established", [stopped, *silences, *collectives, *_activities(incident), *more])
     suspect = find_suspect(peers)
     if suspect is not None:
         named, basis = suspect[0].pid, [suspect[1], *silences, *collectives]
     elif (late := _late_in_collectives(incident)) is not None:
         named, basis = late, [*collectives, *silences]
     elif len(hung) == 1:
-        named, basis = hung[0], [*silences, *tell(incident.process(hung[0])), *collectives]
+        named, basis = hung[0], [*silences, *describe_alone(incident.process(hung[0])), *collectives]
     else:
         text = f"{len(hung)} processes made no progress, and no single rank looks responsible."
         # That they diverged is the reason, though of two ranks nobody knows which one went astray.
         diverged = bool(_divergence(incident))
         basis = [*collectives, *silences] if diverged else [text, *silences, *collectives]
-        return _verdict("hang", "supported" if diverged else "unknown", [*basis, *_doings(incident), *more])
-    basis += [*_doings(incident, without=named), *more]
+        return _verdict("hang", "supported" if diverged else "unknown", [*basis, *_activities(incident), *more])
+    basis += [*_activities(incident, without=named), *more]
     process = incident.process(named)
     title = process.title if process else incident.trigger.title
     # Who waits is not necessarily whom the others wait for.
@@ -284,7 +285,7 @@ def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
     return [f"{name_some(names)} {message}." for message, names in said.items()] + after
 
 
-def _telling(incident: Incident) -> list[dict[str, Any]]:
+def _abnormal(incident: Incident) -> list[dict[str, Any]]:
     """Return what the flight recorders show of collectives that go wrong."""
     findings = incident.collectives.findings if incident.collectives is not None else []
     return [one for one in findings if one["kind"] != "in_step" and one["level"] != "unknown"]
@@ -299,7 +300,7 @@ def _divergence(incident: Incident, *, of_hang: bool = False) -> list[str]:
 
 
 def _collectives(incident: Incident) -> list[str]:
-    return [str(finding["statement"]) for finding in _telling(incident)[:_MAX_COLLECTIVES]]
+    return [str(finding["statement"]) for finding in _abnormal(incident)[:_MAX_COLLECTIVES]]
 
 
 def _late_in_collectives(incident: Incident) -> int | None:
@@ -307,16 +308,16 @@ def _late_in_collectives(incident: Incident) -> int | None:
 
     Who is behind in one process group and waits in another for somebody else is not it.
     """
-    telling = _telling(incident)
-    late = {pid for finding in telling[:1] for pid in finding["pids"]}
-    behind = [finding for finding in telling if finding["kind"] == "behind"]
-    if telling[:1] == behind[:1]:
+    abnormal = _abnormal(incident)
+    late = {pid for finding in abnormal[:1] for pid in finding["pids"]}
+    behind = [finding for finding in abnormal if finding["kind"] == "behind"]
+    if abnormal[:1] == behind[:1]:
         waiting = {pid for finding in behind for pid in finding.get("waiting_pids", ())}
         late = {pid for finding in behind for pid in finding["pids"]} - waiting
     return late.pop() if len(late) == 1 else None
 
 
-def _doings(incident: Incident, without: int | None = None) -> list[str]:
+def _activities(incident: Incident, without: int | None = None) -> list[str]:
     return [
         f"{_name(other)} {_doing(other.doing)}."
         for other in incident.processes
@@ -403,11 +404,11 @@ def find_suspect(ranks: Sequence[ProcessReport]) -> tuple[ProcessReport, str] | 
     # One without a stack may be the one, and whoever is named here is named without a level that says so.
     if not all(member.seen for member in members):
         return None
-    more = [sentence for member in outlier.named[:_MAX_TOLD] for sentence in _more_of(member)]
+    more = [sentence for member in outlier.named[:_MAX_DESCRIBED] for sentence in _more_of(member)]
     return (outlier.named[0].source, " ".join([outlier.statement, *more]))
 
 
-def tell(report: ProcessReport | None) -> list[str]:
+def describe_alone(report: ProcessReport | None) -> list[str]:
     """Return what one rank alone was seen doing, in sentences; nothing where it was not seen."""
     member = member_of(report) if report is not None else None
     if member is None:

@@ -57,6 +57,17 @@ def incident(
     return made
 
 
+def steps_of(made: Incident) -> LastSteps:
+    assert made.processes[0].steps is not None
+    return made.processes[0].steps
+
+
+def current(made: Incident) -> InStep:
+    in_step = steps_of(made).in_step
+    assert in_step is not None
+    return in_step
+
+
 def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, str]]:
     return [(suspect.rid, suspect.level) for suspect in suspects_of(made, seen)[0]]
 
@@ -155,24 +166,19 @@ def test_of_two_unfinished_steps_the_one_at_hand_counts(
     made = incident("a", last=[LAUNCHED], message=message)
     (rank,) = made.processes
     rank.exit = Exit(None, signal, "signal", "", "") if signal else None
-    assert rank.steps is not None
-    assert rank.steps.in_step is not None
-    rank.steps.in_step.phase = phase
+    current(made).phase = phase
     found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made)[0]]
     assert found == (expected or [(rid, "unknown", IN_SEVERAL) for rid in "abc"])
 
 
 def test_the_older_step_counts_where_its_results_were_read() -> None:
     made = incident("a", message="IndexError: x")
-    (rank,) = made.processes
-    assert rank.steps is not None
-    rank.steps.last.append(step(10, "b", "c", ended=False) | {"phase": "forward_begun"})
+    steps_of(made).last.append(step(10, "b", "c", ended=False) | {"phase": "forward_begun"})
     assert told(made) == [("a", "supported")]
     # Before the next one is made: where the scheduler does not overlap them.
-    rank.steps.last[-1] = step(10, ended=False) | {"phase": "received"}
+    steps_of(made).last[-1] = step(10, ended=False) | {"phase": "received"}
     assert told(made) == [("a", "unknown")]
-    assert rank.steps.in_step is not None
-    rank.steps.in_step.phase = "forward_done"
+    current(made).phase = "forward_done"
     assert told(made) == [("a", "supported")]
 
 
@@ -208,8 +214,7 @@ def test_what_somebody_else_did_is_no_request_s_doing(end: Exit | None, state: s
 
 def test_between_two_batches_nobody_is_known_to_be_alone() -> None:
     made = incident("a")
-    assert made.processes[0].steps is not None
-    made.processes[0].steps.last.append({"number": 10, "ended": None, "phase": "received", "requests": []})
+    steps_of(made).last.append({"number": 10, "ended": None, "phase": "received", "requests": []})
     assert told(made) == [("a", "unknown")]
 
 
@@ -226,10 +231,9 @@ def between(
     (rank,) = made.processes
     rank.role = role
     rank.doing = ["from_schedule_batch (sglang/x.py:1)", "prepare_for_extend (sglang/y.py:2)"] if takes_in else []
-    assert rank.steps is not None
-    rank.steps.last.append(step(10, *received, ended=False) | {"phase": "received"})
+    steps_of(made).last.append(step(10, *received, ended=False) | {"phase": "received"})
     if received and not batch:
-        rank.steps.in_step = InStep(10, "", "received", 0.1, len(received), list(received))
+        steps_of(made).in_step = InStep(10, "", "received", 0.1, len(received), list(received))
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished, **journal)
     return made
 
@@ -302,8 +306,7 @@ def test_those_that_wait_count_where_no_step_need_be(
     made = incident("a")
     (rank,) = made.processes
     rank.exit, rank.hit_in_main = end, in_main
-    assert rank.steps is not None
-    rank.steps.last[-1]["decisions"] = {"grammar": grammars}
+    steps_of(made).last[-1]["decisions"] = {"grammar": grammars}
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished)
     found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made, unanswered=["b"])[0]]
     assert found == expected
@@ -323,8 +326,7 @@ def test_a_request_is_alone_where_no_other_was_under_way(
 
 def test_an_exception_belongs_to_the_step_despite_waiting_grammars() -> None:
     made = incident("a", message="IndexError: x")
-    assert made.processes[0].steps is not None
-    made.processes[0].steps.last[-1]["decisions"] = {"grammar": 1}
+    steps_of(made).last[-1]["decisions"] = {"grammar": 1}
     assert told(made) == [("a", "supported")]
 
 
@@ -382,8 +384,7 @@ ORDINARY = {f"r{number}": asks(top_k=5) for number in range(90)}
 def test_of_a_large_batch_the_unusual_one_is_first(odd: dict[str, Asked], reason: str) -> None:
     asked = ORDINARY | odd
     made = incident(*list(asked)[:64], size=len(asked))
-    assert made.processes[0].steps is not None
-    made.processes[0].steps.rids = {9: list(asked)}
+    steps_of(made).rids = {9: list(asked)}
     found, left_out = suspects_of(made, None, asked)
     assert (len(found), left_out) == (MAX_SUSPECTS, len(asked) - MAX_SUSPECTS)
     told = {one.rid: " ".join(one.reasons) for one in found}
@@ -413,9 +414,8 @@ def test_judging_a_large_batch_takes_no_square_of_it(monkeypatch: pytest.MonkeyP
     asked = {rid: Asked("", {"seed": Compared(rid), "top_k": Compared("5")}) for rid in rids}
     waiting = [Compared(f"w{number}") for number in range(unanswered)]
     made = between(*rids) if unanswered else incident("r0", size=300)
-    assert made.processes[0].steps is not None
-    made.processes[0].steps.last.insert(0, step(8))
-    made.processes[0].steps.rids = {9: rids}
+    steps_of(made).last.insert(0, step(8))
+    steps_of(made).rids = {9: rids}
     found, left_out = suspects_of(made, None, asked, waiting)
     assert len(found) + left_out == 300 + unanswered
     assert Compared.times < 10 * 300
@@ -424,8 +424,7 @@ def test_judging_a_large_batch_takes_no_square_of_it(monkeypatch: pytest.MonkeyP
 def test_of_a_large_batch_the_new_one_is_known() -> None:
     rids = [f"r{number}" for number in range(100)]
     made = incident(*rids[:64], size=100, last=[step(8, *rids[:8]) | {"size": 99}])
-    assert made.processes[0].steps is not None
-    made.processes[0].steps.rids = {8: rids[:99], 9: rids}
+    steps_of(made).rids = {8: rids[:99], 9: rids}
     assert suspects_of(made)[0][0].rid == "r99"
     # The incident itself has the first few.
     (told,) = made.to_json()["processes"]

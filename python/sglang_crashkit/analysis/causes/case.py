@@ -170,7 +170,7 @@ class Case:
         return str(self.end.get("signal") or "") if is_own else ""
 
     @property
-    def last_words(self) -> Sequence[str]:
+    def last_log_lines(self) -> Sequence[str]:
         """What the first failure logged last, where it ended by itself, and no exception says why; empty otherwise."""
         is_silent = self.error.type == "SystemExit" if self.error else self.end.get("cause") == "exit_status"
         return self._logs.get(self.first.get("pid", 0), ()) if is_silent else ()

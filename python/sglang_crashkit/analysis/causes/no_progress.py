@@ -17,7 +17,7 @@ _STARVED_SHARE = 0.1
 _ABORTED = "It ended by abort(), as gloo has it where ranks do not match, and NCCL's watchdog where one waits too long."
 _SYNC_TOKENS = "SYNC_TOKEN_IDS_ACROSS_TP=1 at the next start has all ranks take the same tokens, by a collective"
 #: Of so many processes it is told.
-_MAX_TOLD = 3
+_MAX_NAMED = 3
 _UPDATES = re.compile(
     r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
     r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
@@ -42,7 +42,7 @@ def stopped(case: Case) -> Finding | None:
     found = [one for one in case.processes if one.get("role") != "helper" and _how_stopped(one)]
     if not found:
         return None
-    told = found[:_MAX_TOLD]
+    told = found[:_MAX_NAMED]
     reasons = tuple(f"{name_of(one)} is {_how_stopped(one)}, says the kernel." for one in told)
     steps = tuple(f"`kill -CONT {one.get('pid')}` lets {one.get('title')} go on" for one in told if _state(one) == "T")
     named = case.first.get("pid")

@@ -50,7 +50,7 @@ _ANY_CLASS = frozenset(
 )
 #: A file system this full, from 0 to 1, has no room for what is needed.
 _FULL = 0.95
-_MAX_TOLD = 3
+_MAX_NAMED = 3
 _TIMED_OUT = (
     r"(\[[^\]]*gloo[^\]]*\] )?(Timed out waiting \d+ ?ms for (recv|send) operation"
     r"|Application timeout caused pair closure)"
@@ -141,7 +141,7 @@ def _hardware(case: Case) -> Finding | None:
     own = (error is None or _TELLS_OF_GPU.match(error.text)) and any(
         one.get("pid") == pid and one.get("level") == "established" for one in holders
     )
-    reasons = (f"The driver reported Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_TOLD])
+    reasons = (f"The driver reported Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_NAMED])
     return Finding("established" if own else "supported", tuple(reasons))
 
 
@@ -297,7 +297,7 @@ def _hangs_by_request(case: Case) -> Finding | None:
 
 
 def _port_logged(case: Case) -> Finding | None:
-    line = next((line for line in case.last_words if _NO_BIND.match(line)), None)
+    line = next((line for line in case.last_log_lines if _NO_BIND.match(line)), None)
     return (
         Finding("supported", (f"{name_of(case.first)} logged before it ended: {line.strip()[:200]}",)) if line else None
     )
