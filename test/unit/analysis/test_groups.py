@@ -7,29 +7,21 @@ import pytest
 
 from sglang_crashkit.analysis.groups import doubt_alone, judge_group, judge_untitled, name_untitled, untitled_role
 from sglang_crashkit.analysis.member import Member, Moment
-from sglang_crashkit.analysis.waits import of_frames, of_state
+from sglang_crashkit.analysis.waits import of_frames
 from sglang_crashkit.model.sample import Frame
-from unit.analysis.real_stacks import ALL_REDUCE, MATMUL, RECEIVE, SPIN, stack
-
-
-def member(number: int, *looks: tuple[str, ...], state: str = "S", is_gone: bool = False) -> Member:
-    moments = [
-        Moment(state, 0.0, of_state(state) or of_frames(stack(*frames)), stack(*frames), 100.0 + 5 * position)
-        for position, frames in enumerate(looks)
-    ]
-    return Member(f"TP{number} (pid {10 + number})", tuple(moments), is_gone=is_gone)
+from unit.analysis.real_stacks import ALL_REDUCE, MATMUL, RECEIVE, SPIN, member
 
 
 def waiting(*numbers: int) -> list[Member]:
-    return [member(number, ALL_REDUCE, ALL_REDUCE) for number in numbers]
+    return [member(ALL_REDUCE, ALL_REDUCE, number=number) for number in numbers]
 
 
 @pytest.mark.parametrize(
     ("one", "level"),
     [
-        (member(0, SPIN, SPIN), "supported"),
-        (member(0, SPIN, SPIN, state="T"), "established"),
-        (member(0, ALL_REDUCE, is_gone=True), "established"),
+        (member(SPIN, SPIN), "supported"),
+        (member(SPIN, SPIN, state="T"), "established"),
+        (member(ALL_REDUCE, is_gone=True), "established"),
     ],
     ids=["elsewhere", "stopped", "gone"],
 )
@@ -43,9 +35,9 @@ def test_the_one_that_does_not_wait_is_named(one: Member, level: str) -> None:
     ("members", "kind"),
     [
         (waiting(0, 1), "waiting"),
-        ([member(number, RECEIVE, RECEIVE) for number in range(2)], "idle"),
-        ([member(number, SPIN, MATMUL) for number in range(2)], "moving"),
-        ([member(0, SPIN, SPIN), member(1, MATMUL, MATMUL)], "unclear"),
+        ([member(RECEIVE, RECEIVE, number=number) for number in range(2)], "idle"),
+        ([member(SPIN, MATMUL, number=number) for number in range(2)], "moving"),
+        ([member(SPIN, SPIN), member(MATMUL, MATMUL, number=1)], "unclear"),
     ],
 )
 def test_nobody_is_named_where_no_one_stands_out(members: list[Member], kind: str) -> None:
@@ -54,8 +46,8 @@ def test_nobody_is_named_where_no_one_stands_out(members: list[Member], kind: st
 
 
 def test_one_without_a_stack_makes_it_less_certain() -> None:
-    members = [member(0, SPIN, SPIN), *waiting(1, 2, 3)]
-    known, unseen = judge_group("", members), judge_group("", [*members, member(4, (), ())])
+    members = [member(SPIN, SPIN), *waiting(1, 2, 3)]
+    known, unseen = judge_group("", members), judge_group("", [*members, member((), (), number=4)])
     assert (known.level, unseen.level) == ("supported", "unknown")
     assert len(unseen.evidence) > len(known.evidence)
 
@@ -72,13 +64,13 @@ def test_what_runs_in_a_process_tells_its_role(entry: str, role: str) -> None:
 
 
 def test_ranks_without_titles_may_be_of_several_groups() -> None:
-    found = judge_untitled("", [member(0, SPIN, SPIN), *waiting(1, 2)])
+    found = judge_untitled("", [member(SPIN, SPIN), *waiting(1, 2)])
     assert (found.kind, found.level) == ("outlier", "supported")
     assert "different groups" in found.evidence[-1]
 
 
 def test_one_side_of_a_pair_alone_says_less() -> None:
-    members = [member(number, RECEIVE, RECEIVE) for number in range(2)]
+    members = [member(RECEIVE, RECEIVE, number=number) for number in range(2)]
     found = doubt_alone(judge_group("prefill", members), members, "decode")
     assert (found.kind, found.level) == ("unclear", "unknown")
     assert "No process of the decode side was found" in found.statement

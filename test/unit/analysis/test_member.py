@@ -9,20 +9,21 @@ from hypothesis import strategies as st
 from sglang_crashkit.analysis.explain import explain, format_explanation
 from sglang_crashkit.analysis.member import Member, Moment, SampledProcesses, describe, name_members
 from sglang_crashkit.analysis.ranks import Rank
-from sglang_crashkit.analysis.waits import of_frames, of_state
+from sglang_crashkit.analysis.waits import of_frames
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
-from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, LOAD, MATMUL, RECEIVE, SPIN, STORE, process, rounds, stack
-
-
-def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0, state: str = "S") -> Member:
-    """Return one seen at several looks; CPU time and time passed from each to the next."""
-    moments = [
-        Moment(
-            state, cpu * position, of_state(state) or of_frames(stack(*frames)), stack(*frames), 100.0 + secs * position
-        )
-        for position, frames in enumerate(looks)
-    ]
-    return Member("TP0 (pid 10)", tuple(moments))
+from unit.analysis.real_stacks import (
+    ALL_REDUCE,
+    BROADCAST,
+    LOAD,
+    MATMUL,
+    RECEIVE,
+    SPIN,
+    STORE,
+    member,
+    process,
+    rounds,
+    stack,
+)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,10 @@ def told(node: Node) -> Any:
     return node.function, node.file, node.lines, str(node.ranks), [told(child) for child in node.in_order()]
 
 
-def rank(number: int) -> Rank:
-    return Rank((), "tp", number)
-
-
-def frame(name: str, line: int = 1) -> Frame:
-    return Frame(name, "x.py", line)
+def add(tree: PrefixTree, number: int, *names: str, line: int = 1, **places: int | str) -> None:
+    """Add a stack, outermost first."""
+    frames = tuple(Frame(name, "x.py", line) for name in reversed(names))
+    tree.add(Rank(scope_of(places), "tp", number), frames)
 
 
 def only_child(node: Node) -> Node:
@@ -41,12 +39,9 @@ def only_child(node: Node) -> Node:
 
 
 def test_common_calls_are_one_node_with_all_ranks_below() -> None:
-    tree = tree_of(
-        [
-            (rank(0), (frame("wait"), frame("loop"), frame("main"))),
-            (rank(1), (frame("spin"), frame("loop"), frame("main"))),
-        ]
-    )
+    tree = PrefixTree()
+    add(tree, 0, "main", "loop", "wait")
+    add(tree, 1, "main", "loop", "spin")
     main = only_child(tree.root)
     loop = only_child(main)
     sets = tree.sets()
@@ -57,14 +52,17 @@ def test_common_calls_are_one_node_with_all_ranks_below() -> None:
 
 
 def test_ranks_at_different_lines_of_a_function_stay_together() -> None:
-    tree = tree_of([(rank(number), (frame("spin", number), frame("main"))) for number in range(5)])
+    tree = PrefixTree()
+    for number in range(5):
+        add(tree, number, "main", "spin", line=number)
     spin = only_child(only_child(tree.root))
     assert spin.lines == {0, 1, 2, 3, 4}
     assert str(spin.ranks) == "TP0-4"
 
 
 def test_a_very_deep_stack_is_taken() -> None:
-    tree = tree_of([(rank(0), tuple(frame(f"f{depth}") for depth in range(5000)))])
+    tree = PrefixTree()
+    add(tree, 0, *(f"f{depth}" for depth in range(5000)))
     assert len(tree.sets()) == 5001
     assert str(tree.everyone()) == "TP0"
 
@@ -75,12 +73,6 @@ def test_the_order_of_stacks_does_not_matter(data: st.DataObject, stacks: list[S
 
 
 # -- as text
-
-
-def add(tree: PrefixTree, number: int, *names: str, line: int = 1, **places: int | str) -> None:
-    """Add a stack, outermost first."""
-    frames = tuple(Frame(name, "x.py", line) for name in reversed(names))
-    tree.add(Rank(scope_of(places), "tp", number), frames)
 
 
 def test_what_few_ranks_do_comes_first() -> None:
