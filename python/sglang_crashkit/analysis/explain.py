@@ -13,6 +13,7 @@ from sglang_crashkit.analysis.groups import (
     find_outlier,
     judge_group,
     judge_untitled,
+    level_of,
     name_untitled,
     untitled_role,
 )
@@ -146,8 +147,8 @@ def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Fin
         members, finding = judged[position][2], findings[position]
         others = ", ".join(findings[other].group for other in stages if other != position)
         text = f"{finding.statement} All of {others} waited meanwhile."
-        level: Level = "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
-        findings[position] = replace(finding, kind="outlier", named=tuple(members), statement=text, level=level)
+        named, level = tuple(members), level_of(members)
+        findings[position] = replace(finding, kind="outlier", named=named, statement=text, level=level)
     return findings
 
 

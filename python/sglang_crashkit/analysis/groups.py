@@ -68,7 +68,7 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
         return replace(outlier, group=name, evidence=evidence)
     if _are_idle(members):
         text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{NO_HANG}"
-        return Finding(name, "idle", (), text, evidence, _level(members))
+        return Finding(name, "idle", (), text, evidence, level_of(members))
     if outlier is not None and _is_convincing(outlier, members):
         return replace(outlier, group=name, evidence=evidence)
     if all(member.waits() for member in members):
@@ -177,7 +177,7 @@ def _find_elsewhere(members: Sequence[Member]) -> Finding | None:
         return None
     if len(elsewhere) > 1 and len(elsewhere) >= len(waiting):
         return None
-    return _outlier(elsewhere, _while(elsewhere, waiting, "waited in") + _unseen_text(members), _level(members))
+    return _outlier(elsewhere, _while(elsewhere, waiting, "waited in") + _unseen_text(members), level_of(members))
 
 
 def _find_different(members: Sequence[Member]) -> Finding | None:
@@ -188,7 +188,7 @@ def _find_different(members: Sequence[Member]) -> Finding | None:
     few, many = sorted(places.values(), key=len)
     if len(few) == len(many) or any(member.waits() for member in few):
         return None
-    return _outlier(few, _while(few, many, "were all in") + _unseen_text(members), _level(members))
+    return _outlier(few, _while(few, many, "were all in") + _unseen_text(members), level_of(members))
 
 
 def _find_diverged(members: Sequence[Member]) -> Finding | None:
@@ -207,7 +207,7 @@ def _find_diverged(members: Sequence[Member]) -> Finding | None:
     if not few:
         return None
     text = f"{_while(few, many, 'waited in')} All wait, and not in the same call."
-    return _outlier(few, text + _unseen_text(members), _level(members))
+    return _outlier(few, text + _unseen_text(members), level_of(members))
 
 
 def _outlier(named: Sequence[Member], statement: str, level: Level) -> Finding:
@@ -255,7 +255,8 @@ def _takes_requests(member: Member) -> bool:
     return all(requests) or (member.motion() == "moving" and any(requests))
 
 
-def _level(members: Iterable[Member]) -> Level:
+def level_of(members: Iterable[Member]) -> Level:
+    """Return how well it is supported what the samples of these show."""
     # What one sample shows may have been over a moment later.
     return "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
 

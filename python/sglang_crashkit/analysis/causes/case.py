@@ -159,6 +159,11 @@ class Case:
         return next((one for one in self.raised if not self.first or one.pid == pid), None)
 
     @property
+    def statement(self) -> str:
+        """What the verdict says first."""
+        return str((self.verdict.get("basis") or [self.verdict.get("text")])[0])
+
+    @property
     def end(self) -> Mapping[str, Any]:
         """How the first failure ended; empty where it did not."""
         return mapping_of(self.first.get("exit"))

@@ -298,7 +298,7 @@ def awaited(case: Case) -> Finding | None:
     """One rank was elsewhere while another one waited for it in a collective until its time limit."""
     if case.verdict.get("kind") != "lost_peer" or not case.first or case.error is not None:
         return None
-    return Finding("supported", (str((case.verdict.get("basis") or [case.verdict.get("text")])[0]),))
+    return Finding("supported", (case.statement,))
 
 
 def stuck(*roles: str) -> Callable[[Case], Finding | None]:

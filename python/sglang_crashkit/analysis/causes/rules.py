@@ -199,7 +199,7 @@ def _peer(case: Case) -> Finding | None:
     if case.verdict.get("kind") != "peer_lost" or _all_transfers(case):
         return None
     level: Level = "established" if case.verdict.get("level") == "established" else "supported"
-    return Finding(level, (str((case.verdict.get("basis") or [case.verdict.get("text")])[0]),))
+    return Finding(level, (case.statement,))
 
 
 def _transfer(case: Case) -> Finding | None:
@@ -218,7 +218,7 @@ def _connection(case: Case) -> Finding | None:
     # Of a server on one host that starts, all ranks are known: it is their setting up of NCCL or gloo that fails.
     if case.verdict.get("kind") != "lost_peer" or (case.is_starting and not case.has_other_nodes):
         return None
-    return Finding("supported", (str((case.verdict.get("basis") or [case.verdict.get("text")])[0]),))
+    return Finding("supported", (case.statement,))
 
 
 # -- processes by their role, and what is left
