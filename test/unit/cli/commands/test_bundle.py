@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import zstandard
 
+from sglang_crashkit.cli.commands.bundle import PromptSearch
 from sglang_crashkit.cli.main import main
+from sglang_crashkit.redact import redact_shared
 from unit.support.stored import make_incident
 
 SECRET = "a prompt that nobody else may read"
@@ -51,14 +54,6 @@ def test_a_bundle_holds_the_folder_and_a_report(
     assert packed["incident.json"] == (incident / "incident.json").read_bytes()
     assert path.stat().st_mode & 0o777 == 0o600
     assert [left.name for left in tmp_path.iterdir() if left.name.startswith(".x")] == []
-
-
-def test_without_prompts_no_file_holds_one(incident: Path, tmp_path: Path) -> None:
-    path = tmp_path / "x.tar.zst"
-    assert main(["bundle", str(incident), "--no-prompts", "--out", str(path)]) == 0
-    packed = contents(path)
-    assert "requests/requests.jsonl" not in packed
-    assert [name for name, data in packed.items() if SECRET.encode() in data] == []
 
 
 CANARY = 'CANARY: "quoted", ünïcode\nand a second line that nobody else may read; CANARY.'
@@ -155,21 +150,18 @@ def test_a_report_is_ready_to_paste_and_free_of_markup(
 
 
 def test_a_file_that_is_there_stays(incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "x.tar.zst"
+    path, pipe = tmp_path / "x.tar.zst", tmp_path / "pipe.tar.zst"
     path.write_text("mine")
-    assert main(["bundle", str(incident), "-o", str(path)]) == 4
+    os.mkfifo(pipe)
+    for there in (path, pipe):
+        assert main(["bundle", str(incident), "-o", str(there)]) == 4
     assert path.read_text() == "mine"
+    assert pipe.is_fifo()
     assert main(["bundle", str(incident), "-o", str(tmp_path / "x.zip")]) == 2
     assert "-o x.tar.zst" in capsys.readouterr().err
     absent = tmp_path / "absent" / "x.tar.zst"
     assert main(["bundle", str(incident), "-o", str(absent)]) == 1
     assert f"bundle: {absent} cannot be written: No such file or directory\n" in capsys.readouterr().err
-
-
-def test_a_pipe_of_that_name_stays(incident: Path, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.tar.zst")
-    assert main(["bundle", str(incident), "-o", str(tmp_path / "x.tar.zst")]) == 4
-    assert (tmp_path / "x.tar.zst").is_fifo()
 
 
 def plant(incident: Path, requests: list[dict[str, object]] | None, **pieces: str) -> None:
@@ -208,12 +200,12 @@ def test_long_prompts_are_searched_for_to_their_end(
     [
         (None, "there is no requests/requests.jsonl"),
         ([{"rid": "a", "text": "x" * 99, "truncated": {"text": {"of": 999}}}], "a prompt was not kept whole"),
-        ([{"rid": name, "omitted": {"text": "withheld"}} for name in "ab"], "a prompt was not kept whole (2 requests)"),
+        ([{"rid": name, "omitted": {"text": "withheld"}} for name in "ab"], "a prompt was not kept whole"),
         ([[]], "a request cannot be read"),
         # As of a chat: its messages were made tokens before the request was taken in.
         ([{"rid": "a", "input_ids": TOKENS}], "a prompt is known by its tokens only"),
         ([{"rid": "a", "input_ids": TOKENS, "text": None}], "a prompt is known by its tokens only"),
-        ([{"rid": name, "input_ids": [TOKENS]} for name in "ab"], "a prompt is known by its tokens only (2 requests)"),
+        ([{"rid": name, "input_ids": [TOKENS]} for name in "ab"], "a prompt is known by its tokens only"),
     ],
 )
 def test_with_unknown_prompts_the_servers_words_are_left_out(
@@ -246,21 +238,6 @@ def test_tokens_too_short_to_be_looked_for_are_counted(
     assert [form for form in forms if f"[{form}]" in text] == kept
 
 
-def test_where_a_server_never_served_there_are_no_prompts(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads((incident / "incident.json").read_text())
-    document["requests"] = {"reason": "the server had not started to serve"}
-    plant(incident, None, document=json.dumps(document), log="loading\n")
-    told, packed = bundled(incident, capsys)
-    assert (told["gaps"], packed["logs/a.log"]) == ([], b"loading\n")
-
-
-def test_a_journal_that_lost_requests_is_a_gap(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads((incident / "incident.json").read_text())
-    document["requests"] = {**(document.get("requests") or {}), "journal": {"lost": 3}}
-    plant(incident, [], document=json.dumps(document), log="x\n")
-    assert bundled(incident, capsys)[0]["gaps"] == ["the request journal was not whole"]
-
-
 @pytest.mark.parametrize(
     ("limit", "value", "why"),
     [
@@ -276,7 +253,7 @@ def test_what_takes_too_much_to_search_is_left_out(
     value: int,
     why: str,
 ) -> None:
-    monkeypatch.setattr(f"sglang_crashkit.cli.without_prompts.{limit}", value)
+    monkeypatch.setattr(f"sglang_crashkit.cli.commands.bundle.{limit}", value)
     plant(incident, [{"rid": "a", "text": "x" * 40}], log="a line of a log\n" * 6000)
     told, packed = bundled(incident, capsys)
     assert told["why_left_out"] == {"logs/a.log": why}
@@ -303,3 +280,39 @@ def test_a_prompt_equal_to_a_kit_word_leaves_it_readable(
     assert [one.keys() for one in after["processes"]] == [one.keys() for one in before["processes"]]
     assert (after == before) == (prompt != "sglang::scheduler_TP1")
     assert told["short_prompts"] == (len(prompt) < 12)
+
+
+@pytest.mark.parametrize(
+    ("requests", "lines", "gaps", "kept"),
+    [
+        ({"reason": "the server had not started to serve"}, None, [], True),
+        ({"journal": {"lost": 3}}, [], ["the request journal was not whole"], False),
+    ],
+)
+def test_what_the_incident_says_of_its_requests_tells_of_gaps(
+    incident: Path,
+    capsys: pytest.CaptureFixture[str],
+    requests: dict[str, Any],
+    lines: list[dict[str, object]] | None,
+    gaps: list[str],
+    kept: bool,
+) -> None:
+    document = json.loads((incident / "incident.json").read_text()) | {"requests": requests}
+    plant(incident, lines, document=json.dumps(document), log="loading\n")
+    told, packed = bundled(incident, capsys)
+    assert (told["gaps"], "logs/a.log" in packed) == (gaps, kept)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_finds_what_the_search_of_a_crash_finds(incident: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    letters = "abcdefghijklmnopqrstuvwxyz .,"
+    prompts = ["".join(chance.choices(letters, k=chance.randint(12, 400))) for _ in range(30)]
+    parts = []
+    for _ in range(200):
+        prompt = chance.choice(prompts)
+        start = chance.randrange(len(prompt))
+        parts += [prompt[start : start + chance.randint(1, 60)], "".join(chance.choices(letters, k=5))]
+    plant(incident, [{"rid": "a", "text": prompt} for prompt in prompts])
+    text = "".join(parts)
+    assert PromptSearch(incident, {}).clean("a.log", text.encode()) == redact_shared(text, prompts).encode()
