@@ -22,7 +22,7 @@ from sglang_crashkit.incident.summary import mappings_of
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.replay.fault import words_of
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
-from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, reduce_value, shortest
+from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, shortest
 from sglang_crashkit.replay.trials import BudgetSpentError, Plan, Trials
 
 REPRODUCER, SCRIPT = "reproducer.json", "reproduce.sh"
@@ -33,8 +33,6 @@ _PROMPTS = ("text", "input_ids")
 #: Where it is not given the release decides, which may take long.
 _MAX_NEW_TOKENS = "sampling_params.max_new_tokens"
 _ALWAYS = (*_PROMPTS, _MAX_NEW_TOKENS)
-#: Of which a part breaks a rank in a way of its own.
-_PROGRAM = "custom_logit_processor"
 #: Prompts of one character or token id that have nothing of the prompt at hand: what both of them fail with is not said
 #: by any prompt. Lower ids than these stand for what is special, in most vocabularies.
 _NEUTRAL_UNITS, _FIRST_LETTER, _FIRST_ID = 2, ord("a"), 200
@@ -263,14 +261,14 @@ class _Reduction:
         self._trials, self._answered = trials, answered
 
     def run(self) -> None:
-        """Reduce requests, parameters, prompts and values, until no more servers may be started."""
+        """Reduce requests, parameters, prompts and lengths, until no more servers may be started."""
         try:
             self._reduce_requests()
             self._reduce_parameters()
             for place in range(len(self.group)):
                 self._reduce_prompt(place)
             for place in range(len(self.group)):
-                self._reduce_values(place)
+                self._reduce_length(place)
         except BudgetSpentError:
             pass
 
@@ -320,21 +318,21 @@ class _Reduction:
         kept = minimize(run, lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
         self.group = whole(kept)
 
-    def _reduce_values(self, place: int) -> None:
-        for name, value in _flat(self.group[place].body).items():
-            if name in (*_PROMPTS, "rid", _PROGRAM):
-                continue
+    def _reduce_length(self, place: int) -> None:
+        """Find out how many tokens have to be asked for."""
+        body = self.group[place].body
+        sampling = body.get("sampling_params")
+        most = sampling.get("max_new_tokens") if isinstance(sampling, dict) else None
+        if type(most) is not int:
+            return
 
-            def tried(values: Sequence[Any], name: str = name) -> int | None:
-                bodies = [_replaced(self.group[place].body, name, one) for one in values]
-                return self._trials.first_failing([self._put(place, body) for body in bodies])
+        def asking(number: int) -> list[StoredRequest]:
+            return self._put(place, {**body, "sampling_params": {**sampling, "max_new_tokens": number}})
 
-            is_length = name == _MAX_NEW_TOKENS and isinstance(value, int)
-            less = lowest(value, tried, at_least=1) if is_length else reduce_value(value, tried)
-            self.group = self._put(place, _replaced(self.group[place].body, name, less))
-            if is_length and less > 1 and len(self.group) == 1:
-                # It takes so many tokens.
-                self.parameters = [*self.parameters, name]
+        number = lowest(most, lambda few: self._trials.first_failing([asking(one) for one in few]), at_least=1)
+        self.group = asking(number)
+        if number > 1 and len(self.group) == 1:
+            self.parameters = [*self.parameters, _MAX_NEW_TOKENS]
 
     def _put(self, place: int, body: Mapping[str, Any]) -> list[StoredRequest]:
         return [replace(one, body=body) if its == place else one for its, one in enumerate(self.group)]
@@ -382,12 +380,6 @@ def _with(request: StoredRequest, names: Sequence[str]) -> StoredRequest:
             else:
                 body[name] = value
     return replace(request, body=body)
-
-
-def _replaced(body: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
-    """Return a request's body with another value of a parameter, named as by `_flat`."""
-    parent, _, child = name.partition(".")
-    return {**body, parent: {**body[parent], child: value} if child else value}
 
 
 def _write_reproducer(folder: Path, result: Result) -> None:

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.wide
 
 BY_CONTENT = "any('xyz' in b['text'] for b in bodies)"
 BY_LENGTH = "any(len(b['text']) > 20 for b in bodies)"
-BY_STOP = "any('##' in one for b in bodies for one in b.get('sampling_params', {}).get('stop', ()))"
 BY_TWO = "{'left', 'right'} <= {b['text'] for b in bodies}"
 BY_TWO_PARAMETERS = "any(b.get('lora_path') for b in bodies) and any(b.get('return_logprob') for b in bodies)"
 
@@ -44,23 +43,13 @@ def test_a_fault_of_parameters_is_reduced_to_them(
     assert result["rids"] == ["0"]
     assert (sorted(result["parameters"]), result["prompt"]) == (sorted(POISON), "nothing")
     assert result["requests"] == [
-        {"text": "d", "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 513}
+        {"text": "d", "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 600}
     ]
     # What is reduced must not be all that is recognised.
     assert dict(result["entry"]["parameters"]) == POISON
     assert result["starts"] <= 10
     told = (tmp_path / "out" / "reproduce.sh").read_text() + (tmp_path / "out" / "reproducer.json").read_text()
     assert "secret" not in told
-
-
-def test_a_list_of_texts_is_reduced_to_what_it_takes(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stops = [f"word {number}" for number in range(6)]
-    body = {"text": "a", "sampling_params": {"max_new_tokens": 4, "stop": [*stops[:3], "some ## text", *stops[3:]]}}
-    result = bisect(incident(tmp_path / "crash", body), tmp_path / "out", serve(BY_STOP), capsys)
-    assert result["requests"] == [{"text": "c", "sampling_params": {"max_new_tokens": 1, "stop": ["##"]}}]
-    assert (result["parameters"], result["is_confirmed"]) == (["sampling_params.stop"], True)
 
 
 @pytest.mark.parametrize(
@@ -272,13 +261,13 @@ def test_a_fault_of_parameters_is_found_in_what_is_kept(found: Any, lacking: dic
     assert [why in one for one in result["left_out"]] == [True]
 
 
-def test_a_logit_processor_is_sent_and_not_cut(found: Any) -> None:
-    def rule(bodies: list[dict[str, Any]]) -> bool:
-        return any("8" in one.get("custom_logit_processor", "") for one in bodies)
-
-    result = found(rule, {"text": "x", "custom_logit_processor": "80049"})
-    assert (result["parameters"], result["prompt"]) == (["custom_logit_processor"], "nothing")
-    assert result["requests"][0]["custom_logit_processor"] == "80049"
+def test_the_fewest_tokens_are_asked_for_that_it_takes(found: Any) -> None:
+    result = found(
+        lambda bodies: any(one["sampling_params"]["max_new_tokens"] > 2 for one in bodies if one["text"] == "x"),
+        {"text": "x", "n": 2},
+    )
+    assert result["parameters"] == ["sampling_params.max_new_tokens"]
+    assert result["requests"] == [{"text": "x", "sampling_params": {"max_new_tokens": 3}}]
 
 
 def test_what_stands_in_for_a_prompt_is_not_refused(found: Any) -> None:

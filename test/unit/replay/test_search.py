@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.replay.search import MAX_FAILURES, isolate, lowest, minimize, needed, reduce_value, shortest
+from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, shortest
 
 
 class Fault:
@@ -91,7 +89,7 @@ def test_load_alone_is_kept_as_large_as_it_must_be() -> None:
 def test_the_lowest_number_that_fails_is_found_in_few_starts(threshold: int, more: int) -> None:
     starts = 0
 
-    def first_failing(numbers: Sequence[float]) -> int | None:
+    def first_failing(numbers: Sequence[int]) -> int | None:
         nonlocal starts
         assert list(numbers) == sorted(numbers)
         at = next((place for place, number in enumerate(numbers) if number >= threshold), None)
@@ -102,86 +100,11 @@ def test_the_lowest_number_that_fails_is_found_in_few_starts(threshold: int, mor
     assert starts <= 6
 
 
-@pytest.mark.parametrize(
-    ("value", "at_least", "expected"),
-    [(4, 1, 1), (1, 1, 1), (0, 0, 0), (-5, 0, 0), (0.7, 0, 0.0), (600.5, 0, 0.0)],
-)
-def test_what_always_fails_is_reduced_to_nothing(value: float, at_least: int, expected: float) -> None:
-    found = lowest(value, lambda numbers: 0 if numbers else None, at_least)
-    assert (found, type(found)) == (expected, type(value))
+@pytest.mark.parametrize(("value", "at_least", "expected"), [(4, 1, 1), (1, 1, 1), (0, 0, 0), (-5, 0, -5)])
+def test_what_always_fails_is_reduced_to_nothing(value: int, at_least: int, expected: int) -> None:
+    assert lowest(value, lambda numbers: 0 if numbers else None, at_least) == expected
 
 
-@pytest.mark.parametrize("value", [7, -7, 7.5, -600, 10**12])
-def test_what_fails_by_itself_alone_is_kept(value: float) -> None:
+@pytest.mark.parametrize("value", [7, 10**12])
+def test_what_fails_by_itself_alone_is_kept(value: int) -> None:
     assert lowest(value, lambda _numbers: None) == value
-
-
-class ValueFault:
-    """Fails on values that a rule names, and counts how often."""
-
-    def __init__(self, fails: Callable[[Any], bool]) -> None:
-        self._fails = fails
-        self.failures = 0
-        self.tried = 0
-
-    def first_failing(self, values: Sequence[Any]) -> int | None:
-        self.tried += len(values)
-        at = next((place for place, value in enumerate(values) if self._fails(value)), None)
-        self.failures += at is not None
-        return at
-
-
-def _types(schema: object) -> set[object]:
-    inner = schema.get("properties", {}) if isinstance(schema, dict) else {}
-    return {one.get("type") for one in inner.values() if isinstance(one, dict)} if isinstance(inner, dict) else set()
-
-
-def _schema(text: str) -> bool:
-    try:
-        return "poison" in _types(json.loads(text))
-    except ValueError:
-        return False
-
-
-SCHEMA = json.dumps(
-    {"title": "x", "properties": {name: {"type": "poison" if name == "f" else "string"} for name in "abcdefgh"}}
-)
-
-
-@pytest.mark.parametrize(
-    ("value", "fails", "expected"),
-    [
-        (["a", "b", "bad", "c"], lambda value: "bad" in value, ["bad"]),
-        ([f"word {n}" for n in range(1000)], lambda value: any(" 637" in one for one in value), [" 637"]),
-        (["l", "x", "y", "r", "z"], lambda value: {"l", "r"} <= set(value), ["l", "r"]),
-        ({"3": 1.0, "600": 5, "7": 2.0}, lambda value: "600" in value, {"600": 0}),
-        ({"a": {"b": [1, 600]}}, lambda value: 600 in value.get("a", {}).get("b", []), {"a": {"b": [600]}}),
-        ("some ((text", lambda value: "((" in value, "(("),
-        ("y" * 100_000, lambda value: len(value) >= 70_000, "y" * 70_000),
-        (SCHEMA, _schema, '{"properties": {"f": {"type": "poison"}}}'),
-        (640, lambda value: value > 512, 513),
-        (True, lambda value: value is True, True),
-        (None, lambda value: value is None, None),
-        (float("inf"), lambda value: value == float("inf"), float("inf")),
-        ([], lambda _value: True, []),
-        ("abc", lambda _value: True, ""),
-    ],
-)
-def test_a_value_is_reduced_to_what_it_takes(value: Any, fails: Callable[[Any], bool], expected: Any) -> None:
-    fault = ValueFault(fails)
-    assert reduce_value(value, fault.first_failing) == expected
-    assert fault.failures <= MAX_FAILURES
-    assert fault.tried < 300
-
-
-def test_it_ends_after_so_many_failures() -> None:
-    value = [{f"k{number}": "x" * 1000 for number in range(50)} for _ in range(50)]
-    fault = ValueFault(lambda value: len(json.dumps(value)) > 9000)
-    found = reduce_value(value, fault.first_failing, 3)
-    assert fault.failures <= 3
-    assert 9000 < len(json.dumps(found)) < len(json.dumps(value))
-
-
-def test_what_fails_as_it_is_only_is_kept() -> None:
-    value = {"stop": ["a", "b"], "schema": {"type": "object"}}
-    assert reduce_value(value, lambda _values: None) == value
