@@ -12,22 +12,36 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sglang_crashkit.analysis.divergence import Divergence
 from sglang_crashkit.analysis.explain import Explanation, explain
 from sglang_crashkit.analysis.member import SampledProcesses
+from sglang_crashkit.analysis.ranks import RankSet, rank_of
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
-from sglang_crashkit.collect import account
 from sglang_crashkit.collect.observing import is_python, observe, read_steps
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.kernel.server_arguments import side_of
-from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.sample import Sample, format_threads
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
+SUMMARY, VERDICT = "summary.md", "verdict.json"
+_SCHEMA_VERSION = 1
+#: So many of the innermost frames are in the summary.
+_MAX_FRAMES = 4
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "T": "stopped",
+    "t": "stopped by its tracer",
+    "Z": "dead, not reaped",
+}
 #: The longest that one tool may take for one process, in seconds.
 TOOL_SECS = 60.0
 #: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
@@ -102,10 +116,9 @@ class Collection:
     def _write_account(self) -> None:
         """Write what is known by now for whoever opens the folder first."""
         explanation = self.explain()
-        lines = account.format_summary(self.rounds, explanation, self.divergence)
-        write_json(self._plan.output / account.VERDICT, account.as_json(self.rounds, explanation, self.divergence))
-        text = "".join(f"{line}\n" for line in lines)
-        write_private(self._plan.output / account.SUMMARY, text.encode(errors="backslashreplace"))
+        write_json(self._plan.output / VERDICT, verdict_as_json(self.rounds, explanation, self.divergence))
+        text = "".join(f"{line}\n" for line in format_summary(self.rounds, explanation, self.divergence))
+        write_private(self._plan.output / SUMMARY, text.encode(errors="backslashreplace"))
 
     def explain(self) -> Explanation:
         """Return what the snapshots say."""
@@ -187,7 +200,7 @@ class Collection:
         self._write_round()
         for one, moment in zip(self.collected, seen, strict=True):
             one.moments.append(moment)
-            self._write(one, "pyspy", account.python_stacks(one.process, self.host, one.moments))
+            self._write(one, "pyspy", python_stacks(one.process, self.host, one.moments))
 
     def _take_in(self, one: Collected, debugged: Debugged) -> None:
         """Put what came of the debugger into the process's file and into the last round."""
@@ -203,7 +216,7 @@ class Collection:
 
     def _write_debugged(self, one: Collected) -> None:
         assert one.debugged is not None
-        self._write(one, "cudagdb", account.native_stacks(one.process, self.host, one.debugged, self.missing))
+        self._write(one, "cudagdb", native_stacks(one.process, self.host, one.debugged, self.missing))
 
     def _write_round(self) -> None:
         write_json(self._plan.output / self.snapshot_files[-1], self.rounds[-1].to_json())
@@ -229,3 +242,94 @@ def _why_spared(explanation: Explanation) -> str:
     if explanation.kind in ("idle", "moving"):
         return "no hang is seen"
     return "the verdict is established without it" if explanation.level == "established" else ""
+
+
+def verdict_as_json(
+    rounds: Sequence[NodeSnapshot], explanation: Explanation, divergence: Divergence | None
+) -> dict[str, Any]:
+    """Return the verdict on all rounds of one host as JSON values, ``schema_version`` first."""
+    return {
+        "schema_version": _SCHEMA_VERSION,
+        "host": rounds[0].host,
+        "times": [iso_time(one.time) for one in rounds],
+        "verdict": explanation.to_json(),
+        "divergence": divergence.to_json() if divergence is not None else None,
+    }
+
+
+def format_summary(
+    rounds: Sequence[NodeSnapshot], explanation: Explanation, divergence: Divergence | None
+) -> Iterator[str]:
+    """Yield the lines of ``summary.md``: the verdict, where and when, and where the processes were at last."""
+    yield f"# {explanation.kind} ({explanation.level})"
+    yield ""
+    yield f"**{explanation.statement}**"
+    yield ""
+    times = (
+        f"{iso_time(rounds[0].time)} to {iso_time(rounds[-1].time)}" if len(rounds) > 1 else iso_time(rounds[0].time)
+    )
+    yield f"- {len(rounds)} snapshot{'' if len(rounds) == 1 else 's'} on {rounds[0].host}, {times}"
+    if explanation.named:
+        yield f"- to be looked at: {', '.join(member.name for member in explanation.named)}"
+    if divergence is not None:
+        yield f"- {divergence.statement} ({divergence.level})"
+    yield f"- more: {VERDICT}, and the stacks of each process in its own file"
+    yield ""
+    yield "## Processes"
+    groups: dict[tuple[str, tuple[str, ...]], list[Sample]] = {}
+    for sample in rounds[-1].processes:
+        thread = sample.main_thread
+        frames = tuple(str(frame) for frame in thread.frames[:_MAX_FRAMES]) if thread is not None else ()
+        groups.setdefault((sample.state, frames), []).append(sample)
+    for (_state, frames), samples in groups.items():
+        yield ""
+        yield f"### {_names(samples)}: {state_in_words(samples[0]).partition(',')[0]}"
+        yield from (f"- {frame}" for frame in frames)
+        if not frames:
+            yield f"- {samples[0].problem or 'no Python frame'}"
+
+
+def _names(samples: Sequence[Sample]) -> str:
+    ranks = [sample for sample in samples if sample.ranks]
+    told = RankSet(map(rank_of, ranks))
+    names = [told.format(hide=[place for place in told.places() if place[0] == "server"])] if ranks else []
+    return ", ".join([*names, *(f"{one.title} (pid {one.pid})" for one in samples if not one.ranks)])
+
+
+def python_stacks(process: FoundProcess, host: str, moments: Sequence[Sample]) -> str:
+    """Return the text of ``pyspy_*.txt``: the Python stacks of each moment."""
+    lines = [*_head(process, host)]
+    for number, moment in enumerate(moments, start=1):
+        lines += ["", f"== snapshot {number}, {iso_time(moment.time)}: {state_in_words(moment)}"]
+        if moment.threads:
+            lines += format_threads(process.title, process.pid, moment.threads)
+        else:
+            lines.append(f"no Python stacks: {moment.problem}")
+    return "\n".join(lines) + "\n"
+
+
+def native_stacks(process: FoundProcess, host: str, debugged: Debugged, missing: str) -> str:
+    """Return the text of ``cudagdb_*.txt``: what the debugger printed, and what of it is missing and why."""
+    lines = [*_head(process, host)]
+    if missing:
+        lines.append(f"# {missing}")
+    ran = f"# {debugged.tool}: {debugged.seconds:.1f} s" if debugged.seconds else f"# {debugged.tool}"
+    lines.append(f"{ran}: {debugged.problem}" if debugged.problem else ran)
+    return "\n".join([*lines, "", debugged.text]).rstrip() + "\n"
+
+
+def state_in_words(moment: Sample) -> str:
+    """Return the state of a process at a moment as a phrase."""
+    if not moment.state:
+        return "it had ended"
+    words = f"{_STATES.get(moment.state, 'state')} ({moment.state})"
+    if moment.wchan:
+        words += f" in {moment.wchan}"
+    if moment.tracer:
+        words += f", traced by process {moment.tracer}"
+    return f"{words}, {moment.cpu_secs:.2f} s of CPU time used"
+
+
+def _head(process: FoundProcess, host: str) -> Iterator[str]:
+    server = f", server {process.server}" if process.server is not None else ""
+    yield f"# {process.title} (pid {process.pid}) on {host}{server}"

@@ -121,7 +121,7 @@ class DeathWatch:
             self.deaths.append(Death(event.pid, title, at, ends[event.pid], alone=alone and bool(self._alive)))
 
     def close(self) -> None:
-        """Let go of those that live."""
+        """Follow no more processes."""
         for handle, _title in self._alive.values():
             handle.close()
         self._alive.clear()
@@ -184,7 +184,7 @@ class WatchedServer:
         return Address("https" if serves_tls(self.arguments) else "http", _LOOPBACK, port)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close what is held open of it."""
         self._handle.close()
         self.ends.close()
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.capture.debugger import Debugged
-from sglang_crashkit.collect.account import SUMMARY, VERDICT
-from sglang_crashkit.collect.collection import Collected, Collection
+from sglang_crashkit.collect.collection import SUMMARY, VERDICT, Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
 from sglang_crashkit.kernel.private_files import make_private_folder, read_regular, write_json, write_private

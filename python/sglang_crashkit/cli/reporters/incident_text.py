@@ -200,10 +200,7 @@ def _lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _environment(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
-    try:
-        environment = mapping_of(json.loads((folder / "environment.json").read_text()))
-    except (OSError, ValueError, RecursionError):
-        environment = mapping_of(document.get("environment"))
+    environment = _load(folder / _ENVIRONMENT) or mapping_of(document.get("environment"))
     if environment.get("command_line"):
         yield str(environment["command_line"])
     for name, version in mapping_of(environment.get("versions")).items():

@@ -23,6 +23,9 @@ PROVEN = Result(
 )
 
 
+BISECT = "sglang-crashkit bisect INCIDENT --serve"
+
+
 def reproducer(folder: Path, result: Result = PROVEN) -> str:
     path = folder / "reproducer.json"
     path.write_text(json.dumps(asdict(result)))
@@ -40,38 +43,30 @@ def test_an_entry_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.Cap
     assert main(["quarantine", "remove", "other", "--folder", str(tmp_path)]) == 3
     assert main(["quarantine", "remove", entry["key"], "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "nothing is in quarantine\n"
-
-
-def test_all_are_cleared_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["quarantine", "add", reproducer(tmp_path), "--folder", str(tmp_path)])
     assert main(["quarantine", "clear", "--folder", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("nothing is in quarantine\n")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status"),
+    ("arguments", "status", "following"),
     [
-        (["remove", "x"], 3),
-        (["add", "{folder}/none"], 1),
-        (["add", "{unproven}"], 1),
-        (["add", "{folder}/foreign.json"], 1),
-        (["list", "--folder={folder}/none"], 3),
+        (["remove", "x"], 3, "sglang-crashkit quarantine list --folder"),
+        (["add", "{folder}/none"], 1, BISECT),
+        (["add", "{unproven}"], 1, BISECT),
+        *((["add", f"{{folder}}/{number}.json"], 1, BISECT) for number in range(3)),
+        (["list", "--folder={folder}/none"], 3, "--folder DIR"),
     ],
 )
-def test_what_cannot_be_done_is_an_error(tmp_path: Path, arguments: list[str], status: int) -> None:
+def test_what_cannot_be_done_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, following: str
+) -> None:
     unproven = reproducer(tmp_path, Result("1a2b3c4d", "It raised.", requests=[{"text": "a"}]))
-    (tmp_path / "foreign.json").write_text('{"requests": 1}')
+    for number, foreign in enumerate(('{"requests": 1}', "{}", '{"schema_version": 1')):
+        (tmp_path / f"{number}.json").write_text(foreign)
     words = [word.format(folder=tmp_path, unproven=unproven) for word in arguments]
     assert main(["quarantine", words[0], f"--folder={tmp_path}", *words[1:]]) == status
-
-
-@pytest.mark.parametrize("made", ["", "{}", '{"schema_version": 1'])
-def test_what_is_no_reproducer_has_a_next_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str) -> None:
-    path = tmp_path / "r.json"
-    if made:
-        path.write_text(made)
-    assert main(["quarantine", "add", str(path), "--folder", str(tmp_path)]) == 1
-    assert "next: sglang-crashkit bisect INCIDENT --serve" in capsys.readouterr().err
+    assert f"next: {following}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("action", ["list", "add", "remove", "clear"])

@@ -129,6 +129,8 @@ def test_what_others_wrote_becomes_text_and_nothing_else(tmp_path: Path) -> None
     # The page's own scripts, and its data.
     assert len(re.findall("<script", text)) == 3
     assert "670592745" not in page.text
+    assert "javascript:window.ran" in ALL_HOSTILE
+    assert "javascript:window.ran" in page.text
     assert "{{ 12345 * 54321 }}" in page.text
     for hidden in "\0\x07\x1b\x9b\u2028\u2029\u202e\u2066\u200b\udcff\U000e0041":
         assert hidden not in text, ascii(hidden)
@@ -201,14 +203,6 @@ def test_of_a_broken_folder_the_rest_is_shown(tmp_path: Path, content: str | Non
     text = Page(render(path)).text
     assert words in text
     assert "the last words" in text
-
-
-def test_the_verdict_is_told_without_the_builders_path(tmp_path: Path) -> None:
-    text = "TP1 raised: [/__w/pytorch/gloo/pair.cc:561] Connection closed by peer."
-    path = make_incident(tmp_path, verdict={"kind": "exception", "level": "established", "text": text, "basis": [text]})
-    page = render(path)
-    assert "TP1 raised: Connection closed by peer." in Page(page).text
-    assert "pair.cc" not in Page(page).text
 
 
 def test_what_is_too_much_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -285,11 +279,6 @@ def test_the_program_gives_way_to_all_others(ranks: Path, tmp_path: Path) -> Non
     assert done.stdout.split() == ["19", "1000", str(8 << 20)]
 
 
-def test_nothing_hostile_is_lost(tmp_path: Path) -> None:
-    assert "javascript:window.ran" in ALL_HOSTILE
-    assert "javascript:window.ran" in Page(render(hostile(tmp_path))).text
-
-
 def test_events_and_suspects_are_told_in_the_summarys_words(tmp_path: Path) -> None:
     message = "RuntimeError: [/pytorch/third_party/gloo/pair.cc:561] Connection closed by peer"
     segment = {"name": "shm_1", "bytes": 4096, "why": "it is held"}
@@ -298,8 +287,11 @@ def test_events_and_suspects_are_told_in_the_summarys_words(tmp_path: Path) -> N
         {"time": "2026-01-02T03:04:05Z", "event": "exception", "pid": 7, "title": "sglang::x", "message": message},
         {"time": "2026-01-02T03:04:06Z", "event": "shared_memory_left", "segments": [segment]},
     ]
-    folder = make_incident(tmp_path, timeline=events, suspects=suspects)
+    said = f"TP1 raised {message}."
+    verdict = {"kind": "exception", "level": "established", "text": said, "basis": [said]}
+    folder = make_incident(tmp_path, timeline=events, suspects=suspects, verdict=verdict)
     text = Page(render(folder, prompts=False)).text
+    assert "TP1 raised RuntimeError: Connection closed by peer." in text
     assert "RuntimeError: Connection closed by peer" in text
     assert "pair.cc" not in text
     assert "1 segment left, 4 kB: shm_1 (it is held)" in text
