@@ -16,7 +16,7 @@ from pathlib import Path
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError
 from sglang_crashkit.capture.debugger import find_debugger
 from sglang_crashkit.capture.environment import read_place
-from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, find_library
+from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, Library, find_library
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.doctor.folder_facts import FolderFacts, file_system_of, read_folder
@@ -164,7 +164,7 @@ def gather(
         settings=Settings.from_environ(settings_of),
         tracing=_read_tracing(),
         has_gpu=library is not None,
-        gpu=_ask_driver() if library is not None else None,
+        gpu=_ask_driver(library) if library is not None else None,
         debugger=debugger.name if debugger is not None else None,
         debugger_missing=missing,
         folder=read_folder((folder or fallback_folder()).absolute(), dict(settings_of)),
@@ -258,10 +258,7 @@ def _try_pyspy() -> str:
             target.kill()
 
 
-def _ask_driver() -> GpuFacts | None:
-    library = find_library()
-    if library is None:
-        return None
+def _ask_driver(library: Library) -> GpuFacts:
     reader = GpuFactsReader(library, _GPU_SECS, time.time())
     deadline = time.monotonic() + _GPU_SECS + 1
     while (facts := reader.look()) is None and time.monotonic() < deadline:

@@ -322,8 +322,7 @@ class _Reduction:
         """Find out how many tokens have to be asked for."""
         body = self.group[place].body
         sampling = body.get("sampling_params")
-        most = sampling.get("max_new_tokens") if isinstance(sampling, dict) else None
-        if type(most) is not int:
+        if not isinstance(sampling, dict) or type(most := sampling.get("max_new_tokens")) is not int:
             return
 
         def asking(number: int) -> list[StoredRequest]:

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.cli.crash_folder import add_incident, find_incident
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
-from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.kernel.private_files import create_private, read_regular
 from sglang_crashkit.model.checked_json import mapping_of
-from sglang_crashkit.model.incident import NOT_SERVING
 from sglang_crashkit.redact import REDACTED, redact_spans
 
 if TYPE_CHECKING:
@@ -187,6 +185,9 @@ class PromptSearch:
     """
 
     def __init__(self, folder: Path, document: Mapping[str, Any]) -> None:
+        # A help needs no model of incidents.
+        from sglang_crashkit.model.incident import NOT_SERVING
+
         self.gaps: list[str] = []
         self.short = 0
         self._whole: set[str] = set()
@@ -273,6 +274,8 @@ class PromptSearch:
             self.gaps.append(why)
 
     def _prompts_in(self, folder: Path, *, has_served: bool) -> Iterator[str]:
+        from sglang_crashkit.incident.folder import REQUESTS
+
         try:
             data = read_regular(folder / REQUESTS, _MAX_BYTES + 1)
         except OSError:

@@ -191,16 +191,7 @@ def test_without_json_each_event_is_a_line(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         hang(server)
         command = [sys.executable, "-m", "sglang_crashkit", "watch", "--pid", str(server.popen.pid), "--once"]
-        command += [
-            "--hang-secs",
-            HANG_SECS,
-            "--start-secs",
-            "2",
-            "--interval",
-            "0",
-            "--output-dir",
-            str(tmp_path / "o"),
-        ]
+        command += ["--hang-secs", HANG_SECS, "--start-secs", "2", "--interval", "0", "-o", str(tmp_path / "o")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LONG, check=False)
     assert done.returncode == 0
     kinds = [line.split()[1] for line in done.stdout.splitlines()]
