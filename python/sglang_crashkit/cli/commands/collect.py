@@ -155,9 +155,6 @@ def run(args: argparse.Namespace) -> ExitCode:
     except Terminated:
         _say("stopped by a signal before anything was collected")
         return ExitCode.TERMINATED
-    except BrokenPipeError:
-        # That is the standard output's, and no failure.
-        raise
     except OSError as error:
         raise CrashkitError(
             f"cannot write to {output}: {error.strerror or error}", next_step="--output-dir DIR, another one"
@@ -196,9 +193,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     try:
         collection.take_snapshots()
         if report is not None and args.native:
-            # Who reads no more, as `head`, gets the debuggers' files all the same.
-            with contextlib.suppress(BrokenPipeError):
-                report.snapshots_taken()
+            report.snapshots_taken()
         collection.debug(debugger_secs(args.gathered_within, time.monotonic() - began))
     except KeyboardInterrupt as error:
         interrupt = error
