@@ -310,3 +310,19 @@ def test_the_stacks_of_the_survivors_go_where_they_are_wanted(run, tmp_path):
     run(CLASS, "--crashkit-evidence", str(tmp_path / "evidence"), "-k", "victim")
     (folder,) = (tmp_path / "evidence").iterdir()
     assert [path.name.split("-")[0] for path in folder.glob("*.txt")] == ["decode"]
+
+
+def test_a_run_without_a_watch_imports_nothing_for_it(run):
+    result = run(
+        """
+        def test_nothing_is_loaded():
+            import sys
+            assert not {"torch", "sglang"} & set(sys.modules)
+            plugin = sys.modules["sglang_crashkit.test.plugin"]
+            assert plugin is not None
+
+        def test_the_handlers_are_as_they_were():
+            assert signal.getsignal(signal.SIGRTMAX) == signal.SIG_DFL
+        """
+    )
+    assert list(result.outcomes.values()) == [["passed"], ["passed"]]
