@@ -272,6 +272,9 @@ class Server(ManagedProcess):
         """Start it; `wait_ready` tells when it serves. What is given in `extra_args` and `env` wins over ours."""
         port = port or free_port()
         argv = [*prefix, *command_of(lane, port, tp=tp, dp=dp, device=device, host=host, spins=spins)]
+        if dp == 1:
+            # An older release takes one that a client may get until its ranks listen, seconds later.
+            argv += ["--nccl-port", str(free_port())]
         argv += extra_args
         merged = lane.serve_env() | device_env(lane, device) | parallel_env(lane, tp, dp) | dict(env or {})
         return cls(name or f"sglang-{lane.name}", argv, env=merged, host=host, port=port, log_path=log_path)
