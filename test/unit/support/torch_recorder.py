@@ -58,9 +58,10 @@ def answer(pipe: int, dump: str, content: bytes, seconds: float, how: str = "") 
 def main() -> None:
     """Run as a program: stem of the pipe, stem of the dump, rank, file with the content, seconds, how."""
     pipe_stem, dump_stem, rank, content, seconds, how = sys.argv[1:]
-    pipe = open_pipe(pipe_stem, int(rank))
+    pipe, data = open_pipe(pipe_stem, int(rank)), Path(content).read_bytes()
+    # From now on whoever started it may write the content of the next one.
     os.write(1, b"ready\n")
-    answer(pipe, f"{dump_stem}{rank}", Path(content).read_bytes(), float(seconds), how)
+    answer(pipe, f"{dump_stem}{rank}", data, float(seconds), how)
 
 
 if __name__ == "__main__":
