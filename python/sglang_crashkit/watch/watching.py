@@ -40,7 +40,7 @@ _PATIENCE = 4
 _ANSWER_SECS = 5.0
 #: Share of the time after which samples are taken, and of the time between two; so many are compared.
 _SAMPLE_AFTER, _SAMPLE_AGAIN, _MAX_SAMPLES = 0.5, 0.1, 8
-#: Whoever asks all processes of a server to end at once has ended them all by this time, in seconds.
+#: Whoever asks a server's processes to end has ended more than one of them by this time, in seconds.
 _ORDERLY_SECS = 5.0
 #: The health check of the moment before a crash has failed by then, in seconds, unless the server serves on.
 _SERVES_ON_SECS = 15.0
@@ -179,10 +179,11 @@ class Watching:
         if self._is_ending or self._crashed_at is not None or not new:
             return []
         first = new[0]
-        if first.end.signal is not None and is_orderly(first.end):
+        if is_orderly(first.end):
+            # Those that were asked to end do so one after the other.
             if not first.alone or len(new) > 1 or seen.gone or seen.at < first.at + _ORDERLY_SECS:
                 return []
-        elif not first.alone and (not first.end.known or is_orderly(first.end) or first.end.signal == "SIGKILL"):
+        elif not first.alone and (not first.end.known or first.end.signal == "SIGKILL"):
             # By SIGKILL upstream ends all of its processes in good order, too.
             return []
         self._crashed_at, self._hung_at = seen.at, None

@@ -194,10 +194,10 @@ def test_the_schedulers_are_given_a_few_seconds_to_answer(server: Server, after:
 
 
 KILLED, FAULT, RAISED = ExitStatus(signal="SIGKILL"), ExitStatus(signal="SIGSEGV"), ExitStatus(code=1)
-ASKED = ExitStatus(signal="SIGTERM")
+ASKED, DONE = ExitStatus(signal="SIGTERM"), ExitStatus(code=0)
 
 
-@pytest.mark.parametrize("end", [KILLED, FAULT, RAISED, ExitStatus(code=0), ExitStatus()])
+@pytest.mark.parametrize("end", [KILLED, FAULT, RAISED, ExitStatus()])
 def test_a_rank_that_ends_alone_is_one_crash_at_once(server: Server, end: ExitStatus) -> None:
     server.end(1, end)
     assert server.pass_by(1, "waiting") == ["crash"]
@@ -223,6 +223,10 @@ def test_a_rank_that_ends_alone_is_one_crash_at_once(server: Server, end: ExitSt
         ([(ASKED, True), (ASKED, True)], 8, ""),
         ([(ASKED, True)], 4, ""),
         ([(ASKED, True)], 6, "TP1 (pid 1) was killed by SIGTERM; the others went on"),
+        # As a server does that was asked to end: its ranks leave one after the other.
+        ([(DONE, True), (DONE, True)], 8, ""),
+        ([(DONE, True)], 4, ""),
+        ([(DONE, True)], 6, "TP1 (pid 1) ended with exit status 0; the others went on"),
     ],
 )
 def test_who_ended_first_where_nobody_asked_for_it(
