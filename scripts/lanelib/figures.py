@@ -236,7 +236,6 @@ COSTS = (
     ("the crash handler: of one core, while nothing happens", "idle_handler", "sglang::crash_handler", 1),
     ("a round of a scheduler's event loop with a batch", "beat", "on 0", 1),
     ("the record of a step, 8 requests", "steps", "8", 1),
-    ("the record of a step, 256 requests", "steps", "256", 1),
     ("the throughput of 8 clients, with that record/without", "steps", "0.5.23 throughput, with/without", 0),
     ("the throughput of 4 clients, kit/upstream", "overhead", "throughput, tokens/s 4 clients", 2),
     ("of that, 95 % of what it may be", "overhead", "throughput, tokens/s 4 clients", 3),
