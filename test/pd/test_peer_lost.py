@@ -219,8 +219,8 @@ def test_every_process_of_the_survivor_is_listed_and_goes_on(parting: Parting) -
             kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
             # A process that has logged nothing has no log.
             assert kinds.pop("log") in ("captured", "skipped"), process
-            steps = {"steps": "captured"} if process["role"] == "scheduler" else {}
-            assert kinds == {"proc_state": "captured", "stack": "skipped"} | steps, process
+            own = {"scheduler": {"steps": "captured"}, "server": {"environment": "captured"}}.get(process["role"], {})
+            assert kinds == {"proc_state": "captured", "stack": "skipped"} | own, process
     assert not (stored.path / "stacks").exists()
     assert document["complete"] is True
     assert_present(document, parting.members[1])
