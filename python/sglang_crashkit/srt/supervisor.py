@@ -102,10 +102,10 @@ class Serving(Supervisor):
         if (handler := self._next_handler) is not None and handler is not self._handler:
             self._handler.close()
             self._handler = handler
-        signs = self._handler.descriptors()
+        ends = self._handler.descriptors()
         # Where nobody tells of the handler's end, whether it is there is asked each time.
-        pause = self._look() if self._has_begun and not signs else None
-        if self.wait(pause, {self._reader, *signs}).intersection(signs):
+        pause = self._look() if self._has_begun and not ends else None
+        if self.wait(pause, {self._reader, *ends}).intersection(ends):
             self._handler.close()
             say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
 
