@@ -34,6 +34,8 @@ ENVIRON = {"SGLANG_CRASHKIT_GPU_FACTS": "0"}
 OF_MACHINE = {"SigCgt", "Threads", "VmHWM", "VmRSS", "voluntary_ctxt_switches", "wchan"}
 OF_MACHINE |= {"hostname", "kernel", "memory", "pid_namespace", "python", "shared_memory", "start_ticks"}
 OF_MACHINE |= {"agreed_hash", "key", "kit_version", "sglang-crashkit"}
+#: Events of a timeline that come in any order.
+ENDS = {"process_exited", "server_exited"}
 IN_TEXTS = {
     r"\d{4}-\d\d-\d\dT[\d:.]+Z": "<time>",
     r"/\S*/(?=crash/test-host|sglang-crashkit-\d)": "<folder>/",
@@ -150,8 +152,8 @@ def normalised(document: Document, names: dict[int, str]) -> Document:
     # Who of those that are killed together is seen to end first is chance.
     made["timeline"] = [
         entry
-        for event, entries in groupby(made["timeline"], key=lambda entry: entry["event"])
-        for entry in (sorted(entries, key=str) if event == "process_exited" else entries)
+        for is_end, entries in groupby(made["timeline"], key=lambda entry: entry["event"] in ENDS)
+        for entry in (sorted(entries, key=str) if is_end else entries)
     ]
     return made
 
