@@ -165,6 +165,19 @@ def spread(values: list[float], form: str) -> str:
     return f"{statistics.median(values):8{form}} ({len(values)} pairs; 95 %: {lower:{form}} to {upper:{form}})"
 
 
+def trimmed(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of the middle three fifths, and between what it lies with a probability of 95 %.
+
+    Of many short runs that is known better than the median. The error is Tukey and McLaughlin's: that of values of
+    which those left out have become the outermost that are left.
+    """
+    ordered, out = sorted(values), len(values) // 5
+    middle = ordered[out : len(ordered) - out]
+    mean = statistics.fmean(middle)
+    error = statistics.stdev([middle[0]] * out + middle + [middle[-1]] * out) / (0.6 * math.sqrt(len(values)))
+    return mean, mean - 1.96 * error, mean + 1.96 * error
+
+
 def interval(groups: Sequence[Sequence[float]]) -> tuple[float, float, float]:
     """Return the geometric mean of ratios, and between what it lies with a probability of 95 %, by the bootstrap.
 

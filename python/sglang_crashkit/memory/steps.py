@@ -4,13 +4,15 @@ The memory is sealed (see `ring.create_sealed`), and all of it is there from the
 beginning, so that no store ever ends in SIGBUS::
 
     header     one page: magic number; what the scheduler is about, in words of 64 bits; a control request, by its name
-    steps      `STEPS` slots of 160 bytes; the step of number n lies in slot n modulo `STEPS`
-    sampled    as many slots of 64 bytes: number and checksum in one word; the lowest byte of each sampled token
+    steps      `_SLOTS` slots of 256 bytes; the step of number n lies in slot n modulo `_SLOTS`, and behind it number
+               and checksum of the tokens that were sampled in one word, and the lowest byte of each
     ids        4096 slots of 64 bytes: 8 bytes of a hash of a request's id, its length, the id; a long one takes several
-    data       1 MB, the newest overwrites the oldest: for each step's requests hashes of ids, and lengths
+    data       the rest; the newest overwrites the oldest: for each step's requests hashes of ids, and lengths
 
 A step says where in the data its requests lie. What is the same as in the step before is not written again: the
-requests, and lengths that all grew by one, as they do in a decode.
+requests, and lengths that all grew by one, as they do in a decode. A step that repeats the one before in all but that
+has its times, how far it came, what it sampled, and nothing else: a reader takes the rest from the whole step before
+it, which is at most `MAX_REPEATS` steps older.
 
 There is no lock, and a writer may be killed anywhere. So nothing is believed that does not prove itself: a step and a
 piece of the data have a checksum in the step's slot, an id is the one that its hash is of. What changes as a step goes
@@ -30,6 +32,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from marshal import dumps
 from typing import NamedTuple
 from zlib import crc32
 
@@ -43,43 +46,51 @@ RECEIVED, SCHEDULED, FORWARD_BEGUN, FORWARD_DONE, PROCESSED = range(len(PHASES))
 DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "timeout")
 #: More requests of one step than these are counted, and not recorded.
 MAX_REQUESTS = 2048
+#: So many steps in turn may repeat the one before.
+MAX_REPEATS = 15
 ABSENT = -1
 
-_VERSION = 4
+_VERSION = 5
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
 _PAGE = 4096
-_SLOT, _SAMPLED_SLOT, _ID_SLOT = 160, 64, 64
+#: No slot of a step lies on two pages, between which a reader may be held up, and which a writer would look for each.
+_SLOT, _ID_SLOT = 256, 64
+#: With those that the oldest of the last `STEPS` may repeat.
+_SLOTS = STEPS + MAX_REPEATS
 #: Where the slots begin, and how long each is, in words of 64 bits.
 _FIRST_WORD, _WORDS = _PAGE // 8, _SLOT // 8
-_ID_SLOTS, _DATA_BYTES = 4096, 1_000_000
-#: No slot of it lies on two pages, between which a reader may be held up.
-_SAMPLED = _PAGE + STEPS * _SLOT
-_IDS = _SAMPLED + STEPS * _SAMPLED_SLOT
+_ID_SLOTS, _DATA_BYTES = 4096, 970_000
+_IDS = _PAGE + _SLOTS * _SLOT
 _DATA = _IDS + _ID_SLOTS * _ID_SLOT
 SIZE = _DATA + _DATA_BYTES
-#: Words of the header: when the last round of the event loop began; the step that it is to become, 0 for none; the step
-#: that the scheduler is at, 0 for none; whether it has nothing to do.
-_ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
+#: Words of the header: when the last round of the event loop began; the step that it is to become, or that it has
+#: nothing to do, 0 for the step after the newest; the step whose results the scheduler waits for, 0 for none.
+_ROUND, _OPEN, _AT = 8, 9, 10
+_IDLE = _WORD = 0xFFFF_FFFF_FFFF_FFFF
 #: Behind them in the header: length and name of the control request of this round; names of the forward modes by their
 #: number, as JSON.
 _CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
-#: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
-_NO_PHASE = 0xFFFF_FFFF_FFFF_FF00
-_ENDED, _FIXED = 8, 16
+#: Of a slot: number, whether it repeats the step before, forward mode, and phase in the lowest byte, in one word; in
+#: the next when it ended; in the next when it began where it repeats the step before, else what does not change, behind
+#: its checksum.
+_NUMBER_AT, _REPEATS = 24, 1 << 16
+_ENDED, _BEGAN, _FIXED = 1, 2, 16
+#: Where in a slot the checksum of the tokens is, and their lowest bytes.
+_SAMPLED, _LOWEST_BYTES = 192, 200
 _BODY = struct.Struct("<QdQ8I4iqqHB")
 _DECIDED = struct.Struct("<B6Q")
 _NOTHING_DECIDED = bytes(_DECIDED.size)
 _BODY_BYTES = _BODY.size + _DECIDED.size
-_HASHED = struct.Struct("<QHIii")
 #: What does not change, behind its checksum.
 _CHECKED = struct.Struct(f"<I{_BODY_BYTES}s")
-#: What spreads the checksum of a step over the rolling hash, a word.
-_SPREAD, _WORD = 0x9E37_79B9_7F4A_7C15, 0xFFFF_FFFF_FFFF_FFFF
+#: What of a slot changes, and when a step began that repeats the one before.
+_MARKS, _NUMBER = struct.Struct("@Qdd"), struct.Struct("@Q")
 #: Of the tokens of a step: their checksum and its number in one word, which one instruction stores; the lowest byte of
 #: each token.
 _TOKENS = struct.Struct("@Q56s")
-#: A list of tokens as `marshal` writes it: so many bytes before the first, and for each; where its lowest one is.
+#: Tokens as `marshal` writes it: so many bytes before the first, and for each; where its lowest one is.
 _LISTED, _LOWEST = 5, 6
+_END_LOWEST, _CHECKSUM = _LOWEST + 56 * _LISTED, 0xFFFF_FFFF
 _ID_HASH, _LONGEST_ID = blake2b(digest_size=8), 1024
 #: So many requests are read at most, of the newest steps.
 _MAX_READ = 32_768
@@ -132,7 +143,8 @@ class StepWriter:
             os.posix_fallocate(self.fd, 0, SIZE)
             os.pwrite(self.fd, _MAGIC, 0)
             os.pwrite(self.fd, json.dumps(modes or {}).encode()[: _PAGE - _MODES], _MODES)
-            self._map = mmap.mmap(self.fd, SIZE)
+            # With all pages, or each would be looked for in the middle of a step.
+            self._map = mmap.mmap(self.fd, SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException:
             os.close(self.fd)
             raise
@@ -153,6 +165,8 @@ class StepWriter:
         self._grown = 0
         self._ones = (0, 0)
         self._has_control = False
+        #: The step that was scheduled last, the place of its first word, and that word without mode and phase.
+        self._newest, self._place, self._word = 0, _FIRST_WORD, 0
 
     def close(self) -> None:
         """Give the memory back, unless somebody else holds it."""
@@ -170,11 +184,14 @@ class StepWriter:
         """
         words = self._words
         self._times[_ROUND] = now
-        words[_OPEN] = number
+        words[_OPEN] = number or _IDLE
         words[_AT] = 0
-        words[_IDLE] = not number
         if self._has_control:
             self._end_control()
+
+    def go_round(self, now: float) -> None:
+        """Note that a round of the event loop begins that is to become the step after the one scheduled last."""
+        self._times[_ROUND] = now
 
     def begin_control(self, name: str) -> None:
         """Note that a control request is handled in this round, before the next batch."""
@@ -199,7 +216,7 @@ class StepWriter:
             received: how many requests and controls there were in all.
         """
         nothing = [0] * len(rids)
-        self.schedule(number, began, 0, rids, lengths, nothing, 0, Facts(received=received), {}, b"", RECEIVED)
+        self.schedule(number, began, 0, rids, lengths, nothing, 0, Facts(received=received), {}, 0, RECEIVED)
 
     def schedule(
         self,
@@ -212,7 +229,7 @@ class StepWriter:
         total: int,
         facts: tuple[int, int, int, int, int, int],
         decisions: Mapping[str, int],
-        agreed: bytes,
+        agreed: int,
         phase: int = SCHEDULED,
     ) -> None:
         """Note that a batch was scheduled.
@@ -240,100 +257,120 @@ class StepWriter:
         raw = array("I", lengths).tobytes()
         if tokens is not None:
             raw += array("I", tokens).tobytes()
+        counted = int.from_bytes(raw, "little")
         if rids != self._rids:
-            self._list(rids, raw)
+            self._list(rids, raw, counted)
         else:
             if self._data_head - self._ids_at > _FRESH_DATA:
                 self._ids_at = self._append(self._ids)
-            self._set_lengths(raw, len(rids))
-        decided = _packed(decisions) if decisions else _NOTHING_DECIDED
+            self._set_lengths(raw, counted)
+        running, waiting, retracted, received, free, kv_size = facts
+        decided, decided_sum = _NOTHING_DECIDED, 0
+        if decisions:
+            decided = _packed(decisions)
+            decided_sum = crc32(decided)
+        told = 0
         if phase == SCHEDULED:
-            hashed = _HASHED.pack(number, mode, size, facts[0], facts[1]) + decided + agreed + raw
-            # Once it differs it stays different. A hash that nobody can forge takes a tenth of the whole step.
-            told = self._agreed = (self._agreed * _SPREAD + crc32(hashed, self._ids_sum) + 1) & _WORD
-        else:
-            told = 0
-        ids, lengths_at = self._ids_at % _DATA_BYTES, self._lengths_at % _DATA_BYTES
-        where = ids, self._ids_sum, lengths_at, self._lengths_sum, self._grown, len(rids), size, total
-        body = _BODY.pack(number, began, told, *where, *facts, mode, tokens is not None) + decided
-        slot = number % STEPS
-        start, word = _PAGE + slot * _SLOT + _FIXED, _FIRST_WORD + slot * _WORDS
-        words = self._words
-        words[word] = 0
-        _CHECKED.pack_into(self._map, start, crc32(body), body)
-        words[word] = number << 16 | phase
+            # Once it differs it stays different. Of numbers only, as the hash of anything else is another one in each
+            # process. A hash that nobody can forge takes a tenth of the whole step.
+            of = self._agreed, number, mode, size, running, waiting, agreed, decided_sum, self._ids_sum, counted
+            told = self._agreed = hash(of) & _WORD
+        # fmt: off
+        # Not unpacked from parts, which takes a tenth of the whole step.
+        body = _BODY.pack(
+            number, began, told, self._ids_at % _DATA_BYTES, self._ids_sum, self._lengths_at % _DATA_BYTES,
+            self._lengths_sum, self._grown, len(rids), size, total,
+            running, waiting, retracted, received, free, kv_size, mode, tokens is not None,
+        ) + decided
+        # fmt: on
+        slot, words = number % _SLOTS, self._words
+        place = _FIRST_WORD + slot * _WORDS
+        words[place] = 0
+        _CHECKED.pack_into(self._map, _PAGE + slot * _SLOT + _FIXED, crc32(body), body)
+        words[place] = number << _NUMBER_AT | phase
         if phase == SCHEDULED:
-            words[_AT] = number
-            words[_IDLE] = words[_OPEN] = 0
+            self._newest, self._place, self._word = number, place, number << _NUMBER_AT
+            words[_OPEN] = 0
             if self._has_control:
                 self._end_control()
 
-    def mark(self, number: int, phase: int, mode: int = 0) -> None:
-        """Note how far a step has come.
+    def repeat(self, number: int, began: float) -> None:
+        """Note that a batch was scheduled that is as the one before, with requests that are all one token longer.
 
         Args:
-            number: the step's; one that was overwritten is left alone.
-            phase: index in `PHASES`.
-            mode: forward mode of the model's pass that begins, 0 where it is none.
+            number: the step's, one more than that of the step before.
+            began: when the round began, in seconds of the monotonic clock.
         """
-        place, words = _FIRST_WORD + number % STEPS * _WORDS, self._words
-        word = words[place]
-        if word >> 16 == number:
-            words[place] = number << 16 | mode << 8 | phase if mode else word & _NO_PHASE | phase
+        self._newest = number
+        self._place = place = _FIRST_WORD + number % _SLOTS * _WORDS
+        self._word = word = number << _NUMBER_AT | _REPEATS
+        # What was there is too old to be read, whatever becomes of it.
+        self._times[place + _BEGAN] = began
+        self._words[place] = word | SCHEDULED
 
-    def turn_to(self, number: int, phase: int = 0) -> None:
-        """Note which step the scheduler is at now, 0 for none, and how far that has come where `phase` is not 0."""
-        words = self._words
-        words[_AT] = number
-        if phase:
-            place = _FIRST_WORD + number % STEPS * _WORDS
-            word = words[place]
-            if word >> 16 == number:
-                words[place] = word & _NO_PHASE | phase
+    def begin_pass(self, mode: int) -> None:
+        """Note that a pass of the model, in this forward mode, begins for the batch that was scheduled last."""
+        self._words[self._place] = self._word | mode << 8 | FORWARD_BEGUN
 
-    def end(self, number: int, now: float, at: int = 0, sampled: bytes = b"") -> None:
+    def wait_for_results(self, number: int) -> None:
+        """Note that the scheduler turns to the results of a step, which may not be there yet."""
+        self._words[_AT] = number
+
+    def begin_results(self, number: int) -> None:
+        """Note that the scheduler turns to the results of a step, which are there."""
+        if self._newest - number < _SLOTS:
+            self._map[_PAGE + number % _SLOTS * _SLOT] = FORWARD_DONE
+
+    def end(self, number: int, now: float, tokens: tuple[int, ...] = ()) -> None:
         """Note that a step's results were processed.
 
         Args:
-            number: the step's.
+            number: the step's; one that was overwritten is left alone.
             now: when, in seconds of the monotonic clock.
-            at: the step that the scheduler is at from now on, 0 for none.
-            sampled: the token that each request had sampled last: a list of numbers, as `marshal` writes it; empty
-                where that is not known.
-        """
-        slot, words = number % STEPS, self._words
-        if sampled:
-            told = crc32(sampled) << 32 | number
-            _TOKENS.pack_into(self._map, _SAMPLED + slot * _SAMPLED_SLOT, told, sampled[_LOWEST::_LISTED])
-        place = _FIRST_WORD + slot * _WORDS
-        self._times[place + _ENDED // 8] = now
-        word = words[place]
-        if word >> 16 == number:
-            words[place] = word & _NO_PHASE | PROCESSED
-        words[_AT] = at
+            tokens: the token that each request had sampled last; none where that is not known.
 
-    def _set_lengths(self, raw: bytes, count: int) -> None:
-        """Write the lengths, unless each of them is one more than the last time."""
-        # Where all of them grow by one, no length carries into the next.
-        lengths = int.from_bytes(raw, "little")
+        Raises:
+            ValueError: a token is no number; nothing was noted.
+        """
+        if self._newest - number >= _SLOTS:
+            return
+        start = _PAGE + number % _SLOTS * _SLOT
+        if tokens:
+            # Not `crc32`, whose tables take ten times as long where the scheduler's work has left no cache to it.
+            told = hash(tokens) & _CHECKSUM
+            lowest = dumps(tokens, 2)[_LOWEST:_END_LOWEST:_LISTED]
+            self._words[(start + _SAMPLED) // 8] = told << 32 | number
+            self._map[start + _LOWEST_BYTES : start + _LOWEST_BYTES + len(lowest)] = lowest
+        self._times[start // 8 + _ENDED] = now
+        self._map[start] = PROCESSED
+
+    def _set_lengths(self, raw: bytes, counted: int) -> None:
+        """Write the lengths, unless each of them is one more than the last time.
+
+        Args:
+            raw: the lengths, and the tokens where the step computes more than one each.
+            counted: the same as one number.
+        """
+        count = len(self._rids)
         if self._ones[0] != count:
             self._ones = count, int.from_bytes(b"\1\0\0\0" * count, "little")
         before = self._lengths
         is_fresh = self._data_head - self._lengths_at <= _FRESH_DATA
-        if before is not None and is_fresh and lengths - before == self._ones[1]:
+        # Where all of them grow by one, no length carries into the next.
+        if before is not None and is_fresh and counted - before == self._ones[1]:
             self._grown += 1
         else:
             self._lengths_at, self._lengths_sum, self._grown = self._append(raw), crc32(raw), 0
-        self._lengths = lengths if len(raw) == 4 * count else None
+        self._lengths = counted if len(raw) == 4 * count else None
 
-    def _list(self, rids: Sequence[str], raw: bytes) -> None:
+    def _list(self, rids: Sequence[str], raw: bytes, counted: int) -> None:
         """Write other requests than the last time, and their lengths behind them."""
         ids = b"".join(map(self._known.__getitem__, rids))
         self._rids, self._ids, self._grown = rids, ids, 0
         self._ids_at = self._append(ids + raw)
         self._lengths_at = self._ids_at + len(ids)
         self._ids_sum, self._lengths_sum = crc32(ids), crc32(raw)
-        self._lengths = int.from_bytes(raw, "little") if len(raw) == 4 * len(rids) else None
+        self._lengths = counted if len(raw) == 4 * len(rids) else None
 
     def _put_id(self, rid: str) -> bytes:
         """Write a request's id; return its hash."""
@@ -426,62 +463,78 @@ class StepReader:
         """
         data = os.pread(self._fd, SIZE, 0)
         round_at = float(struct.unpack_from("d", data, 8 * _ROUND)[0])
-        opened, at, idle = struct.unpack_from("3Q", data, 8 * _OPEN)
+        opened, at = struct.unpack_from("2Q", data, 8 * _OPEN)
         requests = _Requests(data)
         steps: dict[int, Step] = {}
-        for place in sorted(range(STEPS), key=functools.partial(_number_at, data), reverse=True):
+        for place in sorted(range(_SLOTS), key=functools.partial(_number_at, data), reverse=True):
             step = self._step_at(data, place, requests)
             if step is not None:
                 steps[step.number] = step
         newest = max(steps, default=0)
-        if opened and (not steps or newest < opened < newest + STEPS):
+        if not opened and steps and round_at > steps[newest].began:
+            opened = newest + 1
+        if opened not in (0, _IDLE) and (not steps or newest < opened < newest + STEPS):
             newest = opened
             steps[opened] = Step(opened, round_at, None, PHASES[RECEIVED], "", (), 0, 0)
         kept = tuple(steps[number] for number in sorted(steps) if number > newest - STEPS)
-        current = steps.get(at)
-        if current is None or current.phase == PHASES[PROCESSED]:
-            # A step that was scheduled and is under way says more than the one that nothing is known of yet.
-            unfinished = [step for step in kept if step.phase != PHASES[PROCESSED]]
-            scheduled = [step for step in unfinished if step.phase != PHASES[RECEIVED]]
-            current = (scheduled or unfinished)[-1] if unfinished and not idle else None
+        current = _current_of(kept, at) if opened != _IDLE else None
         size = min(data[_CONTROL], _LONGEST_CONTROL)
         control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
         return LastSteps(kept, current, round_at, control)
 
     def _step_at(self, data: bytes, place: int, found: _Requests) -> Step | None:
         start = _PAGE + place * _SLOT
-        checksum, body = _CHECKED.unpack_from(data, start + _FIXED)
-        if crc32(body) != checksum:
+        word, ended, began = _MARKS.unpack_from(data, start)
+        number, repeats = _number_at(data, place), 0
+        # What repeats a step is as the newest whole one before it.
+        while repeats < MAX_REPEATS and _is_repeat(data, number - repeats):
+            repeats += 1
+        whole = number - repeats
+        checksum, body = _CHECKED.unpack_from(data, _PAGE + whole % _SLOTS * _SLOT + _FIXED)
+        if crc32(body) != checksum or number % _SLOTS != place or number <= repeats:
             return None
-        number, began, agreed, *rest = _BODY.unpack_from(body)
+        found_number, whole_began, agreed, *rest = _BODY.unpack_from(body)
         ids_at, ids_sum, lengths_at, lengths_sum, grown, count, size, total, *rest = rest
         *facts, mode, has_tokens = rest
         mask, *values = _DECIDED.unpack_from(body, _BODY.size)
-        if number % STEPS != place or number == 0:
+        if found_number != whole:
             return None
-        word, ended = struct.unpack_from("Qd", data, start)
-        # A writer that was killed between the two had scheduled it.
-        phase = word & 0xFF if word >> 16 == number else SCHEDULED if mode else RECEIVED
         known = Facts(*facts)
-        told, lowest = _TOKENS.unpack_from(data, _SAMPLED + place * _SAMPLED_SLOT)
+        if repeats:
+            mask, known = 0, known._replace(retracted=0, received=0)
+        # A writer that was killed between the two had scheduled it.
+        phase = word & 0xFF if word >> _NUMBER_AT == number else SCHEDULED if mode else RECEIVED
+        told, lowest = _TOKENS.unpack_from(data, start + _SAMPLED)
         has_sampled = phase == PROCESSED and told & 0xFFFF_FFFF == number & 0xFFFF_FFFF
+        requests = found.of(
+            count, (ids_at, ids_sum), (lengths_at, lengths_sum), grown + repeats, has_tokens=bool(has_tokens)
+        )
         return Step(
             number=number,
-            began=began,
+            began=began if repeats else whole_began,
             ended=ended if phase == PROCESSED else None,
             phase=PHASES[min(phase, PROCESSED)],
             mode=self._modes.get(mode, str(mode)) if mode else "",
-            forward=self._modes.get(word >> 8 & 0xFF, "") if word >> 16 == number else "",
-            requests=tuple(
-                found.of(count, (ids_at, ids_sum), (lengths_at, lengths_sum), grown, has_tokens=bool(has_tokens))
-            ),
+            forward=self._modes.get(word >> 8 & 0xFF, "") if word >> _NUMBER_AT == number else "",
+            requests=tuple(requests),
             size=size,
             tokens=total,
             decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
             agreed_hash=agreed,
-            sampled=(told >> 32).to_bytes(SAMPLED_HASH, "little") + lowest if has_sampled else b"",
+            sampled=(told >> 32).to_bytes(SAMPLED_HASH, "little") + lowest[:count] if has_sampled else b"",
             **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
         )
+
+
+def _current_of(steps: Sequence[Step], at: int) -> Step | None:
+    """Return the step that a scheduler is in which has something to do, and may wait for the results of step `at`."""
+    processed = max((step.number for step in steps if step.phase == PHASES[PROCESSED]), default=0)
+    left = [step for step in steps if step.phase != PHASES[PROCESSED]]
+    waited_for = [step for step in left if step.number == at]
+    in_results = [step for step in left if step.phase == PHASES[FORWARD_DONE] and step.number > processed]
+    # One that was scheduled and is under way says more than the one that nothing is known of yet.
+    scheduled = [step for step in left if step.phase != PHASES[RECEIVED]]
+    return next((found[-1] for found in (waited_for, in_results, scheduled, left) if found), None)
 
 
 def _modes_in(data: bytes) -> dict[int, str]:
@@ -494,8 +547,18 @@ def _modes_in(data: bytes) -> dict[int, str]:
 
 def _number_at(data: bytes, place: int) -> int:
     """Return which step lies in a slot, as far as can be told."""
-    (number,) = struct.unpack_from("<Q", data, _PAGE + place * _SLOT + _FIXED + _CHECKED.size - _BODY_BYTES)
-    return int(number)
+    start = _PAGE + place * _SLOT
+    (word,) = _NUMBER.unpack_from(data, start)
+    if not word & _REPEATS:
+        (number,) = _NUMBER.unpack_from(data, start + _FIXED + _CHECKED.size - _BODY_BYTES)
+        return int(number)
+    return int(word >> _NUMBER_AT)
+
+
+def _is_repeat(data: bytes, number: int) -> bool:
+    """Say whether a step is noted to repeat the one before."""
+    (word,) = _NUMBER.unpack_from(data, _PAGE + number % _SLOTS * _SLOT)
+    return bool(word & _REPEATS) and word >> _NUMBER_AT == number
 
 
 class _Requests:

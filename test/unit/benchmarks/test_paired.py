@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lanelib.commands import LaneError
-from paired import Load, Run, Switch, interval, run_pairs, spread
+from paired import Load, Run, Switch, interval, run_pairs, spread, trimmed
 from unit.support.waiting import spawned
 
 CODE = "def switch(is_on):\n    return True\n"
@@ -109,3 +109,12 @@ def test_equal_ratios_have_an_interval_of_no_width() -> None:
 def test_starts_that_differ_widen_the_interval() -> None:
     middle, low, high = interval([[0.95] * 100, [1.05] * 100, [1.0] * 100, [1.0] * 100])
     assert low < 0.98 < middle < 1.02 < high
+
+
+def test_what_lies_far_out_does_not_move_a_trimmed_mean() -> None:
+    values = [1.0, 1.01, 0.99, 1.02, 0.98] * 20
+    mean, least, most = trimmed(values)
+    assert (mean, trimmed([50.0, *values[1:]])[0]) == pytest.approx((1.0, 1.0), abs=0.001)
+    assert least < 1.0 < most
+    # Four times as many values are known twice as well.
+    assert most - mean == pytest.approx(2 * (trimmed(values * 4)[2] - mean), rel=0.02)

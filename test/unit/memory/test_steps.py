@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import marshal
 import os
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang_crashkit.memory import steps as module
 from sglang_crashkit.memory.steps import (
     DECISIONS,
-    FORWARD_BEGUN,
+    MAX_REPEATS,
     MAX_REQUESTS,
     SIZE,
     STEPS,
@@ -29,6 +29,7 @@ from unit.support.waiting import LONG, child, descriptors
 
 MODES = {1: "extend", 2: "decode", 5: "target_verify"}
 EXTEND, DECODE, VERIFY = MODES
+SLOTS = module._SLOTS
 
 #: Writes steps of ten requests as fast as it can.
 WRITE = """
@@ -40,8 +41,12 @@ for number in count(1):
     rids = [f"{number // 3}-{place}" for place in range(10)]
     writer.begin_round(number, float(number))
     lengths = [number] * 10
-    writer.schedule(number, float(number), 2, rids, lengths, None, 10, Facts(running=number), {"abort": number}, b"")
-    writer.mark(number, 2)
+    if number % 3:
+        writer.repeat(number, float(number))
+    else:
+        facts, decided = Facts(running=number), {"abort": number}
+        writer.schedule(number, float(number), 2, rids, lengths, None, 10, facts, decided, 0)
+    writer.begin_pass(2)
     writer.end(number, number + 0.5)
 """
 
@@ -68,7 +73,7 @@ def run(
     writer.begin_round(number, float(number))
     given: dict[str, Any] = {
         **{"mode": DECODE if tokens is None else EXTEND, "total": sum(tokens or [1] * len(rids))},
-        **{"facts": Facts(), "decisions": {}, "agreed": b"", **changed},
+        **{"facts": Facts(), "decisions": {}, "agreed": 0, **changed},
     }
     writer.schedule(number, float(number), rids=rids, lengths=lengths, tokens=tokens, **given)
 
@@ -77,7 +82,7 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     facts = Facts(running=2, waiting=3, retracted=1, received=4, kv_free=10**10, kv_size=2 * 10**10)
     decided = {name: place + 2**63 for place, name in enumerate(DECISIONS)}
     run(writer, 7, ["ab12", "é" * 60], [40, 5], [37, 5], facts=facts, decisions=decided)
-    writer.mark(7, FORWARD_BEGUN, VERIFY)
+    writer.begin_pass(VERIFY)
     (step,) = read(writer).steps
     hashes = [int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "little") for rid in ("ab12", "é" * 60)]
     assert step.to_json() == {
@@ -94,25 +99,21 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     assert (ended.phase, ended.ended) == ("processed", 8.25)
 
 
-def sampled(*tokens: int) -> bytes:
-    return marshal.dumps([*tokens], 2)
-
-
 def test_what_was_sampled_is_known_once_it_is_processed(writer: StepWriter) -> None:
     def told() -> list[bytes]:
         return [step.sampled for step in read(writer).steps]
 
-    for number, tokens in ((1, [7, 0x1_02_08]), (2, [7, 0x1_02_08]), (3, [7, 0x1_03_08]), (4, [])):
+    for number, tokens in ((1, (7, 0x1_02_08)), (2, (7, 0x1_02_08)), (3, (7, 0x1_03_08)), (4, ())):
         run(writer, number, ["a", "b"], [5, number])
-        writer.end(number, 9.0, 0, sampled(*tokens) if tokens else b"")
+        writer.end(number, 9.0, tokens)
     first, again, other, unknown = told()
     assert first == again != other
-    assert (first[SAMPLED_HASH:][:3], len(first), unknown) == (b"\x07\x08\0", SAMPLED_HASH + 56, b"")
+    assert (first[SAMPLED_HASH:], unknown) == (b"\x07\x08", b"")
     assert not any("sampled" in step.to_json() for step in read(writer).steps)
     # The slot still has the tokens of the step that it held before.
-    run(writer, 1 + STEPS, ["a", "b"], [5, 9])
+    run(writer, 1 + SLOTS, ["a", "b"], [5, 9])
     assert told()[-1] == b""
-    writer.end(1 + STEPS, 9.0)
+    writer.end(1 + SLOTS, 9.0)
     assert told()[-1] == b""
 
 
@@ -120,9 +121,10 @@ def test_of_requests_beyond_the_room_the_hash_tells(writer: StepWriter) -> None:
     rids, found = [str(place) for place in range(300)], []
     for number, last in ((1, 5), (2, 5), (3, 6)):
         run(writer, number, rids, [1] * 300)
-        writer.end(number, 9.0, 0, sampled(*range(299), last))
+        writer.end(number, 9.0, (*range(299), last))
     found = [step.sampled for step in read(writer).steps]
     assert found[0] == found[1] != found[2]
+    assert len(found[0]) == SAMPLED_HASH + 56
     assert found[0][SAMPLED_HASH:] == found[2][SAMPLED_HASH:]
 
 
@@ -237,14 +239,15 @@ def test_the_hash_agrees_until_something_differs_and_never_again() -> None:
     assert len(set(same)) == 5
     for odd in (
         *({"rids": ["b", "a"]}, {"rids": ["a"], "lengths": [3]}, {"lengths": [3, 13]}, {"tokens": [1, 1]}),
-        *({"mode": EXTEND}, {"decisions": {"abort": 0}}, {"decisions": {"retract": 0}}, {"agreed": b"x"}),
+        *({"mode": EXTEND}, {"decisions": {"abort": 0}}, {"decisions": {"retract": 0}}, {"agreed": 1}),
     ):
         other = hashes(odd)
         assert other[:2] == same[:2]
         assert not set(other[2:]) & set(same[2:]), odd
 
 
-def test_the_step_that_a_scheduler_is_in(writer: StepWriter) -> None:
+@pytest.mark.parametrize("have_arrived", [False, True])
+def test_the_step_that_a_scheduler_is_in(writer: StepWriter, have_arrived: bool) -> None:
     def now() -> tuple[int, str, list[str]] | None:
         step = read(writer).current
         return step and (step.number, step.phase, [one.rid for one in step.requests])
@@ -258,28 +261,89 @@ def test_the_step_that_a_scheduler_is_in(writer: StepWriter) -> None:
     assert now() == (1, "received", ["a"])
     run(writer, 1, ["a"], [5], [5])
     assert now() == (1, "scheduled", ["a"])
-    writer.mark(1, FORWARD_BEGUN)
+    writer.begin_pass(EXTEND)
     # As with overlap scheduling: the next batch is launched before the results of this one are processed.
     run(writer, 2, ["a", "b"], [6, 1])
     assert now() == (2, "scheduled", ["a", "b"])
-    writer.turn_to(1)
-    assert now() == (1, "forward_begun", ["a"])
+    writer.begin_results(1) if have_arrived else writer.wait_for_results(1)
+    assert now() == (1, "forward_done" if have_arrived else "forward_begun", ["a"])
     writer.end(1, 3.0)
     assert now() == (2, "scheduled", ["a", "b"])
     writer.begin_round(3, 4.0)
     assert now() == (2, "scheduled", ["a", "b"])
     writer.end(2, 5.0)
     assert now() == (3, "received", [])
-    writer.begin_round(0, 6.0)
+    run(writer, 3, ["a"], [7])
+    writer.end(3, 6.0)
     assert now() is None
+    writer.go_round(6.5)
+    assert now() == (4, "received", [])
+    writer.repeat(4, 6.5)
+    assert now() == (4, "scheduled", ["a"])
+    writer.begin_round(0, 7.0)
+    assert now() is None
+
+
+def test_a_step_whose_results_nobody_processed_is_not_the_one_it_is_in(writer: StepWriter) -> None:
+    for number in (1, 2, 3):
+        run(writer, number, ["a"], [number])
+        writer.begin_results(number)
+        if number == 2:
+            writer.end(2, 2.5)
+    assert (read(writer).current or read(writer).steps[0]).number == 3
 
 
 def test_a_step_that_was_overwritten_is_not_marked(writer: StepWriter) -> None:
     run(writer, 1, ["old"], [1])
-    run(writer, 1 + STEPS, ["new"], [1])
-    writer.mark(1, FORWARD_BEGUN)
+    run(writer, 1 + SLOTS, ["new"], [1])
+    writer.begin_results(1)
     writer.end(1, 9.0)
-    assert [(step.number, step.phase) for step in read(writer).steps] == [(1 + STEPS, "scheduled")]
+    assert [(step.number, step.phase) for step in read(writer).steps] == [(1 + SLOTS, "scheduled")]
+
+
+def test_a_step_that_repeats_the_one_before_is_read_like_any_other(writer: StepWriter) -> None:
+    facts = Facts(running=2, waiting=3, retracted=1, received=4, kv_free=5, kv_size=6)
+    run(writer, 7, ["a", "b"], [40, 5], facts=facts, decisions={"abort": 1})
+    for number in (8, 9):
+        writer.begin_round(number, number - 0.5)
+        writer.repeat(number, number - 0.5)
+        assert (read(writer).current or read(writer).steps[0]).number == number
+    writer.begin_pass(DECODE)
+    writer.end(8, 8.25, (1, 2))
+    whole, first, second = read(writer).steps
+    # Nothing was received, retracted or decided for it.
+    changed = {"retracted": 0, "received": 0, "decisions": {}}
+    assert [one.length for one in second.requests] == [42, 7]
+    assert first.to_json() == whole.to_json() | changed | {
+        **{"number": 8, "began": 7.5, "ended": 8.25, "phase": "processed"},
+        "requests": [asdict(replace(one, length=one.length + 1)) for one in whole.requests],
+    }
+    assert (first.sampled[SAMPLED_HASH:], second.sampled) == (b"\1\2", b"")
+    assert (second.number, second.began, second.phase, second.forward) == (9, 8.5, "forward_begun", "decode")
+
+
+def test_what_repeats_a_step_that_is_not_there_is_absent(writer: StepWriter) -> None:
+    run(writer, 1, ["a"], [1])
+    writer.repeat(2, 2.0)
+    writer.repeat(4, 4.0)
+    assert [step.number for step in read(writer).steps] == [1, 2]
+    # More in turn than a reader looks at are no writer's.
+    for number in range(2, MAX_REPEATS + 4):
+        writer.repeat(number, float(number))
+    assert [step.number for step in read(writer).steps] == list(range(1, MAX_REPEATS + 2))
+
+
+def test_all_of_the_last_steps_are_there_whichever_are_repeated(writer: StepWriter) -> None:
+    newest = 2 * STEPS + 7
+    for number in range(1, newest + 1):
+        if number % (MAX_REPEATS + 1):
+            writer.repeat(number, float(number))
+        else:
+            run(writer, number, ["a"], [number])
+    found = read(writer).steps
+    assert [(step.number, step.began, step.requests[0].length) for step in found] == [
+        (number, number, number) for number in range(newest - STEPS + 1, newest + 1)
+    ]
 
 
 def test_a_writer_that_is_killed_leaves_whole_steps() -> None:
@@ -301,8 +365,9 @@ def check(found: LastSteps) -> None:
         number = step.number
         if step.phase == "received":
             continue
-        assert (step.mode, step.size, step.began, step.decisions) == ("decode", 10, number, {"abort": number})
-        assert step.running == number
+        assert (step.mode, step.size, step.began) == ("decode", 10, number)
+        assert step.decisions == ({} if number % 3 else {"abort": number})
+        assert step.running == number - number % 3
         assert step.ended in (None, number + 0.5)
         for place, request in enumerate(step.requests):
             assert request.length == number

@@ -20,12 +20,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from marshal import dumps
 from operator import add, attrgetter
 from time import monotonic
 from typing import Any, TypeAlias
 
-from sglang_crashkit.memory.steps import ABSENT, FORWARD_BEGUN, FORWARD_DONE, StepWriter
+from sglang_crashkit.memory.steps import ABSENT, MAX_REPEATS, StepWriter
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import hand_over
 from sglang_crashkit.srt.managers.scheduler_heartbeat import forward_modes
@@ -34,9 +33,11 @@ logger = logging.getLogger(__name__)
 
 #: Names of the modes in which a batch takes in tokens, and of the one that only stands for what was received elsewhere.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
-_PREBUILT = "prebuilt"
+_DECODE, _PREBUILT = "decode", "prebuilt"
 #: So many of the requests that were received for one step are named before it is scheduled.
 _MAX_RECEIVED = 256
+#: A decode that repeats the step before is written whole once in so many steps, and the gauge of the KV pool is asked.
+_WHOLE_EVERY = MAX_REPEATS + 1
 #: More batches than these are under way in no event loop.
 _MAX_PENDING = 64
 #: What `memory.steps.DECISIONS` calls the requests that a hierarchical cache is about.
@@ -90,7 +91,8 @@ class StepRecorder:
     def __init__(self, scheduler: Any, writer: StepWriter, modes: dict[int, str]) -> None:
         self.writer = writer
         self._extends = frozenset(number for number, name in modes.items() if name in _EXTENDS)
-        self._prebuilt = next((number for number, name in modes.items() if name == _PREBUILT), -1)
+        numbers = {name: number for number, name in modes.items()}
+        self._decode, self._prebuilt = numbers.get(_DECODE, -1), numbers.get(_PREBUILT, -1)
         self._is_cpu = str(getattr(scheduler, "device", None)) == "cpu"
         self._free = _gauge_of(scheduler)
         self._kv_size = _number_of(getattr(scheduler, "max_total_num_tokens", None))
@@ -103,14 +105,20 @@ class StepRecorder:
             and hasattr(getattr(scheduler, "tree_cache", None), attribute)
         ]
         self._began = monotonic()
-        #: Steps whose results were not processed yet, and whether the batch that it holds is a step of its own.
+        #: Steps whose results may not be processed yet; the one whose results are; the last one whose results were.
         self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
-        self._inner_of = self._inner = 0
-        self._at = self._processing = 0
+        self._processing = self._processed = 0
+        #: The last step of requests that came from a prefill server, and the one of the idle batch that it holds.
+        self._prebuilt_at = self._inner_of = self._inner = 0
+        #: Whether a decode of the same requests has nothing to add to the step before, and what that was like.
+        self._is_steady = False
+        self._steady_reqs: list[Any] = []
+        self._steady_waiting = 0
         #: The requests whose results are being processed, while the tokens of requests are numbers.
         self._reqs: Sequence[Any] = ()
         self._has_tokens = True
-        self._received_hash = bytes(8)
+        #: Of all that was ever received, as bytes and as a number.
+        self._received_hash, self._received_sum = bytes(8), 0
         self._no_controls: set[type] = set()
         self._forget_received()
 
@@ -123,11 +131,16 @@ class StepRecorder:
     def receive(self, scheduler: Any, requests: Sequence[Any]) -> None:
         """Note that a round of the event loop begins with these new requests."""
         self._began = now = monotonic()
+        if self._is_steady and not requests and scheduler.last_batch is not None:
+            self.writer.go_round(now)
+            return
         number = scheduler.forward_ct + 1
         if requests:
+            self._is_steady = False
             self._received += len(requests)
             for request in requests:
                 self._take(request)
+            self._received_sum = int.from_bytes(self._received_hash, "little")
             self.writer.begin_round(number, now)
             self.writer.receive(number, now, list(self._rids), self._lengths, self._received)
             if not self._no_controls.issuperset(map(type, requests)):
@@ -136,6 +149,7 @@ class StepRecorder:
             self.writer.begin_round(number, now)
         else:
             self._pending.clear()
+            self._is_steady, self._steady_reqs = False, []
             self.writer.begin_round(0, now)
 
     def _note_control(self, requests: Sequence[Any]) -> None:
@@ -163,6 +177,7 @@ class StepRecorder:
 
     def _decide(self, name: str, rid: str) -> None:
         """Note what was decided about a request: a number that tells the same requests in the same order."""
+        self._is_steady = False
         self._decisions[name] = zlib.crc32(f"{rid} ".encode(errors="surrogatepass"), self._decisions.get(name, 0))
 
     def retract(self, requests: Sequence[Any]) -> None:
@@ -201,10 +216,28 @@ class StepRecorder:
 
     def schedule(self, scheduler: Any, batch: Any) -> None:
         """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
-        number, reqs, mode = scheduler.forward_ct, batch.reqs, int(batch.forward_mode or 0)
+        number = scheduler.forward_ct
+        # By their number, so that all ranks take the same.
+        if (
+            self._is_steady
+            and number % _WHOLE_EVERY
+            and batch is scheduler.running_batch
+            # Lists of the same objects are equal, and no object is looked at.
+            and batch.reqs == self._steady_reqs
+            and batch.forward_mode == self._decode
+            and len(scheduler.waiting_queue) == self._steady_waiting
+        ):
+            self.writer.repeat(number, self._began)
+            self._pending.append(number)
+            return
+        self._schedule_whole(scheduler, batch, number)
+
+    def _schedule_whole(self, scheduler: Any, batch: Any, number: int) -> None:
+        reqs, mode = batch.reqs, int(batch.forward_mode or 0)
         rids = [one.rid for one in reqs]
         tokens: Sequence[int] | None = None
         lengths: Sequence[int]
+        is_steady = False
         # With beams there are more rows than requests.
         if mode in self._extends and len(batch.extend_lens) == len(batch.prefix_lens) == len(reqs):
             tokens = batch.extend_lens
@@ -213,6 +246,7 @@ class StepRecorder:
             counted, algorithm = batch.seq_lens_cpu, batch.spec_algorithm
             if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
                 lengths = counted.tolist()
+                is_steady = mode == self._decode and not self._cache
             else:
                 # With speculative decoding that arrives from the GPU at some time, so the requests are asked.
                 inputs, outputs = map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs))
@@ -236,64 +270,62 @@ class StepRecorder:
             # Not `Facts`, whose making takes longer than all that is done with it.
             (running, waiting, self._retracted, self._received, free, self._kv_size),
             decisions,
-            self._received_hash,
+            self._received_sum,
         )
-        self._at = number
+        self._is_steady = is_steady and not queue
+        if is_steady:
+            self._steady_reqs, self._steady_waiting = list(reqs), waiting
         if self._inner_of and self._inner_of == number - 1:
             # It has no results of its own.
             self._inner = number
         else:
             self._pending.append(number)
-        self._inner_of = number if mode == self._prebuilt and batch.inner_idle_batch is not None else 0
+        if mode == self._prebuilt:
+            self._prebuilt_at = number
+            self._inner_of = number if batch.inner_idle_batch is not None else 0
         if self._received or decisions or self._retracted:
             self._forget_received()
 
-    def begin_pass(self, forward_batch: Any) -> None:
-        """Note that a pass of the model begins, of the target or of a draft."""
-        self.writer.mark(self._at, FORWARD_BEGUN, int(forward_batch.forward_mode or 0))
-
     def take_results(self, batch: Any, result: Any) -> None:
         """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""
-        pending = self._pending
-        number = getattr(batch, "forward_iter", None) or (pending[0] if pending else 0)
-        while pending and pending[0] <= number:
-            pending.popleft()
-        self._processing = number
+        number = getattr(batch, "forward_iter", None) or self._oldest()
         if number:
             # What a prefill server sent was not sampled here.
-            self._reqs = batch.reqs if self._has_tokens and batch.forward_mode != self._prebuilt else ()
-            self.writer.turn_to(number, FORWARD_DONE if self._is_cpu or _has_arrived(result) else 0)
+            self._reqs = batch.reqs if number != self._prebuilt_at else ()
+            if self._is_cpu or _has_arrived(result):
+                self.writer.begin_results(number)
+            else:
+                self.writer.wait_for_results(number)
+        self._processing = self._processed = number
+
+    def _oldest(self) -> int:
+        """Return the oldest step whose results nobody turned to yet, 0 without one."""
+        pending = self._pending
+        while pending and pending[0] <= self._processed:
+            pending.popleft()
+        return pending[0] if pending else 0
 
     def end(self) -> None:
         """Note that the results were processed."""
-        number, pending = self._processing, self._pending
-        at = pending[-1] if pending else 0
-        if number:
-            sampled = b""
-            if self._reqs:
-                sampled = self._sampled_of(self._reqs)
-                self._reqs = ()
-            if self._inner and self._inner == number + 1:
-                self.writer.end(self._inner, monotonic(), at)
-            self.writer.end(number, monotonic(), at, sampled)
-            self._processing = 0
-        else:
-            self.writer.turn_to(at)
-
-    def _sampled_of(self, reqs: Sequence[Any]) -> bytes:
-        """Return the last token of each request, which all ranks know alike, whether or not this step sampled it."""
+        number = self._processing
+        if not number:
+            return
+        self._processing = 0
+        if self._inner and self._inner == number + 1:
+            self.writer.end(self._inner, monotonic())
+        reqs, self._reqs = self._reqs, ()
         try:
-            try:
-                tokens = [one.output_ids[-1] for one in reqs]
-            except IndexError:
-                # There is none before the prompt is through.
-                tokens = [one.output_ids[-1] if len(one.output_ids) else 0 for one in reqs]
-            # It takes numbers and no tensors: an array would ask for their value, and wait for the GPU. In this version
-            # it is the same in each process, whoever else refers to a number.
-            return dumps(tokens, 2)
+            # The last token of each request, which all ranks know alike, whether or not this step sampled it.
+            tokens = tuple([one.output_ids[-1] for one in reqs]) if self._has_tokens else ()
+            self.writer.end(number, monotonic(), tokens)
+        except IndexError:
+            # There is none before the prompt is through.
+            known = (one.output_ids[-1] if len(one.output_ids) else 0 for one in reqs)
+            self.writer.end(number, monotonic(), tuple(known))
         except (AttributeError, TypeError, ValueError):
+            # It takes numbers and no tensors, whose value would have to be waited for.
             self._has_tokens = False
-            return b""
+            self.writer.end(number, monotonic())
 
 
 def on_received(scheduler: Any, requests: Sequence[Any]) -> None:
@@ -334,7 +366,7 @@ def on_forward(forward_batch: Any) -> None:
     """Note that a pass of the model begins, of the target or of a draft."""
     if _recorder is not None:
         try:
-            _recorder.begin_pass(forward_batch)
+            _recorder.writer.begin_pass(forward_batch.forward_mode or 0)
         except Exception:
             logger.warning(_OFF_WARNING, exc_info=True)
             _switch_off()

@@ -4,6 +4,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,6 +246,72 @@ def test_what_one_rank_decides_alone_is_told_and_hashed(listener: Listener, deci
     assert (odd.retracted, usual.retracted) == (int(name == "retract"), 0)
 
 
+EVENTS = ("arrive", "finish", "wait", "abort", "control", "retract", "idle", "other", "verify", "stop")
+EVENTS += len(EVENTS) * ("decode",)
+
+
+def steps_of(events: Sequence[str], listener: Listener) -> list[Step]:
+    """Return the steps of a server to which these things happen."""
+    forget_recorder()
+    scheduler = Scheduler()
+    scheduler.running_batch = scheduler.last_batch = batch = batch_of(DECODE, [Req("a", 4), Req("b", 7)])
+    for number, event in enumerate(events):
+        received: list[Any] = []
+        if event == "arrive":
+            new = Req(f"r{number}", 5)
+            scheduler.step(batch_of(EXTEND, [new]), [TokenizedGenerateReqInput(new.rid)])
+            batch.reqs.append(new)
+            batch.seq_lens_cpu.append(5)
+        elif event == "finish" and len(batch.reqs) > 1:
+            batch.reqs, batch.seq_lens_cpu = batch.reqs[1:], Lengths(batch.seq_lens_cpu[1:])
+        elif event == "wait":
+            scheduler.waiting_queue.append(A)
+        elif event == "abort":
+            received = [AbortReq("a")]
+        elif event == "control":
+            received = [FlushCacheReqInput()]
+        elif event == "retract":
+            scheduler.retract([A])
+        elif event == "idle":
+            scheduler.step(batch_of(IDLE, []))
+        elif event == "other":
+            batch.seq_lens_cpu = Lengths(one + 1 for one in batch.seq_lens_cpu)
+            scheduler.running_batch = batch_of(DECODE, batch.reqs, seq_lens_cpu=batch.seq_lens_cpu)
+            scheduler.step(scheduler.running_batch)
+            scheduler.running_batch = batch
+        elif event == "stop":
+            scheduler.last_batch = None
+            scheduler.process_input_requests()
+        for one in batch.reqs:
+            one.output_ids.append(number)
+        batch.seq_lens_cpu = Lengths(one + 1 for one in batch.seq_lens_cpu)
+        batch.forward_mode = VERIFY if event == "verify" else DECODE
+        scheduler.step(batch, received)
+    listener.heard()
+    return [replace(step, began=0.0, ended=0.0, kv_free=None) for step in read().steps]
+
+
+@given(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=80))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_repeats_a_step_is_told_as_if_it_were_whole(listener: Listener, events: list[str]) -> None:
+    found, again = steps_of(events, listener), steps_of(events, listener)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_recorder, "_WHOLE_EVERY", 1)
+        whole = steps_of(events, listener)
+    assert found == again
+    assert [replace(step, agreed_hash=0) for step in found] == [replace(step, agreed_hash=0) for step in whole]
+
+
+def test_a_decode_that_goes_on_is_whole_once_in_so_many_steps(scheduler: Scheduler) -> None:
+    asked = []
+    scheduler.token_to_kv_pool_allocator.available_size = lambda: asked.append(scheduler.forward_ct) or 1000
+    scheduler.running_batch = batch = batch_of(DECODE, [A, B])
+    for _ in range(40):
+        scheduler.step(batch)
+    assert asked == [0, 1, 16, 32]
+    assert [(step.number, step.kv_free) for step in read().steps] == [(number, 1024) for number in range(1, 41)]
+
+
 def test_only_the_order_of_requests_matters_not_their_grouping(listener: Listener) -> None:
     hashes = []
     one, two = TokenizedGenerateReqInput("one"), TokenizedGenerateReqInput("two")
@@ -477,12 +544,13 @@ def test_what_a_prefill_server_sent_was_not_sampled_here() -> None:
 
 
 @pytest.mark.usefixtures("listener")
-def test_no_request_is_kept_once_it_is_processed() -> None:
+def test_no_request_is_kept_where_there_is_nothing_to_do() -> None:
     scheduler, request = Scheduler(), Req("a", 4, [7])
     gone = weakref.ref(request)
     scheduler.step(batch_of(DECODE, [request]))
-    scheduler.last_batch = request = None  # type: ignore[assignment]
     assert last().sampled
+    scheduler.last_batch = request = None  # type: ignore[assignment]
+    scheduler.process_input_requests()
     assert gone() is None
 
 
