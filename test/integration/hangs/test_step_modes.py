@@ -101,7 +101,8 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     with Server.start(lane, tp=way.tp, extra_args=arguments, env=environ) as server:
         server.wait_ready()
         Asked(server, "alone", 12, "1 2 3").join(LONG)
-        steady = [Asked(server, f"steady-{number}", 3000, "1 2 3 4 " * (number + 1)) for number in range(4)]
+        # No more tokens than the KV pool holds, or the last of them waits for the others' end.
+        steady = [Asked(server, f"steady-{number}", 1500, "1 2 3 4 " * (number + 1)) for number in range(4)]
         wait_until(lambda: all(one.chunks > AT_WORK for one in steady), "all of them decode", LONG)
         os.kill(server.pid_of(f"sglang::{way.victim}"), signal.SIGKILL)
         stored = wait_for_incident(crash, LONG)
@@ -118,7 +119,8 @@ def steps(left: tuple[Path, dict[str, Any]]) -> dict[str, list[Step]]:
 
 
 def test_each_step_says_what_was_run(way: Way, steps: dict[str, list[Step]]) -> None:
-    ran = {(step.mode, step.forward) for its in steps.values() for step in its}
+    # It may have died on the way to the next one.
+    ran = {(step.mode, step.forward) for its in steps.values() for step in its if step.phase != "received"}
     assert way.modes <= ran, ran
     assert ran <= way.modes | {("idle", "idle"), ("mixed", "mixed")}, ran
     decodes = [step for its in steps.values() for step in its if step.mode == "decode"]
