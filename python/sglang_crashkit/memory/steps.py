@@ -257,13 +257,13 @@ class StepWriter:
         raw = array("I", lengths).tobytes()
         if tokens is not None:
             raw += array("I", tokens).tobytes()
-        counted = int.from_bytes(raw, "little")
+        raw_sum = crc32(raw)
         if rids != self._rids:
-            self._list(rids, raw, counted)
+            self._list(rids, raw, raw_sum)
         else:
             if self._data_head - self._ids_at > _FRESH_DATA:
                 self._ids_at = self._append(self._ids)
-            self._set_lengths(raw, counted)
+            self._set_lengths(raw, raw_sum)
         running, waiting, retracted, received, free, kv_size = facts
         decided, decided_sum = _NOTHING_DECIDED, 0
         if decisions:
@@ -272,8 +272,9 @@ class StepWriter:
         told = 0
         if phase == SCHEDULED:
             # Once it differs it stays different. Of numbers only, as the hash of anything else is another one in each
-            # process. A hash that nobody can forge takes a tenth of the whole step.
-            of = self._agreed, number, mode, size, running, waiting, agreed, decided_sum, self._ids_sum, counted
+            # process, and of small ones: that of a large one is no more than a remainder. A hash that nobody can forge
+            # takes a tenth of the whole step.
+            of = self._agreed, number, mode, size, running, waiting, agreed, decided_sum, self._ids_sum, raw_sum
             told = self._agreed = hash(of) & _WORD
         # fmt: off
         # Not unpacked from parts, which takes a tenth of the whole step.
@@ -344,33 +345,34 @@ class StepWriter:
         self._times[start // 8 + _ENDED] = now
         self._map[start] = PROCESSED
 
-    def _set_lengths(self, raw: bytes, counted: int) -> None:
+    def _set_lengths(self, raw: bytes, raw_sum: int) -> None:
         """Write the lengths, unless each of them is one more than the last time.
 
         Args:
             raw: the lengths, and the tokens where the step computes more than one each.
-            counted: the same as one number.
+            raw_sum: its checksum.
         """
         count = len(self._rids)
         if self._ones[0] != count:
             self._ones = count, int.from_bytes(b"\1\0\0\0" * count, "little")
+        # Where all of them grow by one, no length carries into the next.
+        lengths = int.from_bytes(raw, "little")
         before = self._lengths
         is_fresh = self._data_head - self._lengths_at <= _FRESH_DATA
-        # Where all of them grow by one, no length carries into the next.
-        if before is not None and is_fresh and counted - before == self._ones[1]:
+        if before is not None and is_fresh and lengths - before == self._ones[1]:
             self._grown += 1
         else:
-            self._lengths_at, self._lengths_sum, self._grown = self._append(raw), crc32(raw), 0
-        self._lengths = counted if len(raw) == 4 * count else None
+            self._lengths_at, self._lengths_sum, self._grown = self._append(raw), raw_sum, 0
+        self._lengths = lengths if len(raw) == 4 * count else None
 
-    def _list(self, rids: Sequence[str], raw: bytes, counted: int) -> None:
-        """Write other requests than the last time, and their lengths behind them."""
+    def _list(self, rids: Sequence[str], raw: bytes, raw_sum: int) -> None:
+        """Write other requests than the last time, and their lengths behind them; see `_set_lengths`."""
         ids = b"".join(map(self._known.__getitem__, rids))
         self._rids, self._ids, self._grown = rids, ids, 0
         self._ids_at = self._append(ids + raw)
         self._lengths_at = self._ids_at + len(ids)
-        self._ids_sum, self._lengths_sum = crc32(ids), crc32(raw)
-        self._lengths = counted if len(raw) == 4 * len(rids) else None
+        self._ids_sum, self._lengths_sum = crc32(ids), raw_sum
+        self._lengths = int.from_bytes(raw, "little") if len(raw) == 4 * len(rids) else None
 
     def _put_id(self, rid: str) -> bytes:
         """Write a request's id; return its hash."""
@@ -477,7 +479,7 @@ class StepReader:
             newest = opened
             steps[opened] = Step(opened, round_at, None, PHASES[RECEIVED], "", (), 0, 0)
         kept = tuple(steps[number] for number in sorted(steps) if number > newest - STEPS)
-        current = _current_of(kept, at) if opened != _IDLE else None
+        current = _current_of(kept, at, is_idle=opened == _IDLE)
         size = min(data[_CONTROL], _LONGEST_CONTROL)
         control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
         return LastSteps(kept, current, round_at, control)
@@ -526,15 +528,23 @@ class StepReader:
         )
 
 
-def _current_of(steps: Sequence[Step], at: int) -> Step | None:
-    """Return the step that a scheduler is in which has something to do, and may wait for the results of step `at`."""
+def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None:
+    """Return the step that a scheduler is in, None where it has nothing to do.
+
+    Args:
+        steps: the last ones, by number.
+        at: the one whose results it waits for, 0 for none.
+        is_idle: it has no batch to launch; of a pipeline's stage the results of another one may be processed all the
+            same.
+    """
     processed = max((step.number for step in steps if step.phase == PHASES[PROCESSED]), default=0)
     left = [step for step in steps if step.phase != PHASES[PROCESSED]]
     waited_for = [step for step in left if step.number == at]
     in_results = [step for step in left if step.phase == PHASES[FORWARD_DONE] and step.number > processed]
     # One that was scheduled and is under way says more than the one that nothing is known of yet.
     scheduled = [step for step in left if step.phase != PHASES[RECEIVED]]
-    return next((found[-1] for found in (waited_for, in_results, scheduled, left) if found), None)
+    ways = (waited_for, in_results) if is_idle else (waited_for, in_results, scheduled, left)
+    return next((found[-1] for found in ways if found), None)
 
 
 def _modes_in(data: bytes) -> dict[int, str]:

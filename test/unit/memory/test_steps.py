@@ -239,11 +239,44 @@ def test_the_hash_agrees_until_something_differs_and_never_again() -> None:
     assert len(set(same)) == 5
     for odd in (
         *({"rids": ["b", "a"]}, {"rids": ["a"], "lengths": [3]}, {"lengths": [3, 13]}, {"tokens": [1, 1]}),
-        *({"mode": EXTEND}, {"decisions": {"abort": 0}}, {"decisions": {"retract": 0}}, {"agreed": 1}),
+        *(
+            {"lengths": [5, 12]},
+            {"mode": EXTEND},
+            {"decisions": {"abort": 0}},
+            {"decisions": {"retract": 0}},
+            {"agreed": 1},
+        ),
     ):
         other = hashes(odd)
         assert other[:2] == same[:2]
         assert not set(other[2:]) & set(same[2:]), odd
+
+
+def test_no_difference_of_lengths_is_made_up_for_by_another() -> None:
+    lengths, hashes = [100 + place for place in range(128)], set()
+    # In a large number some places weigh alike, to the remainder that is its hash.
+    for first, second, more, less in ((0, 61, 61, 61), (0, 21, 2, 1), (3, 4, 1, 1)):
+        writer, other = StepWriter(), [*lengths]
+        other[first], other[second] = other[first] + more, other[second] - less
+        run(writer, 1, [str(place) for place in range(128)], other)
+        hashes.add(read(writer).steps[-1].agreed_hash)
+        writer.close()
+    writer = StepWriter()
+    run(writer, 1, [str(place) for place in range(128)], lengths)
+    assert read(writer).steps[-1].agreed_hash not in hashes
+    assert len(hashes) == 3
+    writer.close()
+
+
+@pytest.mark.parametrize("have_arrived", [False, True])
+def test_a_stage_without_a_batch_may_be_in_the_results_of_another(writer: StepWriter, have_arrived: bool) -> None:
+    run(writer, 1, ["a"], [5])
+    writer.begin_round(0, 2.0)
+    assert read(writer).current is None
+    writer.begin_results(1) if have_arrived else writer.wait_for_results(1)
+    assert read(writer).current == read(writer).steps[0]
+    writer.end(1, 3.0)
+    assert read(writer).current is None
 
 
 @pytest.mark.parametrize("have_arrived", [False, True])

@@ -94,6 +94,8 @@ class StepRecorder:
         numbers = {name: number for number, name in modes.items()}
         self._decode, self._prebuilt = numbers.get(_DECODE, -1), numbers.get(_PREBUILT, -1)
         self._is_cpu = str(getattr(scheduler, "device", None)) == "cpu"
+        #: While a stage of a pipeline has nothing to do in one round, another batch may be under way.
+        self._is_staged = getattr(scheduler, "pp_size", 1) > 1
         self._free = _gauge_of(scheduler)
         self._kv_size = _number_of(getattr(scheduler, "max_total_num_tokens", None))
         self._grammars = getattr(scheduler, "grammar_manager", scheduler)
@@ -108,8 +110,10 @@ class StepRecorder:
         #: Steps whose results may not be processed yet; the one whose results are; the last one whose results were.
         self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
         self._processing = self._processed = 0
-        #: The last step of requests that came from a prefill server, and the one of the idle batch that it holds.
-        self._prebuilt_at = self._inner_of = self._inner = 0
+        #: Whether there was a step of requests that came from a prefill server; the last such step that holds an idle
+        #: batch, and the step of that.
+        self._has_prebuilt = False
+        self._inner_of = self._inner = 0
         #: Whether a decode of the same requests has nothing to add to the step before, and what that was like.
         self._is_steady = False
         self._steady_reqs: list[Any] = []
@@ -146,9 +150,11 @@ class StepRecorder:
             if not self._no_controls.issuperset(map(type, requests)):
                 self._note_control(requests)
         elif self._received or scheduler.waiting_queue or scheduler.last_batch is not None:
+            self._is_steady = False
             self.writer.begin_round(number, now)
         else:
-            self._pending.clear()
+            if not self._is_staged:
+                self._pending.clear()
             self._is_steady, self._steady_reqs = False, []
             self.writer.begin_round(0, now)
 
@@ -273,15 +279,14 @@ class StepRecorder:
             self._received_sum,
         )
         self._is_steady = is_steady and not queue
-        if is_steady:
-            self._steady_reqs, self._steady_waiting = list(reqs), waiting
+        self._steady_reqs, self._steady_waiting = list(reqs) if is_steady else [], waiting
         if self._inner_of and self._inner_of == number - 1:
             # It has no results of its own.
             self._inner = number
         else:
             self._pending.append(number)
         if mode == self._prebuilt:
-            self._prebuilt_at = number
+            self._has_prebuilt = True
             self._inner_of = number if batch.inner_idle_batch is not None else 0
         if self._received or decisions or self._retracted:
             self._forget_received()
@@ -291,7 +296,7 @@ class StepRecorder:
         number = getattr(batch, "forward_iter", None) or self._oldest()
         if number:
             # What a prefill server sent was not sampled here.
-            self._reqs = batch.reqs if number != self._prebuilt_at else ()
+            self._reqs = () if self._has_prebuilt and batch.forward_mode == self._prebuilt else batch.reqs
             if self._is_cpu or _has_arrived(result):
                 self.writer.begin_results(number)
             else:
@@ -315,13 +320,13 @@ class StepRecorder:
             self.writer.end(self._inner, monotonic())
         reqs, self._reqs = self._reqs, ()
         try:
-            # The last token of each request, which all ranks know alike, whether or not this step sampled it.
-            tokens = tuple([one.output_ids[-1] for one in reqs]) if self._has_tokens else ()
+            try:
+                # The last token of each request, which all ranks know alike, whether or not this step sampled it.
+                tokens = tuple([one.output_ids[-1] for one in reqs]) if self._has_tokens else ()
+            except IndexError:
+                # There is none before the prompt is through.
+                tokens = tuple([one.output_ids[-1] if len(one.output_ids) else 0 for one in reqs])
             self.writer.end(number, monotonic(), tokens)
-        except IndexError:
-            # There is none before the prompt is through.
-            known = (one.output_ids[-1] if len(one.output_ids) else 0 for one in reqs)
-            self.writer.end(number, monotonic(), tuple(known))
         except (AttributeError, TypeError, ValueError):
             # It takes numbers and no tensors, whose value would have to be waited for.
             self._has_tokens = False

@@ -537,20 +537,56 @@ def test_what_is_no_number_stops_no_record(answer: Any) -> None:
 
 
 @pytest.mark.usefixtures("listener")
-def test_what_a_prefill_server_sent_was_not_sampled_here() -> None:
-    scheduler = Scheduler()
-    scheduler.step(batch_of(PREBUILT, [Req("a", 4, [7])]))
+def test_what_is_no_number_stops_no_record_beside_what_has_no_token() -> None:
+    scheduler, odd, new = Scheduler(), Req("a", 4), Req("b", 4)
+    batch = batch_of(DECODE, [new, odd])
+    odd.output_ids = None
+    scheduler.step(batch)
     assert (last().phase, last().sampled) == ("processed", b"")
 
 
 @pytest.mark.usefixtures("listener")
-def test_no_request_is_kept_where_there_is_nothing_to_do() -> None:
+def test_what_a_prefill_server_sent_was_not_sampled_here() -> None:
+    scheduler = Scheduler()
+    batches = [batch_of(PREBUILT, [Req(rid, 4, [7])]) for rid in "ab"]
+    for batch in batches:
+        scheduler.process_input_requests()
+        scheduler.run_batch(batch)
+        scheduler.last_batch = batch
+    for batch in batches:
+        scheduler.process_batch_result(batch)
+    assert [(step.phase, step.sampled) for step in read().steps] == [("processed", b"")] * 2
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+@pytest.mark.usefixtures("listener")
+def test_a_stage_with_nothing_to_do_in_a_round_processes_another_batch(is_counted: bool) -> None:
+    scheduler, batch = Scheduler(pp_size=2), batch_of(DECODE, [Req("a", 4, [7])])
+    if is_counted:
+        counted(batch, 1)
+    scheduler.process_input_requests()
+    scheduler.run_batch(batch)
+    scheduler.last_batch = None
+    scheduler.process_input_requests()
+    assert read().current is None
+    step_recorder.on_results(batch, None)
+    assert [one.rid for one in read().current.requests] == ["a"]
+    step_recorder.on_processed()
+    assert (last().phase, read().current) == ("processed", None)
+
+
+@pytest.mark.parametrize("is_beside_another", [False, True])
+@pytest.mark.usefixtures("listener")
+def test_no_request_is_kept_where_there_is_nothing_to_do(is_beside_another: bool) -> None:
     scheduler, request = Scheduler(), Req("a", 4, [7])
     gone = weakref.ref(request)
     scheduler.step(batch_of(DECODE, [request]))
     assert last().sampled
     scheduler.last_batch = request = None  # type: ignore[assignment]
-    scheduler.process_input_requests()
+    if is_beside_another:
+        scheduler.step(batch_of(IDLE, []))
+    else:
+        scheduler.process_input_requests()
     assert gone() is None
 
 
