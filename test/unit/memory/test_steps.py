@@ -252,7 +252,7 @@ def test_the_hash_agrees_until_something_differs_and_never_again() -> None:
         assert not set(other[2:]) & set(same[2:]), odd
 
 
-def test_no_difference_of_lengths_is_made_up_for_by_another() -> None:
+def test_no_difference_of_lengths_hides_another() -> None:
     lengths, hashes = [100 + place for place in range(128)], set()
     # In a large number some places weigh alike, to the remainder that is its hash.
     for first, second, more, less in ((0, 61, 61, 61), (0, 21, 2, 1), (3, 4, 1, 1)):
@@ -269,7 +269,7 @@ def test_no_difference_of_lengths_is_made_up_for_by_another() -> None:
 
 
 @pytest.mark.parametrize("have_arrived", [False, True])
-def test_a_stage_without_a_batch_may_be_in_the_results_of_another(writer: StepWriter, have_arrived: bool) -> None:
+def test_a_stage_without_a_batch_may_process_another(writer: StepWriter, have_arrived: bool) -> None:
     run(writer, 1, ["a"], [5])
     writer.begin_round(0, 2.0)
     assert read(writer).current is None
@@ -317,7 +317,7 @@ def test_the_step_that_a_scheduler_is_in(writer: StepWriter, have_arrived: bool)
     assert now() is None
 
 
-def test_a_step_whose_results_nobody_processed_is_not_the_one_it_is_in(writer: StepWriter) -> None:
+def test_a_step_that_nobody_processed_is_not_current(writer: StepWriter) -> None:
     for number in (1, 2, 3):
         run(writer, number, ["a"], [number])
         writer.begin_results(number)
@@ -334,7 +334,7 @@ def test_a_step_that_was_overwritten_is_not_marked(writer: StepWriter) -> None:
     assert [(step.number, step.phase) for step in read(writer).steps] == [(1 + SLOTS, "scheduled")]
 
 
-def test_a_step_that_repeats_the_one_before_is_read_like_any_other(writer: StepWriter) -> None:
+def test_a_step_that_repeats_another_is_read_like_any(writer: StepWriter) -> None:
     facts = Facts(running=2, waiting=3, retracted=1, received=4, kv_free=5, kv_size=6)
     run(writer, 7, ["a", "b"], [40, 5], facts=facts, decisions={"abort": 1})
     for number in (8, 9):
@@ -355,7 +355,7 @@ def test_a_step_that_repeats_the_one_before_is_read_like_any_other(writer: StepW
     assert (second.number, second.began, second.phase, second.forward) == (9, 8.5, "forward_begun", "decode")
 
 
-def test_what_repeats_a_step_that_is_not_there_is_absent(writer: StepWriter) -> None:
+def test_what_repeats_a_lost_step_is_absent(writer: StepWriter) -> None:
     run(writer, 1, ["a"], [1])
     writer.repeat(2, 2.0)
     writer.repeat(4, 4.0)
@@ -366,7 +366,7 @@ def test_what_repeats_a_step_that_is_not_there_is_absent(writer: StepWriter) -> 
     assert [step.number for step in read(writer).steps] == list(range(1, MAX_REPEATS + 2))
 
 
-def test_all_of_the_last_steps_are_there_whichever_are_repeated(writer: StepWriter) -> None:
+def test_all_of_the_last_steps_are_there(writer: StepWriter) -> None:
     newest = 2 * STEPS + 7
     for number in range(1, newest + 1):
         if number % (MAX_REPEATS + 1):

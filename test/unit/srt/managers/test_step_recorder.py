@@ -293,7 +293,7 @@ def steps_of(events: Sequence[str], listener: Listener) -> list[Step]:
 
 @given(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=80))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_repeats_a_step_is_told_as_if_it_were_whole(listener: Listener, events: list[str]) -> None:
+def test_a_repeated_step_is_told_as_a_whole_one(listener: Listener, events: list[str]) -> None:
     found, again = steps_of(events, listener), steps_of(events, listener)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_recorder, "_WHOLE_EVERY", 1)
@@ -302,7 +302,7 @@ def test_what_repeats_a_step_is_told_as_if_it_were_whole(listener: Listener, eve
     assert [replace(step, agreed_hash=0) for step in found] == [replace(step, agreed_hash=0) for step in whole]
 
 
-def test_a_decode_that_goes_on_is_whole_once_in_so_many_steps(scheduler: Scheduler) -> None:
+def test_one_decode_in_sixteen_is_whole(scheduler: Scheduler) -> None:
     asked = []
     scheduler.token_to_kv_pool_allocator.available_size = lambda: asked.append(scheduler.forward_ct) or 1000
     scheduler.running_batch = batch = batch_of(DECODE, [A, B])
@@ -537,7 +537,7 @@ def test_what_is_no_number_stops_no_record(answer: Any) -> None:
 
 
 @pytest.mark.usefixtures("listener")
-def test_what_is_no_number_stops_no_record_beside_what_has_no_token() -> None:
+def test_what_is_no_number_may_follow_no_token() -> None:
     scheduler, odd, new = Scheduler(), Req("a", 4), Req("b", 4)
     batch = batch_of(DECODE, [new, odd])
     odd.output_ids = None
@@ -560,7 +560,7 @@ def test_what_a_prefill_server_sent_was_not_sampled_here() -> None:
 
 @pytest.mark.parametrize("is_counted", [False, True])
 @pytest.mark.usefixtures("listener")
-def test_a_stage_with_nothing_to_do_in_a_round_processes_another_batch(is_counted: bool) -> None:
+def test_a_stage_with_nothing_to_do_processes_another_batch(is_counted: bool) -> None:
     scheduler, batch = Scheduler(pp_size=2), batch_of(DECODE, [Req("a", 4, [7])])
     if is_counted:
         counted(batch, 1)
@@ -577,7 +577,7 @@ def test_a_stage_with_nothing_to_do_in_a_round_processes_another_batch(is_counte
 
 @pytest.mark.parametrize("is_beside_another", [False, True])
 @pytest.mark.usefixtures("listener")
-def test_no_request_is_kept_where_there_is_nothing_to_do(is_beside_another: bool) -> None:
+def test_no_request_is_kept_without_work(is_beside_another: bool) -> None:
     scheduler, request = Scheduler(), Req("a", 4, [7])
     gone = weakref.ref(request)
     scheduler.step(batch_of(DECODE, [request]))
