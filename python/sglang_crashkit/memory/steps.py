@@ -16,8 +16,8 @@ it, which is at most `MAX_REPEATS` steps older.
 
 There is no lock, and a writer may be killed anywhere. So nothing is believed that does not prove itself: a step and a
 piece of the data have a checksum in the step's slot, an id is the one that its hash is of. What changes as a step goes
-on, how far it came and when it ended, is stored by single instructions, with the step's number. So is the checksum of
-the tokens that were sampled, before the step is said to be processed.
+on is stored by single instructions: how far it came, a byte of the word that has the step's number, after what belongs
+to that: the time at which it ended, and the checksum of the tokens that were sampled, with the number.
 """
 
 from __future__ import annotations
@@ -88,9 +88,11 @@ _MARKS, _NUMBER = struct.Struct("@Qdd"), struct.Struct("@Q")
 #: Of the tokens of a step: their checksum and its number in one word, which one instruction stores; the lowest byte of
 #: each token.
 _TOKENS = struct.Struct("@Q56s")
-#: Tokens as `marshal` writes it: so many bytes before the first, and for each; where its lowest one is.
+_CHECKSUM = 0xFFFF_FFFF
+#: Tokens as `marshal` writes them: so many bytes before the first, and for each; where its lowest one is; behind the
+#: last for which there is room.
 _LISTED, _LOWEST = 5, 6
-_END_LOWEST, _CHECKSUM = _LOWEST + 56 * _LISTED, 0xFFFF_FFFF
+_END_LOWEST = _LOWEST + (_TOKENS.size - 8) * _LISTED
 _ID_HASH, _LONGEST_ID = blake2b(digest_size=8), 1024
 #: So many requests are read at most, of the newest steps.
 _MAX_READ = 32_768

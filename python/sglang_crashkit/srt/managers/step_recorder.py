@@ -118,7 +118,7 @@ class StepRecorder:
         self._is_steady = False
         self._steady_reqs: list[Any] = []
         self._steady_waiting = 0
-        #: The requests whose results are being processed, while the tokens of requests are numbers.
+        #: The requests whose results are being processed, and whether the tokens of requests are numbers so far.
         self._reqs: Sequence[Any] = ()
         self._has_tokens = True
         #: Of all that was ever received, as bytes and as a number.
