@@ -36,7 +36,7 @@ OF_MACHINE |= {"hostname", "kernel", "memory", "pid_namespace", "python", "share
 OF_MACHINE |= {"agreed_hash", "key", "kit_version", "sglang-crashkit"}
 #: Events of a timeline that come in any order.
 ENDS = {"process_exited", "server_exited"}
-#: Whether the server is still at what the test asked it for as its stack is read is chance.
+#: Whether the server is still at what the test asked it for, here or deeper, as its stack is read is chance.
 BUSY = "obey (fake_server.py:"
 IN_TEXTS = {
     r"\d{4}-\d\d-\d\dT[\d:.]+Z": "<time>",
@@ -47,7 +47,7 @@ IN_TEXTS = {
     r"(?<=\.py):\d+": ":<line>",
     r"\b\d+(\.\d+)? (?=s\b|seconds\b)": "<seconds> ",
     r"its memory cgroup counts no OOM kill|no OOM counter could be read": "<OOM counter>",
-    r"^[RSD] \(.*\)$": "<alive>",
+    r"^[RSD]( \(.*\))?$": "<alive>",
 }
 
 
@@ -143,7 +143,8 @@ def normalised(document: Document, names: dict[int, str]) -> Document:
         if isinstance(value, dict):
             return {name: value_of(each, name) for name, each in value.items()}
         if isinstance(value, list):
-            return [value_of(each, "") for each in value if not str(each).startswith(BUSY)]
+            busy = max((number for number, each in enumerate(value, 1) if str(each).startswith(BUSY)), default=0)
+            return [value_of(each, "") for each in value[busy:]]
         if isinstance(value, str):
             return text_of(value)
         if isinstance(value, float):
