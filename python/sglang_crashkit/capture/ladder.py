@@ -31,7 +31,7 @@ from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import open_pidfd, signal_pidfd
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks, read_stack_hooks
-from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread, are_whole
 
 #: What py-spy gets of the time where there is another way, and what the threads get.
 _PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
@@ -46,8 +46,6 @@ _MAX_BYTES = 4 << 20
 _FATAL = re.compile(r"Fatal Python error: (.*)")
 _THREAD = re.compile(r"(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-#: Where a thread's stack begins: the interpreter's own entry, or threading's.
-_OUTERMOST = frozenset({"<module>", "_bootstrap"})
 _CUT_OFF = "..."
 
 
@@ -281,6 +279,4 @@ def _thread(section: _Section, pid: int, main_thread: int, error: str) -> Thread
 
 
 def _is_whole(section: _Section, main_thread: int) -> bool:
-    if section.ident != main_thread or not section.frames:
-        return False
-    return section.is_cut_off or section.frames[-1].function in _OUTERMOST
+    return section.ident == main_thread and (section.is_cut_off or are_whole(section.frames))

@@ -23,7 +23,7 @@ from typing import Literal
 
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.capture.tracing import ToolGuard, is_stopped, obstacle_of, release
-from sglang_crashkit.model.sample import Sample, Thread, main_thread, parse_pyspy
+from sglang_crashkit.model.sample import Sample, Thread, are_whole, main_thread, parse_pyspy
 
 EXECUTABLE_VARIABLE = "SGLANG_CRASHKIT_PYSPY"
 
@@ -31,7 +31,8 @@ Mode = Literal["--nonblocking", "--native"]
 
 #: How often it is tried: a snapshot without a pause may be torn, one with a pause is not.
 _ATTEMPTS: dict[Mode, int] = {"--nonblocking": 6, "--native": 1}
-#: How often it is taken without the main thread, which a list of threads that changes meanwhile may lose silently.
+#: How often it is taken without the whole main thread: a list of threads or frames that changes meanwhile may lose it,
+#: or its outermost frames, silently.
 _ATTEMPTS_AT_MAIN_THREAD = 3
 #: So many run side by side on any machine: a host's ranks, of which some may be slow to read.
 _LEAST_AT_ONCE = 8
@@ -96,13 +97,13 @@ def sample_all(
             problem = _first_line(run.errors) or run.reason
             if run.status == 0:
                 try:
-                    threads, problem = parse_pyspy(run.text), ""
+                    threads, problem = max(threads, parse_pyspy(run.text), key=lambda taken: _worth(taken, pid)), ""
                 except ValueError as error:
                     problem = f"py-spy's output: {error}"
             if run.status is None:
                 problem = run.reason or problem
                 break
-            if main_thread(threads, pid) is not None or (threads and attempt >= _ATTEMPTS_AT_MAIN_THREAD):
+            if all(_worth(threads, pid)) or (threads and attempt >= _ATTEMPTS_AT_MAIN_THREAD):
                 break
         if not threads and time.monotonic() >= start + secs:
             cut_off.add(pid)
@@ -172,6 +173,12 @@ def capture_native(
         for one in results
     ]
     return results, {pid: obstacle for pid, obstacle in obstacles.items() if obstacle}
+
+
+def _worth(threads: Sequence[Thread], pid: int) -> tuple[bool, bool, bool]:
+    """Return whether there are threads, the main thread among them, and that to its outermost frame."""
+    main = main_thread(threads, pid)
+    return bool(threads), main is not None, main is not None and are_whole(main.frames)
 
 
 def _first_line(text: str) -> str:

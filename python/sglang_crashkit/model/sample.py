@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,10 @@ from sglang_crashkit.model.checked_json import writable
 
 #: Where modules are installed, the last of it: as packages, as Python's own, or SGLang in a checkout.
 _ROOT = re.compile(r"^.*/(?:(?:site|dist)-packages|lib/python3\.\d+|python(?=/sglang(?:_crashkit)?/))/")
+
+#: Where a thread's stack begins: the interpreter's own entry, that of ``python -m``, or threading's, without and with
+#: the name of its class.
+_OUTERMOST = frozenset({"<module>", "_run_module_as_main", "_bootstrap", "Thread._bootstrap"})
 
 #: What took a stack: py-spy from outside; a thread of the process itself; faulthandler in a signal handler.
 Source = Literal["py-spy", "in-process", "faulthandler"]
@@ -144,6 +148,11 @@ def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:
         if thread.name == "MainThread":
             found = thread
     return found
+
+
+def are_whole(frames: Sequence[Frame]) -> bool:
+    """Return whether frames, innermost first, reach to where a thread begins; those of one that ends may not."""
+    return bool(frames) and frames[-1].function in _OUTERMOST
 
 
 def format_threads(title: str, pid: int, threads: Iterable[Thread], doing: Iterable[str] = ()) -> Iterator[str]:

@@ -3,8 +3,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import re
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +17,12 @@ from sglang_crashkit.capture import pyspy
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.capture.tools import ToolRun
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.sample import Frame
 from unit.support.targets import SLEEPER, make_tool
-from unit.support.waiting import LONG, child, descriptors, wait_until
+from unit.support.waiting import LONG, child, descriptors, spawned, wait_until
 
-GOOD = '[{"thread_name": "MainThread", "os_thread_id": 1, "frames": [{"name": "f", "filename": "x.py", "line": 1}]}]'
+FRAME = {"name": "<module>", "filename": "x.py", "line": 1}
+GOOD = json.dumps([{"thread_name": "MainThread", "os_thread_id": 1, "frames": [FRAME]}])
 
 
 def children() -> set[int]:
@@ -131,15 +136,85 @@ def test_without_a_thread_or_a_descriptor_there_is_a_reason(use_tool, monkeypatc
 
 
 TORN = GOOD.replace("MainThread", "Thread-1").replace('"os_thread_id": 1', '"os_thread_id": 7')
+#: Its main thread ends in a frame that another called.
+CUT_OFF = GOOD.replace("<module>", "f")
 
 
 @pytest.mark.parametrize(
-    ("then", "kept"),
-    [(f"echo '{GOOD}'", "MainThread"), (f"echo '{TORN}'", "Thread-1"), ("exit 1", "Thread-1")],
-    ids=["whole", "torn", "failed"],
+    ("first", "then", "kept"),
+    [
+        (TORN, f"echo '{GOOD}'", ("MainThread", "<module>")),
+        (TORN, f"echo '{TORN}'", ("Thread-1", "<module>")),
+        (TORN, "exit 1", ("Thread-1", "<module>")),
+        (CUT_OFF, f"echo '{GOOD}'", ("MainThread", "<module>")),
+        (CUT_OFF, f"echo '{CUT_OFF}'", ("MainThread", "f")),
+        (CUT_OFF, f"echo '{TORN}'", ("MainThread", "f")),
+        (CUT_OFF, "exit 1", ("MainThread", "f")),
+    ],
 )
-def test_one_without_its_main_thread_is_taken_again(tmp_path: Path, use_tool, then: str, kept: str) -> None:
-    # GIVEN a list of threads that was torn at the first attempt
-    use_tool(f"[ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; echo '{TORN}'; exit; }}; {then}")
+def test_one_without_its_whole_main_thread_is_taken_again(
+    tmp_path: Path, use_tool, first: str, then: str, kept: tuple[str, str]
+) -> None:
+    # GIVEN a list of threads, or of frames, that was torn at the first attempt
+    log = tmp_path / "log"
+    use_tool(f"echo x >> {log}; [ $(wc -l < {log}) = 1 ] && {{ echo '{first}'; exit; }}; {then}")
     (result,) = sample_all([os.getpid()], LONG)
-    assert ([thread.name for thread in result.threads], result.problem) == ([kept], "")
+    assert ([(thread.name, thread.frames[-1].function) for thread in result.threads], result.problem) == ([kept], "")
+    # It is not taken for ever: one that ends has no more.
+    assert len(log.read_text().split()) == (2 if GOOD in then else 3)
+
+
+#: Has a process that was started in the way of its last argument, whose pid it prints.
+STARTER = """
+import multiprocessing, os, sys, threading, time
+
+def sleep():
+    time.sleep(120)
+
+def start():
+    process = context.Process(target=sleep, daemon=True)
+    process.start()
+    print(process.pid, flush=True)
+    process.join()
+
+if __name__ == "__main__":
+    method = sys.argv[-1]
+    if method == "program":
+        print(os.getpid(), flush=True)
+        sleep()
+    context = multiprocessing.get_context(method.partition(" ")[0])
+    thread = threading.Thread(target=start)
+    thread.start() if method.endswith("in a thread") else start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        (["starter.py"], "program"),
+        (["-m", "starter"], "program"),
+        (["-c", STARTER], "program"),
+        (["starter.py"], "spawn"),
+        (["-m", "starter"], "forkserver"),
+        (["starter.py"], "fork in a thread"),
+    ],
+    ids=["script", "module", "command", "spawn", "forkserver", "fork-in-a-thread"],
+)
+def test_however_it_was_started_its_main_thread_is_whole(
+    tmp_path: Path, use_tool, options: list[str], method: str
+) -> None:
+    (tmp_path / "starter.py").write_text(STARTER)
+    log = tmp_path / "log"
+    use_tool(f'echo x >> {log}; exec {find_pyspy()} "$@"')
+    with spawned([sys.executable, *options, method], cwd=tmp_path) as process:
+        pid = int(process.first_line)
+        wait_until(lambda: "sleep (" in "".join(map(str, frames_of(pid))), "it sleeps")
+        log.write_text("")
+        frames_of(pid)
+        os.kill(pid, signal.SIGKILL)
+    assert log.read_text() == "x\n"
+
+
+def frames_of(pid: int) -> tuple[Frame, ...]:
+    (result,) = sample_all([pid], LONG)
+    return result.main_thread.frames if result.main_thread else ()
