@@ -237,12 +237,14 @@ ADVICE: dict[str, Advice] = {
 
 #: What a kernel's compilation says where its compiler is not installed.
 NO_COMPILER = r"\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'"
+#: What is said where it is there, and fails.
+COMPILER_FAILED = r"Command '\['(\S*/)?(ninja|nvcc|gcc|g\+\+|cc|c\+\+|clang)'"
 #: What an exception asks for beside what is done about its class: how its text begins, and the step.
 _HINTS = (
     (
         r"[^'\"\n]{0,80}(Ninja build failed|Could not find nvcc|Failed to find C)"
         r'|(Assertion error \(\S+\): false and ")?NVCC (PTX )?compilation failed'
-        rf"|{NO_COMPILER}",
+        rf"|[\w ]{{0,80}}(: )?{COMPILER_FAILED}|{NO_COMPILER}",
         "`nvcc --version; ninja --version; c++ --version` must work: a kernel is compiled when it is first used",
     ),
     (

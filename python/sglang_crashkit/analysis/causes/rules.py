@@ -12,14 +12,17 @@ what brought it about may have a class of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import takewhile
 from signal import Signals
+from typing import Any
 
 from sglang_crashkit.analysis.causes import no_progress
-from sglang_crashkit.analysis.causes.advice import NO_COMPILER, hint_of
-from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
+from sglang_crashkit.analysis.causes.advice import COMPILER_FAILED, NO_COMPILER, hint_of
+from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, are_in, name_of
 from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ALONE_AT, ONLY
-from sglang_crashkit.model.checked_json import mappings_of
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import Level
 
 #: What is established of a process that died, by the signal.
@@ -68,6 +71,10 @@ _TOO_LITTLE = (
 _NO_SPACE = r"\[Errno 28\] No space left on device"
 #: As what is written in Rust has it, such as the downloads from a hub.
 _NO_SPACE_IN_RUST = r"[^'\"\n]{0,200}No space left on device \(os error 28\)"
+#: NCCL's, which does not say why where it is old.
+_NO_SEGMENT = r"[\s\S]{0,2000}Error while creating shared memory segment /dev/shm(?![\s\S]*Permission denied)"
+#: Those of torch.
+_NO_FILE_IN_SHM = r"unable to (write to|allocate shared memory\(shm\) for) file </torch_\S+: No space left on device"
 _OF_PAIRS = re.compile(r"sglang/srt/disaggregation/")
 
 
@@ -100,6 +107,16 @@ def raises(kind: str, text: str = "", *through: str, path: str = "", starting: b
     return rule
 
 
+def supported(rule: Rule) -> Rule:
+    """Return the rule that establishes nothing, whatever `rule` does."""
+
+    def weaker(case: Case) -> Finding | None:
+        found = rule(case)
+        return replace(found, level="supported") if found else None
+
+    return weaker
+
+
 def _sentence(case: Case, error: Raised) -> str:
     where = f" in {error.places[0]}" if error.places else ""
     line = error.text.strip().split("\n", 1)[0][:200]
@@ -124,13 +141,17 @@ def _host_oom(case: Case) -> Finding | None:
 #: What no broken GPU brings about: that is a RuntimeError, or another one of torch's.
 _OF_NO_GPU = re.compile(
     r"(\w+\.)*(Attribute|Assertion|FileNotFound|Import|Index|Key|Memory|ModuleNotFound|Name|NotImplemented|OS"
-    r"|OutOfMemory|Type|UnboundLocal|Value|ZeroDivision)Error"
+    r"|OutOfMemory|Overflow|Type|UnboundLocal|Value|ZeroDivision|ZMQ)Error"
 )
 _TELLS_OF_GPU = re.compile(r"[^'\"\n]{0,100}\b(CUDA|HIP|NCCL|CUBLAS)")
 
 
+#: What seldom uses a GPU, though a tokenizer may for images.
+_WITHOUT_GPU = frozenset({"detokenizer", "tokenizer_worker", "tokenizer"})
+
+
 def _hardware(case: Case) -> Finding | None:
-    found = [event for event in case.xids if event["xid"] in _XIDS_OF_HARDWARE]
+    found = [event for event in case.xids if event["xid"] in _XIDS_OF_HARDWARE and not _is_of_others(case, event)]
     if not found or case.signal == "SIGKILL" or case.end.get("signal") in _ORDERLY:
         return None
     holders = [one for event in found for one in mappings_of(event.get("processes"))]
@@ -138,11 +159,28 @@ def _hardware(case: Case) -> Finding | None:
     error = case.error
     if error is not None and _OF_NO_GPU.fullmatch(error.type):
         return None
+    if case.first.get("role") in _WITHOUT_GPU and pid not in [one.get("pid") for one in holders]:
+        return None
     own = (error is None or _TELLS_OF_GPU.match(error.text)) and any(
         one.get("pid") == pid and one.get("level") == "established" for one in holders
     )
     reasons = (f"The driver reported Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_NAMED])
     return Finding("established" if own else "supported", tuple(reasons))
+
+
+def _is_of_others(case: Case, event: Mapping[str, Any]) -> bool:
+    """Say whether an Xid error is of a GPU that other programs have, and each rank of this server is known on another.
+
+    A GPU that fell off the bus lists nobody.
+    """
+    devices = mappings_of(mapping_of(case.document.get("gpus")).get("devices"))
+    placed = {one.get("pid") for device in devices for one in mappings_of(device.get("processes"))}
+    its = next((device for device in devices if device.get("bus_id") == event.get("bus_id")), {})
+    return (
+        bool(its.get("others"))
+        and not its.get("processes")
+        and placed.issuperset(rank.get("pid") for rank in case.schedulers)
+    )
 
 
 def _gpu_said(case: Case) -> Finding | None:
@@ -245,9 +283,11 @@ def _poison(case: Case) -> Finding | None:
     by_issue = next((issue for issue in case.known if issue.by_request), None)
     if by_issue is not None:
         reason = f"Upstream's issue {by_issue.issue} tells of one request that ends a server so: {by_issue.title}."
+    elif _is_of_host(error):
+        return None
     elif case.repeated:
         reason = f"A request like {case.repeated} was suspected in an earlier incident of the same fault."
-    elif any(map(error.came_through, _TAKING_IN)) and not any(map(_OF_PAIRS.search, error.paths[:3])):
+    elif any(map(error.came_through, _TAKING_IN)) and not any(map(_OF_PAIRS.search, _within(error, _TAKING_IN))):
         # What fails for want of the other server of a pair, would with any request.
         reason = "It came while one request was taken in."
     else:
@@ -259,6 +299,20 @@ def _poison(case: Case) -> Finding | None:
 
 #: What the kernel refuses has to do with the host; that a file is not there may have to do with a request.
 _OF_HOST = re.compile(r"\[Errno (?!2\])\d+\]")
+
+
+def _is_of_host(error: Raised) -> bool:
+    return bool(hint_of(error.text) or _OF_HOST.match(error.text))
+
+
+def _within(error: Raised, places: tuple[str, ...]) -> list[str]:
+    """Return the files of the frames that an exception came through before it came to one of `places`."""
+    frames = zip(error.places, error.paths, strict=False)
+    return [
+        path for _place, path in takewhile(lambda frame: not any(are_in((one,), frame[:1]) for one in places), frames)
+    ]
+
+
 #: What is said of any request that a server fails with whose only one it is.
 _BY_PLACE = frozenset({ABORTED, ALONE, ALONE_AT})
 #: Where a scheduler is at a request that was in no step yet.
@@ -279,7 +333,7 @@ def _suspected(case: Case) -> Finding | None:
     which = case.suspected
     if not which or case.is_starting or (case.error is None and not case.is_hang):
         return None
-    if case.error is not None and (hint_of(case.error.text) or _OF_HOST.match(case.error.text)):
+    if case.error is not None and _is_of_host(case.error):
         return None
     by_place = _BY_PLACE
     if case.error is not None and not any(map(case.error.came_through, _BEGINNING)):
@@ -305,8 +359,11 @@ def _port_logged(case: Case) -> Finding | None:
 
 def _model_load(case: Case) -> Finding | None:
     # What a loader or a configuration refuses is the model as it was asked for: its weights, type or quantization.
-    found = _WHILE_LOADING(case)
-    return Finding("supported", found.reasons) if found else None
+    error = case.error
+    if error is None or error.type in ("KeyboardInterrupt", "SystemExit"):
+        return None
+    # What the host or a library refuses meanwhile is something else.
+    return None if hint_of(error.text) or _CHECKED_IN_C.match(error.text) else _WHILE_LOADING(case)
 
 
 def _startup_timeout(case: Case) -> Finding | None:
@@ -349,14 +406,17 @@ def _exited(case: Case) -> Finding | None:
     return Finding("established" if case.verdict.get("level") == "established" else "supported", (said,))
 
 
-_WHILE_LOADING = raises(
-    r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/|huggingface_hub/", starting=True
+_WHILE_LOADING = supported(
+    raises(r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/|(huggingface|modelscope)\w*/", starting=True)
 )
 #: As what a GPU's libraries report its errors; the last is FlashInfer's.
 _GPU_ERRORS = "Exception|RuntimeError|InternalError"
+_FROM_GPU = rf"torch\.AcceleratorError|{_GPU_ERRORS}"
 _OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
 #: What may stand before what the GPU's driver says: that graphs were captured, and where SGLang's own kernels asked it.
 _BEFORE = r"(Capture [\w -]{1,40} graph failed: )?((Runtime check failed|Failed) at \S{1,300}: )?"
+#: A check that failed in a library's own code, such as DeepEP's.
+_CHECKED_IN_C = re.compile(rf"{_BEFORE}(Failed: )?Assertion error \(?\S+\.(cu|cuh|cpp|hpp)\b")
 #: How torch, Triton and SGLang begin what it says.
 _OF_GPU = rf"{_BEFORE}((CUDA|HIP|XPU)( driver)? error:|Triton Error \[(CUDA|HIP)\]:)"
 #: How DeepGEMM does, which gives the error's name.
@@ -371,17 +431,22 @@ _OOM_WORDS = (
     rf"({_BEFORE}(CUDA|HIP|XPU|NPU)|{_OF_GPU}) out of memory(\.?(\s*$|\n)|\. )"
     rf"|{_OF_GPU} CUBLAS_STATUS_ALLOC_FAILED|{_BY_NAME}(OUT_OF_MEMORY|MemoryAllocation)\b|{_IN_QUOTES}out of memory'"
 )
-_OOM_OF_NCCL = r"NCCL error[\s\S]{0,2000}Cuda failure (\d+ )?'out of memory'"
+_OF_NCCL = r"NCCL error[\s\S]{0,2000}Cuda failure (\d+ )?'"
+_OOM_OF_NCCL = rf"{_OF_NCCL}out of memory'"
+#: The GPU's driver pins memory of the host, and says the same where that ran out.
+_PINNING = "alloc_with_pin_memory* (*.py)"
 _FAULTS = (
     r"(an illegal memory access|device-side assert|misaligned address|unspecified launch failure"
     r"|an illegal instruction|invalid program counter|the launch timed out)"
 )
+#: How FlashInfer begins: with the call that failed.
+_CALL_FAILED = (
+    rf"{_BEFORE}(Check failed: \([^\n]{{1,200}}\) is false: )?[\w ,-]{{1,100}}\b(failed|error)( with error)?( code)?:?"
+)
 _CUDA_WORDS = (
     rf"{_OF_GPU} ({_FAULTS}|CUBLAS_STATUS_EXECUTION_FAILED)"
     rf"|{_BY_NAME}((?i:ILLEGAL|MISALIGNED|ASSERT)|LAUNCH_FAILED|LaunchFailure)|{_IN_QUOTES}{_FAULTS}"
-    # FlashInfer's, by the call that failed.
-    rf"|{_BEFORE}(Check failed: \([^\n]{{1,200}}\) is false: )?"
-    rf"[\w ,-]{{1,100}}\b(failed|error)( with error)?( code)?:? {_FAULTS}"
+    rf"|{_CALL_FAILED} {_FAULTS}"
     rf"|{_BEFORE}\[TensorRT-LLM\]\[ERROR\] CUDA runtime error in [^\n]{{1,200}}: {_FAULTS}"
 )
 _BROKEN_WORDS = rf"{_OF_GPU} uncorrectable (ECC|NVLink) error"
@@ -395,23 +460,27 @@ _MODEL_ERRORS = (
     r"|is not the path to a directory))"
 )
 _PORT_WORDS = (
-    r"(\[Errno 98\]|The server socket has failed to listen|Address already in use"
-    r"|[\w ]*[Pp]ort( \d+)? is already in use|[\w ]+ at \d+ is not available)"
+    r"(\[Errno 98\]|The server socket has failed to listen(?![\s\S]*(EACCES|EADDRNOTAVAIL))|Address already in use"
+    r"|[\w ]*[Pp]ort( \d+)? is already in use|[\w ]+ at \d+ is not available"
+    r"|Could not bind port \d+ on any configured address family)"
 )
 
 #: What a driver says that does not fit what was compiled.
 _OLD_DRIVER = (
-    rf"{_OF_GPU} (no kernel image is available|the provided PTX was compiled|device kernel image is invalid)"
+    rf"({_OF_GPU}|{_CALL_FAILED}) (no kernel image is available|the provided PTX was compiled"
+    r"|device kernel image is invalid)"
     r"|The NVIDIA driver on your system is too old|Unexpected error from cudaGetDeviceCount[\s\S]{0,300}Error 80[34]:"
     rf"|{_BY_NAME}((?i:INVALID_?(KERNEL_?)?IMAGE|UNSUPPORTED_?PTX)|NO_BINARY_FOR_GPU|NoKernelImage)"
 )
-#: What FlashInfer, DeepGEMM, DeepEP and Triton say that compile a kernel when it is first used.
+#: What FlashInfer, DeepGEMM, DeepEP, Triton and torch say that compile a kernel when it is first used.
 _NOT_COMPILED = (
     rf"{_BEFORE}(Ninja build failed|Could not find nvcc|NVCC (PTX )?compilation failed|Failed to find C(\+\+)? compiler"
-    r'|Assertion error \(\S+compiler\.hpp:\d+\): false and "NVCC compilation failed")'
+    r'|Assertion error \(\S+compiler\.hpp:\d+\): false and "NVCC compilation failed"'
+    rf"|{COMPILER_FAILED}|\s*The detected CUDA version \()"
 )
 _NOT_JOINED = (
-    r"Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|The client socket has timed out after"
+    r"\[\d+\] is setting up NCCL communicator[^\n]{0,300} got error: (wait timeout|Socket Timeout)"
+    r"|Timed out after \d+ seconds waiting for clients|wait timeout after \d+ ?ms|The client socket has timed out after"
 )
 
 #: The one table, most telling first. What stands above is a word of the kernel's or of the driver's, or follows from
@@ -447,6 +516,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("gpu_hardware", raises(r"torch\.AcceleratorError", _BROKEN_WORDS)),
     ("gpu_hardware", raises(_GPU_ERRORS, _BROKEN_WORDS)),
     # What a GPU or the host ran out of.
+    ("host_oom", supported(raises(_FROM_GPU, _OOM_WORDS, _PINNING))),
+    ("host_oom", raises("RuntimeError", r"cudaHostRegister failed \(rc=2,")),
     ("gpu_oom_at_start", raises(_OOM_CLASS, starting=True)),
     ("gpu_oom_at_start", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=True)),
     ("gpu_oom_at_start", raises(_GPU_ERRORS, _OOM_WORDS, starting=True)),
@@ -458,22 +529,22 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("cuda_fault", _gpu_said),
     ("cuda_fault", raises(r"torch\.AcceleratorError", _CUDA_WORDS)),
     ("cuda_fault", raises(_GPU_ERRORS, _CUDA_WORDS)),
-    ("cuda_fault", raises(rf"torch\.AcceleratorError|{_GPU_ERRORS}", _PEER_ACCESS)),
-    ("host_oom", raises("MemoryError")),
+    ("cuda_fault", raises(_FROM_GPU, _PEER_ACCESS)),
+    ("cuda_fault", raises("DistBackendError|RuntimeError", rf"{_OF_NCCL}{_FAULTS}")),
+    ("host_oom", raises("MemoryError|_ArrayMemoryError")),
     ("host_oom", raises("OSError", r"\[Errno 12\] Cannot allocate memory")),
     ("host_oom", raises("RuntimeError", r".{0,200}DefaultCPUAllocator: (can't allocate|not enough) memory")),
+    ("host_oom", raises("RuntimeError", r"unable to mmap \d+ bytes from file <[^>\n]{1,400}>: Cannot allocate memory")),
     # What HiCache asks before it takes any.
     ("host_oom", raises("ValueError", r"Not enough host memory (available|for)\b")),
     ("shm_exhausted", _no_space_by_signal),
     ("shm_exhausted", raises("OSError", _NO_SPACE, "* (shared_memory.py)")),
+    # A semaphore of several processes.
+    ("shm_exhausted", raises("OSError", _NO_SPACE, "* (synchronize.py)")),
     ("shm_exhausted", raises("OSError", _NO_SPACE + r".{0,20}/dev/shm")),
-    (
-        "shm_exhausted",
-        raises("DistBackendError|RuntimeError", r"[\s\S]{0,2000}Error while creating shared memory segment /dev/shm"),
-    ),
-    ("shm_exhausted", raises("RuntimeError", r"unable to write to file </torch_\S+: No space left on device")),
-    ("disk_full", raises("OSError", _NO_SPACE)),
-    ("disk_full", raises("OSError", r"\[Errno 122\] Disk quota exceeded")),
+    ("shm_exhausted", raises("DistBackendError|RuntimeError", _NO_SEGMENT)),
+    ("shm_exhausted", raises("RuntimeError", _NO_FILE_IN_SHM)),
+    ("disk_full", raises("OSError|InductorError", rf"(OSError: )?({_NO_SPACE}|\[Errno 122\] Disk quota exceeded)")),
     ("disk_full", raises("RuntimeError|OSError|Exception|SafetensorError", _NO_SPACE_IN_RUST)),
     ("kv_pool_leak", raises("ValueError", _LEAK, "raise_error_or_warn (common.py)")),
     ("kv_pool_leak", raises("ValueError", _LEAK, "*check* (scheduler_runtime_checker_mixin.py)")),
@@ -496,6 +567,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_model", raises("RepositoryNotFoundError|HFValidationError|LocalEntryNotFoundError|GatedRepoError")),
     ("startup_model", raises("SafetensorError", starting=True)),
     ("startup_model", raises("OSError|ValueError|RuntimeError", _MODEL_ERRORS, starting=True)),
+    ("startup_version", raises("FileNotFoundError", NO_COMPILER)),
     ("startup_model", raises("FileNotFoundError|PermissionError", path=r"(model_loader|transformers)/", starting=True)),
     ("startup_version", raises("ImportError|ModuleNotFoundError|AttributeError|OSError", r".{0,300}undefined symbol")),
     ("startup_version", raises("ImportError|ModuleNotFoundError", starting=True)),
@@ -503,18 +575,21 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_version", raises("AttributeError", r"module '[\w.]+' has no attribute", starting=True)),
     ("startup_version", raises("OSError", r".{0,300}(version `\S+' not found|cannot open shared)", starting=True)),
     ("startup_version", raises("Exception", r"\S+ (is installed with|with minimum required) version ", starting=True)),
-    ("startup_version", raises(r"RuntimeError|Exception|torch\.AcceleratorError", _OLD_DRIVER)),
-    ("startup_version", raises("RuntimeError|Exception", _NOT_COMPILED)),
-    ("startup_version", raises("FileNotFoundError", NO_COMPILER)),
+    ("startup_version", raises("NVMLError_LibRmVersionMismatch")),
+    ("startup_version", raises("ValueError", r"Due to a serious vulnerability issue in `torch\.load`")),
+    ("startup_version", raises(_FROM_GPU, _OLD_DRIVER)),
+    ("startup_version", raises("RuntimeError|Exception|CalledProcessError", _NOT_COMPILED)),
     ("startup_model", _model_load),
     ("startup_timeout", _startup_timeout),
-    ("startup_timeout", raises("DistStoreError|DistNetworkError", _NOT_JOINED, starting=True)),
+    ("startup_timeout", raises("DistStoreError|DistNetworkError|DistBackendError", _NOT_JOINED, starting=True)),
     ("startup_timeout", raises("ValueError", r"TP rank \d+ could finish the model loading, but ")),
     # Who it was says more than how it ended.
     ("asked_to_stop", _asked_to_stop),
     ("asked_to_stop", raises("KeyboardInterrupt")),
     ("detokenizer_lost", _lost("detokenizer")),
     ("tokenizer_lost", _lost("tokenizer_worker", "tokenizer")),
+    # Where the main process takes the answers in.
+    ("tokenizer_lost", raises(r"\w+", "", "handle_loop (tokenizer_manager.py)")),
     ("rank_divergence", no_progress.aborted_apart),
     ("collective_mismatch", no_progress.aborted_in_mismatch),
     ("rank_stuck", no_progress.aborted_waiting("behind")),

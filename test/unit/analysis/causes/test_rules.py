@@ -41,6 +41,18 @@ BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 TIME_LIMIT = {"event": "exception", "pid": PEOPLE[TP0][0], "message": GLOO}
 TWO_PLACES = {TP0: [WAITS, WORKS], TP1: [WAITS, "f (y.py:1)"]}
 NODES = {"environment": {"arguments": {"nnodes": 2}}}
+#: A GPU that another program has, while each rank is known to have another one.
+OTHERS = {
+    "gpus": {
+        "devices": [
+            {"bus_id": "0000:3b:00", "processes": [], "others": [{"pid": 99, "used": 1}]},
+            {"bus_id": "0000:5e:00", "processes": [{"pid": PEOPLE[title][0]} for title in (TP0, TP1)], "others": []},
+        ],
+        "xids": [{"xid": 94, "bus_id": "0000:3b:00", "processes": []}],
+    }
+}
+LOADS = "safetensors_weights_iterator (sglang/srt/model_loader/weight_utils.py:1)"
+PINNED = "alloc_with_pin_memory (sglang/srt/mem_cache/pool_host/common.py:364)"
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
 }
@@ -174,9 +186,17 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("detokenizer_lost", EST): {
         "the detokenizer killed": incident("signal", DETOKENIZER, end=killed()),
         "the detokenizer raised": raised("ValueError: x", first=DETOKENIZER),
+        "the detokenizer, and an Xid": raised("RuntimeError: x", first=DETOKENIZER, **xid(94, 10)),
         "the detokenizer, and suspected": raised("X: y", first=DETOKENIZER, **SUSPECTED),
     },
-    ("tokenizer_lost", EST): {"a tokenizer worker": incident("signal", "sglang::tokenizer_worker:0", end=killed())},
+    ("tokenizer_lost", EST): {
+        "a tokenizer worker": incident("signal", "sglang::tokenizer_worker:0", end=killed()),
+        "the main process's tokenizer": raised(
+            "_pickle.UnpicklingError: x",
+            "TokenizerManager.handle_loop (sglang/srt/managers/tokenizer_manager.py:1)",
+            first="server",
+        ),
+    },
     ("gpu_hardware", EST): {
         "Xid 79 of its GPU": died("SIGABRT", first=TP0, **xid(79, 10)),
         "a link of Blackwell's": died("SIGABRT", first=TP0, **xid(149, 10)),
@@ -327,7 +347,9 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     },
     ("poison_request", SUP): {
         "taken in": raised(
-            "TypeError: x", "handle_generate_request (sglang/srt/managers/scheduler.py:1)", *FORWARD[1:]
+            "TypeError: x",
+            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
+            "event_loop_normal_disagg_prefill (sglang/srt/disaggregation/prefill.py:1)",
         ),
         "known": raised(
             "RuntimeError: selected index k out of range",
@@ -340,6 +362,15 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "hangs, and suspected": hung(TP1, **SUSPECTED),
     },
     ("exception_in_sglang", SUP): {
+        "an Xid of somebody else's GPU": raised("RuntimeError: The size of tensor a must match", *FORWARD, **OTHERS),
+        "Xid, and a socket's error": raised(
+            "zmq.error.ZMQError: Resource temporarily unavailable", *FORWARD, **xid(94)
+        ),
+        "taken in, and a thread too many": raised(
+            "RuntimeError: can't start new thread",
+            "submit (concurrent/futures/thread.py:1)",
+            "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
+        ),
         "for the first time": raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]),
         "new, and alone in a server": raised("IndexError: x", *FORWARD, **ONLY_ONE),
         "new, and alone in its replica": but(
@@ -349,6 +380,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "a thread too many, and suspected": raised("RuntimeError: can't start new thread", *FORWARD, **SUSPECTED),
         "taken in, while the other of a pair is away": raised(
             "TypeError: x",
+            *["send (requests/sessions.py:1)"] * 4,
             "__init__ (sglang/srt/disaggregation/mooncake/conn.py:1)",
             "handle_generate_request (sglang/srt/managers/scheduler.py:1)",
         ),
@@ -363,9 +395,12 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
     ("host_oom", SUP, FORWARD): [
         "MemoryError",
         "OSError: [Errno 12] Cannot allocate memory",
+        "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 3.20 GiB for an array",
+        "RuntimeError: unable to mmap 18329065000 bytes from file </m/x.safetensors>: Cannot allocate memory (12)",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 9",
     ],
     ("cuda_fault", SUP, FORWARD): [
+        "torch.distributed.DistBackendError: NCCL error in: x\nCuda failure 700 'an illegal memory access'",
         "RuntimeError: CUDA error: an illegal memory access was encountered",
         "RuntimeError: HIP error: an illegal memory access was encountered",
         "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered",
@@ -388,6 +423,23 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
     ("cuda_fault", EST, FORWARD): [
         "torch.AcceleratorError: CUDA error: device-side assert triggered",
         "torch.AcceleratorError: CUDA error: the launch timed out and was terminated",
+    ],
+    ("host_oom", SUP, (PINNED, *LOADING)): [
+        "RuntimeError: CUDA error: out of memory" + ASYNC,
+        "torch.AcceleratorError: CUDA error: out of memory" + ASYNC,
+    ],
+    ("asked_to_stop", EST, (LOADS, LOADER, *LOADING)): ["KeyboardInterrupt: "],
+    ("startup_failed", SUP, (LOADS, LOADER, *LOADING)): [
+        "RuntimeError: can't start new thread",
+        "OSError: [Errno 24] Too many open files: '/m/x.safetensors'",
+        "RuntimeError: Failed: Assertion error /x/csrc/deep_ep.cpp:9 'rank == 0'",
+    ],
+    ("startup_version", SUP, (LOADS, "load_model (sglang/srt/model_loader/loader.py:1)", *LOADING)): [
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'",
+        "ValueError: Due to a serious vulnerability issue in `torch.load`, even with x",
+    ],
+    ("tokenizer_lost", EST, ("x (y.py:1)", "handle_loop (sglang/srt/managers/tokenizer_manager.py:1)")): [
+        "KeyError: 'x'"
     ],
     ("gpu_oom_serving", EST, FORWARD): [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -438,10 +490,15 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
         "OSError: [Errno 28] No space left on device: '/dev/shm/x'",
         "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
         "RuntimeError: unable to write to file </torch_1_2>: No space left on device (28)",
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)",
+    ],
+    ("shm_exhausted", EST, ("SemLock.__init__ (multiprocessing/synchronize.py:57)", *FORWARD)): [
+        "OSError: [Errno 28] No space left on device"
     ],
     ("disk_full", SUP, FORWARD): [
         "OSError: [Errno 28] No space left on device: '/data/x'",
         "OSError: [Errno 122] Disk quota exceeded: '/data/x'",
+        "torch._inductor.exc.InductorError: OSError: [Errno 28] No space left on device",
     ],
     ("disk_full", SUP, LOADING): ["RuntimeError: CAS service error : IO Error: No space left on device (os error 28)"],
     ("startup_port", EST, LOADING): [
@@ -475,13 +532,22 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
         "Exception: Capture cuda graph failed: Ninja build failed.",
         'RuntimeError: Assertion error (/x/compiler.hpp:176): false and "NVCC compilation failed"',
         "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'",
+        "subprocess.CalledProcessError: Command '['/usr/bin/gcc', 'x.c']' returned non-zero exit status 1.",
+        "Exception: Capture cuda graph failed: Command '['gcc', 'x.c']' returned non-zero exit status 1.",
+        "RuntimeError: \nThe detected CUDA version (11.8) mismatches the version that was used to compile",
+        "RuntimeError: SingleDecodeWithKVCache kernel launch failed, error: no kernel image is available for execution",
+        "tvm.error.InternalError: Check failed: (a == b) is false: F failed with error no kernel image is available",
         "OSError: /x/libstdc++.so.6: version `GLIBCXX_3.4.32' not found",
         "AttributeError: module 'torch' has no attribute 'float8'",
     ],
     ("startup_failed", SUP, LOADING): [
         "ValueError: tp 3 does not divide",
         "RuntimeError: CUDA error: invalid device ordinal" + ASYNC,
+        "torch.distributed.DistNetworkError: The server socket has failed to listen. port: 80, code: -13, name: EACCES",
+        "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl-x, "
+        "error: Permission denied (13)",
     ],
+    ("startup_version", EST, LOADING): ["pynvml.NVMLError_LibRmVersionMismatch: RM has detected an NVML/RM mismatch"],
     ("gpu_hardware", EST, FORWARD): ["torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"],
     ("gpu_hardware", SUP, FORWARD): [
         "RuntimeError: CUDA error: uncorrectable ECC error encountered" + ASYNC,
@@ -504,6 +570,8 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
     ("startup_timeout", EST, LOADING): [
         "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
         "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect",
+        "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0], "
+        "but store->get('0') got error: wait timeout after 600000ms",
     ],
     ("startup_timeout", SUP, LOADING): ["ValueError: TP rank 0 could finish the model loading, but there are other"],
     ("startup_version", SUP, (LAUNCHER,)): [
@@ -550,6 +618,7 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
     ("error", "step"),
     [
         ("RuntimeError: Ninja build failed.", "`nvcc --version; ninja --version; c++ --version` must work"),
+        ("subprocess.CalledProcessError: Command '['gcc', 'x']' returned", "`nvcc --version; ninja --version"),
         ("RuntimeError: CUDA error: invalid device ordinal", "`nvidia-smi` and CUDA_VISIBLE_DEVICES"),
         ("torch.distributed.DistBackendError: NCCL error in: /x.cpp:9, invalid usage", "NCCL_DEBUG=INFO"),
         ("RuntimeError: Unexpected error from cudaGetDeviceCount(). x Error 802: y", "`systemctl status nvidia-fabric"),
