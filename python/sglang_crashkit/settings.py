@@ -34,6 +34,11 @@ _LONGEST_SOCKET = "4194304-123456789012.sock"
 _MAX_SOCKET_PATH = 107
 #: Names of an earlier release, read where theirs is not set; a launch warns of them (see `earlier_names_in`).
 _EARLIER = {"SGLANG_CRASHKIT_CAPTURE_SECS": "SGLANG_CRASHKIT_PHOTOGRAPH_SECS"}
+#: What tells others of an incident, or of a server.
+_PUBLISHING = {
+    *("SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_KUBERNETES_EVENT"),
+    *("SGLANG_CRASHKIT_METRICS_FILE", "SGLANG_CRASHKIT_HTML", "PROMETHEUS_MULTIPROC_DIR", OTLP_ENDPOINT),
+}
 _TRUE = {"1", "true", "yes", "y"}
 _FALSE = {"0", "false", "no", "n"}
 
@@ -255,6 +260,12 @@ def socket_of(server_pid: int) -> Path | None:
 
     stat = procfs.read_stat(server_pid)
     return socket_path(server_pid, stat.start_ticks) if stat is not None else None
+
+
+def unpublished(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a server whose incidents nobody is to be told of, as they are provoked."""
+    kept = {name: value for name, value in environ.items() if name not in _PUBLISHING}
+    return kept | {"SGLANG_CRASHKIT_TERMINATION_LOG": "0"}
 
 
 def fallback_folder() -> Path:

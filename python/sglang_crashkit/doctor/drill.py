@@ -24,7 +24,7 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
-from sglang_crashkit.settings import RUN, Settings, fallback_folder
+from sglang_crashkit.settings import RUN, Settings, fallback_folder, unpublished
 
 #: The stand-in's crash handler starts within this time, and the incident is whole within the next, in seconds.
 _START_SECS = 10.0
@@ -97,17 +97,9 @@ def _problem_of(crash_folder: Path | None, environ: Mapping[str, str]) -> str:
     return ""
 
 
-#: Nobody is to be woken by a drill, and no server's metrics are to be replaced.
-_PUBLISHING = {
-    *("SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_KUBERNETES_EVENT"),
-    *("SGLANG_CRASHKIT_OTLP_ENDPOINT", "SGLANG_CRASHKIT_METRICS_FILE", "SGLANG_CRASHKIT_HTML"),
-    "PROMETHEUS_MULTIPROC_DIR",
-}
-
-
 def _environment(environ: Mapping[str, str], runtime: str) -> dict[str, str]:
-    kept = {name: value for name, value in environ.items() if name not in OWN | _PUBLISHING}
-    return kept | {"TMPDIR": runtime, "SGLANG_CRASHKIT_TERMINATION_LOG": "0"}
+    kept = {name: value for name, value in unpublished(environ).items() if name not in OWN}
+    return kept | {"TMPDIR": runtime}
 
 
 def _crash(folder: Path, environ: Mapping[str, str]) -> tuple[StoredIncident | None, str]:

@@ -26,6 +26,11 @@ from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, sho
 from sglang_crashkit.replay.trials import BudgetSpentError, Plan, Trials
 
 REPRODUCER, SCRIPT = "reproducer.json", "reproduce.sh"
+#: Requests bring a fault back where they do so this often, each time after others that did no harm.
+_PROOFS = 2
+#: Where they did not each time, it takes more, and as many without make it chance. So it is in order, each time: which
+#: of many parts of a long row fails by chance once is easily found.
+_MORE_PROOFS = 3
 #: What of a prompt the fault depends on.
 Prompt = Literal["nothing", "length", "content", "unknown"]
 
@@ -36,6 +41,8 @@ _ALWAYS = (*_PROMPTS, _MAX_NEW_TOKENS)
 #: Prompts of one character or token id that have nothing of the prompt at hand: what both of them fail with is not said
 #: by any prompt. Lower ids than these stand for what is special, in most vocabularies.
 _NEUTRAL_UNITS, _FIRST_LETTER, _FIRST_ID = 2, ord("a"), 200
+#: More tokens than a request asks for that brings the fault back with one or two.
+_MORE_TOKENS = 16
 #: What is sent in the place of a prompt that is not kept: the fault may lie in the parameters.
 _STAND_IN = "a"
 #: So many suspects at most are named that could not be sent.
@@ -48,7 +55,8 @@ class Result:
 
     incident: str  # the incident's id
     fault: str  # how its server failed
-    #: Whether the same fault came back twice, the second time by `requests` alone on a server of its own.
+    #: Whether the same fault came back twice, the second time by `requests` alone on a server of its own, and other
+    #: requests do not bring it back, as far as that was tried.
     reproduced: bool = False
     reason: str = ""  # why not; empty otherwise
     starts: int = 0  # how many servers were started
@@ -60,7 +68,7 @@ class Result:
     rids: list[str] = field(default_factory=list)  # the ids that the requests had
     left_out: list[str] = field(default_factory=list)  # what of them could not be sent as it came, a sentence each
     path: str = "/generate"  # where they are sent
-    is_confirmed: bool = False  # what was reduced brought it back once more, alone on a server of its own
+    is_confirmed: bool = False  # each time that `requests` were sent after others, those did no harm and these did
     in_order: bool = False  # each of `requests` has to be answered before the next one is sent
     #: What recognises the only request as it came (`quarantine.Entry`); None where nothing does.
     entry: dict[str, Any] | None = None
@@ -119,7 +127,7 @@ def _unsent(request: StoredRequest) -> list[str]:
 
 def _unsent_suspects(document: Mapping[str, Any], stored: Sequence[StoredRequest]) -> list[str]:
     """Return which of the most suspicious requests could not be sent as they came, a phrase each."""
-    known = {one.rid: one for one in stored}
+    known = {rid: one for one in stored for rid in one.rids}
     whys = {
         # That it was aborted may be what it takes.
         rid: _unsent(known[rid]) + ["its abort, which is not repeated"] * known[rid].was_given_up
@@ -135,7 +143,8 @@ def _suspected(document: Mapping[str, Any]) -> list[str]:
 
 
 def _suspects(document: Mapping[str, Any], items: Sequence[StoredRequest]) -> list[StoredRequest]:
-    return [item for rid in _suspected(document) for item in items if item.rid == rid]
+    found = [item for rid in _suspected(document) for item in items if rid in item.rids]
+    return [item for place, item in enumerate(found) if item not in found[:place]]
 
 
 def _find(
@@ -160,19 +169,20 @@ def _find(
         return
     result.rids, result.requests = [one.rid for one in group], [dict(one.body) for one in group]
     result.path = group[0].path
-    if not any(trials.fails_afresh(group) for _ in range(tries)):
-        words = "it came back once, and not by the same requests alone"
-        result.reason = f"not reproduced in {tries} tries: {words}; it depends on time or on load"
-        _find_in_order(trials, items, result)
+    if not trials.failed_afresh(group) and not any(trials.fails_afresh(group) for _ in range(tries)):
+        _depends_on_time(trials, items, result, "it came back once, and not by the same requests alone", tries)
         return
     result.reproduced = True
     answered = [one for one in stored if not one.was_running and not one.was_given_up]
     reduction = _Reduction(group, trials, answered)
-    reduction.run()
-    # A fault that comes now and then may seem to need what it does not.
-    result.is_confirmed = trials.failed_afresh(reduction.group) or (
-        trials.starts_left > 0 and trials.fails_afresh(reduction.group)
-    )
+    with trials.keeping(_PROOFS):
+        reduction.run()
+    proof = _prove(trials, reduction.group, reduction.innocent(items))
+    if proof == "none":
+        result.reproduced = False
+        _depends_on_time(trials, items, result, "other requests bring it back, or these do so by chance", tries)
+        return
+    result.is_confirmed = proof == "each time"
     if result.is_confirmed:
         result.rids = [one.rid for one in reduction.group]
         result.requests = [dict(one.body) for one in reduction.group]
@@ -180,7 +190,35 @@ def _find(
     if len(group) == 1:
         result.parameters = reduction.parameters if result.is_confirmed else _parameters_of(group[0])
         result.prompt = reduction.prompt if result.is_confirmed else "unknown"
-        result.entry = _entry(group[0], result, document, stored)
+        result.entry = _entry(group[0], result, document, stored) if result.is_confirmed else None
+
+
+#: How often requests were seen to bring a fault back that others do not; ``untried`` where no server was left for it.
+_Proof = Literal["each time", "at times", "none", "untried"]
+
+
+def _prove(
+    trials: Trials, group: Sequence[StoredRequest], innocent: Sequence[StoredRequest], *, in_order: bool = False
+) -> _Proof:
+    """Find out whether a group, which was seen to bring the fault back, does so again, and `innocent` requests do not.
+
+    A fault that comes by time or by load comes with any requests.
+    """
+    failed, survived = 0, 0
+    starts = 2 if in_order else 1
+    while innocent and trials.starts_left >= starts:
+        does_harm, fails = trials.contrast(innocent, group, in_order=in_order)
+        failed, survived = failed + fails, survived + (not fails)
+        if does_harm or survived >= (1 if in_order else _MORE_PROOFS):
+            return "none"
+        if failed >= (_MORE_PROOFS if survived or in_order else _PROOFS):
+            return "at times" if survived else "each time"
+    return "at times" if failed else "none" if survived else "untried"
+
+
+def _depends_on_time(trials: Trials, items: Sequence[StoredRequest], result: Result, why: str, tries: int) -> None:
+    result.reason = f"not reproduced in {tries} tries: {why}; it depends on time or on load"
+    _find_in_order(trials, items, result)
 
 
 def _find_in_order(trials: Trials, items: Sequence[StoredRequest], result: Result) -> None:
@@ -189,15 +227,19 @@ def _find_in_order(trials: Trials, items: Sequence[StoredRequest], result: Resul
     if len(group) < 2 or trials.starts_left < 2 or not trials.fails_afresh(group, in_order=True):
         return
 
+    kept = 2 * _MORE_PROOFS if trials.starts_left > 3 * _MORE_PROOFS else 1
+
     def first_failing(groups: Sequence[Sequence[StoredRequest]]) -> int | None:
-        # What those before it left behind counts, so each has a server of its own; one more start is kept for the end.
-        tried = (trials.starts_left > 1 and trials.fails_afresh(some, in_order=True) for some in groups)
+        # What those before it left behind counts, so each has a server of its own; some starts are kept for the end.
+        tried = (trials.starts_left > kept and trials.fails_afresh(some, in_order=True) for some in groups)
         return next((number for number, fails in enumerate(tried) if fails), None)
 
     group = minimize(group, first_failing)
-    if not trials.fails_afresh(group, in_order=True):
+    proof = _prove(trials, group, [_neutral(one) for one in group], in_order=True)
+    if proof == "none" or (proof == "untried" and not trials.fails_afresh(group, in_order=True)):
         return
-    result.reproduced = result.is_confirmed = result.in_order = True
+    result.reproduced = result.in_order = True
+    result.is_confirmed = proof == "each time"
     result.reason, result.path = "", group[0].path
     result.rids, result.requests = [one.rid for one in group], [dict(one.body) for one in group]
 
@@ -208,14 +250,13 @@ def _entry(
     """Return what recognises a request, as it came, that was proven to bring the fault back."""
     counting: dict[Prompt, Counting] = {"nothing": "any", "length": "length"}
     origin = origin_of(document, result.fault)
-    if result.is_confirmed:
-        # Where that would recognise others, too, or a parameter has no value to compare, it is this request alone.
-        with contextlib.suppress(CrashkitError):
-            prompt = counting.get(result.prompt, "content")
-            entry = entry_of(request.body, result.parameters, prompt, origin, 0.0)
-            is_kept = request.is_complete or prompt == "any"
-            if is_kept and not _recognises_others(entry, request, stored):
-                return asdict(entry)
+    # Where that would recognise others, too, or a parameter has no value to compare, it is this request alone.
+    with contextlib.suppress(CrashkitError):
+        prompt = counting.get(result.prompt, "content")
+        entry = entry_of(request.body, result.parameters, prompt, origin, 0.0)
+        is_kept = request.is_complete or prompt == "any"
+        if is_kept and not _recognises_others(entry, request, stored):
+            return asdict(entry)
     if not request.is_complete:
         # What was sent in its place is not what came.
         return None
@@ -259,6 +300,8 @@ class _Reduction:
         self.parameters = _parameters_of(group[0])
         self.prompt: Prompt = "unknown"
         self._trials, self._answered = trials, answered
+        #: The last that was seen to do no harm, but for which it would be the group.
+        self._survivor: list[StoredRequest] | None = None
 
     def run(self) -> None:
         """Reduce requests, parameters, prompts and lengths, until no more servers may be started."""
@@ -294,8 +337,8 @@ class _Reduction:
 
     def _reduce_prompt(self, place: int) -> None:
         body = self.group[place].body
-        name, prompt = next((name, body[name]) for name in _PROMPTS if name in body)
-        if not isinstance(prompt, (str, list)) or not prompt:
+        name, prompt = _prompt_of(body)
+        if not isinstance(prompt, (str, list)):
             return
         is_text = isinstance(prompt, str)
 
@@ -307,11 +350,13 @@ class _Reduction:
 
         units = list(islice(_neutral_units(prompt, self._answered), _NEUTRAL_UNITS))
         kinds: list[tuple[Prompt, int]] = [("nothing", 1), ("length", len(prompt))]
-        for kind, size in kinds:
+        for kind, size in kinds if prompt else kinds[:1]:
             groups = [made(unit * size) for unit in units]
-            if groups and all(self._trials.first_failing([group]) is not None for group in groups):
+            survivor = next((group for group in groups if self._trials.first_failing([group]) is None), None)
+            if groups and survivor is None:
                 self.prompt, self.group = kind, groups[-1]
                 return
+            self._survivor = survivor
         self.prompt = "content"
         # Cut from both ends first, which costs fewer servers the longer it is.
         run = shortest(list(prompt), lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
@@ -329,12 +374,48 @@ class _Reduction:
             return self._put(place, {**body, "sampling_params": {**sampling, "max_new_tokens": number}})
 
         number = lowest(most, lambda few: self._trials.first_failing([asking(one) for one in few]), at_least=1)
+        # Of one that asks for next to none, it may be that.
+        more = asking(_MORE_TOKENS)
+        is_few = most <= 2 and self._trials.first_failing([more]) is None
         self.group = asking(number)
-        if number > 1 and len(self.group) == 1:
+        if self._survivor is None and (number > 1 or is_few):
+            self._survivor = more if is_few else asking(number - 1)
+        if (number > 1 or is_few) and len(self.group) == 1:
             self.parameters = [*self.parameters, _MAX_NEW_TOKENS]
+
+    def innocent(self, items: Iterable[StoredRequest]) -> list[StoredRequest]:
+        """Return as many requests as are left, which lack what it takes; none where it takes nothing that is known.
+
+        `items` are those of the incident.
+        """
+        if self._survivor is not None:
+            return self._survivor
+        neutral = [_neutral(one) for one in self.group]
+        if [one.body for one in neutral] != [one.body for one in self.group]:
+            return neutral
+        rids, bodies = {one.rid for one in self.group}, [_without_id(one.body) for one in self.group]
+        others = [one for one in items if one.rid not in rids and _without_id(one.body) not in bodies]
+        return others[: len(self.group)]
 
     def _put(self, place: int, body: Mapping[str, Any]) -> list[StoredRequest]:
         return [replace(one, body=body) if its == place else one for its, one in enumerate(self.group)]
+
+
+def _prompt_of(body: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name of what a request has for a prompt, and that."""
+    return next((name, body[name]) for name in _PROMPTS if name in body)
+
+
+def _without_id(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "rid"}
+
+
+def _neutral(request: StoredRequest) -> StoredRequest:
+    """Return a request of the same form, with nothing of its prompt and without parameters."""
+    body = dict(_with(request, ()).body)
+    name, prompt = _prompt_of(body)
+    units = _neutral_units(prompt, ()) if isinstance(prompt, (str, list)) else iter(())
+    return replace(request, body={**body, name: next(units, _STAND_IN)})
 
 
 def _neutral_units(prompt: str | list[Any], answered: Iterable[StoredRequest]) -> Iterator[Any]:

@@ -6,8 +6,8 @@ import io
 import json
 import pickle
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,6 +44,8 @@ _NUMBERS = frozenset(
     }
 )
 _NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
+#: Of those that SGLang makes of a request with several answers, how many are none of them.
+_WARM_UPS = 2
 _MAX_LINE = 64 << 20
 _SAFE = {("collections", "deque"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}
 
@@ -59,6 +61,13 @@ class StoredRequest:
     lacks: tuple[str, ...] = ()  # what was not kept of it, a phrase each
     path: str = "/generate"  # where it is sent
     was_given_up: bool = False  # somebody aborted it before it was answered, as a client does that goes
+    #: The ids of the requests that SGLang made of it, beside `rid`: one for each of the answers (``n``) that it wants.
+    others: tuple[str, ...] = ()
+
+    @property
+    def rids(self) -> tuple[str, ...]:
+        """All ids by which the incident knows it."""
+        return (self.rid, *self.others)
 
     @property
     def is_complete(self) -> bool:
@@ -89,7 +98,33 @@ def read_requests(incident: StoredIncident) -> list[StoredRequest]:
             f"{incident.path} holds no requests",
             next_step=f"sglang-crashkit show {shlex.quote(str(incident.path))} --requests   # says why",
         )
-    return sorted(found, key=lambda one: one.arrived)
+    return sorted(_as_asked(found), key=lambda one: one.arrived)
+
+
+def _as_asked(found: Iterable[StoredRequest]) -> Iterator[StoredRequest]:
+    """Yield requests as clients sent them: SGLang makes several of one that wants several answers.
+
+    Each of these has the whole body, with the number of answers. So have those with which it warms the cache up, which
+    are answered by then; they are left out where others are not.
+    """
+    parts: dict[str, list[StoredRequest]] = {}
+    for one in found:
+        if _answers_wanted(one.body) > 1:
+            alike = {name: value for name, value in one.body.items() if name != "rid"}
+            parts.setdefault(json.dumps([one.path, alike], sort_keys=True), []).append(one)
+        else:
+            yield one
+    for some in parts.values():
+        wanted, running = _answers_wanted(some[0].body), [one for one in some if one.was_running]
+        made, size = (running, wanted) if running else (some, wanted + _WARM_UPS)
+        for begin in range(0, len(made), size):
+            first, *rest = made[begin : begin + size]
+            yield replace(first, others=tuple(one.rid for one in rest))
+
+
+def _answers_wanted(body: Mapping[str, Any]) -> int:
+    number = mapping_of(body.get("sampling_params")).get("n")
+    return number if type(number) is int else 1
 
 
 def _of_journal(path: Path) -> Iterator[StoredRequest]:

@@ -20,12 +20,13 @@ from types import TracebackType
 from sglang_crashkit.errors import CrashkitError, UsageError
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name
 from sglang_crashkit.kernel import signals
-from sglang_crashkit.kernel.server_arguments import value_of
+from sglang_crashkit.kernel.server_arguments import serves_tls, value_of
+from sglang_crashkit.settings import unpublished
 from sglang_crashkit.watch.health import Address, Question
 
 #: All in seconds. A server that is asked to end has done so by then; it has so long to write an incident; one that
 #: answered everything and is about to fail does so by then.
-_END_SECS, _INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 0.25
+_END_SECS, _INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
 _LOOK_SECS, _HEALTH_SECS = 0.05, 5.0
 #: So often it is started at most: another program may take a port, or memory, that it needs.
 _MAX_STARTS = 3
@@ -104,8 +105,12 @@ class OwnServer:
         if port is None:
             port = str(_free_port())
             command += [_PORT, port]
-        if not port.isdigit():
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise UsageError(f"{port!r} is no port")
+        if serves_tls(command):
+            raise UsageError(
+                "a server of --serve is asked without TLS", next_step="leave --ssl-certfile and --ssl-keyfile out of it"
+            )
         host = value_of(command, _HOST)
         self.address = Address("http", host if host not in _ALL_HOSTS else "127.0.0.1", int(port))
         self._command = command
@@ -162,7 +167,7 @@ class OwnServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=dict(os.environ) | _UNGUARDED,
+                    env=unpublished(os.environ) | _UNGUARDED,
                     start_new_session=True,
                 )
                 self._watcher = subprocess.Popen(
@@ -268,6 +273,10 @@ def _free_port() -> int:
 
 
 def _is_free(address: Address) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(_HEALTH_SECS)
-        return probe.connect_ex((address.host, address.port)) != 0
+    try:
+        socket.create_connection((address.host, address.port), _HEALTH_SECS).close()
+    except socket.gaierror as error:
+        raise UsageError(f"{address.host!r} is no host: {error.strerror}") from error
+    except OSError:
+        return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -52,7 +53,7 @@ class Trials:
     """
 
     def __init__(self, document: Mapping[str, Any], plan: Plan, say: Callable[[str], object]) -> None:
-        self.starts = 0
+        self.starts = self._kept = 0
         self._document, self._plan, self._say = document, plan, say
         self._servers: list[OwnServer | None] = [None] * plan.jobs
         self._known = self._read()
@@ -108,10 +109,33 @@ class Trials:
         """Say whether a group brought the fault back as the first that a server got."""
         return _key(group) in self._afresh
 
+    def contrast(
+        self, innocent: Sequence[StoredRequest], group: Sequence[StoredRequest], *, in_order: bool = False
+    ) -> tuple[bool, bool]:
+        """Say whether `innocent` requests do harm to a new server, and whether a group then brings the fault back.
+
+        In order, what was sent before counts, so the group has a server of its own.
+        """
+        self.close()
+        if self._try(0, innocent, in_order=in_order) != "survived":
+            return True, False
+        if in_order:
+            self.close()
+        return False, self._try(0, group, in_order=in_order) == "same"
+
     @property
     def starts_left(self) -> int:
         """How many more servers may be started."""
         return self._plan.max_starts - self.starts
+
+    @contextlib.contextmanager
+    def keeping(self, starts: int) -> Iterator[None]:
+        """Have so many starts be left after the block; fewer where there are no more."""
+        self._kept = starts
+        try:
+            yield
+        finally:
+            self._kept = 0
 
     def forget_survivors(self) -> None:
         """Have those tried again that did not fail: a fault may not come every time."""
@@ -138,7 +162,7 @@ class Trials:
     def _work_beside(self, slot: int, turn: _Turn) -> None:
         try:
             self._work(slot, turn)
-        except CrashkitError as error:
+        except Exception as error:  # noqa: BLE001 - the thread that waits for this one raises it
             turn.error = turn.error or error
             if turn.is_stopped:
                 self._close(slot)
@@ -209,9 +233,9 @@ class Trials:
         with self._lock:
             if self._is_over:
                 raise CrashkitError("no server is started any more")
-            if self.starts_left <= 0:
+            if self.starts_left <= self._kept:
                 raise BudgetSpentError(
-                    f"{self.starts} servers were started, which is what --starts allows",
+                    f"{self.starts} servers were started of the {self._plan.max_starts} that --starts allows",
                     next_step="the same command again with a larger --starts goes on from here",
                 )
             self.starts += 1
@@ -249,7 +273,7 @@ class _Turn:
 
     def __init__(self, groups: Sequence[Sequence[StoredRequest]]) -> None:
         self.first: int | None = None
-        self.error: CrashkitError | None = None
+        self.error: Exception | None = None
         self.is_stopped = False
         self._groups = enumerate(groups)
         self._lock = threading.Lock()

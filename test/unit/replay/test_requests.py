@@ -79,6 +79,27 @@ def test_a_number_outside_json_is_sent_as_it_came(tmp_path: Path) -> None:
     assert entry_of_all(line, origin, 0.0) == entry_of_all(request.body, origin, 0.0)
 
 
+def test_one_that_wants_several_answers_is_sent_once(tmp_path: Path) -> None:
+    several = LINE | {"sampling_params": {"n": 3}}
+    done = [several | {"rid": f"warm-{number}", "state": "finished"} for number in range(2)]
+    running = [several | {"rid": f"run-{number}"} for number in range(6)]
+    other = several | {"rid": "other", "text": "else", "state": "finished"}
+    found = read(tmp_path, LINE, *done, *running, other)
+    assert [one.rids for one in found] == [
+        ("a",),
+        ("run-0", "run-1", "run-2"),
+        ("run-3", "run-4", "run-5"),
+        ("other",),
+    ]
+    assert found[1].body["sampling_params"] == {"n": 3}
+
+
+def test_one_with_several_answers_that_was_answered_is_one(tmp_path: Path) -> None:
+    several = LINE | {"sampling_params": {"n": 2}, "state": "finished"}
+    (found,) = read(tmp_path, *(several | {"rid": str(number)} for number in range(4)))
+    assert found.rids == ("0", "1", "2", "3")
+
+
 @pytest.mark.parametrize("line", ["{", "[]\n", "\n", "{" * 100_000])
 def test_a_broken_line_is_left_out_and_named(tmp_path: Path, line: str) -> None:
     broken, whole = read(tmp_path, LINE, line)

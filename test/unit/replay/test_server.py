@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.errors import CrashkitError, UsageError
 from sglang_crashkit.replay import server
 from sglang_crashkit.replay.server import OwnServer, parse_command
 from unit.support.waiting import LONG, wait_until
@@ -58,6 +58,32 @@ def test_its_port_leaves_room_for_those_sglang_derives(tmp_path: Path, monkeypat
         monkeypatch.setattr(server, "_MAX_PORTS_TRIED", 1)
         with pytest.raises(CrashkitError, match="no free port between"):
             OwnServer(["serve"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--port", "99999"], "'99999' is no port"),
+        (["--port", "0"], "'0' is no port"),
+        (["--ssl-certfile", "x.pem"], "asked without TLS\n  next: leave --ssl-certfile and --ssl-keyfile out"),
+        (["--host", "no such host", "--port", "20001"], "'no such host' is no host"),
+    ],
+)
+def test_an_address_that_is_none_is_an_error_at_once(tmp_path: Path, words: list[str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem), OwnServer([*_SERVE, *words], tmp_path) as own:
+        own.start(LONG)
+
+
+def test_nobody_is_told_of_what_is_provoked(tmp_path: Path, paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_WEBHOOK", "https://example.org")
+    monkeypatch.setenv("SGLANG_CRASHKIT_HANG_SECS", "7")
+    told = f'env > {shlex.quote(str(tmp_path / "told"))}; exec {shlex.join(_SERVE)} "$0" "$@"'
+    with OwnServer(["sh", "-c", told], tmp_path / "own") as own:
+        own.start(LONG)
+    variables = (tmp_path / "told").read_text().splitlines()
+    assert {"SGLANG_CRASHKIT_HANG_SECS=7", "SGLANG_CRASHKIT_QUARANTINE=off"} <= {*variables}
+    assert "SGLANG_CRASHKIT_TERMINATION_LOG=0" in variables
+    assert not [one for one in variables if "WEBHOOK" in one]
 
 
 def test_an_interrupt_amid_its_start_leaves_no_server(

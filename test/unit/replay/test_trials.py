@@ -99,6 +99,47 @@ def test_afresh_is_on_a_server_that_served_nothing_else(tmp_path: Path, servers:
     assert servers[-1].sent == [GUILTY]
 
 
+@pytest.mark.parametrize(
+    ("innocent", "guilty", "in_order", "found", "sent"),
+    [
+        ("a", GUILTY, False, (False, True), [["a", GUILTY]]),
+        ("a", GUILTY, True, (False, True), [["a"], [GUILTY]]),
+        ("a", "b", False, (False, False), [["a", "b"]]),
+        (GUILTY, GUILTY, False, (True, False), [[GUILTY]]),
+    ],
+)
+def test_a_group_comes_after_others_that_are_to_do_no_harm(
+    tmp_path: Path,
+    servers: list[Server],
+    innocent: str,
+    guilty: str,
+    in_order: bool,
+    found: tuple[bool, bool],
+    sent: list[list[str]],
+) -> None:
+    one = make(tmp_path)
+    one.first_failing([group("before")])
+    assert one.contrast(group(innocent), group(guilty), in_order=in_order) == found
+    assert [server.sent for server in servers[1:]] == sent
+
+
+def test_servers_are_kept_for_the_end(tmp_path: Path, servers: list[Server]) -> None:
+    one = make(tmp_path, max_starts=3)
+    with one.keeping(2):
+        one.first_failing([group(GUILTY)])
+        with pytest.raises(BudgetSpentError, match="1 servers were started of the 3"):
+            one.first_failing([group("a")])
+    assert one.fails_afresh(group(GUILTY))
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_error_of_any_kind_ends_the_search(tmp_path: Path, servers: list[Server], jobs: int) -> None:
+    one = make(tmp_path, jobs=jobs)
+    (tmp_path / trials.TRIALS).mkdir()
+    with pytest.raises(OSError, match="directory"):
+        one.first_failing([group("a"), group("b"), group("c")])
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_no_more_servers_are_started_than_allowed(tmp_path: Path, servers: list[Server], jobs: int) -> None:
     one = make(tmp_path, max_starts=1, jobs=jobs)

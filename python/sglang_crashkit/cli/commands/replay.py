@@ -116,7 +116,7 @@ def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: o
         wanted = set(args.only)
     elif args.suspects:
         wanted = {one.get("rid") for one in suspects if isinstance(one, dict)} if isinstance(suspects, list) else set()
-    found = [one for one in requests if wanted is None or one.rid in wanted]
+    found = [one for one in requests if wanted is None or not wanted.isdisjoint(one.rids)]
     for one in found:
         if not one.is_complete:
             print(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", file=sys.stderr)
