@@ -15,14 +15,14 @@ import os
 import shlex
 import stat
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sglang_crashkit.errors import WHOSE_IT_IS, CrashkitError
-from sglang_crashkit.incident.request_fingerprint import digest_of, fingerprint_of, prompt_of
-from sglang_crashkit.kernel.private_files import FolderLock, write_json
+from sglang_crashkit.incident.request_fingerprint import digest_of, fingerprint_of, prompt_of, sample_of
+from sglang_crashkit.kernel.private_files import FolderLock, encode_json, write_private
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 FILE = "quarantine.json"
@@ -32,6 +32,8 @@ EXPIRY_SECS = 86400.0
 
 _SCHEMA_VERSION = 1
 _MAX_BYTES = 4 << 20
+#: Who changes the file locks this one beside it, which a network file system can for all hosts.
+_LOCK = ".quarantine.lock"
 _LOCK_SECS = 5.0
 _SCALARS = (str, int, float)
 _LEVELS = ("proven", "suspected")
@@ -99,10 +101,12 @@ class Entry:
     digest: str  # a hash of the prompt where its content counts; else empty
     origin: Origin
     first: float  # when it was put here first, in seconds since the epoch
-    last: float  # when it was put here last
+    last: float  # when it was put here last, or a request came that it recognises and that is proven to kill
     #: A hash of all parameters, where exactly these count beside the prompt (`request_fingerprint`); else empty.
     rest: str = ""
     level: Level = "proven"  # what is known of it
+    #: Of the prompt where its content counts (`request_fingerprint.sample_of`); None where an earlier release noted it.
+    sample: int | None = None
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,7 +177,7 @@ def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt,
         raise CrashkitError("its prompt counts and is neither a text nor token ids, so it recognises no request")
     if prompt == "length":
         return Entry(named, prompt, len(text).bit_length(), "", origin, now, now)
-    return Entry(named, prompt, len(text), digest_of(text), origin, now, now)
+    return Entry(named, prompt, len(text), digest_of(text), origin, now, now, sample=sample_of(text))
 
 
 def entry_of_all(fields: Mapping[str, Any], origin: Origin, now: float, level: Level = "proven") -> Entry | None:
@@ -181,15 +185,39 @@ def entry_of_all(fields: Mapping[str, Any], origin: Origin, now: float, level: L
 
     None where something of it was not kept.
     """
-    known = fingerprint_of(fields)
-    if known is None:
+    known, prompt = fingerprint_of(fields), prompt_of(fields.get)
+    if known is None or prompt is None:
         return None
-    return Entry((), "content", known.length, known.digest, origin, now, now, known.rest, level)
+    sample = sample_of(prompt)
+    return Entry((), "content", known.length, known.digest, origin, now, now, known.rest, level, sample)
 
 
-#: By a digest, then by the hash of the rest, which is empty where only some parameters count.
-_ByDigest = dict[str, dict[str, Entry]]
-_ByPrompt = dict[tuple[Prompt, int], _ByDigest]
+class _Prompts:
+    """Entries whose prompts have one length, or none that counts.
+
+    Attributes:
+        by_digest: them by the hash of the prompt, then by that of the rest, which is empty where only some parameters
+            count.
+        samples: of their prompts, as far as these are known.
+    """
+
+    def __init__(self) -> None:
+        self.by_digest: dict[str, dict[str, Entry]] = {}
+        self.samples: set[int | None] = set()
+
+    def add(self, entry: Entry) -> None:
+        self.by_digest.setdefault(entry.digest, {})[entry.rest] = entry
+        self.samples.add(entry.sample)
+
+    def find(self, prompt: str | Sequence[int], rest: Callable[[], str | None]) -> Entry | None:
+        # A hash of a long prompt takes a while.
+        if None not in self.samples and sample_of(prompt) not in self.samples:
+            return None
+        by_rest = self.by_digest.get(digest_of(prompt), {})
+        return by_rest.get("") or (by_rest.get(rest() or "") if by_rest else None)
+
+
+_ByPrompt = dict[tuple[Prompt, int], _Prompts]
 #: A parameter's name, in two parts where it is in ``sampling_params``.
 _Name = tuple[str, str]
 #: By the names of parameters, then by their values.
@@ -216,7 +244,7 @@ class Index:
                 by_others = self._by_first.setdefault(first, {}).setdefault(value, {})
                 by_values = by_others.setdefault(tuple(name for name, _value in others), {})
                 by_prompt = by_values.setdefault(tuple(value for _name, value in others), {})
-            by_prompt.setdefault((entry.prompt, entry.length), {}).setdefault(entry.digest, {})[entry.rest] = entry
+            by_prompt.setdefault((entry.prompt, entry.length), _Prompts()).add(entry)
 
     def __bool__(self) -> bool:
         return bool(self._by_first or self._bare)
@@ -267,18 +295,14 @@ def _value_of(get: Getter, name: _Name) -> Any:
 
 def _find_prompt(by_prompt: _ByPrompt, get: Getter, rest: Callable[[], str | None]) -> Entry | None:
     if found := by_prompt.get(("any", 0)):
-        return found[""][""]
+        return found.by_digest[""][""]
     prompt = prompt_of(get)
     if prompt is None:
         return None
     if found := by_prompt.get(("length", len(prompt).bit_length())):
-        return found[""][""]
-    # A hash of a long prompt takes a while; it is made where another one was as long.
+        return found.by_digest[""][""]
     same_length = by_prompt.get(("content", len(prompt)))
-    by_rest = same_length.get(digest_of(prompt)) if same_length else None
-    if by_rest is None:
-        return None
-    return by_rest.get("") or by_rest.get(rest() or "")
+    return same_length.find(prompt, rest) if same_length else None
 
 
 # -- the file
@@ -358,7 +382,9 @@ def read_entry(fields: Mapping[str, Any]) -> Entry:
     about = fields["origin"]
     origin = Origin(*(str(about[name]) for name in ("reason", "incident", "model", "release", "fault")))
     first, last = float(fields["first"]), float(fields["last"])
-    return Entry(parameters, prompt, length, digest, origin, first, last, rest, fields["level"])
+    sample = fields.get("sample")
+    known = sample if type(sample) is int else None
+    return Entry(parameters, prompt, length, digest, origin, first, last, rest, fields["level"], known)
 
 
 def _read_value(value: Any) -> Value:
@@ -375,7 +401,8 @@ def change_entries(
 ) -> list[Entry]:
     """Replace the entries of a crash folder by what `change` makes of them, and return those; see `read_entries`.
 
-    Of more than `MAX_ENTRIES` the proven ones are kept first, and of each level those that were last put there.
+    Of more than `MAX_ENTRIES`, or than a file may hold, the proven ones are kept first, and of each level those that
+    were last put there.
 
     Args:
         folder: the crash folder.
@@ -385,18 +412,26 @@ def change_entries(
     Raises:
         CrashkitError: the file cannot be read or written, or another command is at it.
     """
-    lock = FolderLock(folder)
+    # A user may have given a link to it.
+    folder = folder.resolve()
+    lock = FolderLock(folder, file=_LOCK)
     try:
         if lock.acquire(lock_secs) == "taken":
             raise CrashkitError(f"{folder} is locked by another process", next_step="the same command again")
         ranked = sorted(change(read_entries(folder)), key=lambda entry: (entry.level == "proven", entry.last))
-        entries = ranked[-MAX_ENTRIES:]
-        write_json(folder / FILE, {"schema_version": _SCHEMA_VERSION, "entries": [asdict(entry) for entry in entries]})
+        entries, text = ranked[-MAX_ENTRIES:], b""
+        while len(text := _text_of(entries)) > _MAX_BYTES:
+            entries = entries[len(entries) // 10 + 1 :]
+        write_private(folder / FILE, text)
     except OSError as error:
         raise CrashkitError(f"{folder / FILE} cannot be written: {error}") from error
     finally:
         lock.release()
     return entries
+
+
+def _text_of(entries: Sequence[Entry]) -> bytes:
+    return encode_json({"schema_version": _SCHEMA_VERSION, "entries": [asdict(entry) for entry in entries]})
 
 
 def clear_entries(folder: Path) -> None:
@@ -451,6 +486,18 @@ def note_suspects(folder: Path, suspects: Iterable[Entry], *, is_alone: bool, lo
         return list(known.values())
 
     change_entries(folder, change, lock_secs)
+
+
+def note_seen(folder: Path, seen: Mapping[str, float]) -> None:
+    """Note when requests that entries recognise came last, in seconds since the epoch, by the entry's key.
+
+    See `change_entries`.
+    """
+
+    def change(entries: list[Entry]) -> list[Entry]:
+        return [replace(one, last=max(one.last, seen.get(one.key, one.last))) for one in entries]
+
+    change_entries(folder, change)
 
 
 def clear_suspects(folder: Path, keys: Container[str]) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
+
+from sglang_crashkit.redact import REDACTED
 
 #: What an answer depends on beside the prompt.
 PARAMETERS = (
@@ -28,6 +31,8 @@ OTHER_INPUTS = (
     *("positional_embed_overrides", "embed_overrides", "watermark"),
 )
 _PARTS = ("omitted", "truncated", *OTHER_INPUTS)
+#: Of a prompt about as many characters or token ids are in its sample.
+_SAMPLED = 16
 #: Where 0 is no default.
 _START = "logprob_start_len"
 
@@ -46,12 +51,12 @@ class RequestFingerprint(NamedTuple):
 
 
 def fingerprint_of(fields: Mapping[str, Any]) -> RequestFingerprint | None:
-    """Return the fingerprint of a request; None where some of it is not there: an image, or a prompt that was not kept.
+    """Return the fingerprint of a request; None where some of it is not there: an image, or what was not kept.
 
     It is a line of ``requests/requests.jsonl``, what upstream's pickle has, or what came.
     """
     prompt = prompt_of(fields.get)
-    if prompt is None or any(map(fields.get, _PARTS)):
+    if prompt is None or any(map(fields.get, _PARTS)) or any(redacted_in(fields.get("sampling_params"))):
         return None
     digest = digest_of(prompt)
     return RequestFingerprint(len(prompt), digest, rest_of(fields)) if digest else None
@@ -99,6 +104,28 @@ def prompt_of(get: Callable[[str], Any]) -> str | Sequence[int] | None:
     text = get("text")
     ids = get("input_ids") if text is None else None
     return text if isinstance(text, str) else ids if isinstance(ids, (list, tuple)) else None
+
+
+def redacted_in(value: object, name: str = "") -> Iterator[str]:
+    """Yield the names in a mapping of what an incident does not keep, as it may be a secret; with dots where deep."""
+    if isinstance(value, Mapping):
+        for its, one in value.items():
+            yield from redacted_in(one, f"{name}.{its}" if name else str(its))
+    elif value == REDACTED:
+        yield name
+
+
+def sample_of(prompt: str | Sequence[int]) -> int | None:
+    """Return a number that two prompts of one length seldom have in common, in a time that does not grow with that.
+
+    It is of characters or token ids all over the prompt: in a chat, first and last ones are everybody's. None where it
+    is no token ids.
+    """
+    some = prompt[:: len(prompt) // _SAMPLED or 1]
+    try:
+        return crc32(some.encode(errors="surrogatepass") if isinstance(some, str) else array("q", some))
+    except (TypeError, OverflowError):
+        return None
 
 
 def digest_of(prompt: str | Sequence[int]) -> str:

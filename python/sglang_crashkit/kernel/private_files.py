@@ -205,16 +205,19 @@ def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = 
 class FolderLock:
     """A lock on a folder among processes, once `acquire` says so; the kernel lets go of it when its holder ends.
 
-    flock(2) on the folder itself leaves no lock file behind. It holds across containers of one machine, and where a
-    network file system has it, across machines; pids and start times do neither.
+    flock(2) on the folder itself leaves no lock file behind. It holds across containers of one machine; pids and start
+    times do not. Across machines it does on a file alone, where the network file system has locks: NFS makes none for a
+    folder (nfs(5), flock(2)).
 
     Args:
         folder: what to lock; a link in its place is not followed.
         shared: others may have it too, unless they want it for themselves alone.
+        file: the name of a file in the folder to lock in its place; it is made, and stays.
     """
 
-    def __init__(self, folder: Path, *, shared: bool = False) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, shared: bool = False, file: str = "") -> None:
+        self._path = folder / file
+        self._flags = os.O_RDWR | os.O_CREAT if file else os.O_RDONLY | os.O_DIRECTORY
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor = -1
 
@@ -225,7 +228,7 @@ class FolderLock:
             OSError: there is no such folder, or it may not be read.
         """
         deadline = time.monotonic() + timeout_secs
-        self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._descriptor = os.open(self._path, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         while True:
             try:
                 fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)

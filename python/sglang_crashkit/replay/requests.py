@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.incident.folder import REQUESTS
+from sglang_crashkit.incident.request_fingerprint import redacted_in
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.incident.summary import mapping_of
+from sglang_crashkit.redact import REDACTED
 
 #: What stands in a journal's line beside the request itself.
 _ABOUT = frozenset({"kind", "state", "arrived", "ended", "aborted", "pid", "omitted", "truncated"})
@@ -140,6 +142,7 @@ def _of_journal(path: Path) -> Iterator[StoredRequest]:
                 continue
             lacks = [f"its {name} ({text})" for name, text in mapping_of(fields.get("omitted")).items()]
             lacks += [f"the middle of its {name}" for name in mapping_of(fields.get("truncated"))]
+            lacks += [f"its {name}, as it may be a secret," for name in redacted_in(fields)]
             # With the journal's flag for prompts off there may be neither text nor ids.
             if not lacks and fields.get("text") is None and fields.get("input_ids") is None:
                 lacks.append("its prompt")
@@ -164,9 +167,9 @@ def _seconds(text: object) -> float:
 
 def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
     body = {
-        name: value
+        name: _kept(value)
         for name, value in fields.items()
-        if value is not None and name not in _ABOUT and name not in _OF_THAT_SERVER
+        if value not in (None, REDACTED) and name not in _ABOUT and name not in _OF_THAT_SERVER
     }
     sampling = body.get("sampling_params")
     if isinstance(sampling, dict):
@@ -174,6 +177,12 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
             name: _number(value) if name in _NUMBERS else value for name, value in sampling.items()
         }
     return body
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _kept(one) for name, one in value.items() if one != REDACTED}
+    return value
 
 
 def _number(value: Any) -> Any:

@@ -25,6 +25,7 @@ from sglang_crashkit.incident.quarantine import (
     clear_suspects,
     entry_of,
     entry_of_all,
+    note_seen,
     note_suspects,
     read_entries,
 )
@@ -113,6 +114,64 @@ def test_no_more_than_the_latest_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert read_entries(tmp_path) == entries[5:]
 
 
+def test_a_file_never_grows_beyond_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    wordy = replace(ORIGIN, reason="\U0001f525" * 400)
+    entries = [entry_of({"n": n}, ("n",), "any", wordy, NOW + n / 1e4) for n in range(MAX_ENTRIES)]
+    change_entries(tmp_path, lambda _none: entries)
+    kept = read_entries(tmp_path)
+    assert MAX_ENTRIES // 2 < len(kept) < MAX_ENTRIES
+    assert kept == entries[-len(kept) :]
+
+
+def test_a_crash_folder_may_be_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    add_entry(tmp_path / "link", made())
+    assert read_entries(tmp_path / "real") == read_entries(tmp_path / "link") == [made()]
+
+
+def test_who_changes_it_waits_for_another(tmp_path: Path) -> None:
+    def change(_entries: list[Entry]) -> list[Entry]:
+        with pytest.raises(CrashkitError, match=r"is locked by another process\n  next: the same command again"):
+            change_entries(tmp_path, lambda entries: entries, 0.0)
+        return []
+
+    change_entries(tmp_path, change)
+
+
+def test_when_one_came_last_is_noted_of_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    add_entry(tmp_path, made())
+    note_seen(tmp_path, {made().key: NOW + 9, "gone": NOW + 9})
+    assert [(one.first, one.last) for one in read_entries(tmp_path)] == [(NOW, NOW + 9)]
+    note_seen(tmp_path, {made().key: NOW + 5})
+    assert read_entries(tmp_path)[0].last == NOW + 9
+
+
+IDS = list(range(4096))
+
+
+@pytest.mark.parametrize("place", [0, 2000, 4095])
+def test_a_prompt_of_the_same_length_is_another(place: int) -> None:
+    entry = entry_of_all({"input_ids": IDS}, ORIGIN, NOW)
+    assert entry is not None
+    other = [*IDS[:place], 7000, *IDS[place + 1 :]]
+    # An entry that an earlier release wrote has no sample.
+    for one in (entry, replace(entry, sample=None)):
+        index = Index([one])
+        assert index.find({"input_ids": IDS}.get, lambda: entry.rest) is one
+        assert index.find({"input_ids": other}.get, lambda: entry.rest) is None
+
+
+def test_a_long_prompt_that_is_another_is_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = entry_of_all({"input_ids": IDS}, ORIGIN, NOW)
+    assert entry is not None
+    monkeypatch.setattr("sglang_crashkit.incident.quarantine.digest_of", None)
+    assert Index([entry]).find({"input_ids": [number + 1 for number in IDS]}.get) is None
+
+
 def suspect(incident: str, fault: str = "fault", text: str = "a secret", model: str = "/model") -> Entry:
     origin = replace(ORIGIN, incident=incident, fault=fault, model=model)
     made = entry_of_all(BODY | {"text": text}, origin, NOW, "suspected")
@@ -195,7 +254,7 @@ FIELDS = st.fixed_dictionaries(
         "origin": st.just(asdict(ORIGIN)) | ANYTHING,
         "length": st.just(5) | ANYTHING,
         **dict.fromkeys(("digest", "rest"), st.sampled_from(["", "0" * 64]) | ANYTHING),
-        **{name: st.just(NOW) | ANYTHING for name in ("first", "last")},
+        **{name: st.just(NOW) | ANYTHING for name in ("first", "last", "sample")},
     },
 )
 

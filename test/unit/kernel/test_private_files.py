@@ -212,6 +212,20 @@ def test_one_holds_a_folder_while_another_may_wait(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_it_may_be_locked_in_its_place(tmp_path: Path) -> None:
+    first, second = (FolderLock(tmp_path, file=".lock") for _ in range(2))
+    assert first.acquire() == "held"
+    assert (second.acquire(), FolderLock(tmp_path).acquire()) == ("taken", "held")
+    # NFS locks what may be written alone.
+    assert fcntl.fcntl(first._descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    first.release()
+    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=r"\.lock"):
+        second.acquire()
+
+
 def test_the_death_of_its_holder_frees_it(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     with child(HOLD, str(tmp_path)) as holder:

@@ -70,6 +70,14 @@ def test_what_the_journal_does_not_keep_is_said(tmp_path: Path, more: dict[str, 
     assert not request.is_complete
 
 
+def test_what_may_be_a_secret_is_not_sent_and_said(tmp_path: Path) -> None:
+    sampling = {"max_new_tokens": 4, "custom_params": {"trigger_token": "<redacted>", "x": 1}}
+    (request,) = read(tmp_path, LINE | {"sampling_params": sampling})
+    assert request.lacks == ("its sampling_params.custom_params.trigger_token, as it may be a secret,",)
+    assert request.body["sampling_params"] == {"max_new_tokens": 4, "custom_params": {"x": 1}}
+    assert entry_of_all(LINE | {"sampling_params": sampling}, Origin("", "", "", ""), 0.0) is None
+
+
 def test_a_number_outside_json_is_sent_as_it_came(tmp_path: Path) -> None:
     came = {"temperature": float("-inf"), "logit_bias": {"5": float("inf")}, "stop": "NaN", "top_k": 5}
     line = LINE | {"sampling_params": {**came, "temperature": "-Infinity", "logit_bias": {"5": "Infinity"}}}

@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -23,17 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.quarantine import FILE, MAX_ENTRIES, Entry, Index, clear_suspects, read_entries
+from sglang_crashkit.incident.quarantine import FILE, MAX_ENTRIES, Entry, Index, clear_suspects, note_seen, read_entries
 from sglang_crashkit.incident.request_fingerprint import OTHER_INPUTS, PARAMETERS, rest_of
 from sglang_crashkit.memory.journal import to_json
 from sglang_crashkit.settings import read_quarantine
 from sglang_crashkit.srt.hooks import notify
-from sglang_crashkit.srt.request_journal import without_secrets
 
 logger = logging.getLogger(__name__)
 
 #: How often the file is looked at, in seconds.
 READ_SECS = 5.0
+#: How often it is told which of them still come, and how long it counts without a look, in seconds: some expire.
+_TELL_SECS, _ANEW_SECS = 60.0, 60.0
 #: A suspect is sent alone so often for an incident, whatever becomes of it: others are held for it each time.
 MAX_SENT = 3
 #: Of the requests that are recognised so many are logged each time the file is looked at.
@@ -62,6 +64,12 @@ class Quarantine:
         self._sent: Counter[tuple[str, str]] = Counter()
         self._problem = ""
         self._to_log = _MAX_LOGGED
+        #: When each of the proven came last, by its key, where the file is not told yet; and when it was told.
+        self._seen: dict[str, float] = {}
+        self._told = -math.inf
+        #: What the file was as it was read, and when that was.
+        self._stamp: tuple[int, ...] = ()
+        self._read = -math.inf
 
     def watch(self) -> None:
         """Read the file now and again, in a thread that ends when nobody asks this any more."""
@@ -70,6 +78,7 @@ class Quarantine:
     def read(self) -> None:
         """Read the file; where that fails nothing is in quarantine, and a warning says so once."""
         self._to_log = _MAX_LOGGED
+        self._tell_seen()
         entries: list[Entry] = []
         cleared: set[str] = set()
         if innocent := set(self._innocent):
@@ -77,6 +86,10 @@ class Quarantine:
             with contextlib.suppress(CrashkitError, OSError):
                 clear_suspects(self._folder, innocent)
                 cleared = innocent
+        stamp, now = _stamp_of(self._folder / FILE), time.monotonic()
+        if stamp == self._stamp and not (cleared or self._problem) and now < self._read + _ANEW_SECS:
+            return
+        self._stamp, self._read = stamp, now
         try:
             entries = [one for one in read_entries(self._folder) if one.counts_for(self._model, self._release)]
             self._problem = ""
@@ -87,6 +100,14 @@ class Quarantine:
         self._index = Index(entries)
         # Not before: until now the index had them.
         self._innocent -= cleared
+
+    def _tell_seen(self) -> None:
+        if not self._seen or time.monotonic() < self._told + _TELL_SECS:
+            return
+        self._told = time.monotonic()
+        seen, self._seen = self._seen, {}
+        with contextlib.suppress(CrashkitError, OSError):
+            note_seen(self._folder, seen)
 
     def find(self, request: Any) -> Entry | None:
         """Return what recognises a ``GenerateReqInput`` as it came, or one of a batch, the proven first; else None."""
@@ -109,6 +130,9 @@ class Quarantine:
     def note(self, entry: Entry, done: str) -> None:
         """Count and log a request that was recognised, and what is done about it."""
         self.hits += 1
+        if entry.level == "proven":
+            # As long as it comes it is kept out.
+            self._seen[entry.key] = time.time()
         if self._to_log > 0:
             self._to_log -= 1
             logger.warning(
@@ -127,6 +151,15 @@ class Quarantine:
             self._sent.clear()
         self._sent[entry.key, entry.origin.incident] += 1
         return self._sent[entry.key, entry.origin.incident] <= MAX_SENT
+
+
+def _stamp_of(path: Path) -> tuple[int, ...]:
+    """Return what changes where a file does; empty where there is none."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return ()
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 
 def _follow(its: weakref.ref[Quarantine]) -> None:
@@ -163,10 +196,8 @@ def _field(fields: dict[str, Any], number: int, name: str) -> Any:
 
 def _rest_of(get: Callable[[str], Any]) -> str | None:
     """Return the hash of all that a request asks for, of the form in which an incident has it."""
-    found = {name: get(name) for name in PARAMETERS}
-    told = {name: without_secrets(value) if type(value) is dict else value for name, value in found.items()}
     try:
-        return rest_of(json.loads(to_json(told), parse_constant=str))
+        return rest_of(json.loads(to_json({name: get(name) for name in PARAMETERS}), parse_constant=str))
     except (ValueError, TypeError, RecursionError):
         return None
 
