@@ -45,7 +45,7 @@ _MAX_TEXT = 200
 _KINDS = {str: "text", list: "list", dict: "mapping"}
 #: What an incident has where JSON has no number.
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-_in_order = json.JSONEncoder(sort_keys=True).encode
+_in_order = json.JSONEncoder(sort_keys=True, check_circular=False).encode
 
 Prompt = Literal["any", "length", "content"]
 #: ``proven`` is refused; ``suspected`` is sent alone, so that a second crash proves it.
@@ -146,9 +146,13 @@ def _known_by(value: Any) -> Any:
     """Return what stands for a value of a parameter; raises what JSON does of a value that it does not have."""
     shape = _shape_of(value)
     if shape is not None:
-        return Digest(*shape, hashlib.sha256(_in_order(value).encode()).hexdigest())
+        return _digest(value, shape)
     # Nor is NaN equal to itself.
     return json.dumps(value) if type(value) is float and not math.isfinite(value) else value
+
+
+def _digest(value: Any, shape: tuple[str, int]) -> Digest:
+    return Digest(*shape, hashlib.sha256(_in_order(value).encode()).hexdigest())
 
 
 def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt, origin: Origin, now: float) -> Entry:
@@ -228,8 +232,9 @@ class Index:
     """Finds the entry that recognises a request, in a time that does not grow with their number."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        #: By the name of the first parameter, then by its value; in most requests that is all that is looked at.
-        self._by_first: dict[_Name, dict[object, _ByOthers]] = {}
+        #: By both parts of the first parameter's name, then by its value; of most requests that is all that is looked
+        #: at.
+        self._by_first: dict[str, dict[str, dict[object, _ByOthers]]] = {}
         #: Of the entries without parameters.
         self._bare: _ByPrompt = {}
         #: Of the parameters that are known by a hash how long they are: to make one takes a while.
@@ -241,7 +246,8 @@ class Index:
                 for name, one in split:
                     if isinstance(one, Digest) or one in _NOT_FINITE:
                         self._shapes.setdefault(name, set()).add(_shape_of(one))
-                by_others = self._by_first.setdefault(first, {}).setdefault(value, {})
+                by_value = self._by_first.setdefault(first[0], {}).setdefault(first[1], {})
+                by_others = by_value.setdefault(value, {})
                 by_values = by_others.setdefault(tuple(name for name, _value in others), {})
                 by_prompt = by_values.setdefault(tuple(value for _name, value in others), {})
             by_prompt.setdefault((entry.prompt, entry.length), _Prompts()).add(entry)
@@ -255,23 +261,32 @@ class Index:
         The hash of all its parameters is asked for, by `rest`, where a prompt is recognised.
         """
         found = _find_prompt(self._bare, get, rest) if self._bare else None
-        for name, by_value in self._by_first.items():
-            value = get(name[0])
-            if name[1]:
-                value = value.get(name[1]) if isinstance(value, dict) else None
-            try:
-                by_others = by_value.get(self._as_listed(name, value) if name in self._shapes else value)
-            except (TypeError, ValueError, RecursionError):
-                # A value that has no hash is none of an entry's.
+        for parent, by_child in self._by_first.items():
+            whole = get(parent)
+            if whole is None:
                 continue
-            for by_prompt in self._matching(by_others, get) if by_others is not None else ():
-                if found is None or found.level != "proven":
-                    found = _find_prompt(by_prompt, get, rest) or found
+            # Of many kinds of parameters a request has a few.
+            names = by_child.keys() & whole.keys() if isinstance(whole, dict) else set()
+            for child in names | {""} if "" in by_child else names:
+                by_others = self._first(by_child[child], (parent, child), whole[child] if child else whole)
+                for by_prompt in self._matching(by_others, get) if by_others is not None else ():
+                    if found is None or found.level != "proven":
+                        found = _find_prompt(by_prompt, get, rest) or found
         return found
+
+    def _first(self, by_value: dict[object, _ByOthers], name: _Name, value: Any) -> _ByOthers | None:
+        try:
+            return by_value.get(self._as_listed(name, value) if name in self._shapes else value)
+        except (TypeError, ValueError, RecursionError):
+            # A value that has no hash is none of an entry's.
+            return None
 
     def _as_listed(self, name: _Name, value: Any) -> Any:
         """Return what stands for the value of a parameter, where an entry may have that."""
-        return _known_by(value) if _shape_of(value) in self._shapes.get(name, ()) else value
+        shape = _shape_of(value)
+        if shape not in self._shapes.get(name, ()):
+            return value
+        return _known_by(value) if shape is None else _digest(value, shape)
 
     def _matching(self, by_others: _ByOthers, get: Getter) -> Iterator[_ByPrompt]:
         for names, by_values in by_others.items():
