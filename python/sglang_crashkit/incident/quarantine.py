@@ -17,6 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -152,7 +153,17 @@ def _known_by(value: Any) -> Any:
 
 
 def _digest(value: Any, shape: tuple[str, int]) -> Digest:
-    return Digest(*shape, hashlib.sha256(_in_order(value).encode()).hexdigest())
+    return Digest(*shape, hashlib.sha256(_json_of(value).encode()).hexdigest())
+
+
+def _json_of(value: Any) -> str:
+    if type(value) is not list:
+        return _in_order(value)
+    try:
+        # The same sooner, where all are texts, as those to stop at.
+        return f"[{', '.join(map(encode_basestring_ascii, value))}]"
+    except TypeError:
+        return _in_order(value)
 
 
 def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt, origin: Origin, now: float) -> Entry:

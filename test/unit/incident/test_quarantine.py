@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from sglang_crashkit.incident.quarantine import (
     EXPIRY_SECS,
     FILE,
     MAX_ENTRIES,
+    Digest,
     Entry,
     Index,
     Origin,
@@ -148,6 +150,13 @@ def test_when_one_came_last_is_noted_of_those_that_are_there(tmp_path: Path, mon
     assert [(one.first, one.last) for one in read_entries(tmp_path)] == [(NOW, NOW + 9)]
     note_seen(tmp_path, {made().key: NOW + 5})
     assert read_entries(tmp_path)[0].last == NOW + 9
+
+
+@pytest.mark.parametrize("value", [["a", "\u00e9\n"], ["a", 1], [], [["a"]], [None, 1.5], {"b": 1, "a": ["x"]}])
+def test_a_value_with_parts_is_known_by_its_json(value: Any) -> None:
+    ((_name, digest),) = made(("x",), "any", {"x": value}).parameters
+    assert isinstance(digest, Digest)
+    assert digest.digest == hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 IDS = list(range(4096))
