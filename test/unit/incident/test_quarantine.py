@@ -143,7 +143,7 @@ def test_who_changes_it_waits_for_another(tmp_path: Path) -> None:
     change_entries(tmp_path, change)
 
 
-def test_when_one_came_last_is_noted_of_those_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_one_came_last_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: NOW)
     add_entry(tmp_path, made())
     note_seen(tmp_path, {made().key: NOW + 9, "gone": NOW + 9})

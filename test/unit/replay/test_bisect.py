@@ -183,7 +183,7 @@ def test_what_each_of_two_takes_is_found(found: Any) -> None:
     assert result["entry"] is None
 
 
-def test_a_part_of_a_request_that_is_suspected_stands_for_it(found: Any) -> None:
+def test_a_suspected_part_stands_for_its_request(found: Any) -> None:
     parts = [{"text": "abc", "sampling_params": {"n": 2, "max_new_tokens": 4}}] * 2
     result = found(lambda sent: any(one["text"] == "abc" for one in sent), *parts, suspects=["1", "0"])
     assert (result["rids"], result["prompt"], len(result["requests"])) == (["0"], "content", 1)

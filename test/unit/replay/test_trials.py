@@ -108,7 +108,7 @@ def test_afresh_is_on_a_server_that_served_nothing_else(tmp_path: Path, servers:
         (GUILTY, GUILTY, False, (True, False), [[GUILTY]]),
     ],
 )
-def test_a_group_comes_after_others_that_are_to_do_no_harm(
+def test_a_group_comes_after_harmless_others(
     tmp_path: Path,
     servers: list[Server],
     innocent: str,
