@@ -314,10 +314,10 @@ def test_one_request_that_breaks_it_is_named_and_found(
     assert incident.document is not None
     assert incident.document["verdict"]["kind"] == fault.kind
     assert "poison" in [one["rid"] for one in incident.document["suspects"]]
-    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "3")
+    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "4")
     assert result["reproduced"], result
     assert result["rids"] == ["poison"]
-    # Three starts may not be enough to look at the prompt.
+    # Four starts may not be enough to look at the prompt.
     assert result["prompt"] in (fault.prompt, "unknown")
     assert recognised(result, ordinary(24)) == []
 
@@ -330,7 +330,7 @@ def test_a_fault_of_two_requests_together_is_found_as_both(tmp_path: Path) -> No
         body["sampling_params"] |= {"max_new_tokens": 64, "ignore_eos": True}
     # All at once, however the threads that send them take their turns.
     crash(tmp_path / "crash", env, bodies, at_once="32")
-    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "8")
+    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "14")
     assert result["reproduced"], result
     assert sorted(result["rids"]) == ["left", "right"]
     assert result["entry"] is None
