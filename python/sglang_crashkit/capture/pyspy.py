@@ -32,7 +32,7 @@ Mode = Literal["--nonblocking", "--native"]
 #: How often it is tried: a snapshot without a pause may be torn, one with a pause is not.
 _ATTEMPTS: dict[Mode, int] = {"--nonblocking": 6, "--native": 1}
 #: How often it is taken without the whole main thread: a list of threads or frames that changes meanwhile may lose it,
-#: or its outermost frames, silently.
+#: or its outermost frames, silently. What begins alike twice is no such one, but for example an interpreter that ends.
 _ATTEMPTS_AT_MAIN_THREAD = 3
 #: So many run side by side on any machine: a host's ranks, of which some may be slow to read.
 _LEAST_AT_ONCE = 8
@@ -81,6 +81,7 @@ def sample_all(
         threads: tuple[Thread, ...] = ()
         problem = ""
         secs, start = deadline_secs, since
+        before = outermost = ""
         if turns > 1:
             start = time.monotonic()
             secs = round(max(0.0, since + deadline_secs - start) / turns, 2)
@@ -97,13 +98,16 @@ def sample_all(
             problem = _first_line(run.errors) or run.reason
             if run.status == 0:
                 try:
-                    threads, problem = max(threads, parse_pyspy(run.text), key=lambda taken: _worth(taken, pid)), ""
+                    taken, problem = parse_pyspy(run.text), ""
+                    before, outermost = outermost, _outermost(taken, pid)
+                    threads = max(threads, taken, key=lambda some: _worth(some, pid))
                 except ValueError as error:
                     problem = f"py-spy's output: {error}"
             if run.status is None:
                 problem = run.reason or problem
                 break
-            if all(_worth(threads, pid)) or (threads and attempt >= _ATTEMPTS_AT_MAIN_THREAD):
+            is_alike = outermost != "" and outermost == before
+            if all(_worth(threads, pid)) or (threads and (is_alike or attempt >= _ATTEMPTS_AT_MAIN_THREAD)):
                 break
         if not threads and time.monotonic() >= start + secs:
             cut_off.add(pid)
@@ -179,6 +183,11 @@ def _worth(threads: Sequence[Thread], pid: int) -> tuple[bool, bool, bool]:
     """Return whether there are threads, the main thread among them, and that to its outermost frame."""
     main = main_thread(threads, pid)
     return bool(threads), main is not None, main is not None and are_whole(main.frames)
+
+
+def _outermost(threads: Sequence[Thread], pid: int) -> str:
+    main = main_thread(threads, pid)
+    return main.frames[-1].function if main is not None and main.frames else ""
 
 
 def _first_line(text: str) -> str:

@@ -461,13 +461,14 @@ def _text_of(entries: Sequence[Entry]) -> bytes:
 
 
 def clear_entries(folder: Path) -> None:
-    """Remove the file of a crash folder, whatever is in it.
+    """Remove the file of a crash folder, whatever is in it, and the one that is locked for it.
 
     Raises:
         CrashkitError: it cannot be removed.
     """
     try:
-        (folder / FILE).unlink(missing_ok=True)
+        for name in (FILE, _LOCK):
+            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise CrashkitError(f"{folder / FILE} cannot be removed: {error}") from error
 

@@ -56,7 +56,7 @@ def fingerprint_of(fields: Mapping[str, Any]) -> RequestFingerprint | None:
     It is a line of ``requests/requests.jsonl``, what upstream's pickle has, or what came.
     """
     prompt = prompt_of(fields.get)
-    if prompt is None or any(map(fields.get, _PARTS)) or any(redacted_in(fields.get("sampling_params"))):
+    if prompt is None or any(map(fields.get, _PARTS)) or any(redacted_in(_set_in(fields))):
         return None
     digest = digest_of(prompt)
     return RequestFingerprint(len(prompt), digest, rest_of(fields)) if digest else None

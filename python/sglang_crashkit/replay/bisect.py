@@ -41,7 +41,7 @@ _ALWAYS = (*_PROMPTS, _MAX_NEW_TOKENS)
 #: Prompts of one character or token id that have nothing of the prompt at hand: what both of them fail with is not said
 #: by any prompt. Lower ids than these stand for what is special, in most vocabularies.
 _NEUTRAL_UNITS, _FIRST_LETTER, _FIRST_ID = 2, ord("a"), 200
-#: More tokens than a request asks for that brings the fault back with one or two.
+#: As many as requests often ask for; and more than one that brings the fault back by asking for one or two.
 _MORE_TOKENS = 16
 #: What is sent in the place of a prompt that is not kept: the fault may lie in the parameters.
 _STAND_IN = "a"
@@ -55,8 +55,8 @@ class Result:
 
     incident: str  # the incident's id
     fault: str  # how its server failed
-    #: Whether the same fault came back twice, the second time by `requests` alone on a server of its own, and other
-    #: requests do not bring it back, as far as that was tried.
+    #: Whether the same fault came back by `requests` alone on a server of its own, and others do not bring it back, as
+    #: far as that was tried; see `is_confirmed`.
     reproduced: bool = False
     reason: str = ""  # why not; empty otherwise
     starts: int = 0  # how many servers were started
@@ -178,9 +178,9 @@ def _find(
     with trials.keeping(_PROOFS):
         reduction.run()
     proof = _prove(trials, reduction.group, reduction.innocent(items))
-    if proof == "none":
+    if proof in _WHYS:
         result.reproduced = False
-        _depends_on_time(trials, items, result, "other requests bring it back, or these do so by chance", tries)
+        _depends_on_time(trials, items, result, _WHYS[proof], tries)
         return
     result.is_confirmed = proof == "each time"
     if result.is_confirmed:
@@ -193,27 +193,43 @@ def _find(
         result.entry = _entry(group[0], result, document, stored) if result.is_confirmed else None
 
 
-#: How often requests were seen to bring a fault back that others do not; ``untried`` where no server was left for it.
-_Proof = Literal["each time", "at times", "none", "untried"]
+#: How requests bring a fault back: where ``by chance`` not more often than not, where ``not alone`` others do, too;
+#: ``untried`` where there was no server left to find that out, or nothing that does no harm.
+_Proof = Literal["each time", "at times", "by chance", "not alone", "untried"]
+#: Why what was found is no proof.
+_WHYS: dict[_Proof, str] = {
+    "by chance": "what it came back by does not bring it back more often than not",
+    "not alone": "requests that ask for nothing of the kind bring it back, too",
+}
 
 
 def _prove(
-    trials: Trials, group: Sequence[StoredRequest], innocent: Sequence[StoredRequest], *, in_order: bool = False
+    trials: Trials,
+    group: Sequence[StoredRequest],
+    innocent: Iterable[Sequence[StoredRequest]],
+    *,
+    in_order: bool = False,
 ) -> _Proof:
-    """Find out whether a group, which was seen to bring the fault back, does so again, and `innocent` requests do not.
+    """Find out whether a group, which was seen to bring the fault back, does so again, and innocent requests do not.
 
-    A fault that comes by time or by load comes with any requests.
+    A fault that comes by time or by load comes with any requests. `innocent` are groups of these; one that does harm of
+    another kind, or that no rank gets, tells nothing, and the next one is taken.
     """
     failed, survived = 0, 0
-    starts = 2 if in_order else 1
-    while innocent and trials.starts_left >= starts:
-        does_harm, fails = trials.contrast(innocent, group, in_order=in_order)
-        failed, survived = failed + fails, survived + (not fails)
-        if does_harm or survived >= (1 if in_order else _MORE_PROOFS):
-            return "none"
+    starts, groups = 2 if in_order else 1, list(innocent)
+    while groups and trials.starts_left >= starts:
+        came = trials.contrast(groups[0], group, in_order=in_order)
+        if came == "unfit":
+            del groups[0]
+            continue
+        failed, survived = failed + (came == "same"), survived + (came == "survived")
+        if came == "harm":
+            return "not alone"
+        if survived >= (1 if in_order else _MORE_PROOFS):
+            return "by chance"
         if failed >= (_MORE_PROOFS if survived or in_order else _PROOFS):
             return "at times" if survived else "each time"
-    return "at times" if failed else "none" if survived else "untried"
+    return "at times" if failed else "by chance" if survived else "untried"
 
 
 def _depends_on_time(trials: Trials, items: Sequence[StoredRequest], result: Result, why: str, tries: int) -> None:
@@ -235,8 +251,8 @@ def _find_in_order(trials: Trials, items: Sequence[StoredRequest], result: Resul
         return next((number for number, fails in enumerate(tried) if fails), None)
 
     group = minimize(group, first_failing)
-    proof = _prove(trials, group, [_neutral(one) for one in group], in_order=True)
-    if proof == "none" or (proof == "untried" and not trials.fails_afresh(group, in_order=True)):
+    proof = _prove(trials, group, [[_neutral(one, ()) for one in group]], in_order=True)
+    if proof in _WHYS or (proof == "untried" and not trials.fails_afresh(group, in_order=True)):
         return
     result.reproduced = result.in_order = True
     result.is_confirmed = proof == "each time"
@@ -300,7 +316,7 @@ class _Reduction:
         self.parameters = _parameters_of(group[0])
         self.prompt: Prompt = "unknown"
         self._trials, self._answered = trials, answered
-        #: The last that was seen to do no harm, but for which it would be the group.
+        #: The first that was seen to do no harm where one like it does.
         self._survivor: list[StoredRequest] | None = None
 
     def run(self) -> None:
@@ -356,7 +372,7 @@ class _Reduction:
             if groups and survivor is None:
                 self.prompt, self.group = kind, groups[-1]
                 return
-            self._survivor = survivor
+            self._note_survivor(survivor)
         self.prompt = "content"
         # Cut from both ends first, which costs fewer servers the longer it is.
         run = shortest(list(prompt), lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
@@ -378,24 +394,30 @@ class _Reduction:
         more = asking(_MORE_TOKENS)
         is_few = most <= 2 and self._trials.first_failing([more]) is None
         self.group = asking(number)
-        if self._survivor is None and (number > 1 or is_few):
-            self._survivor = more if is_few else asking(number - 1)
+        if number > 1 or is_few:
+            self._note_survivor(more if is_few else asking(number - 1))
         if (number > 1 or is_few) and len(self.group) == 1:
             self.parameters = [*self.parameters, _MAX_NEW_TOKENS]
 
-    def innocent(self, items: Iterable[StoredRequest]) -> list[StoredRequest]:
-        """Return as many requests as are left, which lack what it takes; none where it takes nothing that is known.
+    def innocent(self, items: Iterable[StoredRequest]) -> Iterator[list[StoredRequest]]:
+        """Yield groups of as many requests as are left, which lack what it takes as far as that is known.
 
         `items` are those of the incident.
         """
         if self._survivor is not None:
-            return self._survivor
-        neutral = [_neutral(one) for one in self.group]
+            yield self._survivor
+        neutral = [_neutral(one, self._answered) for one in self.group]
         if [one.body for one in neutral] != [one.body for one in self.group]:
-            return neutral
+            yield neutral
         rids, bodies = {one.rid for one in self.group}, [_without_id(one.body) for one in self.group]
         others = [one for one in items if one.rid not in rids and _without_id(one.body) not in bodies]
-        return others[: len(self.group)]
+        if len(others) >= len(self.group):
+            # Those that were answered are last.
+            yield others[-len(self.group) :]
+
+    def _note_survivor(self, group: list[StoredRequest] | None) -> None:
+        if group is not None and self._survivor is None and self._trials.survived(group):
+            self._survivor = group
 
     def _put(self, place: int, body: Mapping[str, Any]) -> list[StoredRequest]:
         return [replace(one, body=body) if its == place else one for its, one in enumerate(self.group)]
@@ -410,12 +432,16 @@ def _without_id(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "rid"}
 
 
-def _neutral(request: StoredRequest) -> StoredRequest:
-    """Return a request of the same form, with nothing of its prompt and without parameters."""
+def _neutral(request: StoredRequest, answered: Iterable[StoredRequest]) -> StoredRequest:
+    """Return a request of the same form, with nothing of its prompt and without parameters; see `_neutral_units`."""
     body = dict(_with(request, ()).body)
     name, prompt = _prompt_of(body)
-    units = _neutral_units(prompt, ()) if isinstance(prompt, (str, list)) else iter(())
-    return replace(request, body={**body, name: next(units, _STAND_IN)})
+    unit = next(_neutral_units(prompt, answered), None) if isinstance(prompt, (str, list)) else None
+    if unit is None:
+        del body[name]
+        name, unit = "text", _STAND_IN
+    asked = {"sampling_params": {"max_new_tokens": _MORE_TOKENS}} if "sampling_params" in body else {}
+    return replace(request, body={**body, name: unit, **asked})
 
 
 def _neutral_units(prompt: str | list[Any], answered: Iterable[StoredRequest]) -> Iterator[Any]:

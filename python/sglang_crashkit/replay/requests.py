@@ -46,8 +46,6 @@ _NUMBERS = frozenset(
     }
 )
 _NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
-#: Of those that SGLang makes of a request with several answers, how many are none of them.
-_WARM_UPS = 2
 _MAX_LINE = 64 << 20
 _SAFE = {("collections", "deque"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}
 
@@ -106,8 +104,8 @@ def read_requests(incident: StoredIncident) -> list[StoredRequest]:
 def _as_asked(found: Iterable[StoredRequest]) -> Iterator[StoredRequest]:
     """Yield requests as clients sent them: SGLang makes several of one that wants several answers.
 
-    Each of these has the whole body, with the number of answers. So have those with which it warms the cache up, which
-    are answered by then; they are left out where others are not.
+    Each of these has the whole body, with the number of answers. So have as many that it makes first, and one that
+    warms the cache up (``TokenizerManager._handle_batch_request``); those are left out where others are under way.
     """
     parts: dict[str, list[StoredRequest]] = {}
     for one in found:
@@ -118,7 +116,7 @@ def _as_asked(found: Iterable[StoredRequest]) -> Iterator[StoredRequest]:
             yield one
     for some in parts.values():
         wanted, running = _answers_wanted(some[0].body), [one for one in some if one.was_running]
-        made, size = (running, wanted) if running else (some, wanted + _WARM_UPS)
+        made, size = (running, wanted + 1) if running else (some, 2 * wanted + 1)
         for begin in range(0, len(made), size):
             first, *rest = made[begin : begin + size]
             yield replace(first, others=tuple(one.rid for one in rest))

@@ -23,6 +23,9 @@ from sglang_crashkit.replay.server import OwnServer
 TRIALS = "trials.json"
 #: ``same`` is the incident's fault; ``other`` another one, or a server that answers no more.
 Outcome = Literal["same", "other", "survived"]
+#: What innocent requests came to, or a group after them: they bring the fault back, or are not fit to tell anything;
+#: it brings the fault back, or does not.
+Contrast = Literal["harm", "unfit", "same", "survived"]
 _OUTCOMES = ("same", "other", "survived")
 #: In seconds: how often it is looked whether all have tried, and how long a server's end may take.
 _LOOK_SECS, _END_SECS = 0.1, 90.0
@@ -60,7 +63,7 @@ class Trials:
         #: What failed as the first that its server got.
         self._afresh: set[str] = set()
         self._refusal: CrashkitError | None = None
-        self._was_accepted = self._is_over = False
+        self._was_accepted = self._were_refused = self._is_over = False
         self._lock = threading.Lock()
 
     def first_failing(self, groups: Sequence[Sequence[StoredRequest]]) -> int | None:
@@ -109,19 +112,26 @@ class Trials:
         """Say whether a group brought the fault back as the first that a server got."""
         return _key(group) in self._afresh
 
+    def survived(self, group: Sequence[StoredRequest]) -> bool:
+        """Say whether a server survived a group that was tried."""
+        return self._known.get(_key(group)) == "survived"
+
     def contrast(
         self, innocent: Sequence[StoredRequest], group: Sequence[StoredRequest], *, in_order: bool = False
-    ) -> tuple[bool, bool]:
-        """Say whether `innocent` requests do harm to a new server, and whether a group then brings the fault back.
+    ) -> Contrast:
+        """Send `innocent` requests to a new server, and then a group; in order that has a server of its own.
 
-        In order, what was sent before counts, so the group has a server of its own.
+        What was sent before counts in order.
         """
         self.close()
-        if self._try(0, innocent, in_order=in_order) != "survived":
-            return True, False
+        outcome = self._try(0, innocent, in_order=in_order)
+        if outcome == "same":
+            return "harm"
+        if outcome == "other" or self._were_refused:
+            return "unfit"
         if in_order:
             self.close()
-        return False, self._try(0, group, in_order=in_order) == "same"
+        return "same" if self._try(0, group, in_order=in_order) == "same" else "survived"
 
     @property
     def starts_left(self) -> int:
@@ -204,7 +214,8 @@ class Trials:
         if is_moot():
             return "other"
         refused = [answer for answer in answers if answer.is_refused]
-        if len(refused) == len(group):
+        self._were_refused = len(refused) == len(group)
+        if self._were_refused:
             # What asks for less may make no sense; where nothing is ever taken it is the server that does not fit.
             self._refusal = CrashkitError(
                 f"the server refuses the requests with status {refused[0].status}: {refused[0].problem}",

@@ -97,9 +97,11 @@ class ChanceTrials:
 
     def contrast(
         self, innocent: Sequence[StoredRequest], group: Sequence[StoredRequest], *, in_order: bool = False
-    ) -> tuple[bool, bool]:
-        does_harm = self._fails(innocent)
-        return does_harm, not does_harm and self._fails(group)
+    ) -> str:
+        return "harm" if self._fails(innocent) else "same" if self._fails(group) else "survived"
+
+    def survived(self, _group: Sequence[StoredRequest]) -> bool:
+        return True
 
     @contextlib.contextmanager
     def keeping(self, starts: int) -> Iterator[None]:
@@ -321,29 +323,110 @@ class OrderTrials(RuleTrials):
 
     def contrast(
         self, innocent: Sequence[StoredRequest], group: Sequence[StoredRequest], *, in_order: bool = False
-    ) -> tuple[bool, bool]:
+    ) -> str:
         self.starts_left -= 1 + in_order
         return super().contrast(innocent, group, in_order=in_order)
 
     comes_once = False
 
 
-class LuckTrials(OrderTrials):
-    """Fail by chance, whatever is sent: each request does with this probability."""
+class OtherTrials(RuleTrials):
+    """Fail by the rule; what `other_rule` says so of brings another fault about."""
 
-    probability = 0.1
-    luck = random.Random(0)
+    other_rule: Callable[[list[dict[str, Any]]], bool]
+
+    def contrast(
+        self, innocent: Sequence[StoredRequest], group: Sequence[StoredRequest], *, in_order: bool = False
+    ) -> str:
+        return super().contrast(innocent, group) if self.survived(innocent) else "unfit"
+
+    def survived(self, group: Sequence[StoredRequest]) -> bool:
+        return not type(self).other_rule([dict(one.body) for one in group])
+
+    starts_left = 30
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "rule", "other_rule"),
+    [
+        # Ids that the model has not.
+        (
+            {"input_ids": [5, 6, 7, 8]},
+            {},
+            lambda ids: 7 in ids,
+            lambda ids: any(number > 128 for number in ids),
+        ),
+        ({"input_ids": [5, 6, 7, 8]}, {"input_ids": [1, 2]}, lambda ids: 7 in ids, lambda ids: len(set(ids)) == 1),
+    ],
+)
+def test_what_others_break_otherwise_is_proven_by_harmless_ones(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    body: dict[str, Any],
+    more: dict[str, Any],
+    rule: Callable[[list[int]], bool],
+    other_rule: Callable[[list[int]], bool],
+) -> None:
+    rules = {
+        name: staticmethod(lambda sent, its=its: any(its(one.get("input_ids", [])) for one in sent))
+        for name, its in (("rule", rule), ("other_rule", other_rule))
+    }
+    monkeypatch.setattr("sglang_crashkit.replay.bisect.Trials", type("Trials", (OtherTrials,), rules))
+    answered = [more | {"state": "finished"}] if more else []
+    result = bisect(incident(tmp_path / "crash", body, *answered), tmp_path / "out", "serve", capsys)
+    assert (result["rids"], result["is_confirmed"], result["reason"]) == (["0"], True, "")
+    assert result["entry"]["prompt"] == "content"
+
+
+class FewTrials(OrderTrials):
+    """Fail where the rule says so; each failure costs a start, of which there are few."""
 
     def first_failing(self, groups: Sequence[Sequence[StoredRequest]]) -> int | None:
         at = next((place for place, group in enumerate(groups) if self._fails(group)), None)
-        self.starts_left -= at is not None
-        if self.starts_left < self.kept:
+        if at is not None and self.starts_left <= self.kept:
             raise BudgetSpentError("no more")
+        self.starts_left -= at is not None
         return at
 
     def fails_afresh(self, group: Sequence[StoredRequest], *, in_order: bool = False) -> bool:
         self.starts_left -= 1
         return self._fails(group)
+
+
+@pytest.mark.parametrize("starts", [2, 3, 4, 5, 6, 8, 12, 30])
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ({"sampling_params": {"max_new_tokens": 777}}, lambda one: one["sampling_params"]["max_new_tokens"] > 100),
+        ({"sampling_params": {"max_new_tokens": 0}}, lambda one: one["sampling_params"]["max_new_tokens"] == 0),
+        ({"sampling_params": {"max_new_tokens": 4}}, lambda one: "sec" in one["text"]),
+        ({"top_logprobs_num": 600}, lambda one: one.get("top_logprobs_num") == 600),
+    ],
+)
+def test_few_starts_make_no_fault_one_of_time(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    starts: int,
+    body: dict[str, Any],
+    rule: Callable[[dict[str, Any]], bool],
+) -> None:
+    more = {"rule": staticmethod(lambda sent: any(map(rule, sent))), "starts_left": starts}
+    monkeypatch.setattr("sglang_crashkit.replay.bisect.Trials", type("Trials", (FewTrials,), more))
+    path = incident(tmp_path / "crash", {"text": "a secret"} | body, suspects=["0"])
+    result = bisect(path, tmp_path / "out", "serve", capsys)
+    assert (result["reproduced"], result["rids"], result["reason"]) == (True, ["0"], "")
+    # One for the first failure, one alone, two for the proof.
+    assert result["is_confirmed"] is (starts >= 4)
+    assert (result["entry"] is not None) is result["is_confirmed"]
+
+
+class LuckTrials(FewTrials):
+    """Fail by chance, whatever is sent: each request does with this probability."""
+
+    probability = 0.1
+    luck = random.Random(0)
 
     def _fails(self, group: Sequence[StoredRequest]) -> bool:
         return any(self.luck.random() < self.probability for _one in group)

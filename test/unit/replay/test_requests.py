@@ -89,23 +89,26 @@ def test_a_number_outside_json_is_sent_as_it_came(tmp_path: Path) -> None:
 
 def test_one_that_wants_several_answers_is_sent_once(tmp_path: Path) -> None:
     several = LINE | {"sampling_params": {"n": 3}}
-    done = [several | {"rid": f"warm-{number}", "state": "finished"} for number in range(2)]
+    done = [several | {"rid": f"warm-{number}", "state": "finished"} for number in range(4)]
     running = [several | {"rid": f"run-{number}"} for number in range(6)]
     other = several | {"rid": "other", "text": "else", "state": "finished"}
     found = read(tmp_path, LINE, *done, *running, other)
     assert [one.rids for one in found] == [
         ("a",),
-        ("run-0", "run-1", "run-2"),
-        ("run-3", "run-4", "run-5"),
+        ("run-0", "run-1", "run-2", "run-3"),
+        ("run-4", "run-5"),
         ("other",),
     ]
     assert found[1].body["sampling_params"] == {"n": 3}
 
 
-def test_one_with_several_answers_that_was_answered_is_one(tmp_path: Path) -> None:
-    several = LINE | {"sampling_params": {"n": 2}, "state": "finished"}
-    (found,) = read(tmp_path, *(several | {"rid": str(number)} for number in range(4)))
-    assert found.rids == ("0", "1", "2", "3")
+@pytest.mark.parametrize("wanted", [2, 3, 8])
+@pytest.mark.parametrize("at", ["warm-up", "answers", "end"])
+def test_one_with_several_answers_is_one_at_any_time(tmp_path: Path, wanted: int, at: str) -> None:
+    several = LINE | {"sampling_params": {"n": wanted}}
+    first = [several | {"state": "unfinished" if at == "warm-up" else "finished"}] * (wanted + 1)
+    then = [several | {"state": "finished" if at == "end" else "unfinished"}] * (0 if at == "warm-up" else wanted)
+    assert len(read(tmp_path, *first, *then)) == 1
 
 
 @pytest.mark.parametrize("line", ["{", "[]\n", "\n", "{" * 100_000])

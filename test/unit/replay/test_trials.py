@@ -16,6 +16,9 @@ from sglang_crashkit.replay.sender import Answer
 from sglang_crashkit.replay.trials import BudgetSpentError, Plan, Trials
 
 GUILTY = "guilty"
+#: The server does not take it; it is never answered, and there is no incident.
+REFUSED, LOST = "refused", "lost"
+STATUSES = {GUILTY: None, LOST: None, REFUSED: 400}
 
 
 class Server:
@@ -38,7 +41,7 @@ class Server:
         self.is_closed = True
 
     def failure(self, *, wait: bool) -> object:
-        return Incident() if wait else None
+        return Incident() if wait and self.sent[-1] != LOST else None
 
 
 class Incident:
@@ -49,7 +52,7 @@ class Incident:
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[Server]:
     def send_all(server: Server, group: Sequence[StoredRequest], _secs: float, **_more: object) -> list[Answer]:
         server.sent += [one.rid for one in group]
-        return [Answer(one.rid, None if one.rid == GUILTY else Server.status) for one in group]
+        return [Answer(one.rid, STATUSES.get(one.rid, Server.status)) for one in group]
 
     monkeypatch.setattr(Server, "started", [])
     monkeypatch.setattr(Server, "status", 200)
@@ -102,10 +105,12 @@ def test_afresh_is_on_a_server_that_served_nothing_else(tmp_path: Path, servers:
 @pytest.mark.parametrize(
     ("innocent", "guilty", "in_order", "found", "sent"),
     [
-        ("a", GUILTY, False, (False, True), [["a", GUILTY]]),
-        ("a", GUILTY, True, (False, True), [["a"], [GUILTY]]),
-        ("a", "b", False, (False, False), [["a", "b"]]),
-        (GUILTY, GUILTY, False, (True, False), [[GUILTY]]),
+        ("a", GUILTY, False, "same", [["a", GUILTY]]),
+        ("a", GUILTY, True, "same", [["a"], [GUILTY]]),
+        ("a", "b", False, "survived", [["a", "b"]]),
+        (GUILTY, GUILTY, False, "harm", [[GUILTY]]),
+        (REFUSED, GUILTY, False, "unfit", [[REFUSED]]),
+        (LOST, GUILTY, False, "unfit", [[LOST]]),
     ],
 )
 def test_a_group_comes_after_harmless_others(
@@ -114,7 +119,7 @@ def test_a_group_comes_after_harmless_others(
     innocent: str,
     guilty: str,
     in_order: bool,
-    found: tuple[bool, bool],
+    found: str,
     sent: list[list[str]],
 ) -> None:
     one = make(tmp_path)

@@ -238,7 +238,9 @@ ADVICE: dict[str, Advice] = {
 #: What a kernel's compilation says where its compiler is not installed.
 NO_COMPILER = r"\[Errno 2\] No such file or directory: '(\S*/)?(ninja|nvcc|gcc|g\+\+)'"
 #: What is said where it is there, and fails.
-COMPILER_FAILED = r"Command '\['(\S*/)?(ninja|nvcc|gcc|g\+\+|cc|c\+\+|clang)'"
+COMPILER_FAILED = (
+    r"Command '\['(\S*/)?(ninja|nvcc|gcc|g\+\+|cc|c\+\+|clang)'[\s\S]{0,9000}\]' returned non-zero exit status"
+)
 #: What an exception asks for beside what is done about its class: how its text begins, and the step.
 _HINTS = (
     (

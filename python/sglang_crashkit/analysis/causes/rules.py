@@ -283,11 +283,13 @@ def _poison(case: Case) -> Finding | None:
     by_issue = next((issue for issue in case.known if issue.by_request), None)
     if by_issue is not None:
         reason = f"Upstream's issue {by_issue.issue} tells of one request that ends a server so: {by_issue.title}."
-    elif _is_of_host(error):
-        return None
     elif case.repeated:
         reason = f"A request like {case.repeated} was suspected in an earlier incident of the same fault."
-    elif any(map(error.came_through, _TAKING_IN)) and not any(map(_OF_PAIRS.search, _within(error, _TAKING_IN))):
+    elif (
+        any(map(error.came_through, _TAKING_IN))
+        and not _is_of_host(error)
+        and not any(map(_OF_PAIRS.search, _within(error, _TAKING_IN)))
+    ):
         # What fails for want of the other server of a pair, would with any request.
         reason = "It came while one request was taken in."
     else:

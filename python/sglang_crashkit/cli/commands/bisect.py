@@ -103,5 +103,9 @@ def _words(result: Result, folder: Path) -> str:
         lines.append(f"by one request ({result.rids[0]}), with {parameters}; of its prompt: {result.prompt}")
     else:
         lines.append(f"by {len(result.requests)} requests at once: {', '.join(result.rids[:8])}")
+    if not result.is_confirmed:
+        lines.append(
+            "not proven: it was not seen each time, after others that did no harm; --starts may allow for more"
+        )
     lines.append(f"next: {folder / SCRIPT} http://HOST:PORT   # or see {folder / REPRODUCER}")
     return "\n".join(lines)

@@ -106,8 +106,10 @@ class Quarantine:
             return
         self._told = time.monotonic()
         seen, self._seen = self._seen, {}
-        with contextlib.suppress(CrashkitError, OSError):
+        try:
             note_seen(self._folder, seen)
+        except (CrashkitError, OSError):
+            self._seen = seen | self._seen
 
     def find(self, request: Any) -> Entry | None:
         """Return what recognises a ``GenerateReqInput`` as it came, or one of a batch, the proven first; else None."""
@@ -154,11 +156,18 @@ class Quarantine:
 
 
 def _stamp_of(path: Path) -> tuple[int, ...]:
-    """Return what changes where a file does; empty where there is none."""
+    """Return what changes where a file does; empty where there is none.
+
+    A network file system asks its server as a file is opened, and not as its name is looked up.
+    """
     try:
-        about = path.lstat()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return ()
+    try:
+        about = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
 
 

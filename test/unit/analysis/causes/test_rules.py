@@ -356,6 +356,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
             "get_top_logprobs_raw (sglang/srt/layers/logprob_processor.py:94)",
         ),
         "again": raised("ValueError: x", *FORWARD, **AGAIN),
+        "again, by NCCL": raised("torch.distributed.DistBackendError: NCCL error in: x", *FORWARD, **AGAIN),
         "new, and suspected": raised("IndexError: x", *FORWARD, **SUSPECTED),
         "new, and alone in its step": raised("IndexError: x", *FORWARD, **ONLY_ONE, **OF_THREE),
         "begun": raised("ValueError: x", "S.prepare_for_extend (a.py:1)", **WAITING),
@@ -543,6 +544,7 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
     ("startup_failed", SUP, LOADING): [
         "ValueError: tp 3 does not divide",
         "RuntimeError: CUDA error: invalid device ordinal" + ASYNC,
+        "subprocess.CalledProcessError: Command '['ninja', '-v']' died with <Signals.SIGKILL: 9>.",
         "torch.distributed.DistNetworkError: The server socket has failed to listen. port: 80, code: -13, name: EACCES",
         "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl-x, "
         "error: Permission denied (13)",
@@ -618,7 +620,10 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
     ("error", "step"),
     [
         ("RuntimeError: Ninja build failed.", "`nvcc --version; ninja --version; c++ --version` must work"),
-        ("subprocess.CalledProcessError: Command '['gcc', 'x']' returned", "`nvcc --version; ninja --version"),
+        (
+            "subprocess.CalledProcessError: Command '['gcc', 'x']' returned non-zero exit status 1.",
+            "`nvcc --version; ninja --version",
+        ),
         ("RuntimeError: CUDA error: invalid device ordinal", "`nvidia-smi` and CUDA_VISIBLE_DEVICES"),
         ("torch.distributed.DistBackendError: NCCL error in: /x.cpp:9, invalid usage", "NCCL_DEBUG=INFO"),
         ("RuntimeError: Unexpected error from cudaGetDeviceCount(). x Error 802: y", "`systemctl status nvidia-fabric"),
