@@ -199,7 +199,7 @@ _Proof = Literal["each time", "at times", "by chance", "not alone", "untried"]
 #: Why what was found is no proof.
 _WHYS: dict[_Proof, str] = {
     "by chance": "what it came back by does not bring it back more often than not",
-    "not alone": "requests that ask for nothing of the kind bring it back, too",
+    "not alone": "others bring it back, too, so it is no one request's",
 }
 
 
@@ -242,7 +242,6 @@ def _find_in_order(trials: Trials, items: Sequence[StoredRequest], result: Resul
     group = sorted(items, key=lambda one: one.arrived)
     if len(group) < 2 or trials.starts_left < 2 or not trials.fails_afresh(group, in_order=True):
         return
-
     kept = 2 * _MORE_PROOFS if trials.starts_left > 3 * _MORE_PROOFS else 1
 
     def first_failing(groups: Sequence[Sequence[StoredRequest]]) -> int | None:
