@@ -28,7 +28,7 @@ ALLOWED = {
     "memory": {"errors", "kernel", "model", "redact"},
     "analysis": {"model"},
     "capture": {"errors", "kernel", "model", "settings"},
-    "incident": {"errors", "kernel", "model", "settings"},
+    "incident": {"errors", "kernel", "model", "redact", "settings"},
     "handler": {
         "redact",
         "analysis",
@@ -48,7 +48,7 @@ ALLOWED = {
     "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
-    "replay": {"errors", "incident", "kernel", "watch"},
+    "replay": {"errors", "incident", "kernel", "redact", "settings", "watch"},
     "notifications": {"capture", "errors", "incident", "kernel", "model", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "policy", "settings", "srt"},
     "cli": {

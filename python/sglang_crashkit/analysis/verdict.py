@@ -48,7 +48,8 @@ _MANY_TOKENS = 16_384
 _MAX_DESCRIBED = 3
 _FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 _LOST_PEER = re.compile(
-    r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
+    r"connection (closed|reset|timed out)|closed by peer|broken pipe|socket timeout|timed out waiting"
+    r"|remote (process|peer)"
     r"|([nh]|one)ccl.{0,300}(abort|remote|unhandled system)|hccl.{0,300}time[sd]? ?out|store.{0,300}(timeout|closed)"
     r"|recv(?:value)? failed",
     re.IGNORECASE,
@@ -61,7 +62,7 @@ _TELLS_FIRST_SECS = 1.0
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
 #: How exceptions begin that a library of collectives raises; behind another beginning the words may be a prompt's.
 _OF_COLLECTIVES = re.compile(
-    r"(?:\w+\.)*(?:Dist\w*Error: |RuntimeError: (?:"
+    r"(?:\w+\.)*(?:Dist\w*Error: |(?:RuntimeError: |Exception: Capture [\w -]{1,40} graph failed: )(?:"
     r"\[(?:[^\]'\"]{1,200}\.(?:cc|cpp|hpp|h)(?::\d+)?|Rank \d+|PG [^\]'\"]{1,100}|c10d|\d+)\] |NCCL"
     r"|(?:\[ERROR\] )?HCCL|oneCCL|[Gg]loo"
     r"|Connection (?:closed|reset)|Broken pipe|Socket [Tt]imeout|Timed out waiting|Application timeout"

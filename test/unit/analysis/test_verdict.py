@@ -176,9 +176,12 @@ def test_who_failed_first(
         ("torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error", True),
         ("RuntimeError: NCCL communicator was aborted on rank 1", True),
         ("RuntimeError: recvValue failed on TCPStore(...)", True),
+        ("RuntimeError: [/x/gloo/pair.cc:538] Read error [127.0.0.1]:9: Connection timed out", True),
+        (f"Exception: Capture cuda graph failed: {LOST.removeprefix('RuntimeError: ')}", True),
         ("torch.OutOfMemoryError: CUDA out of memory", False),
         ('RuntimeError: Failed to parse a tool call: \'{"q": "connection reset by peer"}\'', False),
         ("RuntimeError: [user] connection closed by peer", False),
+        ("Exception: Connection closed by peer", False),
         ("jinja2.exceptions.TemplateError: no remote process may be asked for", False),
     ],
 )

@@ -244,7 +244,8 @@ COMPILER_FAILED = (
 #: What an exception asks for beside what is done about its class: how its text begins, and the step.
 _HINTS = (
     (
-        r"[^'\"\n]{0,80}(Ninja build failed|Could not find nvcc|Failed to find C)"
+        r"[^'\"\n]{0,80}(Ninja build failed|Error building extension|Failed to compile \S+\.cu\b|Could not find nvcc"
+        r"|Failed to find C)"
         r'|(Assertion error \(\S+\): false and ")?NVCC (PTX )?compilation failed'
         rf"|[\w ]{{0,80}}(: )?{COMPILER_FAILED}|{NO_COMPILER}",
         "`nvcc --version; ninja --version; c++ --version` must work: a kernel is compiled when it is first used",

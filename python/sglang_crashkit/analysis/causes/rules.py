@@ -365,7 +365,7 @@ def _model_load(case: Case) -> Finding | None:
     if error is None or error.type in ("KeyboardInterrupt", "SystemExit"):
         return None
     # What the host or a library refuses meanwhile is something else.
-    return None if hint_of(error.text) or _CHECKED_IN_C.match(error.text) else _WHILE_LOADING(case)
+    return None if hint_of(error.text) or _OF_LIBRARIES.match(error.text) else _WHILE_LOADING(case)
 
 
 def _startup_timeout(case: Case) -> Finding | None:
@@ -417,10 +417,10 @@ _FROM_GPU = rf"torch\.AcceleratorError|{_GPU_ERRORS}"
 _OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
 #: What may stand before what the GPU's driver says: that graphs were captured, and where SGLang's own kernels asked it.
 _BEFORE = r"(Capture [\w -]{1,40} graph failed: )?((Runtime check failed|Failed) at \S{1,300}: )?"
-#: A check that failed in a library's own code, such as DeepEP's.
-_CHECKED_IN_C = re.compile(rf"{_BEFORE}(Failed: )?Assertion error \(?\S+\.(cu|cuh|cpp|hpp)\b")
 #: How torch, Triton and SGLang begin what it says.
 _OF_GPU = rf"{_BEFORE}((CUDA|HIP|XPU)( driver)? error:|Triton Error \[(CUDA|HIP)\]:)"
+#: What the driver says, or a check in a library's own code such as DeepEP's.
+_OF_LIBRARIES = re.compile(rf"{_OF_GPU}|{_BEFORE}(Failed: )?Assertion error \(?\S+\.(cu|cuh|cpp|hpp)\b")
 #: How DeepGEMM does, which gives the error's name.
 _BY_NAME = (
     rf"{_BEFORE}(CUDA driver error \(\S+\): \d+ \("
@@ -469,14 +469,15 @@ _PORT_WORDS = (
 
 #: What a driver says that does not fit what was compiled.
 _OLD_DRIVER = (
-    rf"({_OF_GPU}|{_CALL_FAILED}) (no kernel image is available|the provided PTX was compiled"
+    rf"({_OF_GPU}|{_CALL_FAILED}) (no kernel image is available|invalid device function|the provided PTX was compiled"
     r"|device kernel image is invalid)"
     r"|The NVIDIA driver on your system is too old|Unexpected error from cudaGetDeviceCount[\s\S]{0,300}Error 80[34]:"
     rf"|{_BY_NAME}((?i:INVALID_?(KERNEL_?)?IMAGE|UNSUPPORTED_?PTX)|NO_BINARY_FOR_GPU|NoKernelImage)"
 )
 #: What FlashInfer, DeepGEMM, DeepEP, Triton and torch say that compile a kernel when it is first used.
 _NOT_COMPILED = (
-    rf"{_BEFORE}(Ninja build failed|Could not find nvcc|NVCC (PTX )?compilation failed|Failed to find C(\+\+)? compiler"
+    rf"{_BEFORE}(Ninja build failed|Error building extension '|Failed to compile \S+\.cu\b|Could not find nvcc"
+    r"|NVCC (PTX )?compilation failed|Failed to find C(\+\+)? compiler"
     r'|Assertion error \(\S+compiler\.hpp:\d+\): false and "NVCC compilation failed"'
     rf"|{COMPILER_FAILED}|\s*The detected CUDA version \()"
 )
@@ -580,7 +581,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_version", raises("NVMLError_LibRmVersionMismatch")),
     ("startup_version", raises("ValueError", r"Due to a serious vulnerability issue in `torch\.load`")),
     ("startup_version", raises(_FROM_GPU, _OLD_DRIVER)),
-    ("startup_version", raises("RuntimeError|Exception|CalledProcessError", _NOT_COMPILED)),
+    ("startup_version", raises("RuntimeError|Exception|AssertionError|CalledProcessError", _NOT_COMPILED)),
+    ("startup_version", raises("NotImplementedError", r"Could not run 'sgl_kernel::\w+' with arguments from the '")),
     ("startup_model", _model_load),
     ("startup_timeout", _startup_timeout),
     ("startup_timeout", raises("DistStoreError|DistNetworkError|DistBackendError", _NOT_JOINED, starting=True)),

@@ -435,6 +435,9 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
         "OSError: [Errno 24] Too many open files: '/m/x.safetensors'",
         "RuntimeError: Failed: Assertion error /x/csrc/deep_ep.cpp:9 'rank == 0'",
     ],
+    ("startup_failed", SUP, (LOADER, *LOADING)): [
+        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling x"
+    ],
     ("startup_version", SUP, (LOADS, "load_model (sglang/srt/model_loader/loader.py:1)", *LOADING)): [
         "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'",
         "ValueError: Due to a serious vulnerability issue in `torch.load`, even with x",
@@ -512,7 +515,10 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
     ],
     ("startup_model", SUP, (TOKENIZER, *LOADING)): ["ValueError: Couldn't instantiate the backend tokenizer"],
     ("startup_model", SUP, (LOADER, *LOADING)): ["ValueError: Cannot find the config file for awq", "AssertionError: "],
-    ("startup_version", SUP, (LOADER, *LOADING)): ["ImportError: no fastsafetensors"],
+    ("startup_version", SUP, (LOADER, *LOADING)): [
+        "ImportError: no fastsafetensors",
+        "RuntimeError: HIP error: invalid device function" + ASYNC,
+    ],
     ("exception_in_sglang", SUP, (LOADER, *FORWARD)): ["ValueError: x"],
     ("startup_model", EST, LOADING): [
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge"
@@ -533,6 +539,8 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
         "Exception: Capture cuda graph failed: Ninja build failed.",
         'RuntimeError: Assertion error (/x/compiler.hpp:176): false and "NVCC compilation failed"',
         "FileNotFoundError: [Errno 2] No such file or directory: 'ninja'",
+        "AssertionError: Failed to compile /x/kernel.cu",
+        "RuntimeError: Error building extension 'x': y",
         "subprocess.CalledProcessError: Command '['/usr/bin/gcc', 'x.c']' returned non-zero exit status 1.",
         "Exception: Capture cuda graph failed: Command '['gcc', 'x.c']' returned non-zero exit status 1.",
         "RuntimeError: \nThe detected CUDA version (11.8) mismatches the version that was used to compile",
@@ -548,6 +556,9 @@ RAISED: dict[tuple[str, str, Sequence[str]], list[str]] = {
         "torch.distributed.DistNetworkError: The server socket has failed to listen. port: 80, code: -13, name: EACCES",
         "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl-x, "
         "error: Permission denied (13)",
+    ],
+    ("startup_version", EST, FORWARD): [
+        "NotImplementedError: Could not run 'sgl_kernel::rmsnorm' with arguments from the 'CUDA' backend."
     ],
     ("startup_version", EST, LOADING): ["pynvml.NVMLError_LibRmVersionMismatch: RM has detected an NVML/RM mismatch"],
     ("gpu_hardware", EST, FORWARD): ["torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"],
