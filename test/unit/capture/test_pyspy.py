@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -206,12 +207,15 @@ def test_however_it_was_started_its_main_thread_is_whole(
     (tmp_path / "starter.py").write_text(STARTER)
     log = tmp_path / "log"
     use_tool(f'echo x >> {log}; exec {find_pyspy()} "$@"')
-    with spawned([sys.executable, *options, method], cwd=tmp_path) as process:
-        pid = int(process.first_line)
-        wait_until(lambda: "sleep (" in "".join(map(str, frames_of(pid))), "it sleeps")
-        log.write_text("")
-        frames_of(pid)
-        os.kill(pid, signal.SIGKILL)
+    # A forkserver that is killed leaves its socket behind, whose path must be short.
+    with tempfile.TemporaryDirectory(prefix="ck-", ignore_cleanup_errors=True) as short:
+        env = os.environ | {"TMPDIR": short}
+        with spawned([sys.executable, *options, method], cwd=tmp_path, env=env) as process:
+            pid = int(process.first_line)
+            wait_until(lambda: "sleep (" in "".join(map(str, frames_of(pid))), "it sleeps")
+            log.write_text("")
+            frames_of(pid)
+            os.kill(pid, signal.SIGKILL)
     assert log.read_text() == "x\n"
 
 
