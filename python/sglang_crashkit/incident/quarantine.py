@@ -445,7 +445,7 @@ def change_entries(
         if lock.acquire(lock_secs) == "taken":
             raise CrashkitError(f"{folder} is locked by another process", next_step="the same command again")
         ranked = sorted(change(read_entries(folder)), key=lambda entry: (entry.level == "proven", entry.last))
-        entries, text = ranked[-MAX_ENTRIES:], b""
+        entries = ranked[-MAX_ENTRIES:]
         while len(text := _text_of(entries)) > _MAX_BYTES:
             entries = entries[len(entries) // 10 + 1 :]
         write_private(folder / FILE, text)

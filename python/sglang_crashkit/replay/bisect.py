@@ -183,14 +183,15 @@ def _find(
         _depends_on_time(trials, items, result, _WHYS[proof], tries)
         return
     result.is_confirmed = proof == "each time"
-    if result.is_confirmed:
-        result.rids = [one.rid for one in reduction.group]
-        result.requests = [dict(one.body) for one in reduction.group]
-        group = [one for one in group if one.rid in result.rids]
+    if not result.is_confirmed:
+        result.parameters = _parameters_of(group[0]) if len(group) == 1 else []
+        return
+    result.rids = [one.rid for one in reduction.group]
+    result.requests = [dict(one.body) for one in reduction.group]
+    group = [one for one in group if one.rid in result.rids]
     if len(group) == 1:
-        result.parameters = reduction.parameters if result.is_confirmed else _parameters_of(group[0])
-        result.prompt = reduction.prompt if result.is_confirmed else "unknown"
-        result.entry = _entry(group[0], result, document, stored) if result.is_confirmed else None
+        result.parameters, result.prompt = reduction.parameters, reduction.prompt
+        result.entry = _entry(group[0], result, document, stored)
 
 
 #: How requests bring a fault back: where ``by chance`` not more often than not, where ``not alone`` others do, too;
@@ -395,8 +396,8 @@ class _Reduction:
         self.group = asking(number)
         if number > 1 or is_few:
             self._note_survivor(more if is_few else asking(number - 1))
-        if (number > 1 or is_few) and len(self.group) == 1:
-            self.parameters = [*self.parameters, _MAX_NEW_TOKENS]
+            if len(self.group) == 1:
+                self.parameters = [*self.parameters, _MAX_NEW_TOKENS]
 
     def innocent(self, items: Iterable[StoredRequest]) -> Iterator[list[StoredRequest]]:
         """Yield groups of as many requests as are left, which lack what it takes as far as that is known.

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.private_files import write_json
@@ -21,12 +21,13 @@ from sglang_crashkit.replay.sender import MAX_AT_ONCE, send_all
 from sglang_crashkit.replay.server import OwnServer
 
 TRIALS = "trials.json"
-#: ``same`` is the incident's fault; ``other`` another one, or a server that answers no more.
-Outcome = Literal["same", "other", "survived"]
+#: ``same`` is the incident's fault; ``other`` another one, or a server that answers no more; ``refused`` that it serves
+#: on, and took none of them.
+Outcome = Literal["same", "other", "survived", "refused"]
 #: What innocent requests came to, or a group after them: they bring the fault back, or are not fit to tell anything;
 #: it brings the fault back, or does not.
 Contrast = Literal["harm", "unfit", "same", "survived"]
-_OUTCOMES = ("same", "other", "survived")
+_OUTCOMES = get_args(Outcome)
 #: In seconds: how often it is looked whether all have tried, and how long a server's end may take.
 _LOOK_SECS, _END_SECS = 0.1, 90.0
 
@@ -63,7 +64,7 @@ class Trials:
         #: What failed as the first that its server got.
         self._afresh: set[str] = set()
         self._refusal: CrashkitError | None = None
-        self._was_accepted = self._were_refused = self._is_over = False
+        self._was_accepted = self._is_over = False
         self._lock = threading.Lock()
 
     def first_failing(self, groups: Sequence[Sequence[StoredRequest]]) -> int | None:
@@ -127,7 +128,7 @@ class Trials:
         outcome = self._try(0, innocent, in_order=in_order)
         if outcome == "same":
             return "harm"
-        if outcome == "other" or self._were_refused:
+        if outcome != "survived":
             return "unfit"
         if in_order:
             self.close()
@@ -214,8 +215,8 @@ class Trials:
         if is_moot():
             return "other"
         refused = [answer for answer in answers if answer.is_refused]
-        self._were_refused = len(refused) == len(group)
-        if self._were_refused:
+        is_refused = len(refused) == len(group)
+        if is_refused:
             # What asks for less may make no sense; where nothing is ever taken it is the server that does not fit.
             self._refusal = CrashkitError(
                 f"the server refuses the requests with status {refused[0].status}: {refused[0].problem}",
@@ -231,7 +232,7 @@ class Trials:
         name = server.folder.name
         if found is None and not is_lost and not server.has_ended:
             self._say(f"{name}: {what}: it serves on")
-            return "survived"
+            return "refused" if is_refused else "survived"
         is_same = found is not None and is_same_fault(found.document or {}, self._document)
         told = words_of(found.document or {}) if found is not None else "it answers no more, and there is no incident"
         self._say(f"{name}: {what}: {'the same fault' if is_same else 'another fault'}: {told}")

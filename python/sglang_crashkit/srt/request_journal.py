@@ -290,7 +290,7 @@ class _KnownFields:
             if told is None:
                 if type(params) is not dict or weigh(params, _MAX_REMEMBERED) > _MAX_REMEMBERED:
                     return None
-                told = to_json(without_secrets(params))
+                told = to_json(_without_secrets(params))
                 self._params.add(params, told)
             text += f',"sampling_params":{told}'
         return (text + "}").encode()
@@ -336,7 +336,7 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
                 omitted[name] = describe(value)
             else:
                 room -= weight
-                fields[name] = without_secrets(value) if type(value) is dict else value
+                fields[name] = _without_secrets(value) if type(value) is dict else value
     text, input_ids = values.get("text"), values.get("input_ids")
     if values.get("no_logs"):
         omitted |= {name: _WITHHELD for name in ("text", "input_ids") if values.get(name) is not None}
@@ -362,12 +362,12 @@ def _defaults_of(kind: type) -> dict[str, Any]:
     return found
 
 
-def without_secrets(mapping: dict[Any, Any]) -> dict[Any, Any]:
+def _without_secrets(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """Return a mapping with another value in place of each secret."""
     result: dict[Any, Any] = {}
     for name, value in mapping.items():
         if isinstance(name, str) and value is not None and _is_secret_name(name):
             result[name] = REDACTED
         else:
-            result[name] = without_secrets(value) if type(value) is dict else value
+            result[name] = _without_secrets(value) if type(value) is dict else value
     return result

@@ -14,13 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import takewhile
 from signal import Signals
 from typing import Any
 
 from sglang_crashkit.analysis.causes import no_progress
 from sglang_crashkit.analysis.causes.advice import COMPILER_FAILED, NO_COMPILER, hint_of
-from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, are_in, name_of
+from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
 from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import Level
@@ -309,10 +310,11 @@ def _is_of_host(error: Raised) -> bool:
 
 def _within(error: Raised, places: tuple[str, ...]) -> list[str]:
     """Return the files of the frames that an exception came through before it came to one of `places`."""
-    frames = zip(error.places, error.paths, strict=False)
-    return [
-        path for _place, path in takewhile(lambda frame: not any(are_in((one,), frame[:1]) for one in places), frames)
-    ]
+
+    def is_inner(frame: tuple[str, str]) -> bool:
+        return not any(fnmatchcase(frame[0], place) for place in places)
+
+    return [path for _place, path in takewhile(is_inner, zip(error.places, error.paths, strict=False))]
 
 
 #: What is said of any request that a server fails with whose only one it is.
