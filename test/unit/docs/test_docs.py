@@ -14,7 +14,6 @@ from sglang_crashkit.cli.main import COMMANDS, load_command
 KIT = Path(sglang_crashkit.__file__).parent
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 _VARIABLE = re.compile(r"SGLANG_CRASHKIT_[A-Z_]*[A-Z]\b")
@@ -33,7 +32,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_links_to_what_is_there(page: Path) -> None:
     links = [link for link in _LINK.findall(page.read_text()) if not link[0].startswith("http")]
     targets = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in links]

@@ -55,7 +55,7 @@ def test_incidents_are_listed_newest_first(
 def test_what_is_kept_is_all_that_is_told(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents = sorted((Path(__file__).parents[4] / "docs" / "tutorials" / "incidents").glob("*.json"))
+    documents = sorted((Path(__file__).parents[2] / "incident" / "data").glob("*.json"))
     for number, document in enumerate(documents):
         path = make_incident(tmp_path, 60.0 * number, "") / "incident.json"
         path.write_bytes(document.read_bytes())
