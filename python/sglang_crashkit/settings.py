@@ -32,8 +32,6 @@ SOCKET = "handler.sock"
 #: The longest name of a socket in the folder: a pid of 7 digits, a start time, a suffix.
 _LONGEST_SOCKET = "4194304-123456789012.sock"
 _MAX_SOCKET_PATH = 107
-#: Names of an earlier release, read where theirs is not set; a launch warns of them (see `earlier_names_in`).
-_EARLIER = {"SGLANG_CRASHKIT_CAPTURE_SECS": "SGLANG_CRASHKIT_PHOTOGRAPH_SECS"}
 #: What tells others of an incident, or of a server.
 _PUBLISHING = {
     *("SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_KUBERNETES_EVENT"),
@@ -42,10 +40,58 @@ _PUBLISHING = {
 _TRUE = {"1", "true", "yes", "y"}
 _FALSE = {"0", "false", "no", "n"}
 
+_PREFIX = "SGLANG_CRASHKIT_"
+_TRUTH = r"(?i)1|true|yes|y|0|false|no|n"
+_NUMBER = r"\d{1,9}"
+_SECONDS = r"\d+(\.\d*)?|\.\d+"
+_ANY = r".*"
+#: The variables that a user sets, each with what it may hold; a launch warns of any other (see `unknown_variables`).
+VARIABLES = {
+    "SGLANG_CRASHKIT_ENABLED": _TRUTH,
+    "SGLANG_CRASHKIT_EXIT_STATUS": r"(?i)kit|upstream",
+    "SGLANG_CRASHKIT_LOG_RECORDS": _NUMBER,
+    "SGLANG_CRASHKIT_PEER_WATCH": _TRUTH,
+    "SGLANG_CRASHKIT_GPU_FACTS": _TRUTH,
+    "SGLANG_CRASHKIT_TERMINATION_LOG": _ANY,
+    "SGLANG_CRASHKIT_HANG_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_NATIVE": _TRUTH,
+    "SGLANG_CRASHKIT_PYSPY": _ANY,
+    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER,
+    "SGLANG_CRASHKIT_EXIT_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_BUDGET_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_CAPTURE_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_END_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_MAX_USE_MB": _SECONDS,
+    "SGLANG_CRASHKIT_KEEP_FREE_MB": _SECONDS,
+    "SGLANG_CRASHKIT_MAX_INCIDENT_MB": _SECONDS,
+    "SGLANG_CRASHKIT_MAX_CORE_MB": _SECONDS,
+    "SGLANG_CRASHKIT_FULL_PER_FAULT": _NUMBER,
+    "SGLANG_CRASHKIT_JOURNAL": _TRUTH,
+    "SGLANG_CRASHKIT_JOURNAL_MB": _SECONDS,
+    "SGLANG_CRASHKIT_STEPS": _TRUTH,
+    "SGLANG_CRASHKIT_PROMPTS": r"(?i)full|ids|none",
+    "SGLANG_CRASHKIT_METRICS_FILE": _ANY,
+    "SGLANG_CRASHKIT_ON_INCIDENT": _ANY,
+    "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_WEBHOOK": r"https?://.+",
+    "SGLANG_CRASHKIT_WEBHOOK_KIND": r"(?i)slack|alertmanager|json",
+    "SGLANG_CRASHKIT_WEBHOOK_SECRET": _ANY,
+    "SGLANG_CRASHKIT_KUBERNETES_EVENT": _TRUTH,
+    "SGLANG_CRASHKIT_OTLP_ENDPOINT": _ANY,
+    "SGLANG_CRASHKIT_HTML": _TRUTH,
+    "SGLANG_CRASHKIT_QUARANTINE": r"(?i)off|observe|refuse",
+}
+#: Those that the kit sets for its own processes.
+OWN_VARIABLES = {
+    *(SOCKET_VARIABLE, SPOOL_VARIABLE, LAUNCH_VARIABLE, MODE_VARIABLE, FLIGHT_VARIABLE),
+    *("SGLANG_CRASHKIT_MEMBERS", "SGLANG_CRASHKIT_INCIDENT", "SGLANG_CRASHKIT_NOT_APPLIED"),
+}
 
-def earlier_names_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `environ` that have another name now, each with that name."""
-    return {earlier: name for name, earlier in _EARLIER.items() if earlier in environ}
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables of `environ` that are named as the kit's, and that this version does not know, sorted."""
+    return sorted(name for name in environ if name.startswith(_PREFIX) and name not in VARIABLES.keys() | OWN_VARIABLES)
 
 
 def read_bool(environ: Mapping[str, str], name: str, default: bool) -> bool:
@@ -198,8 +244,6 @@ class Settings:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the settings from `environ`."""
-        if earlier := earlier_names_in(environ):
-            environ = {name: environ[old] for old, name in earlier.items()} | dict(environ)
         return cls(
             enabled=read_bool(environ, "SGLANG_CRASHKIT_ENABLED", cls.enabled),
             stacks=read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", cls.stacks),

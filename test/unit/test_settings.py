@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.settings import DiskLimits, Settings, earlier_names_in, read_bool, read_seconds
+from sglang_crashkit.settings import DiskLimits, Settings, read_bool, read_seconds
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,17 @@ def test_either_of_upstreams_diagnostics_keeps_the_kit_awake() -> None:
     ]
 
 
-def test_an_earlier_name_is_read_where_the_new_is_unset() -> None:
-    earlier, name = "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", "SGLANG_CRASHKIT_CAPTURE_SECS"
-    assert Settings.from_environ({earlier: "0.5"}).capture_secs == 0.5
-    assert Settings.from_environ({earlier: "0.5", name: "4"}).capture_secs == 4.0
-    assert earlier_names_in({earlier: "0.5"}) == {earlier: name}
-    assert earlier_names_in({name: "0.5"}) == {}
+def test_the_known_variables_are_the_documented_ones() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    documented = set(re.findall(r"SGLANG_CRASHKIT_[A-Z_]*[A-Z]\b", page))
+    assert settings.VARIABLES.keys() | settings.OWN_VARIABLES == documented
+
+
+def test_a_variable_of_another_version_is_unknown() -> None:
+    environ = dict.fromkeys([*settings.VARIABLES, *settings.OWN_VARIABLES, "SGLANG_OTHER", "HOME"], "1")
+    assert settings.unknown_variables(environ) == []
+    unknown = ["SGLANG_CRASHKIT_HANG_SEC", "SGLANG_CRASHKIT_PHOTOGRAPH_SECS"]
+    assert settings.unknown_variables(environ | dict.fromkeys(reversed(unknown), "1")) == unknown
 
 
 def test_the_sockets_address_follows_from_the_process_and_fits(

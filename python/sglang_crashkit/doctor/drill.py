@@ -18,13 +18,13 @@ from typing import Any
 
 from sglang_crashkit.doctor.drill_server import RANKS
 from sglang_crashkit.doctor.folder_facts import read_folder
-from sglang_crashkit.doctor.rules import OWN, Finding
+from sglang_crashkit.doctor.rules import Finding
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
-from sglang_crashkit.settings import RUN, Settings, fallback_folder, unpublished
+from sglang_crashkit.settings import OWN_VARIABLES, RUN, Settings, fallback_folder, unpublished
 
 #: The stand-in's crash handler starts within this time, and the incident is whole within the next, in seconds.
 _START_SECS = 10.0
@@ -98,7 +98,7 @@ def _problem_of(crash_folder: Path | None, environ: Mapping[str, str]) -> str:
 
 
 def _environment(environ: Mapping[str, str], runtime: str) -> dict[str, str]:
-    kept = {name: value for name, value in unpublished(environ).items() if name not in OWN}
+    kept = {name: value for name, value in unpublished(environ).items() if name not in OWN_VARIABLES}
     return kept | {"TMPDIR": runtime}
 
 

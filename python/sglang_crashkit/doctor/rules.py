@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.kernel.shared_memory import FOLDER
 from sglang_crashkit.policy import Capture, Event, Mode, decide
-from sglang_crashkit.settings import Settings, earlier_names_in
+from sglang_crashkit.settings import VARIABLES, Settings, unknown_variables
 
 if TYPE_CHECKING:
     from sglang_crashkit.doctor.facts import Facts, ServerFacts
@@ -319,56 +319,7 @@ def servers_to_json(servers: tuple[ServerFacts, ...]) -> list[dict[str, object]]
     ]
 
 
-_PREFIX = "SGLANG_CRASHKIT_"
 _MAY_BE_SECRET = re.compile(r"WEBHOOK|OTLP|SECR|TOKEN|KEY|PASS")
-_TRUTH = r"(?i)1|true|yes|y|0|false|no|n"
-_NUMBER = r"\d{1,9}"
-_SECONDS = r"\d+(\.\d*)?|\.\d+"
-_ANY = r".*"
-#: What each variable that a user sets may hold; the tests compare it with docs/configuration.md.
-VALUES = {
-    "SGLANG_CRASHKIT_ENABLED": _TRUTH,
-    "SGLANG_CRASHKIT_EXIT_STATUS": r"(?i)kit|upstream",
-    "SGLANG_CRASHKIT_LOG_RECORDS": _NUMBER,
-    "SGLANG_CRASHKIT_PEER_WATCH": _TRUTH,
-    "SGLANG_CRASHKIT_GPU_FACTS": _TRUTH,
-    "SGLANG_CRASHKIT_TERMINATION_LOG": _ANY,
-    "SGLANG_CRASHKIT_HANG_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_NATIVE": _TRUTH,
-    "SGLANG_CRASHKIT_PYSPY": _ANY,
-    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER,
-    "SGLANG_CRASHKIT_EXIT_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_BUDGET_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_CAPTURE_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_END_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_MAX_USE_MB": _SECONDS,
-    "SGLANG_CRASHKIT_KEEP_FREE_MB": _SECONDS,
-    "SGLANG_CRASHKIT_MAX_INCIDENT_MB": _SECONDS,
-    "SGLANG_CRASHKIT_MAX_CORE_MB": _SECONDS,
-    "SGLANG_CRASHKIT_FULL_PER_FAULT": _NUMBER,
-    "SGLANG_CRASHKIT_JOURNAL": _TRUTH,
-    "SGLANG_CRASHKIT_JOURNAL_MB": _SECONDS,
-    "SGLANG_CRASHKIT_STEPS": _TRUTH,
-    "SGLANG_CRASHKIT_PROMPTS": r"(?i)full|ids|none",
-    "SGLANG_CRASHKIT_METRICS_FILE": _ANY,
-    "SGLANG_CRASHKIT_ON_INCIDENT": _ANY,
-    "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_WEBHOOK": r"https?://.+",
-    "SGLANG_CRASHKIT_WEBHOOK_KIND": r"(?i)slack|alertmanager|json",
-    "SGLANG_CRASHKIT_WEBHOOK_SECRET": _ANY,
-    "SGLANG_CRASHKIT_KUBERNETES_EVENT": _TRUTH,
-    "SGLANG_CRASHKIT_OTLP_ENDPOINT": _ANY,
-    "SGLANG_CRASHKIT_HTML": _TRUTH,
-    "SGLANG_CRASHKIT_QUARANTINE": r"(?i)off|observe|refuse",
-}
-#: The kit sets them for its own processes.
-OWN = {
-    *("SGLANG_CRASHKIT_SOCKET", "SGLANG_CRASHKIT_SPOOL", "SGLANG_CRASHKIT_LAUNCHED", "SGLANG_CRASHKIT_MEMBERS"),
-    *("SGLANG_CRASHKIT_MODE", "SGLANG_CRASHKIT_INCIDENT", "SGLANG_CRASHKIT_FLIGHT_FOLDER"),
-    "SGLANG_CRASHKIT_NOT_APPLIED",
-}
 #: SGLang's own default of ``--watchdog-timeout``, in seconds.
 _WATCHDOG_SECS = 300.0
 #: The least that SGLANG_CRASHKIT_HANG_SECS may be, in seconds.
@@ -383,18 +334,15 @@ def check_variables(environ: Mapping[str, str], arguments: list[str]) -> Iterato
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
-    for name, value in sorted(environ.items()):
-        if not name.startswith(_PREFIX) or name in OWN:
-            continue
-        if name not in VALUES:
-            close = difflib.get_close_matches(name, VALUES, 1)
-            next_step = (_shown(close[0], value),) if close else (f"unset {name}",)
-            yield Finding("warning", _TOPIC, f"{name} is no variable of the kit", "it has no effect", next_step)
-        elif value.strip() and not re.fullmatch(VALUES[name], value.strip(), re.DOTALL):
+    for name in unknown_variables(environ):
+        close = difflib.get_close_matches(name, VARIABLES, 1)
+        next_step = (_shown(close[0], environ[name]),) if close else (f"unset {name}",)
+        yield Finding("warning", _TOPIC, f"{name} is no variable of the kit", "it has no effect", next_step)
+    for name, pattern in VARIABLES.items():
+        value = environ.get(name, "").strip()
+        if value and not re.fullmatch(pattern, value, re.DOTALL):
             what = f"{_shown(name, value)} cannot be read"
             yield Finding("warning", _TOPIC, what, "it counts as not set", (f"unset {name}",))
-    for earlier, name in earlier_names_in(environ).items():
-        yield Finding("note", _TOPIC, f"{earlier} is called {name} now", next=(f"{name}={environ[earlier]}",))
 
 
 def _shown(name: str, value: str) -> str:

@@ -72,6 +72,8 @@ def _start_unless_there(crash_folder: str | None, variables: Mapping[str, str]) 
     assert socket_path is not None
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and protocol.is_reachable(str(socket_path)):
         return
+    if unknown := settings.unknown_variables(os.environ):
+        logger.warning("crash kit: variables that this version does not know have no effect: %s", ", ".join(unknown))
     # Those that are set already are of the server which started this one.
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
         os.environ.pop(name, None)
@@ -82,8 +84,6 @@ def _start_unless_there(crash_folder: str | None, variables: Mapping[str, str]) 
         return
     for warning in answer["warnings"]:
         logger.warning("crash kit: %s", warning)
-    for earlier, name in settings.earlier_names_in(os.environ).items():
-        logger.warning("crash kit: %s is called %s now; the earlier name goes with the next release", earlier, name)
     os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
     os.environ[settings.SPOOL_VARIABLE] = answer["spool"]
     if answer["core_file"]:
