@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from sglang_crashkit import __version__
-from sglang_crashkit.cli.running import guarded, problem_of
+from sglang_crashkit.cli.output import guarded, problem_of, say, say_json, say_text
 from sglang_crashkit.errors import CrashkitError, ExitCode
 
 #: What each command does; the module of the same name, but for `_MODULES`, is imported when it is called.
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not problem_of(sys.stdout):
             raise
     if problem := problem_of(sys.stdout):
-        print(f"sglang-crashkit: the standard output cannot be written: {problem}", file=sys.stderr)
+        say(f"sglang-crashkit: the standard output cannot be written: {problem}", error=True)
         return int(ExitCode.FAILED)
     return status
 
@@ -121,11 +120,11 @@ def _run(argv: Sequence[str]) -> int:
     except CrashkitError as error:
         if getattr(args, "json", False):
             failure = {"error": error.message, "next": error.next_step}
-            print(json.dumps(failure | {"exit_code": int(error.exit_code)}))
-        print(f"sglang-crashkit {args.command}: {error}", file=sys.stderr)
+            say_json(failure | {"exit_code": int(error.exit_code)})
+        say_text(f"sglang-crashkit {args.command}: {error}", error=True)
         return int(error.exit_code)
     except KeyboardInterrupt:
-        print(f"sglang-crashkit {args.command}: interrupted", file=sys.stderr)
+        say(f"sglang-crashkit {args.command}: interrupted", error=True)
         return int(ExitCode.INTERRUPTED)
     finally:
         guard_reads(None)

@@ -39,6 +39,7 @@ from sglang_crashkit.kernel.procfs import key_of
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, read_handler_pid
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import Settings
+from sglang_crashkit.visible import visible
 
 logger = logging.getLogger("sglang_crashkit.handler")
 
@@ -114,7 +115,7 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
         for path in finish_abandoned(folder / "incidents"):
             logger.info("incident %s of a killed crash handler is finished", path)
         remove_empty_spools(folder / "incidents")
-        handler.session.commands.catch_up(folder / "incidents")
+        handler.session.notices.catch_up(folder / "incidents")
     remove_runtime_folders(args.runtime.parent)
     handler.history = [line for line in (recent_crashes(place.host_folder / "incidents"), left_by_others()) if line]
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
@@ -169,7 +170,9 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         try:
-            self._written += sys.stderr.write(f"{self.format(record)}\n")
+            # Nothing in a record passes for another one.
+            text = visible(self.format(record)).replace("\n", "\n    ")
+            self._written += sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
             if self._written > _MAX_LOG_BYTES:
                 self._begin()

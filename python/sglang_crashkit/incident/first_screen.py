@@ -17,6 +17,7 @@ from sglang_crashkit.incident.names import Names, join_some_names, stopped_state
 from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.step import is_divergence
+from sglang_crashkit.visible import visible
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
 WIDTH, MAX_LINES = 80, 17
@@ -148,8 +149,7 @@ def cut(text: str, most: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    # What a terminal would take for a command is of no use here either.
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return " ".join(visible(text).split())
 
 
 class _Screen:

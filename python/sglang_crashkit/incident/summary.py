@@ -25,6 +25,7 @@ from sglang_crashkit.incident.names import Names, join_names, stopped_state, wit
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 from sglang_crashkit.model.checked_json import seconds_of, texts_of
+from sglang_crashkit.visible import visible
 
 #: Of so many requests the ids are told.
 _MAX_RIDS = 8
@@ -46,11 +47,7 @@ def format_summary(document: Mapping[str, Any], folder: Path | None = None) -> s
     Commands name an incident by its finished `folder`: its id alone is found nowhere but where the server runs.
     """
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
-    text = "\n".join(_lines(document, where)) + "\n"
-    if text.replace("\n", " ").isprintable():
-        return text
-    # Whoever wrote a message is not to move the cursor of whoever reads this on a terminal.
-    return "".join(char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)
+    return visible("\n".join(_lines(document, where)) + "\n")
 
 
 def headline(document: Mapping[str, Any]) -> str:

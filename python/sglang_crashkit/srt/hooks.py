@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from sglang_crashkit import protocol
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.visible import visible
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +167,8 @@ def say(text: bytes) -> None:
 
 
 def say_line(text: str) -> None:
-    """Write one line of the kit's, without what a terminal would take for a command; nothing where nobody reads it."""
-    line = "".join(char if char.isprintable() else " " for char in f"crash kit: {text}")
+    """Write one line of the kit's; nothing where nobody reads it."""
+    line = visible(f"crash kit: {text}", keep="")
     with contextlib.suppress(OSError):
         say(line.encode(errors="backslashreplace")[:_MAX_LINE_BYTES] + b"\n")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_crashkit.cli import running
-from sglang_crashkit.cli.running import Terminated, ends_with_reader, printable
+from sglang_crashkit.cli.running import Terminated, ends_with_reader
 from unit.support.waiting import LONG
 
 FULL = "sglang-crashkit: the standard output cannot be written: No space left on device\n"
@@ -94,17 +94,3 @@ def test_its_own_end_is_not_cut_short(pipe: list[int]) -> None:
         with pytest.raises(Terminated):
             wait_for_its_end()
         signal.sigtimedwait([], 0.1)
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("a b é", "a b é"),
-        ("\x1b[2J", "\\x1b[2J"),
-        ("a\nb\r", "a\\nb\\r"),
-        ("\u202egpj", "\\u202egpj"),
-        ("\udcff", "\\udcff"),
-    ],
-)
-def test_nothing_printed_is_a_command_to_a_terminal(text: str, shown: str) -> None:
-    assert printable(text) == shown

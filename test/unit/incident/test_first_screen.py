@@ -79,7 +79,7 @@ def test_of_many_consequences_that_are_alike_there_is_one(killed: dict[str, Any]
 
 def test_a_consequences_message_is_short_without_the_builders_path() -> None:
     told = consequence_in_words("RuntimeError: [/__w/p/gloo/pair.cc:545] Read\nerror \033[31m" + "x" * 500)
-    assert told.startswith("RuntimeError: Read error [31mxxx")
+    assert told.startswith("RuntimeError: Read error xxx")
     assert told.endswith("...")
     assert len(told) == MAX_MESSAGE
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
 
 #: What the installation was → what it is now.
@@ -47,19 +47,19 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.json:
         told = {"release": session.environment.version, "package": str(session.environment.package)}
         changed = {"before": before, "changed": [str(path) for path in outcome.changed], "dry_run": args.dry_run}
-        print(json.dumps(told | changed, indent=1))
+        say_json(told | changed, indent=1)
         return ExitCode.DONE
     name = f"SGLang {session.environment.version} in {session.environment.package}"
     goals = (Overall.PATCHED,) if is_apply else (Overall.PRISTINE, Overall.UNSUPPORTED)
     if not outcome.changed and outcome.before in goals:
-        print(f"{name} is {'already' if is_apply else 'not'} patched")
+        say(f"{name} is {'already' if is_apply else 'not'} patched")
     elif args.dry_run:
         goal = "be patched" if is_apply else "get upstream's bytes back"
-        print(f"{name} would {goal} (it is {before}):")
+        say(f"{name} would {goal} (it is {before}):")
     elif is_apply:
-        print(f"{name} is {_DONE.get(before, 'patched')}:")
+        say(f"{name} is {_DONE.get(before, 'patched')}:")
     else:
-        print(f"{name} has upstream's bytes again:")
+        say(f"{name} has upstream's bytes again:")
     for path in outcome.changed:
-        print(f"  {path}")
+        say(f"  {path}")
     return ExitCode.DONE

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.crash_folder import add_incident, find_incident
+from sglang_crashkit.cli.output import say, say_json, say_text
 from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
@@ -58,16 +57,16 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise UsageError("several servers cannot have one port", next_step="leave --port out of the command")
     plan = Plan(command, folder, args.tries, args.starts, args.ready_secs, args.request_secs, args.jobs)
     with terminable():
-        result = bisect.bisect(incident, plan, lambda line: print(line, file=sys.stderr, flush=True))
+        result = bisect.bisect(incident, plan, lambda line: say(line, error=True))
     told = _quarantine(result, incident.path) if args.quarantine else ""
     if args.json:
-        print(json.dumps(asdict(result), indent=2))
+        say_json(asdict(result), indent=2)
         return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
-    print(_words(result, folder))
+    say_text(_words(result, folder))
     if told:
-        print(told)
+        say(told)
     for line in result.left_out:
-        print(f"left out: {line}")
+        say(f"left out: {line}")
     return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
 
 

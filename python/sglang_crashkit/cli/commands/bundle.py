@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shlex
-import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.cli.crash_folder import add_incident, find_incident
+from sglang_crashkit.cli.output import say, say_json, say_text
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
 from sglang_crashkit.kernel.private_files import create_private, read_regular
 from sglang_crashkit.model.checked_json import mapping_of
@@ -87,9 +87,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     report = search.clean(REPORT, report) if search is not None else report
     if args.report:
         text = report.decode()
-        for line in shortcomings:
-            print(line, file=sys.stderr)
-        print(json.dumps({"incident": incident.name[-8:], "report": text}) if args.json else text, end="")
+        say(*shortcomings, error=True)
+        if args.json:
+            say_json({"incident": incident.name[-8:], "report": text})
+        else:
+            say_text(text)
         return ExitCode.DONE
     path = args.out or Path(f"sglang-{incident.name[-8:]}{_ZSTD}")
     if not path.name.endswith(_ZSTD):
@@ -106,20 +108,19 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.json:
         told = {"incident": incident.name[-8:], "path": str(path.absolute()), "files": count, "bytes": size}
         told |= {"prompts": search is None, "left_out": list(left_out), "why_left_out": left_out}
-        print(json.dumps(told | ({} if search is None else {"gaps": search.gaps, "short_prompts": search.short})))
+        say_json(told | ({} if search is None else {"gaps": search.gaps, "short_prompts": search.short}))
         return ExitCode.DONE
     prompts = "with the" if search is None else "without the known" if search.gaps else "without the"
     of_incident = f"{count} files of incident {incident.name[-8:]}"
-    print(f"{path}: {of_incident}, {prompts} prompts of its requests, {size / 1e3:,.0f} kB")
+    say(f"{path}: {of_incident}, {prompts} prompts of its requests, {size / 1e3:,.0f} kB")
     if left_out:
         names = ", ".join(f"{name} ({why})" for name, why in islice(left_out.items(), _MAX_TOLD))
         more = f" and {len(left_out) - _MAX_TOLD:,} more" if len(left_out) > _MAX_TOLD else ""
-        print(f"left out, as they may hold prompts: {names}{more}")
-    for line in shortcomings:
-        print(line)
+        say(f"left out, as they may hold prompts: {names}{more}")
+    say(*shortcomings)
     option = " --no-prompts" if search is not None else ""
     shown = shlex.quote(str(incident.path))
-    print(f"next: sglang-crashkit bundle {shown} --report{option}   # the text of the report, to be pasted")
+    say(f"next: sglang-crashkit bundle {shown} --report{option}   # the text of the report, to be pasted")
     return ExitCode.DONE
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import pwd
 import shlex
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import positive, seconds
+from sglang_crashkit.cli.output import say, say_json, show_progress
 from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
@@ -205,7 +205,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         document = collected.as_json(
             collection, output, status, found, with_snapshots=args.with_snapshots, with_texts=args.with_texts
         )
-        print(json.dumps(document, indent=None if args.with_snapshots else 2))
+        say_json(document, indent=None if args.with_snapshots else 2)
     return status
 
 
@@ -249,10 +249,9 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     except OSError as error:
         _say(f"cannot write {output / collected.EXPLANATION}: {error.strerror or error}")
     if args.json:
-        print(json.dumps(collected.nodes_as_json(result, explanation, output, status), indent=2))
+        say_json(collected.nodes_as_json(result, explanation, output, status), indent=2)
     else:
-        for line in collected.nodes_as_text(result, explanation, output):
-            print(line)
+        say(*collected.nodes_as_text(result, explanation, output))
     if result.interrupt is not None:
         _say("interrupted; what was collected until then is kept")
     return status
@@ -363,11 +362,13 @@ def _wait(seconds: float, overview: Callable[[], str]) -> None:
         if is_terminal or time.monotonic() - said >= _REPEAT_SECS:
             said = time.monotonic()
             line = f"collecting in {left:.0f} s: {overview()}"
-            print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr)
-            sys.stderr.flush()
+            if is_terminal:
+                show_progress(line)
+            else:
+                say(line, error=True)
         time.sleep(min(left, _REDRAW_SECS))
     if is_terminal and seconds:
-        print(file=sys.stderr)
+        say("", error=True)
 
 
 def _overview(found: Discovery) -> str:
@@ -436,4 +437,4 @@ def _status_of_nodes(result: Gathered) -> ExitCode:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, error=True)

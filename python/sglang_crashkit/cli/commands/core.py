@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
 
 _EXAMPLES = """\
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     core = read_cuda_core(args.file)
     if args.json:
-        print(json.dumps({"cores": [{"path": str(args.file), **core.to_json()}]}, indent=2))
+        say_json({"cores": [{"path": str(args.file), **core.to_json()}]}, indent=2)
     else:
-        print("\n".join(format_core(core)))
+        say(*format_core(core))
     return ExitCode.DONE

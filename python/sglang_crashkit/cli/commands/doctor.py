@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import seconds
-from sglang_crashkit.cli.running import printable
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
@@ -66,10 +65,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         document["servers"] = servers_to_json(facts.servers)
     is_bad = has_problem(findings)
     if args.json:
-        print(json.dumps(document | {"healthy": not is_bad, "findings": [asdict(one) for one in findings]}, indent=1))
+        say_json(document | {"healthy": not is_bad, "findings": [asdict(one) for one in findings]}, indent=1)
     else:
-        for line in format_findings(findings):
-            print(line)
+        say(*format_findings(findings))
     return ExitCode.FAILED if is_bad else ExitCode.DONE
 
 
@@ -83,7 +81,7 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
     counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
     told = [f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count]
     lines.append(f"result   {', '.join(told) or 'nothing is wrong'}")
-    return [printable(line) for line in lines]
+    return lines
 
 
 def _find_servers(pid: int | None) -> list[ServerFacts]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import duration
-from sglang_crashkit.cli.running import printable
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, ExitCode, NothingToDoError
 
 if TYPE_CHECKING:
@@ -86,8 +84,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             "; ".join([*missing, f"no incident{late} of {hosts_in_words}{broken}"]),
             next_step=f"sglang-crashkit fleet DIR{WHAT_DIR_IS}",
         )
-    for line in [*problems, *missing]:
-        print(line, file=sys.stderr)
+    say(*problems, *missing, error=True)
     unreadable = [*fleet.unreadable, *fleet.problems, *fleet.missing]
     status = ExitCode.PARTIAL if unreadable else ExitCode.DONE
     groups, hosts = group(fleet.incidents), len(fleet.hosts)
@@ -100,12 +97,11 @@ def run(args: argparse.Namespace) -> ExitCode:
             ) from error
     if args.json:
         told = {"schema_version": 1, "hosts": hosts, "incidents": len(fleet.incidents), "unreadable": unreadable}
-        print(json.dumps(told | {"faults": [one.to_json() for one in groups]}, indent=1))
+        say_json(told | {"faults": [one.to_json() for one in groups]}, indent=1)
         return status
-    for line in _table(groups, hosts):
-        print(line)
+    say(*_table(groups, hosts))
     if fleet.unreadable:
-        print(f"{len(fleet.unreadable)} incidents could not be read, such as {fleet.unreadable[0]!r}")
+        say(f"{len(fleet.unreadable)} incidents could not be read, such as {fleet.unreadable[0]!r}")
     return status
 
 
@@ -113,12 +109,12 @@ def _table(groups: Sequence[Group], hosts: int) -> Iterator[str]:
     """Yield the lines of a table, with what the hosts of each fault have in common below it; of so many hosts."""
     yield f"{'fault':8}  {'hosts':>5}  {'times':>5}  {'first':10}  {'last':10}  what"
     for one in groups:
-        what = printable(" ".join([one.kind, *one.fault[:3]]))
+        what = " ".join([one.kind, *one.fault[:3]])
         yield f"{one.key:8}  {len(one.hosts):>5}  {one.count:>5}  {_day(one.first)}  {_day(one.last)}  {what}"
         for line in one.lines(hosts):
-            yield f"{'':10}{printable(line)}"
+            yield f"{'':10}{line}"
         causes = ", ".join(f"{cause} ({number})" for cause, number in list(one.causes.items())[:_MAX_VALUES])
-        yield f"{'':10}{printable(f'cause: {causes}; latest: {one.path}')}"
+        yield f"{'':10}cause: {causes}; latest: {one.path}"
 
 
 def _page(groups: Sequence[Group], hosts: int) -> str:

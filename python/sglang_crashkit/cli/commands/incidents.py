@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import shutil
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.cli.argument_types import duration, positive
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import WHAT_DIR_IS, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     faults = {folder: read_faults(folder) for folder in {incident.path.parent for incident in incidents}}
     status = ExitCode.PARTIAL if unreadable else ExitCode.DONE
     if args.json:
-        print(json.dumps([_as_json(incident, faults) for incident in incidents], indent=2))
+        say_json([_as_json(incident, faults) for incident in incidents], indent=2)
         tell_unreadable(unreadable)
         return status if incidents else ExitCode.NOTHING
     tell_unreadable(unreadable)
@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             f"no incident{of_these} below {where}",
             next_step=_others(found, args) if found else f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
         )
-    for line in _as_text(incidents, faults):
-        print(line)
+    say(*_as_text(incidents, faults))
     return status
 
 

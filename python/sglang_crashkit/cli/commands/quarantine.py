@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import WHAT_DIR_IS, CrashkitError, ExitCode, NothingToDoError
 
 EXAMPLE = """examples:
@@ -91,12 +92,12 @@ def run(args: argparse.Namespace) -> ExitCode:
         clear_entries(folder)
     entries = read_entries(folder)
     if args.json:
-        print(json.dumps([asdict(entry) for entry in entries], indent=2))
+        say_json([asdict(entry) for entry in entries], indent=2)
         return ExitCode.DONE
     for entry in entries:
         since, origin = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry.last)), entry.origin
-        print(f"{entry.key}  {entry.level}  {entry.words}  (incident {origin.incident}, {since}): {origin.reason}")
-        print(f"    counts for {origin.model or 'no model'} on SGLang {origin.release or 'of no release'}")
+        say(f"{entry.key}  {entry.level}  {entry.words}  (incident {origin.incident}, {since}): {origin.reason}")
+        say(f"    counts for {origin.model or 'no model'} on SGLang {origin.release or 'of no release'}")
     if not entries:
-        print("nothing is in quarantine")
+        say("nothing is in quarantine")
     return ExitCode.DONE

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import seconds
 from sglang_crashkit.cli.crash_folder import add_incident, find_incident
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     folder = (args.output_dir or Path(f"replay-{document.get('id')}")).absolute()
     command = parse_command(args.serve)
     with terminable(), OwnServer(command, folder) as server:
-        server.start(args.ready_secs, lambda line: print(line, file=sys.stderr, flush=True))
+        server.start(args.ready_secs, lambda line: say(line, error=True))
         answers = send(server.address, key or value_of(command, "--api-key") or "", lambda: server.is_failing)
         is_lost = len(answers) < len(chosen) or any(answer.is_lost for answer in answers)
         found = server.failure(wait=is_lost)
@@ -101,11 +100,11 @@ def run(args: argparse.Namespace) -> ExitCode:
         else:
             outcome = "not reproduced: the server serves on"
         if args.json:
-            print(json.dumps({"outcome": outcome, **told}))
+            say_json({"outcome": outcome, **told})
         elif found is not None:
-            print(f"{outcome}: {told['fault']}\nincident: {told['incident']}")
+            say(f"{outcome}: {told['fault']}", f"incident: {told['incident']}")
         else:
-            print(outcome)
+            say(outcome)
     is_refused = any(answer.is_refused for answer in answers)
     return ExitCode.PARTIAL if is_lost or is_refused or found is not None else ExitCode.DONE
 
@@ -119,13 +118,13 @@ def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: o
     found = [one for one in requests if wanted is None or not wanted.isdisjoint(one.rids)]
     for one in found:
         if not one.is_complete:
-            print(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", file=sys.stderr)
+            say(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", error=True)
     found = [one for one in found if one.is_complete]
     for one in found:
         if one.was_given_up:
-            print(f"request {one.rid}: it had been given up; it is sent, too, and waited for", file=sys.stderr)
+            say(f"request {one.rid}: it had been given up; it is sent, too, and waited for", error=True)
         if one.body.get("session_params"):
-            print(f"request {one.rid}: it goes on with a session, which another server does not have", file=sys.stderr)
+            say(f"request {one.rid}: it goes on with a session, which another server does not have", error=True)
     if not found:
         raise NothingToDoError("none of the requests that were asked for can be sent", next_step="leave out --only")
     return found
@@ -133,7 +132,7 @@ def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: o
 
 def _tell(answer: Answer, args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps(vars(answer)), flush=True)
+        say_json(vars(answer))
     else:
         said = f"status {answer.status}" if answer.status is not None else "no answer"
-        print(f"{answer.rid}: {said} after {answer.secs:.2f} s" + (f": {answer.problem}" if answer.problem else ""))
+        say(f"{answer.rid}: {said} after {answer.secs:.2f} s" + (f": {answer.problem}" if answer.problem else ""))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_crashkit.cli.crash_folder import add_incident, find_incident, nothing_of
+from sglang_crashkit.cli.output import say, say_json, say_title
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model import SCHEMA_VERSION
@@ -48,9 +46,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     document = incident.document or {}
     if isinstance(version := document.get("schema_version"), int) and version > SCHEMA_VERSION:
         known = f"this kit reads up to {SCHEMA_VERSION}"
-        print(f"a newer kit wrote it (schema_version {version}, {known}); next: update this one", file=sys.stderr)
+        say(f"a newer kit wrote it (schema_version {version}, {known}); next: update this one", error=True)
     if args.json:
-        print(json.dumps(document, indent=2))
+        say_json(document, indent=2)
         return ExitCode.DONE
     if args.steps:
         from sglang_crashkit.cli.commands import steps
@@ -60,19 +58,17 @@ def run(args: argparse.Namespace) -> ExitCode:
         return _page(incident, args)
     is_part = args.requests or args.stacks or args.timeline or args.env
     if not is_part:
-        print(*screen_lines(incident, args), sep="\n")
+        head, *rest = screen_lines(incident, args)
+        say_title(head)
+        say(*rest)
         return ExitCode.DONE
-    from sglang_crashkit.cli.reporters.incident_files import visible
-
     lines = list(_part(incident, args))
     if not lines:
         what = (
             "requests" if args.requests else "stacks" if args.stacks else "events" if args.timeline else "environment"
         )
         raise nothing_of(what, incident)
-    for line in lines:
-        # The text of an exception is not to move the cursor; of the first screen every word is looked at by itself.
-        print(visible(line))
+    say(*lines)
     return ExitCode.DONE
 
 
@@ -100,11 +96,7 @@ def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator
         is_named, folder = False, path
     where = f"{incident.name[-8:]} --folder {shlex.quote(str(folder))}" if folder else ""
     where = shlex.quote(str(path)) if is_named else where
-    head, *rest = first_screen(incident.document or {}, where=where)
-    # https://no-color.org switches it off on a terminal, too.
-    is_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    yield f"\033[1m{head}\033[0m" if is_bold else head
-    yield from rest
+    yield from first_screen(incident.document or {}, where=where)
     yield f"files   {incident.path}"
 
 
@@ -116,5 +108,5 @@ def _page(incident: StoredIncident, args: argparse.Namespace) -> ExitCode:
     except OSError as error:
         why = error.strerror or error
         raise CrashkitError(f"{args.html} cannot be written: {why}", next_step="--html FILE, another one") from error
-    print(args.html)
+    say(args.html)
     return ExitCode.DONE

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_crashkit import protocol
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_handler_pid
@@ -44,10 +44,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     status = read_status(session.environment, session.lock)
     servers = find_running_servers()
     if args.json:
-        print(json.dumps(status.to_json() | {"servers": [asdict(server) for server in servers]}, indent=1))
+        say_json(status.to_json() | {"servers": [asdict(server) for server in servers]}, indent=1)
     else:
-        for line in [*status.lines(), *map(format_server, servers)]:
-            print(line)
+        say(*status.lines(), *map(format_server, servers))
     is_patched = status.tree.overall is Overall.PATCHED and status.next_step is None
     is_well = is_patched and not any(server.problem for server in servers)
     return ExitCode.DONE if is_well or not args.check else ExitCode.FAILED

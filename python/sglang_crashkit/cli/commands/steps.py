@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.cli.argument_types import positive
 from sglang_crashkit.cli.crash_folder import add_incident, find_incident, nothing_of
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -59,12 +59,11 @@ def print_steps(
         more = f"   # or {', '.join(others)}" if others else ""
         raise UsageError(f"there is no rank {rank}", next_step=f"--rank {first}{more}")
     if as_json:
-        print(json.dumps(_as_json(incident.path, divergence, shown, last), indent=2))
+        say_json(_as_json(incident.path, divergence, shown, last), indent=2)
         return ExitCode.DONE
     if divergence:
-        print(f"{divergence.get('statement')} ({divergence.get('level')})")
-    for line in _as_text(shown, divergence.get("step"), last):
-        print(line)
+        say(f"{divergence.get('statement')} ({divergence.get('level')})")
+    say(*_as_text(shown, divergence.get("step"), last))
     return ExitCode.DONE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang_crashkit.cli.output import say, say_json, show_progress
 from sglang_crashkit.cli.running import Terminated, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
 
@@ -373,10 +373,10 @@ class _Watch:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._clear()
         if self._args.json:
-            print(json.dumps({"time": now, "event": kind, "text": text} | more), flush=True)
+            say_json({"time": now, "event": kind, "text": text} | more)
         else:
             level = f" [{more['level']}]" if "level" in more else ""
-            print(f"{now} {kind}: {text}{level}", flush=True)
+            say(f"{now} {kind}: {text}{level}")
 
     def _overview(self, seen: Observation) -> None:
         """Say what is waited for, and what is seen: on a terminal all the time, elsewhere every `_REPEAT_SECS`."""
@@ -390,13 +390,13 @@ class _Watch:
         if self._is_terminal:
             # What takes a second line is not written over by the next one.
             columns = shutil.get_terminal_size((80, 24)).columns - 1
-            print(f"\r\033[K{line[:columns]}", end="", file=sys.stderr, flush=True)
+            show_progress(line[:columns])
         else:
-            print(f"waiting for {_AWAITED[self._watching.phase]}; {line}", file=sys.stderr, flush=True)
+            say(f"waiting for {_AWAITED[self._watching.phase]}; {line}", error=True)
 
     def _clear(self) -> None:
         if self._is_terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            show_progress("")
 
 
 def _death_json(death: Death | None) -> dict[str, Any] | None:

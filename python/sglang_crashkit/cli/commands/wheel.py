@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
 _EXAMPLES = """\
@@ -60,11 +60,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     is_locked, command = wheel.name in lock.require(release).wheels, install_command(args.out, release)
     if args.json:
         told = {"release": release, "wheel": str(patched), "kit": str(kit), "install": command, "locked": is_locked}
-        print(json.dumps(told, indent=1))
+        say_json(told, indent=1)
         return ExitCode.DONE
     if not is_locked:
-        print(f"{wheel.name}: its own sha256 is not in the lock; RECORD and every patched file were checked")
-    print(patched)
-    print(kit)
-    print(f"install  {command}")
+        say(f"{wheel.name}: its own sha256 is not in the lock; RECORD and every patched file were checked")
+    say(patched, kit, f"install  {command}")
     return ExitCode.DONE

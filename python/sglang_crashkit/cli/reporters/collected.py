@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.capture.debugger import Debugged
+from sglang_crashkit.cli.output import say
 from sglang_crashkit.collect.collection import SUMMARY, VERDICT, Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
@@ -39,9 +40,9 @@ class TextReport:
     def snapshots_taken(self) -> None:
         """Print what the processes did, and the verdict, before the debuggers, which take minutes."""
         for one in self._collection.collected:
-            print(f"{one.process.title} (pid {one.process.pid})")
+            say(f"{one.process.title} (pid {one.process.pid})")
             for line in _moments(one):
-                print(f"    {line}")
+                say(f"    {line}")
         self._tell_verdict("verdict")
 
     def ended(self) -> None:
@@ -49,13 +50,13 @@ class TextReport:
         if not self._verdict:
             self.snapshots_taken()
         if self._collection.spared:
-            print(f"native stacks: not taken: {self._collection.spared}")
+            say(f"native stacks: not taken: {self._collection.spared}")
         for one in self._collection.collected:
             if one.debugged is not None and not self._collection.spared:
-                print(f"{one.process.title} (pid {one.process.pid}): {_debugged(one.debugged)}")
+                say(f"{one.process.title} (pid {one.process.pid}): {_debugged(one.debugged)}")
         if self._collection.missing:
-            print(self._collection.missing)
-        print(f"files: {self._output}")
+            say(self._collection.missing)
+        say(f"files: {self._output}")
         self._tell_verdict("verdict with native stacks")
 
     def _tell_verdict(self, what: str) -> None:
@@ -65,7 +66,7 @@ class TextReport:
             verdict += f" {divergence.statement}"
         if self._collection.rounds and verdict != self._verdict:
             self._verdict = verdict
-            print(f"{what} {verdict}", flush=True)
+            say(f"{what} {verdict}")
 
 
 def _debugged(it: Debugged) -> str:

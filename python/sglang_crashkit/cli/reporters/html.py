@@ -27,7 +27,7 @@ from markupsafe import Markup
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.ranks import RankSet
 from sglang_crashkit.cli.reporters import incident_view as view
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut, visible
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut
 from sglang_crashkit.cli.reporters.merged_stacks import merge, ranks_by_pid, read_stacks
 from sglang_crashkit.incident.first_screen import first_screen, without_build_paths
 from sglang_crashkit.incident.store import STEPS_SUFFIX
@@ -39,6 +39,7 @@ from sglang_crashkit.incident.summary import (
 )
 from sglang_crashkit.kernel.private_files import write_named
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.visible import visible
 
 #: What a file may be to be shown in the page, and what all of them may be together, in bytes.
 _MAX_FILE, _MAX_FILES = 64 << 10, 3 << 19

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,6 @@ _MAX_DEPTH = 6
 _MAX_JSON = 32 << 20
 #: Text of a longer string, and entries of a longer list, are left out.
 _MAX_TEXT, _MAX_ENTRIES, _MAX_LEVELS = 4000, 2000, 12
-#: Colours of a terminal.
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-#: Control characters; what is not seen, or turns the direction of the text; and what is no character.
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-    "\ufff9-\ufffb\ufffe\uffff\ud800-\udfff\U000e0000-\U000e007f]"
-)
 
 
 @dataclass(frozen=True)
@@ -129,14 +121,3 @@ def list_of(value: object) -> list[Any]:
 def cut(text: str, most: int = _MAX_TEXT) -> str:
     """Return `text`, or what it begins with and how much more there is."""
     return text if len(text) <= most else f"{text[:most]} ... {len(text) - most:,} more characters left out"
-
-
-def visible(text: str) -> str:
-    """Return `text` with an escape for each character that is not seen, or that changes how others are seen."""
-    text = _COLOURS.sub("", text.replace("\r\n", "\n"))
-    return _HIDDEN.sub(_escape, text)
-
-
-def _escape(match: re.Match[str]) -> str:
-    number = ord(match[0])
-    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

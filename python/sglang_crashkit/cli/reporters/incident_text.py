@@ -15,6 +15,7 @@ from sglang_crashkit.incident.request_fingerprint import parameters_of
 from sglang_crashkit.incident.summary import environment_in_words, runs_of, state_in_words, was_aborted_before
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
+from sglang_crashkit.visible import visible
 
 _ENVIRONMENT = "environment.json"
 _REQUESTS = Path("requests", "requests.jsonl")
@@ -176,7 +177,7 @@ _MAX_SECTION = 12_000
 
 def report_of(folder: Path, document: Mapping[str, Any]) -> str:
     """Return the report, which has more of the stacks and the environment than the document."""
-    return "\n".join(_lines(folder, document)) + "\n"
+    return visible("\n".join(_lines(folder, document)) + "\n")
 
 
 def _lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, bounded, visible
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, bounded
 
 
 def test_no_link_pipe_or_outside_file_is_read(tmp_path: Path) -> None:
@@ -45,7 +45,3 @@ def test_what_is_too_long_is_left_out_and_said() -> None:
     assert len(text) < 10**6
     for words in ("more left out", "more characters left out", "a number too long to show", "nested too deeply"):
         assert words in text
-
-
-def test_hidden_characters_are_seen() -> None:
-    assert visible("a\x1b[31mb\r\n\u202ec\x00") == "ab\n\\u202ec\\x00"

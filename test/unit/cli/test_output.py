@@ -1,0 +1,157 @@
+"""What a command prints of an incident that somebody filled with control characters."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_crashkit.cli
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.model.step import Step, StepRequest
+from sglang_crashkit.visible import visible
+from unit.support.stored import make_incident
+
+#: It clears the screen, sets the window's title, goes back to the line's begin, turns the text around; C1, DEL, a tag.
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\x08\u202e\x9b31m\x7f\u2066\U000e0041\u200b"
+GOLDEN = json.loads((Path(__file__).parents[1] / "incident" / "data" / "killed.json").read_text())
+#: What the kit itself reads again, or looks up.
+KEPT = {"kind", "status", "time", "began", "arrived", "path", "schema_version", "role"}
+
+
+def poisoned(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: poisoned(one, key) for key, one in value.items()} | {f"key{HOSTILE}": HOSTILE}
+    if isinstance(value, list):
+        return [poisoned(one, name) for one in value]
+    return f"{value}{HOSTILE}" if isinstance(value, str) and name not in KEPT else value
+
+
+@pytest.fixture
+def incident(tmp_path: Path) -> Path:
+    """An incident in which every text ends with them, and so does every text in its files."""
+    pid = GOLDEN["verdict"]["first_failure"]["pid"]
+    step = Step(1, 1.0, 1.5, "processed", f"decode{HOSTILE}", (StepRequest(f"r{HOSTILE}", 1, 37, 37),), 1, 37)
+    request = {"rid": f"r{HOSTILE}", "state": f"unfinished{HOSTILE}", "arrived": "2026-11-23T04:57:27.8Z"}
+    request |= {"text": f"a prompt{HOSTILE}", "sampling_params": {f"regex{HOSTILE}": HOSTILE}}
+    frame = {"function": f"f{HOSTILE}", "file": f"x.py{HOSTILE}", "line": 3}
+    pieces = {
+        "ranks/scheduler_TP0-11.steps.jsonl": json.dumps(step.to_json()) + "\n",
+        "ranks/scheduler_TP1-12.steps.jsonl": json.dumps(step.to_json() | {"mode": f"extend{HOSTILE}"}) + "\n",
+        "requests/requests.jsonl": json.dumps(request) + "\n",
+        "environment.json": json.dumps(poisoned({"command_line": "python", "versions": {"torch": "2"}})),
+        f"ranks/scheduler_TP1-{pid}.exception.txt": f"RuntimeError: {HOSTILE}\n",
+        "logs/scheduler_TP1.log": f"said {HOSTILE}\n",
+    }
+    for process in GOLDEN["processes"]:
+        for piece in process["evidence"]:
+            if piece["kind"] == "stack" and piece["path"]:
+                threads = {"threads": [{"name": "MainThread", "native_id": process["pid"], "frames": [frame]}]}
+                pieces[str(Path(piece["path"]).with_suffix(".json"))] = json.dumps(threads)
+    fields = {name: value for name, value in poisoned(GOLDEN).items() if name not in ("id", "kind")}
+    fields["divergence"] = {"statement": HOSTILE, "level": HOSTILE, "step": 1}
+    return make_incident(tmp_path / "crash" / "node7" / "incidents", pieces=pieces, **fields)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(f"show {{}} {part}" for part in ("", "--stacks", "--requests", "--steps", "--timeline", "--env", "--json")),
+        *("steps {}", "steps {} --json", "steps {} --rank x", "bundle {} --report", "bundle {} --report --json"),
+        *("bundle {} -o {}.tar.zst", "bundle {} --no-prompts --report", "incidents {}/..", "incidents {}/.. --json"),
+        *(
+            "replay {} --url http://127.0.0.1:1",
+            f"show {HOSTILE}",
+            f"steps {{}} --rank {HOSTILE}",
+            f"incidents /nowhere{HOSTILE}",
+        ),
+    ],
+    ids=ascii,
+)
+def test_nothing_in_an_incident_acts_on_the_terminal(
+    incident: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    status = main([word.format(incident) for word in command.split(" ") if word])
+    printed = capsys.readouterr()
+    assert status in range(6)
+    assert printed.out + printed.err
+    acting = {char for char in printed.out + printed.err if not char.isprintable() and char != "\n"}
+    assert acting == set()
+    if "--json" in command:
+        # A program gets all of it.
+        assert json.loads(printed.out)
+
+
+def test_what_others_print_is_visible(tmp_path: Path) -> None:
+    # By argparse, by a logger that nobody has set up, and by Python of an error that nobody expects.
+    code = "import logging, sys; from sglang_crashkit.cli import main; main._run = lambda words: ("
+    code += (
+        "logging.warning(words[0]), main.build_parser('show').parse_args(words) if words[1:] else 1 / int(words[0]))"
+    )
+    for words in ([HOSTILE], ["show", "x", f"--{HOSTILE}"]):
+        command = [sys.executable, "-c", f"{code}; main.main(sys.argv[1:])", *words]
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+        assert b"owned" in done.stderr
+        assert {char for char in done.stderr.decode() if not char.isprintable() and char != "\n"} == set()
+
+
+def test_a_line_is_one_line_whatever_is_in_it(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = Step(
+        1, 1.0, 1.5, "processed", "decode", (StepRequest("r\nstep 1 of TP0: request forged", 1, 37, 37),), 1, 37
+    )
+    (incident / "ranks" / "scheduler_TP0-11.steps.jsonl").write_text(json.dumps(step.to_json()) + "\n")
+    assert main(["steps", str(incident)]) == 0
+    assert "r\\nstep 1 of TP0: request forged" in capsys.readouterr().out
+
+
+def test_the_summary_and_the_page_show_what_is_hidden(incident: Path, tmp_path: Path) -> None:
+    from sglang_crashkit.incident.summary import format_summary
+
+    texts = [format_summary(poisoned(GOLDEN))]
+    assert main(["show", str(incident), "--html", str(tmp_path / "x.html"), "--prompts"]) == 0
+    texts.append((tmp_path / "x.html").read_text())
+    for text in texts:
+        assert {char for char in text if not char.isprintable() and char not in "\n\t"} == set()
+        assert "\\u202e" in text
+
+
+def test_a_record_in_the_crash_handlers_log_acts_on_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_crashkit.handler.__main__ import LogFile
+
+    written = io.StringIO()
+    monkeypatch.setattr(LogFile, "_begin", lambda self: setattr(self, "_written", 0))
+    monkeypatch.setattr(sys, "stderr", written)
+    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "request %s", (f"r{HOSTILE}\nforged",), None)
+    LogFile(tmp_path / "x.log").emit(record)
+    assert written.getvalue() == f"request r{visible(HOSTILE)}\n    forged\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\n日本 \u3000é\xa0👩\u200d👧", "a\tb\n日本 \u3000é\xa0👩\u200d👧"),
+        ("\x1b[31mred\x1b[0m\r\n", "red\n"),
+        ("\x1b[2J\x00\x9b\u202e\ud800\U000e0001", "\\x1b[2J\\x00\\x9b\\u202e\\ud800\\U000e0001"),
+    ],
+)
+def test_what_acts_is_escaped_and_the_rest_stays(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+def test_only_one_module_of_the_command_line_prints() -> None:
+    wrong = []
+    for path in sorted(Path(sglang_crashkit.cli.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_print = isinstance(node, ast.Name) and node.id == "print"
+            writes = isinstance(node, ast.Attribute) and node.attr == "write"
+            is_stream = writes and ast.unparse(node.value) in ("sys.stdout", "sys.stderr", "sys.__stdout__")
+            if (is_print or is_stream) and path.name != "output.py":
+                wrong.append(f"{path.name}:{node.lineno}")
+    assert wrong == []
