@@ -39,7 +39,6 @@ ALLOWED = {
         "kernel",
         "memory",
         "model",
-        "notifications",
         "policy",
         "protocol",
         "settings",
@@ -63,7 +62,6 @@ ALLOWED = {
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
     "replay": {"errors", "incident", "kernel", "redact", "settings", "watch"},
-    "notifications": {"capture", "errors", "incident", "kernel", "model", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "policy", "settings", "srt"},
     "cli": {
         "analysis",

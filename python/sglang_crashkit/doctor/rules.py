@@ -336,7 +336,7 @@ def check_variables(environ: Mapping[str, str], arguments: list[str]) -> Iterato
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in unknown_variables(environ):
         close = difflib.get_close_matches(name, VARIABLES, 1)
-        next_step = (_shown(close[0], environ[name]),) if close else (f"unset {name}",)
+        next_step = (_shown(name, environ[name]).replace(name, close[0], 1),) if close else (f"unset {name}",)
         yield Finding("warning", _TOPIC, f"{name} is no variable of the kit", "it has no effect", next_step)
     for name, pattern in VARIABLES.items():
         value = environ.get(name, "").strip()

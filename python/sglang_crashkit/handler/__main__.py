@@ -115,7 +115,7 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
         for path in finish_abandoned(folder / "incidents"):
             logger.info("incident %s of a killed crash handler is finished", path)
         remove_empty_spools(folder / "incidents")
-        handler.session.notices.catch_up(folder / "incidents")
+        handler.session.commands.catch_up(folder / "incidents")
     remove_runtime_folders(args.runtime.parent)
     handler.history = [line for line in (recent_crashes(place.host_folder / "incidents"), left_by_others()) if line]
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.

@@ -1,10 +1,10 @@
-"""Who is told of an incident: whoever waits for it, the server's log, whom the user named, and readers of a page.
+"""Who is told of an incident: whoever waits for it, the server's log, the user's command, and readers of a page.
 
 The server's log is written by its main process: the crash handler holds none of it open.
 
-Notices and a page follow once the incident is whole, each by a child that no server and no incident waits for. Whatever
-becomes of a child, the incident is as it was. Where a container ends with its server, they end with that, too; so the
-next crash handler on the same crash folder notifies of the last hour's incidents that nobody was notified of.
+The command and a page follow once the incident is whole, each by a child that no server and no incident waits for.
+Whatever becomes of a child, the incident is as it was. Where a container ends with its server, they end with that, too;
+so the next crash handler on the same crash folder runs the command for the last hour's incidents that had none.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler import on_incident
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.exit_status import while_starting
 from sglang_crashkit.incident.first_screen import LOG_LINES, failed_at_start, first_screen
 from sglang_crashkit.incident.store import is_finished, parse_name
 from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
-from sglang_crashkit.notifications import plan
 from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message, notify
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,12 @@ logger = logging.getLogger(__name__)
 #: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
 _LAST_LOOK_SECS = 5.0
 _MAX_LINE = 3000
-#: How far back it looks for incidents that nobody was notified of, in seconds.
+#: How far back it looks for incidents without a command, in seconds.
 _RECENT_SECS = 3600.0
-#: A server in a crash loop, and whoever is notified hangs.
+#: A server in a crash loop, and commands that hang.
 _MAX_AT_ONCE = 4
+#: What comes before the command and after it takes no longer than this, in seconds, also on a busy machine.
+_AROUND_COMMAND_SECS = 30.0
 #: A killed child is gone a moment later, in seconds; one in uninterruptible sleep is left to the end of this process.
 _REAP_SECS = 1.0
 PAGE = "incident.html"
@@ -180,16 +182,16 @@ class Child:
         self._process.returncode = self._process.poll() or 0
 
 
-class Notices:
-    """Has those notified whom the environment names."""
+class Commands:
+    """Runs the user's command for each incident that is whole, where there is one."""
 
     def __init__(self) -> None:
-        self._is_wanted = plan.is_wanted(os.environ)
+        self._is_wanted = bool(os.environ.get(on_incident.COMMAND, "").strip())
         self._children: list[Child] = []
         self._waiting: list[Path] = []
 
     def begin(self, folder: Path) -> None:
-        """Have them notified of the finished incident in a folder, once the server was answered and there is room."""
+        """Have it run for the finished incident in a folder, once the server was answered and there is room."""
         if self._is_wanted:
             self._waiting.insert(0, folder)
 
@@ -200,21 +202,24 @@ class Notices:
             self._start(self._waiting.pop(0))
 
     def _start(self, folder: Path) -> None:
+        argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
         try:
-            self._children.append(Child([sys.executable, "-m", "sglang_crashkit.notifications", str(folder)]))
+            # It has a deadline of its own for the command, and none for a disk that does not answer.
+            self._children.append(Child(argv, on_incident.deadline_secs() + _AROUND_COMMAND_SECS))
         except OSError as error:
-            logger.error("nobody is notified of incident %s: %s", folder, error)
+            logger.error("%s is not run for incident %s: %s", on_incident.COMMAND, folder, error)
 
     def catch_up(self, incidents: Path) -> None:
-        """Have them notified of the incidents of the last hour in a folder that nobody was notified of."""
+        """Have it run for the incidents of the last hour in a folder for which it was not."""
         if not self._is_wanted:
             return
         with contextlib.suppress(OSError):
             for path in sorted(incidents.iterdir()):
                 name = parse_name(path.name)
-                if name is None or name.kind in plan.QUIET_KINDS or not 0 <= time.time() - name.seconds < _RECENT_SECS:
+                if name is None or name.kind in on_incident.QUIET_KINDS:
                     continue
-                if is_finished(path.name) and not (path / plan.OUTCOME).exists():
+                is_recent = 0 <= time.time() - name.seconds < _RECENT_SECS
+                if is_recent and is_finished(path.name) and not (path / on_incident.OUTCOME).exists():
                     self.begin(path)
 
     def close(self) -> None:

@@ -245,7 +245,7 @@ class CrashHandler:
         if time.monotonic() < self._retry_at:
             return
         session, others = self.session, (self._prober, self._hangs, self._shared_memory, self._metrics)
-        parts = (session, *others, session.page, session.notices)
+        parts = (session, *others, session.page, session.commands)
         # All of them, whichever fails.
         went_well = [self._guard(f"what is due of {type(part).__name__}", part.act_on_time) for part in parts]
         if not all(went_well):

@@ -17,7 +17,7 @@ from sglang_crashkit.handler.collectors.received import Received, secs_before
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
-from sglang_crashkit.handler.reporting import Answers, HtmlPage, Notices, ServerLog, log_lines
+from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog, log_lines
 from sglang_crashkit.handler.state import Action, ActionKind, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
@@ -63,7 +63,7 @@ class Session:
         begin_hang_at_end: looks for a hang, as the server is asked to end.
         gpus: what `run` asks of the GPUs.
         page: what makes a page of an incident that is whole.
-        notices: what notifies of an incident that is whole.
+        commands: runs the user's command for an incident that is whole.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Session:
         self.received = Received(tree, settings)
         self.gpus = GpuEvidence(tree, place, settings)
         self.page = HtmlPage(settings.html)
-        self.notices = Notices()
+        self.commands = Commands()
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
@@ -364,7 +364,7 @@ class Session:
             self.page.begin(run, again=True)
         self.received.close()
         self.gpus.close()
-        self.notices.close()
+        self.commands.close()
 
     def on_exiting(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
@@ -506,7 +506,7 @@ class Session:
         else:
             self.received.release(is_written=True)
             if not run.problem:
-                self.notices.begin(run.path)
+                self.commands.begin(run.path)
 
     def _discard(self) -> None:
         logger.info("it was no incident")

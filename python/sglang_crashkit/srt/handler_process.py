@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def _renew_claim() -> None:
 os.register_at_fork(after_in_child=_renew_claim)
 
 
-def start(crash_folder: str | None, variables: Mapping[str, str] | None = None) -> None:
+def start(crash_folder: str | None) -> None:
     """Start the handler, unless it is there, and let this process and its children find it by environment variables.
 
     Its standard streams are its own, and it holds none of the server's descriptors but the socket: a program that reads
@@ -56,18 +55,17 @@ def start(crash_folder: str | None, variables: Mapping[str, str] | None = None) 
     Args:
         crash_folder: what the server was given as ``--crash-dump-folder``; a private folder in the temporary one where
             it was given none or cannot be written to.
-        variables: for the handler's environment alone.
     """
     # Of two at once, neither would be heard.
     is_claimed = _claim.acquire(timeout=_START_SECS + _READY_SECS)
     try:
-        _start_unless_there(crash_folder, variables or {})
+        _start_unless_there(crash_folder)
     finally:
         if is_claimed:
             _claim.release()
 
 
-def _start_unless_there(crash_folder: str | None, variables: Mapping[str, str]) -> None:
+def _start_unless_there(crash_folder: str | None) -> None:
     socket_path = settings.socket_of(os.getpid())
     assert socket_path is not None
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and protocol.is_reachable(str(socket_path)):
@@ -78,7 +76,7 @@ def _start_unless_there(crash_folder: str | None, variables: Mapping[str, str]) 
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
         os.environ.pop(name, None)
     try:
-        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path, variables)
+        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path)
     except (OSError, CrashkitError, subprocess.SubprocessError) as error:
         logger.warning("crash kit: no crash handler, so a crash of this server leaves no incident: %s", error)
         return
@@ -116,7 +114,7 @@ def pid_below() -> int | None:
     return pid if stat is not None and stat.ppid == os.getpid() else None
 
 
-def _start(crash_folder: str | None, socket_path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
     """Start the handler and return what it said when it was ready.
 
     Raises:
@@ -148,7 +146,7 @@ def _start(crash_folder: str | None, socket_path: Path, variables: Mapping[str, 
                 start_new_session=True,
                 # Python looks for modules in its working directory first, which is the user's.
                 cwd="/",
-                env=_environment() | dict(variables),
+                env=_environment(),
             ) as process:
                 return _await_ready(process)
     except BaseException:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.capture.flight_request import BUFFER_SIZE, OLD_BUFFER_SIZE
-from sglang_crashkit.settings import FLIGHT_VARIABLE, OTLP_ENDPOINT, Settings
+from sglang_crashkit.settings import FLIGHT_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import Function, never_raises
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,6 @@ _set_here: dict[str, str] = {}
 
 #: What std::stoi takes, by which PyTorch reads the size of its flight recorder.
 _NUMBER = re.compile(r"\s*[+-]?\d{1,9}(?!\d)", re.ASCII)
-#: OpenTelemetry's own.
-_SERVICE_NAME = "OTEL_SERVICE_NAME"
 _SKIPPED = ("nonrelocated_elf_images", "global_memory", "shared_memory", "local_memory", "constbank_memory")
 
 
@@ -51,18 +49,6 @@ def set_crash_dump_env(server_args: Any) -> None:
         variables |= _core_dump_variables(crash_folder) if settings.cores else {}
         variables |= _flight_variables(crash_folder) if settings.diagnostics else {}
     _set_defaults(variables)
-
-
-def otlp_environment(server_args: Any) -> dict[str, str]:
-    """Return what the crash handler is to know of SGLang's tracing, as variables: where it goes, and as which service.
-
-    Empty where it is off. What the user set of our own variable stays as it is.
-    """
-    endpoint = getattr(server_args, "otlp_traces_endpoint", None)
-    if not getattr(server_args, "enable_trace", False) or not endpoint:
-        return {}
-    service = getattr(server_args, "otlp_service_name", None) or os.environ.get(_SERVICE_NAME) or "sglang"
-    return {OTLP_ENDPOINT: os.environ.get(OTLP_ENDPOINT, str(endpoint)), _SERVICE_NAME: str(service)}
 
 
 def in_place_of_crash_dump_env(handle: Function) -> Function:

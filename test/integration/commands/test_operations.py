@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,8 +18,6 @@ from integration.scenario import RELEASES
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from unit.cli.reporters.browser import NO_BROWSER, open_browser
-from unit.notifications.collector import Collector, collector, only_record_in, values_of
-from unit.notifications.hook import Hook, hook
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -35,9 +33,7 @@ class Operated(NamedTuple):
     python: Path
     metrics_file: Path
     copy: Path
-    hook: Hook
     crash_folder: Path
-    collector: Collector
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -45,31 +41,18 @@ def operated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A server that has answered a request."""
     folder = tmp_path_factory.mktemp("operated")
     lane = ensure_lane(request.param)
-    with hook(200) as told, collector() as receiver:
-        env = {
-            "PYTHONPATH": str(tracing_packages(folder / "tracing")),
-            "SGLANG_CRASHKIT_HTML": "1",
-            "SGLANG_CRASHKIT_METRICS_FILE": str(folder / "kit.prom"),
-            "SGLANG_CRASHKIT_ON_INCIDENT": f"cp /dev/stdin {folder / 'copy.json'}",
-            "SGLANG_CRASHKIT_WEBHOOK": told.url,
-            "SGLANG_CRASHKIT_WEBHOOK_SECRET": "key",
-        }
-        arguments = ["--enable-metrics", "--crash-dump-folder", str(folder / "crash")]
-        arguments += ["--enable-trace", "--otlp-traces-endpoint", receiver.endpoint]
-        with Server.start(lane, extra_args=arguments, env=env) as server:
-            server.wait_ready()
-            server.generate("Hello", max_new_tokens=4)
-            python = Path(lane.python)
-            yield Operated(server, python, folder / "kit.prom", folder / "copy.json", told, folder / "crash", receiver)
-
-
-def tracing_packages(folder: Path) -> Path:
-    """Make a folder of what SGLang's extra ``tracing`` brings: the lanes are without, the tests have it."""
-    packages = Path(grpc.__file__).parents[1]
-    (folder / "google").mkdir(parents=True)
-    for path in (*packages.glob("opentelemetry*"), packages / "google" / "rpc"):
-        (folder / path.relative_to(packages)).symlink_to(path)
-    return folder
+    # The last argument of the command is the incident's folder.
+    copies = f'cat > {folder}/copy; cp "$0"/incident.json {folder}/copy.json'
+    env = {
+        "SGLANG_CRASHKIT_HTML": "1",
+        "SGLANG_CRASHKIT_METRICS_FILE": str(folder / "kit.prom"),
+        "SGLANG_CRASHKIT_ON_INCIDENT": f"sh -c {shlex.quote(copies)}",
+    }
+    arguments = ["--enable-metrics", "--crash-dump-folder", str(folder / "crash")]
+    with Server.start(lane, extra_args=arguments, env=env) as server:
+        server.wait_ready()
+        server.generate("Hello", max_new_tokens=4)
+        yield Operated(server, Path(lane.python), folder / "kit.prom", folder / "copy.json", folder / "crash")
 
 
 def values(text: str) -> dict[str, float]:
@@ -131,14 +114,13 @@ def test_the_doctor_finds_nothing_wrong(operated: Operated) -> None:
 def test_a_crash_is_told_of(operated: Operated) -> None:
     os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
     document = wait_until(lambda: whole_json(operated.copy), "the command ran", 60)
-    wait_until(lambda: operated.hook.bodies, "the hook was told", 60)
-    # A busy machine may be told the same twice: who is not answered within 5 s asks again.
-    (body,) = set(operated.hook.bodies)
-    assert json.loads(body)["id"] == document["id"]
-    assert (document["kind"], json.loads(body)["cause"]) == ("killed", document["cause"]["class"])
-    assert "Hello" not in body.decode()
     (incident,) = operated.crash_folder.glob(KILLED)
-    wait_until((incident / "notifications.json").exists, "the outcome is noted", 60)
+    assert document == json.loads((incident / "incident.json").read_text())
+    summary = operated.copy.with_name("copy").read_text()
+    assert summary == (incident / "summary.md").read_text()
+    assert "Hello" not in summary
+    wait_until((incident / "on_incident.json").exists, "the outcome is noted", 60)
+    assert json.loads((incident / "on_incident.json").read_text())["done"] is True
     last = wait_until(
         lambda: (
             "sglang_crashkit_handler_up" in (text := operated.metrics_file.read_text())
@@ -158,23 +140,6 @@ def crash_of(operated: Operated) -> Path:
         os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
         found = wait_until(lambda: [*operated.crash_folder.glob(KILLED)], "it is whole", 60)
     return found[0]
-
-
-def test_a_crash_is_a_log_record_beside_the_traces(operated: Operated) -> None:
-    incident = crash_of(operated)
-    wait_until(lambda: operated.collector.requests, "the collector was told", 60)
-    (request,) = operated.collector.requests
-    service, record = only_record_in(request)
-    told = values_of(record.attributes)
-    document = json.loads((incident / "incident.json").read_text())
-    assert service["service.name"] == "sglang"
-    assert (record.event_name, told["sglang.incident.id"]) == ("sglang.incident", document["id"])
-    assert (told["sglang.incident.rank"], told["host.name"]) == ("scheduler", document["server"]["hostname"])
-    assert told["sglang.incident.cause"] == document["cause"]["class"]
-    assert told["sglang.incident.path"] == str(incident)
-    assert b"Hello" not in request.SerializeToString()
-    wait_until((incident / "notifications.json").exists, "the outcome is noted", 60)
-    assert json.loads((incident / "notifications.json").read_text())["opentelemetry"] == {"done": True}
 
 
 def test_a_crash_has_its_page_once_it_is_whole(operated: Operated) -> None:

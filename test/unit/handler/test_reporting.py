@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -17,10 +16,9 @@ from sglang_crashkit import protocol
 from sglang_crashkit.handler import reporting
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.reporting import PAGE, Answers, Child, HtmlPage, Notices, ServerLog
+from sglang_crashkit.handler.reporting import PAGE, Answers, Child, HtmlPage, ServerLog
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
-from sglang_crashkit.notifications.plan import OUTCOME
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
 from unit.support.server_driver import Server
@@ -153,82 +151,6 @@ def test_lines_of_the_start_wait_until_somebody_listens(short_folder: Path) -> N
         handler.close()
     said = [(message.event, message.fields["text"]) for message in messages_of_it]
     assert said == [("say", "3 crashes in the last hour"), ("say", "12 segments")]
-
-
-@pytest.fixture
-def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_ON_INCIDENT", "true")
-
-
-@pytest.fixture
-def incidents(tmp_path: Path) -> Path:
-    (tmp_path / "incidents").mkdir()
-    return tmp_path / "incidents"
-
-
-def told(incident: Path) -> bool:
-    return (incident / OUTCOME).exists()
-
-
-def test_nothing_is_started_where_nothing_is_wanted(incidents: Path) -> None:
-    after = Notices()
-    after.begin(make_incident(incidents))
-    assert after._children == []
-
-
-@pytest.mark.usefixtures("wanted")
-def test_the_last_hours_incidents_are_told_of_once(incidents: Path) -> None:
-    old, recent = make_incident(incidents), make_incident(incidents, seconds=time.time() - 60)
-    unfinished = make_incident(incidents, seconds=time.time() - 30, publish=False)
-    after = Notices()
-    after.catch_up(incidents)
-    after.act_on_time()
-    wait_until(lambda: told(recent), "it is told of")
-    for child in after._children:
-        child.wait()
-    after.catch_up(incidents)
-    after.act_on_time()
-    assert after._children == []
-    assert not told(old)
-    assert not told(unfinished)
-
-
-@pytest.mark.usefixtures("wanted")
-def test_the_newest_comes_first_and_the_rest_wait_for_room(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Path] = []
-    monkeypatch.setattr(Notices, "_start", lambda self, folder: started.append(folder))
-    monkeypatch.setattr("sglang_crashkit.handler.reporting._MAX_AT_ONCE", 1)
-    oldest, newest = (make_incident(incidents, seconds=time.time() - secs) for secs in (60, 30))
-    quiet = make_incident(incidents, seconds=time.time() - 10, kind="snapshot")
-    after = Notices()
-    after.catch_up(incidents)
-    assert started == []
-    after._children.append(SimpleNamespace(has_ended=lambda: False))
-    after.act_on_time()
-    assert started == []
-    after._children.clear()
-    after.act_on_time()
-    assert started == [newest, oldest]
-    assert quiet not in started
-
-
-@pytest.mark.usefixtures("wanted")
-def test_a_process_that_cannot_be_started_costs_nothing(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/nonexistent")
-    after = Notices()
-    after.begin(make_incident(incidents))
-    after.close()
-    assert after._children == []
-
-
-def test_a_crash_is_told_of_by_the_users_command(start_server: Callable[..., Server], tmp_path: Path) -> None:
-    copy = tmp_path / "copy.json"
-    server = start_server(environ={"SGLANG_CRASHKIT_ON_INCIDENT": f"cp /dev/stdin {copy}"})
-    server.kill("scheduler_TP1")
-    incident = server.incident()
-    wait_until(lambda: told(incident.path), "the command was run")
-    assert json.loads(copy.read_text())["id"] == incident.document["id"]
-    assert json.loads((incident.path / OUTCOME).read_text())["command"]["done"] is True
 
 
 #: Starts another, and waits for it.

@@ -75,7 +75,7 @@ def test_an_address_that_is_none_is_an_error_at_once(tmp_path: Path, words: list
 
 
 def test_nobody_is_told_of_what_is_provoked(tmp_path: Path, paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_WEBHOOK", "https://example.org")
+    monkeypatch.setenv("SGLANG_CRASHKIT_ON_INCIDENT", "page")
     monkeypatch.setenv("SGLANG_CRASHKIT_HANG_SECS", "7")
     told = f'env > {shlex.quote(str(tmp_path / "told"))}; exec {shlex.join(_SERVE)} "$0" "$@"'
     with OwnServer(["sh", "-c", told], tmp_path / "own") as own:
@@ -83,7 +83,7 @@ def test_nobody_is_told_of_what_is_provoked(tmp_path: Path, paths: None, monkeyp
     variables = (tmp_path / "told").read_text().splitlines()
     assert {"SGLANG_CRASHKIT_HANG_SECS=7", "SGLANG_CRASHKIT_QUARANTINE=off"} <= {*variables}
     assert "SGLANG_CRASHKIT_TERMINATION_LOG=0" in variables
-    assert not [one for one in variables if "WEBHOOK" in one]
+    assert not [one for one in variables if "ON_INCIDENT" in one]
 
 
 def test_an_interrupt_amid_its_start_leaves_no_server(

@@ -25,12 +25,12 @@ from sglang_crashkit.srt import handler_process
 from sglang_crashkit.srt.hooks import handler_pid
 handler_process._READY_SECS = float(os.environ.get("READY_SECS", handler_process._READY_SECS))
 began = time.monotonic()
-def launch(): handler_process.start(sys.argv[1], {"TOLD": "x"})
+def launch(): handler_process.start(sys.argv[1])
 engines = [threading.Thread(target=launch) for _ in range(int(os.environ.get("ENGINES", 1)))]
 for engine in engines: engine.start()
 for engine in engines: engine.join()
 took = time.monotonic() - began
-environ = {name: value for name, value in os.environ.items() if name.startswith(("SGLANG_", "TOLD"))}
+environ = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
 print(json.dumps({"took": took, "pid": handler_pid(), "environ": environ}))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -40,11 +40,6 @@ NO_PIDFD = """
 import os, sys
 def refuse(pid, flags=0): raise PermissionError(1, "Operation not permitted")
 if "sglang_crashkit.handler" in sys.orig_argv: os.pidfd_open = refuse
-"""
-NOTES_WHAT_IT_IS_TOLD = """
-import os, sys
-if "sglang_crashkit.handler" in sys.orig_argv:
-    with open(os.environ["TMPDIR"] + "/told", "w") as file: file.write(os.environ.get("TOLD", ""))
 """
 #: What a Python lacks that was built on an older system, as those of uv were until July 2026.
 OLDER_SYSTEM = """
@@ -142,16 +137,13 @@ def left_in(temporary: Path) -> list[str]:
 
 @pytest.mark.parametrize("python", ["", OLDER_SYSTEM], ids=["this Python", "an older system's"])
 def test_a_ready_handler_says_where_incidents_go(temporary: Path, python: str) -> None:
-    with started(temporary, python + NOTES_WHAT_IT_IS_TOLD) as program:
+    with started(temporary, python) as program:
         assert program.lines == [f"INFO crash kit: incidents of this server go to {temporary}/crash/host/incidents"]
         assert program.handler is not None
         assert procfs.read_title(program.handler) == "sglang::crash_handler"
         spool = Path(program.environ["SGLANG_CRASHKIT_SPOOL"])
         assert spool.parent == temporary / "crash" / "host" / "incidents"
         assert spool.is_dir()
-        # The handler alone has what it is told.
-        assert (temporary / "told").read_text() == "x"
-        assert "TOLD" not in program.environ
     assert left_in(temporary) == []
 
 

@@ -13,7 +13,6 @@ import pytest
 from sglang_crashkit.srt.server_args import (
     crash_dump_environ,
     in_place_of_crash_dump_env,
-    otlp_environment,
     set_crash_dump_env,
     withdraw_crash_dump_env,
 )
@@ -194,24 +193,3 @@ def test_another_server_of_a_program_has_its_own(
     assert [name for name in NAMES if f"Auto-set {name}=" in caplog.text] == ["CUDA_COREDUMP_FILE"]
     set_crash_dump_env(args(None))
     assert not environ.keys() & {*NAMES, OWN}
-
-
-TRACED = {"enable_trace": True, "otlp_traces_endpoint": "c:4317"}
-ENDPOINT, SERVICE = "SGLANG_CRASHKIT_OTLP_ENDPOINT", "OTEL_SERVICE_NAME"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "told"),
-    [
-        (TRACED, {}, {ENDPOINT: "c:4317", SERVICE: "sglang"}),
-        (TRACED | {"otlp_service_name": "chat"}, {SERVICE: "x"}, {ENDPOINT: "c:4317", SERVICE: "chat"}),
-        (TRACED, {SERVICE: "x", ENDPOINT: ""}, {ENDPOINT: "", SERVICE: "x"}),
-        (TRACED | {"enable_trace": False}, {}, {}),
-        ({}, {}, {}),
-    ],
-)
-def test_the_handler_is_told_where_traces_go(
-    environ: MutableMapping[str, str], arguments: dict[str, object], variables: dict[str, str], told: dict[str, str]
-) -> None:
-    environ |= variables
-    assert otlp_environment(SimpleNamespace(**arguments)) == told

@@ -21,7 +21,7 @@ from sglang_crashkit.srt.children import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.redaction import fields_of, redact, redacted_fields
-from sglang_crashkit.srt.server_args import otlp_environment, set_crash_dump_env, withdraw_crash_dump_env
+from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.stack_hooks import install_in_server
 from sglang_crashkit.srt.startup import Startup, StartupError
 from sglang_crashkit.srt.utils.common import end_after_crash
@@ -51,7 +51,7 @@ def on_engine_launch(server_args: Any) -> None:
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
         try:
-            handler_process.start(crash_folder, otlp_environment(server_args))
+            handler_process.start(crash_folder)
             notify("launch", mode=mode.value)
             install_in_server()
             keep_log_records(server_args, of_all=crash_exit.state.is_program)

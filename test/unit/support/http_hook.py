@@ -11,21 +11,14 @@ from unit.support.waiting import LONG
 
 
 class Hook(ThreadingHTTPServer):
-    """What it answers: one status after the other, the last one for ever; 0 for none at all.
-
-    Attributes:
-        bodies: what it was sent.
-        headers: what came with each.
-    """
+    """What it answers: one status after the other, the last one for ever; `bodies` is what it was sent."""
 
     daemon_threads = True
 
-    def __init__(self, *statuses: int, location: str = "") -> None:
+    def __init__(self, *statuses: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.statuses, self.location = list(statuses), location
+        self.statuses = list(statuses)
         self.bodies: list[bytes] = []
-        self.headers: list[dict[str, str]] = []
-        self.end = threading.Event()
 
     @property
     def url(self) -> str:
@@ -38,20 +31,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         server = self.server
         server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-        server.headers.append(dict(self.headers))
         status = server.statuses.pop(0) if len(server.statuses) > 1 else server.statuses[0]
-        if status == 0:
-            server.end.wait(LONG)
-            return
-        with contextlib.suppress(OSError):
-            self.send_response(status)
-            if server.location:
-                self.send_header("Location", server.location)
-            self.end_headers()
-
-    def do_GET(self) -> None:
-        self.server.bodies.append(b"GET")
-        self.send_response(200)
+        self.send_response(status)
         self.end_headers()
 
     def log_message(self, *arguments: object) -> None:
@@ -59,14 +40,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def hook(*statuses: int, location: str = "") -> Iterator[Hook]:
+def hook(*statuses: int) -> Iterator[Hook]:
     """Run a web hook in a thread until the end of the block."""
-    with Hook(*statuses, location=location) as server:
+    with Hook(*statuses) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield server
         finally:
-            server.end.set()
             server.shutdown()
             thread.join(LONG)

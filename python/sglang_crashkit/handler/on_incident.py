@@ -1,0 +1,102 @@
+"""Run the user's command for one incident that is whole: ``python -m sglang_crashkit.handler.on_incident FOLDER``.
+
+``SGLANG_CRASHKIT_ON_INCIDENT`` is split into words as a shell does it, and run without one. Its last argument is the
+incident's folder, its standard input ``summary.md``. What came of it is noted in the folder: ``on_incident.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel.private_files import FolderLock, write_json
+from sglang_crashkit.model.checked_json import mapping_of
+from sglang_crashkit.redact import redact_text
+from sglang_crashkit.settings import read_seconds
+
+COMMAND, COMMAND_SECS = "SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_ON_INCIDENT_SECS"
+#: What came of it, in the incident's folder.
+OUTCOME = "on_incident.json"
+#: Incidents without a command: somebody asked for the stacks.
+QUIET_KINDS = frozenset({"snapshot"})
+_DEFAULT_SECS = 30.0
+_MAX_OUTPUT = 1 << 20
+_MAX_WORDS = 300
+
+
+def deadline_secs(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the longest that the command may take, in seconds."""
+    return read_seconds(environ, COMMAND_SECS, _DEFAULT_SECS)
+
+
+def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Run the command that `environ` names for a finished incident, to its end or its deadline.
+
+    Returns:
+        Whether it was run now; it is not where it was before, or another process is at it.
+
+    Raises:
+        OSError: the folder is gone, or cannot be written to.
+        CrashkitError: there is no such folder.
+    """
+    lock = FolderLock(folder)
+    if lock.acquire() == "taken":
+        return False
+    try:
+        if (folder / OUTCOME).exists():
+            return False
+        document = find_incidents(folder)[0].document
+        if document is None or document.get("kind") in QUIET_KINDS:
+            return False
+        if mapping_of(document.get("verdict")).get("kind") == "busy":
+            # It is withdrawn where the server goes on.
+            return False
+        write_json(folder / OUTCOME, {"schema_version": 1} | _run(folder, environ))
+        return True
+    finally:
+        lock.release()
+
+
+def _run(folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        words = shlex.split(environ.get(COMMAND, ""))
+    except ValueError as error:
+        return {"done": False, "reason": f"{COMMAND} cannot be split into words: {error}"}
+    with (folder / "summary.md").open("rb") as summary:
+        run = run_tool(
+            [*words, str(folder)],
+            deadline_secs(environ),
+            environ=environ,
+            max_output=_MAX_OUTPUT,
+            stdin=summary.fileno(),
+        )
+    told = {"done": not run.reason, "seconds": run.seconds}
+    last = run.text.strip().splitlines()[-1:]
+    # Redacted whole: a secret that is cut off would not be recognised.
+    return told | ({"reason": redact_text("; ".join([run.reason, *last]))[:_MAX_WORDS]} if run.reason else {})
+
+
+def main() -> int:
+    """Run it; why it could not be run is said in the crash handler's log, as is what it did not do."""
+    folder = Path(sys.argv[1])
+    try:
+        if run_command(folder):
+            outcome = json.loads((folder / OUTCOME).read_bytes())
+            if not outcome["done"]:
+                sys.stderr.write(f"{COMMAND} failed for {folder}: {outcome['reason']}\n")
+    except (OSError, CrashkitError) as error:
+        sys.stderr.write(f"{COMMAND} was not run for {folder}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
