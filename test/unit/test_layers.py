@@ -62,7 +62,7 @@ ALLOWED = {
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
     "replay": {"errors", "incident", "kernel", "redact", "settings", "watch"},
-    "doctor": {"capture", "errors", "incident", "installer", "kernel", "policy", "settings", "srt"},
+    "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},
     "cli": {
         "analysis",
         "capture",

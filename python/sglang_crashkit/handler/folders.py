@@ -18,9 +18,7 @@ import errno
 import functools
 import logging
 import os
-import select
 import shutil
-import signal
 import socket
 import stat
 import time
@@ -34,6 +32,7 @@ from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.recovery import SPOOL
 from sglang_crashkit.kernel import procfs, shared_memory
+from sglang_crashkit.kernel.forked import ForkedCall
 from sglang_crashkit.kernel.private_files import FolderLock, make_private_folder
 from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment, Segment
@@ -60,8 +59,6 @@ _MAX_FOLDERS = 1000
 #: So much is written at once (PIPE_BUF).
 _MAX_BYTES = 4096
 _MAX_DESCRIPTORS = 1 << 16
-#: Those of `make_within`, some of which a disk may hold up.
-_children: set[int] = set()
 
 
 @dataclass
@@ -126,28 +123,20 @@ def make_work_folders(
 def make_within(secs: float, make: Callable[[], object]) -> str:
     """Run `make` in a child process and return what went wrong; empty where nothing did.
 
-    A child that takes longer is left to itself, killed as soon as the kernel lets go of it, and then reaped.
+    Raises:
+        OSError: there is no process, or no descriptor, to be had.
     """
-    pid, ours = start_alone(functools.partial(_outcome_of, make))
-    _children.add(pid)
-    is_answered = select.select([ours], [], [], secs)[0]
-    answer = os.read(ours, _MAX_BYTES) if is_answered else b""
-    os.close(ours)
-    if not is_answered:
-        os.kill(pid, signal.SIGKILL)
-        return f"it did not answer within {secs:g} s"
-    # It has nothing more to do, but is not waited for: what it touched may hold up its end, too.
-    reap()
-    return answer[1:].decode(errors="replace") if answer else "the process that tried died"
 
+    def work() -> bytes:
+        make()
+        return b""
 
-def reap() -> None:
-    """Reap the children that have ended by now."""
-    for pid in list(_children):
-        with contextlib.suppress(ChildProcessError):
-            if os.waitpid(pid, os.WNOHANG)[0] == 0:
-                continue
-        _children.discard(pid)
+    call = ForkedCall(work)
+    try:
+        call.wait(secs)
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 def start_alone(work: Callable[[], bytes]) -> tuple[int, int]:
@@ -184,18 +173,6 @@ def _run_alone(answer: int, work: Callable[[], bytes]) -> NoReturn:
         with contextlib.suppress(OSError):
             os.write(answer, said)
         os._exit(0)
-
-
-def _outcome_of(make: Callable[[], object]) -> bytes:
-    """Run `make` and return a line end, with what went wrong behind it where something did."""
-    words = ""
-    try:
-        make()
-    except (OSError, CrashkitError) as error:
-        words = " ".join(str(error).split())
-    except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
-        words = f"{type(error).__name__}: {error}"
-    return b"\n" + words.encode(errors="backslashreplace")[: _MAX_BYTES - 1]
 
 
 def _make_each(*folders: Path) -> None:

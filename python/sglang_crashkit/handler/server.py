@@ -13,7 +13,6 @@ import selectors
 import time
 from collections.abc import Callable
 
-from sglang_crashkit.handler import folders
 from sglang_crashkit.handler.folders import KeptFolder, Place, SharedMemory
 from sglang_crashkit.handler.hang_detector import HangDetector
 from sglang_crashkit.handler.metrics import MetricsPublisher
@@ -21,7 +20,7 @@ from sglang_crashkit.handler.peers.prober import PeerLosses, PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.state import Seen
-from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel import forked, procfs
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.policy import Mode
@@ -85,7 +84,7 @@ class CrashHandler:
                 if time.monotonic() >= next_scan:
                     self._foreign.clear()
                     self._guard("the scan of the processes", self.look)
-                    folders.reap()
+                    forked.reap()
                     next_scan = time.monotonic() + (_SCAN_SETTLED_SECS if self.tree.settled else _SCAN_STARTING_SECS)
                 due = max(min(next_scan, self._next_due()), self._retry_at)
                 self._selector.select(max(0.0, due - time.monotonic()))

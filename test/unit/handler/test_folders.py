@@ -26,7 +26,7 @@ from sglang_crashkit.handler.folders import (
     remove_runtime_folders,
 )
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel import forked, procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.kernel.procfs import own_namespace, server_key
@@ -125,12 +125,12 @@ def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_child_that_a_disk_holds_up_is_reaped() -> None:
-    before = set(folders._children)
+    before = set(forked._children)
     assert make_within(0.05, lambda: time.sleep(600)) == "it did not answer within 0.05 s"
-    (held,) = folders._children - before
+    (held,) = forked._children - before
     os.waitid(os.P_PID, held, os.WEXITED | os.WNOWAIT)
-    folders.reap()
-    assert held not in folders._children
+    forked.reap()
+    assert held not in forked._children
     with pytest.raises(ChildProcessError):
         os.waitpid(held, os.WNOHANG)
 

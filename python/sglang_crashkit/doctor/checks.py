@@ -1,0 +1,329 @@
+"""What would keep a crash from being recorded: a list of checks of this machine, this user and the servers here."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import difflib
+import json
+import os
+import re
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError
+from sglang_crashkit.capture.debugger import find_debugger
+from sglang_crashkit.capture.environment import read_place
+from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, find_library
+from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
+from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.exit_status import termination_log
+from sglang_crashkit.incident.retention import limits_on, use_of
+from sglang_crashkit.kernel import procfs, shared_memory
+from sglang_crashkit.kernel.discovery import FoundProcess
+from sglang_crashkit.kernel.forked import call_within
+from sglang_crashkit.kernel.private_files import FolderLock
+from sglang_crashkit.kernel.server_arguments import value_of
+from sglang_crashkit.settings import VARIABLES, DiskLimits, Settings, fallback_folder, unknown_variables
+
+_MB = 1 << 20
+_TOOL_SECS, _GPU_SECS, _FOLDER_SECS = 3.0, 5.0, 5.0
+#: What an incident of a few ranks takes with little evidence, in bytes; what Docker gives a container of ``/dev/shm``.
+_LEAST_INCIDENT, _DOCKER_SHM = 4 * _MB, 64 * _MB
+#: What a server's end takes beside the evidence, and SGLang's own default of ``--watchdog-timeout``, in seconds.
+_MARGIN_SECS, _WATCHDOG_SECS = 15.0, 300.0
+_PR_SET_PTRACER = 0x59616D61
+_OPTION = "--crash-dump-folder FOLDER"
+_ATTACH = """\
+where kernel.yama.ptrace_scope is 2 or 3, on the host: sysctl kernel.yama.ptrace_scope=1
+Docker: docker run --cap-add=SYS_PTRACE ..., where Seccomp is 2 also --security-opt seccomp=unconfined
+Kubernetes: securityContext: {capabilities: {add: ["SYS_PTRACE"]}, seccompProfile: {type: Unconfined}}, of the container
+Slurm/pyxis: srun --container-remap-root ... (root of the container's user namespace has it)"""
+_MORE_SHM = "Docker: --shm-size=16g or --ipc=host; Kubernetes: an emptyDir volume with medium: Memory at /dev/shm"
+_ON_DISK = f"{_OPTION}, on a disk of the host: docker run -v, a Kubernetes volumeMount of a hostPath or a claim"
+
+
+class Result(NamedTuple):
+    """What was found of one thing."""
+
+    ok: bool | None  # None: some evidence will be missing; False: there will be no incident, or not a whole one
+    words: str  # what is the case, and why it matters where it is not in order
+    command: str = ""  # the commands or lines that mend it, one a line
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is checked: the servers that run, or one that is about to be started.
+
+    Attributes:
+        pid: the first server's main process, or this one, whose surroundings count.
+        servers: the processes of each by its main process.
+        handlers: the crash handler of a worker, None where it has none, and why it has none, by the worker's pid.
+        environ, arguments: those of the first server; this shell's where there is none.
+        crash_folder: where incidents go; None where no folder was given.
+        python: the interpreter or environment whose SGLang is meant; None for this one.
+        grace_secs: how long a server has that is asked to end, in seconds; None where that is not known.
+    """
+
+    pid: int
+    servers: Mapping[int, Sequence[FoundProcess]]
+    handlers: Mapping[int, tuple[int | None, str]]
+    environ: Mapping[str, str]
+    arguments: Sequence[str] = ()
+    crash_folder: Path | None = None
+    python: str | None = None
+    grace_secs: float | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """What the environment asks of the kit."""
+        return Settings.from_environ(self.environ)
+
+
+def _kit(target: Target) -> Iterator[Result]:
+    from sglang_crashkit.installer.environment import open_session
+    from sglang_crashkit.installer.status import read_status
+
+    try:
+        session = open_session(target.python)
+        status = read_status(session.environment, session.lock)
+    except CrashkitError as error:
+        yield Result(False, error.message, error.next_step or "name the server's python with --python PATH")
+        return
+    state, found, command = status.tree.overall.value, status.tree.environment, status.next_step or ""
+    words, known = f"SGLang {found.version} in {found.package}", f"one of {status.supported_range}"
+    if status.tree.locked is None:
+        command = command or f"pip install sglang==RELEASE, with {known}"
+        yield Result(False, f"{words} cannot be patched: it is not {known}", command)
+    elif state == "patched":
+        # There is a next step where the kit of this command is not the one that SGLang's python has.
+        yield Result(None if command else True, f"applied and intact: {words}, {known}", command)
+    else:
+        lost = "no crash of it leaves an incident" if state == "pristine" else "what a crash leaves is uncertain"
+        yield Result(False, f"{state}: {words}; {lost}", command or "sglang-crashkit apply")
+
+
+def _servers(target: Target) -> Iterator[Result]:
+    if not target.servers:
+        yield Result(True, "no server of this user runs here: the settings are those of this shell")
+    for pid, members in target.servers.items():
+        known = next((target.handlers[one.pid] for one in members if one.pid in target.handlers), None)
+        handler, problem = known or (None, "it was started without the kit, or switched it off")
+        if handler is not None and not problem:
+            yield Result(True, f"server {pid} is watched by crash handler {handler}")
+        elif known is None and all(one.way == "command line" for one in members):
+            words = f"server {pid} is still starting; whether a crash handler watches it shows when its ranks run"
+            yield Result(True, words, f"sglang-crashkit doctor --pid {pid}   # once it serves")
+        else:
+            words = f"server {pid} has no crash handler, so that a crash of it leaves no incident: {problem}"
+            yield Result(False, words, "restart the server, with the kit applied")
+        if any(one.user != os.geteuid() for one in members):
+            yield Result(True, f"server {pid} runs as another user, for whom disks and permissions may differ")
+        with contextlib.suppress(OSError):
+            own, its = ([os.stat(f"/proc/{one}/ns/{ns}").st_ino for ns in ("mnt", "pid")] for one in ("self", pid))  # noqa: PTH116
+            if own != its:
+                words = f"server {pid} runs in another container than this command, which sees its own surroundings"
+                yield Result(None, words, "run this command in that container: docker exec, kubectl exec")
+
+
+def _pyspy(target: Target) -> Iterator[Result]:
+    executable, lost = find_pyspy(), "of a rank that is stuck outside of Python there may be no stack"
+    if not target.settings.stacks:
+        yield Result(True, "not used: SGLANG_PYSPY_DUMP_BEFORE_CRASH is off, so no stacks are taken")
+        return
+    if executable is None or shutil.which(executable) is None:
+        yield Result(False, f"it is not installed: {lost}", "pip install py-spy")
+        return
+    # As the ranks let the crash handler trace them.
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
+    sample = sample_all([os.getpid()], _TOOL_SECS)[0]
+    if sample.threads:
+        yield Result(True, f"{run_tool([executable, '--version'], _TOOL_SECS).text.strip()} looks at processes")
+        return
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    status = procfs.read_status(os.getpid())
+    facts = {name: status.get(name, "").strip() for name in ("CapEff", "Seccomp")}
+    facts["kernel.yama.ptrace_scope"] = scope.read_text().strip() if scope.exists() else ""
+    yield Result(None, f"it cannot look at processes: {sample.problem}; {facts}; {lost}", _ATTACH)
+
+
+def _gpu(target: Target) -> Iterator[Result]:
+    library = find_library(target.environ)
+    if library is None:
+        yield Result(True, "there is none here: neither the devices of NVIDIA's driver nor of AMD's")
+        return
+    reader, deadline = GpuFactsReader(library, _GPU_SECS, time.time()), time.monotonic() + _GPU_SECS + 1
+    while (facts := reader.look()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    facts = facts or GpuFacts(reason="it did not answer")
+    words = f"driver {facts.driver.get('version')} reports {facts.driver.get('gpus')} GPUs"
+    if facts.reason:
+        words = f"Xid events, memory and processes of the GPUs will be missing: the driver: {facts.reason}"
+    yield Result(None if facts.reason else True, words, "nvidia-smi" if facts.reason else "")
+    debugger, missing = find_debugger(target.environ)
+    if debugger is None or debugger.name != "cuda-gdb":
+        words, _, command = missing.partition("; next: ")
+        yield Result(True, f"{words}: native stacks and kernels that hang need it", command)
+    yield from check_cores(target) if target.settings.cores else ()
+
+
+def check_cores(target: Target) -> Iterator[Result]:
+    """Yield what keeps the CUDA driver from writing cores, or that nothing does."""
+    wrong = []
+    if target.crash_folder is None:
+        words = "CUDA's core variables are set with --crash-dump-folder alone: a GPU exception leaves no core"
+        wrong.append(Result(None, words, _OPTION))
+    wanted = {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}
+    for name, value in (wanted | {"CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION": "0"}).items():
+        if (given := target.environ.get(name, value)) != value:
+            lost = "no such core is written" if value == "1" else "the driver aborts a rank before it says what failed"
+            wrong.append(Result(None, f"{name}={given} was set: {lost}", f"unset {name}"))
+    if "%t" in target.environ.get("CUDA_COREDUMP_PIPE", ""):
+        wrong.append(Result(None, "CUDA_COREDUMP_PIPE holds %t: no pipe is found by it", "unset CUDA_COREDUMP_PIPE"))
+    for rank in (one for members in target.servers.values() for one in members if one.role == "scheduler"):
+        try:
+            CoreRequest(rank.pid, {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}).find_pipes()
+        except NoCoreError as error:
+            words = f"{rank.title} (pid {rank.pid}): no core can be asked for while it hangs: {error}"
+            wrong.append(Result(None, words, "restart the server"))
+    yield from wrong or [Result(True, "the driver is told to write GPU cores, and takes requests")]
+
+
+def _crash_folder(target: Target) -> Iterator[Result]:
+    path = (target.crash_folder or fallback_folder()).absolute()
+    if target.crash_folder is None:
+        words = f"none is set: incidents go to {path}, requests are not saved, and a container takes all with it"
+        yield Result(None, words, _OPTION)
+    try:
+        # In a child, as the disk may not answer.
+        said = call_within(_FOLDER_SECS, lambda: json.dumps(list(look_at_folder(path, target.settings.disk))).encode())
+        yield from (Result(*one) for one in json.loads(said))
+    except OSError as error:
+        words = f"incidents of {path} go to the temporary folder: {error.strerror}"
+        yield Result(False, words, f"df -h {shlex.quote(str(path))}\n{_OPTION}, that this user may write to")
+
+
+def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
+    """Yield what is found of a crash folder, or of the nearest folder above it that is there.
+
+    Raises:
+        OSError: it cannot be written to.
+    """
+    there, quoted = next(folder for folder in (path, *path.parents) if folder.exists()), shlex.quote(str(path))
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as trial:
+        # More than a block: a full disk takes an empty file.
+        (Path(trial) / "trial").write_bytes(bytes(1 << 16))
+        lock = FolderLock(Path(trial))
+        has_locks = lock.acquire() == "held"
+        lock.release()
+    kind = "".join(run_tool(["df", "--output=fstype", str(there)], _TOOL_SECS).text.split()[-1:])
+    space, (max_use, keep_free) = os.statvfs(there), limits_on(there, limits)
+    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    needed = min(limits.max_incident, max_use)
+    used = sum(use_of(incidents) for incidents in {*path.glob("incidents"), *path.glob("*/incidents")})
+    words = f"{path} ({kind or 'unknown'}), {_size(free)} of {_size(total)} free"
+    if free < max(needed // 16, _LEAST_INCIDENT):
+        yield Result(False, f"{words}: an incident has no room", f"du -xsh {quoted}")
+    elif free < keep_free + needed:
+        lost = f"SGLANG_CRASHKIT_KEEP_FREE_MB ({_size(keep_free)}) leaves less than one incident may take"
+        yield Result(None, f"{words}: {lost}", f"du -xsh {quoted}")
+    else:
+        yield Result(True, f"{words}; incidents take {_size(used)} of {_size(max_use)}")
+    if kind in ("tmpfs", "ramfs", "overlay", "aufs") and path != fallback_folder():
+        yield Result(None, f"it is on {kind}: incidents are gone with the container or the machine", _ON_DISK)
+    if not has_locks:
+        words = f"flock(2) does not work on {kind or 'it'}: repeats of a fault are not counted, each is kept in full"
+        yield Result(None, words, f"{_OPTION}, on a file system with locks")
+
+
+def _shared_memory(_target: Target) -> Iterator[Result]:
+    folder = shared_memory.FOLDER
+    try:
+        space, left = os.statvfs(folder), shared_memory.of_gone()
+    except OSError:
+        yield Result(None, f"{folder} is not there: NCCL and the tokenizers need it", _MORE_SHM)
+        return
+    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    words, is_short = f"{folder}: {_size(free)} of {_size(total)} free", total <= _DOCKER_SHM or free < total // 10
+    lost = ": a rank that finds no room there dies of SIGBUS"
+    yield Result(None, words + lost, _MORE_SHM) if is_short else Result(True, words)
+    for why in sorted({segment.why for segment in left}):
+        found = [segment for segment in left if segment.why == why]
+        paths = " ".join(shlex.quote(str(folder / segment.name)) for segment in found[:3])
+        words = f"{len(found)} left ({_size(sum(segment.bytes for segment in found))}), such as {paths}"
+        if why:
+            yield Result(True, f"{words}: whether a process uses them cannot be told from here: {why}")
+        else:
+            yield Result(None, f"{words}: their processes are gone, and they take memory", f"rm {paths}")
+
+
+def _end(target: Target) -> Iterator[Result]:
+    place, grace, exit_secs = read_place(target.pid, target.environ), target.grace_secs, target.settings.exit_secs
+    log = termination_log(target.environ)
+    if place.get("kubernetes") and not (log and os.access(log, os.W_OK)):
+        words = f"termination log {log}: it cannot be written to: kubectl describe pod does not say what happened"
+        mend = "terminationMessagePath: /dev/termination-log, and run as a user who may write to it"
+        yield Result(None, words, mend)
+    needed = exit_secs + _MARGIN_SECS
+    longer = f"docker stop -t {needed:g}; terminationGracePeriodSeconds: {needed:g}; TimeoutStopSec={needed:g}"
+    # A pod is not told how long it has.
+    if grace is None and place.get("slurm"):
+        found = re.search(r"(?m)^KillWait\s*=\s*(\d+)", run_tool(["scontrol", "show", "config"], _TOOL_SECS).text)
+        grace, longer = float(found[1]) if found else None, f"slurm.conf: KillWait={needed:g}"
+    words = f"SGLANG_CRASHKIT_EXIT_SECS is {exit_secs:g} s"
+    if grace is None:
+        yield Result(True, f"grace period: not known, by default 30 s in Kubernetes, 10 s in Docker; {words}", longer)
+    elif grace >= exit_secs:
+        yield Result(True, f"grace period: {grace:g} s; {words}")
+    else:
+        lost = "a server that hangs at SIGTERM is killed before its incident is whole"
+        command = f"{longer}\nSGLANG_CRASHKIT_EXIT_SECS={max(1, grace - _MARGIN_SECS):g}"
+        yield Result(None, f"grace period: {grace:g} s, and {words}: {lost}", command)
+
+
+def _settings(target: Target) -> Iterator[Result]:
+    environ, settings, wrong = target.environ, target.settings, []
+    for name in unknown_variables(environ):
+        close = difflib.get_close_matches(name, VARIABLES, 1)
+        command = f"{close[0]}=..." if close else f"unset {name}"
+        wrong.append(Result(None, f"{name} is no variable of the kit, and has no effect", command))
+    for name, pattern in VARIABLES.items():
+        value = environ.get(name, "").strip()
+        if value and not re.fullmatch(pattern, value, re.DOTALL):
+            wrong.append(Result(None, f"{name} cannot be read, and counts as not set", f"unset {name}"))
+    if not settings.enabled:
+        words = "SGLANG_CRASHKIT_ENABLED switches the kit off: a crash leaves no incident"
+        wrong.append(Result(False, words, "unset SGLANG_CRASHKIT_ENABLED"))
+    elif not settings.diagnostics and target.crash_folder is None:
+        words = "no crash handler is started: upstream's diagnostics are off, and there is no --crash-dump-folder"
+        wrong.append(Result(False, words, f"unset SGLANG_PYSPY_DUMP_BEFORE_CRASH\n{_OPTION}"))
+    given_secs = value_of(target.arguments, "--watchdog-timeout") or ""
+    watchdog = float(given_secs) if re.fullmatch(r"\d+(\.\d*)?", given_secs) else _WATCHDOG_SECS
+    if settings.hang_secs >= watchdog > 0:
+        words = f"SGLang's --watchdog-timeout ({watchdog:g} s) ends a server that hangs before the kit looks at it"
+        wrong.append(Result(None, words, f"SGLANG_CRASHKIT_HANG_SECS={max(2.0, watchdog / 2):g}"))
+    yield from wrong or [Result(True, "every variable of the kit is known and can be read")]
+
+
+def _size(number: int) -> str:
+    return f"{number / (_MB << 10):.1f} GB" if number >= _MB << 10 else f"{number / _MB:.0f} MB"
+
+
+#: In the order in which a person reads them.
+CHECKS: dict[str, Callable[[Target], Iterator[Result]]] = {
+    "kit": _kit,
+    "server": _servers,
+    "py-spy": _pyspy,
+    "GPU": _gpu,
+    "crash folder": _crash_folder,
+    "shared memory": _shared_memory,
+    "end": _end,
+    "settings": _settings,
+}
