@@ -59,8 +59,11 @@ _COMPILING_FACTOR = 20
 _USUAL_TOKENS = 16_384
 #: Share of the time from which on compilers are looked for; between two of them there may be none for a moment.
 _LOOK_FOR_COMPILERS = 0.5
-#: Of a server that is asked to end, a silence of so many seconds is looked at.
-_AT_END_SECS = 5.0
+#: A server that is asked to end may be killed 10 s later: from then on a rank that gives no sign for so many seconds is
+#: a hang, which is looked for so often, and whose snapshots follow each other so fast, in seconds.
+_AT_END_SECS, _LOOK_AT_END_SECS, _SNAPSHOT_AT_END_SECS = 3.0, 0.5, 1.0
+#: What proved to be busy, as the server is asked to end, is looked at again after this time, in seconds.
+_BUSY_AT_END_SECS = 5.0
 #: Where no incident could be begun, it is tried again after this time, in seconds.
 _RETRY_SECS = 10.0
 #: Whoever is silent for this share of the time that one was, hangs with it.
@@ -88,7 +91,6 @@ class HangDetector:
         self._heartbeats = session.received.heartbeats
         self._budget_secs = settings.budget_secs
         self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS)
-        self._interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
         self._hang: Hang | None = None
         #: Those beside the schedulers, by pid.
         self._others: dict[int, FollowedProcess] = {}
@@ -97,17 +99,28 @@ class HangDetector:
         session.begin_hang_at_end = self.begin_at_end
 
     def begin_at_end(self) -> None:
-        """Take what is silent as the server is asked to end for a hang, unless one is at hand.
+        """Look for a hang of a server that is asked to end, which may be killed before one is noticed otherwise.
 
-        Whoever asked it to end may kill it before a hang is noticed otherwise. It may be no more than a long batch, so
-        the incident is removed where the schedulers go on, or the server ends in good order.
+        It may be no more than a long batch, so the incident is removed where the schedulers go on, or the server ends
+        in good order, before it is whole.
         """
-        if self._hang is not None:
-            return
-        silent = self._heartbeats.silent(min(_AT_END_SECS, self._hang_secs / 2))
-        states = {heartbeat.process.pid: _state_of(heartbeat.process) for heartbeat in self._heartbeats.living()}
-        if silent and not self._is_excused(states):
-            self._begin(silent, "silent_at_sigterm", pardonable=True)
+        if self._hang is None:
+            # What was silent before counts at once.
+            self._heartbeats.silent(_AT_END_SECS)
+            self._looked_at, self._not_before = self._clock(), 0.0
+            self._look(0.0)
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self._session.triage.shutdown.draining
+
+    @property
+    def _limit_secs(self) -> float:
+        return min(_AT_END_SECS, self._hang_secs) if self._is_at_end else self._hang_secs
+
+    @property
+    def _interval_secs(self) -> float:
+        return min(_LOOK_AT_END_SECS if self._is_at_end else _LONGEST_INTERVAL_SECS, self._hang_secs / 10)
 
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
@@ -129,7 +142,13 @@ class HangDetector:
                 self._hang.next_snapshot = self._clock() + self._interval_secs
             elif not self._hang.run.is_open:
                 self._hang.next_snapshot = float("inf")
-            elif self._hang.take_snapshot():
+            elif not self._hang.take_snapshot():
+                pass
+            elif self._hang.is_busy and self._session.is_withdrawable(self._hang.run):
+                logger.info("the schedulers are at work as the server is asked to end: it was no hang")
+                self._withdraw(self._hang)
+                self._not_before = self._clock() + _BUSY_AT_END_SECS
+            else:
                 self._session.finish_observed()
                 run = self._hang.run
                 if run.finished:
@@ -152,23 +171,25 @@ class HangDetector:
                 for one in everybody:
                     one.hold(seen_secs)
                 return
-            limit = self._hang_secs * self._patience(states)
+            limit = self._limit_secs * self._patience(states)
             late: list[Followed] = [one for one in heartbeats if one.silent_secs >= limit]
-            # Where no scheduler is late, patience is had with all of them: none hangs with the others that are stopped.
+            # Where no scheduler is late, each has a longer limit: none hangs with the others that are stopped.
             patient = () if late else heartbeats
-            late += [one for one in others if one.silent_secs >= self._hang_secs]
+            # The main process may wait for its schedulers as it ends.
+            others = [one for one in others if not (self._is_at_end and one.process.is_root)]
+            late += [one for one in others if one.silent_secs >= self._limit_secs]
             silent = by_last_sign(late)
             together = by_last_sign(one for one in everybody if _is_together(one, longest))
             if self._hang is None:
                 is_compiling = self._is_compiling(together, longest, limit)
                 if silent and not is_compiling and self._looked_at >= self._not_before:
-                    # One with whom patience is had may be silent for so long that nobody is together with it.
-                    self._begin([one for one in together if one not in patient] or silent, "no_progress")
+                    # A rank with a longer limit can be the only one that was silent for half as long as the longest.
+                    trigger = "silent_at_sigterm" if self._is_at_end else "no_progress"
+                    self._begin([one for one in together if one not in patient] or silent, trigger)
             elif silent:
                 self._hang.spread(silent)
                 if self._hang.is_busy and longest >= _COMPILING_FACTOR * self._hang_secs:
-                    self._session.withdraw(self._hang.run)
-                    self._hang = self._session.hang = None
+                    self._withdraw(self._hang)
                     self._begin(silent, BUSY_TOO_LONG)
         if self._hang is not None and self._hang.is_over():
             self._end(self._hang)
@@ -189,13 +210,17 @@ class HangDetector:
 
     def _end(self, hang: Hang) -> None:
         # Otherwise it is over because they are dead.
-        if self._heartbeats.followed and (hang.is_busy or self._session.is_pardonable(hang.run)):
+        if self._heartbeats.followed and (hang.is_busy or self._session.is_withdrawable(hang.run)):
             logger.info("the schedulers go on: it was no hang")
-            self._session.withdraw(hang.run)
+            self._withdraw(hang)
             if hang.is_busy:
                 self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
         else:
             self._session.page.begin(hang.run, again=True)
+            self._hang = self._session.hang = None
+
+    def _withdraw(self, hang: Hang) -> None:
+        self._session.withdraw(hang.run)
         self._hang = self._session.hang = None
 
     def _is_excused(self, states: dict[int, str]) -> bool:
@@ -222,7 +247,9 @@ class HangDetector:
         if any(sign.is_busy and not sign.in_batch for sign in signs):
             return _BUSY_FACTOR
         working = [sign for sign in signs if sign.in_batch]
-        first = _FIRST_FACTOR if any(sign.batches <= _FIRST_BATCHES for sign in working) else 1
+        # As the server is asked to end there is no time for that: the stacks say whether one compiles.
+        is_first = not self._is_at_end and any(sign.batches <= _FIRST_BATCHES for sign in working)
+        first = _FIRST_FACTOR if is_first else 1
         longest = max((sign.tokens for sign in working), default=0)
         return max(first, min(longest // _USUAL_TOKENS, _COMPILING_FACTOR))
 
@@ -235,18 +262,17 @@ class HangDetector:
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
-    def _begin(self, silent: Sequence[Followed], trigger: str, *, pardonable: bool = False) -> None:
+    def _begin(self, silent: Sequence[Followed], trigger: str) -> None:
         longest = max(heartbeat.silent_secs for heartbeat in silent)
-        process, secs = silent[0].process, self._budget_secs
-        its = Seen(
-            "observed", process.pid, process.role, kind="hang", trigger=trigger, secs=secs, pardonable=pardonable
-        )
+        process, secs, at_end = silent[0].process, self._budget_secs, self._is_at_end
+        its = Seen("observed", process.pid, process.role, kind="hang", trigger=trigger, secs=secs, withdrawable=at_end)
         run = self._session.open_observed(its, process)
         if run is None:
             # Something worse is under way, or there is no room for it.
             self._not_before = self._looked_at + _RETRY_SECS
             return
-        self._hang = Hang(run, longest, self._clock)
+        interval_secs = _SNAPSHOT_AT_END_SECS if at_end else SNAPSHOT_INTERVAL_SECS
+        self._hang = Hang(run, longest, self._clock, interval_secs)
         self._hang.spread(silent)
         self._session.hang = run
         # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
@@ -262,14 +288,15 @@ class Hang:
         ended: that the server goes on and since when, in words; empty before.
     """
 
-    def __init__(self, run: IncidentRun, silent_secs: float, clock: Callable[[], float]) -> None:
+    def __init__(self, run: IncidentRun, silent_secs: float, clock: Callable[[], float], interval_secs: float) -> None:
         self.run = run
         self._clock = clock
+        self._interval_secs = interval_secs
         self._since = clock() - silent_secs
         self._heartbeats: list[Followed] = []
         self._snapshots = 1
         self.ended = ""
-        self.next_snapshot = clock() + SNAPSHOT_INTERVAL_SECS
+        self.next_snapshot = clock() + interval_secs
 
     def spread(self, silent: Iterable[Followed]) -> None:
         """Take in the processes that are silent, those that are not in it yet."""
@@ -287,7 +314,7 @@ class Hang:
         self.run.capture()
         self._snapshots += 1
         is_last = self._snapshots >= SNAPSHOTS
-        self.next_snapshot = float("inf") if is_last else self._clock() + SNAPSHOT_INTERVAL_SECS
+        self.next_snapshot = float("inf") if is_last else self._clock() + self._interval_secs
         return is_last
 
     @property

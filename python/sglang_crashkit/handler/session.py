@@ -172,6 +172,9 @@ class Session:
                         run.add_exit(rank)
                     elif run is not None and not run.finished:
                         run.count_exit(rank)
+            case ActionKind.DROP_RECORD if message is not None:
+                if (record := self._place.record_of(message.fields.get("record"))) is not None:
+                    record.unlink(missing_ok=True)
             case ActionKind.LOOK_FOR_SILENCE:
                 self.begin_hang_at_end()
             case ActionKind.CLOSE_JOURNALS:
@@ -336,9 +339,9 @@ class Session:
             self.run.set_requests({"reason": "the server went on"})
             self.finish()
 
-    def is_pardonable(self, run: IncidentRun) -> bool:
+    def is_withdrawable(self, run: IncidentRun) -> bool:
         """Say whether an incident is none where the server goes on."""
-        return self.run is run and self.triage.stage is not None and self.triage.stage.pardonable
+        return self.run is run and self.triage.stage is not None and self.triage.stage.withdrawable
 
     def withdraw(self, run: IncidentRun) -> None:
         """Remove an incident, the one at hand or an earlier one: it was none."""

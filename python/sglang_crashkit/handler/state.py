@@ -33,6 +33,7 @@ class ActionKind(str, Enum):
     ADD_EXIT = "add_exit"
     ADD_EXCEPTION = "add_exception"
     ADD_HANG = "add_hang"
+    DROP_RECORD = "drop_record"
     ADD_SILENCE = "add_silence"
     LEARN_RANKS = "learn_ranks"
     NAME_UNKNOWN = "name_unknown"
@@ -73,13 +74,13 @@ class Seen:
         is_unknown: it ended before it said what it is.
         is_foreign: it is of another server that this one started.
         others_serve: processes of the server are there whose end was not announced.
-        soft: the watchdog ends nothing.
+        soft: the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``.
         silent: a scheduler gave no sign for a while.
         names_ranks: the message names ranks that failed.
         tree_of: the process whose tree is ended.
         members: processes whose end is announced, or, of a launch, those that are there.
         kind, trigger, event: of the incident that is to be opened for what was observed, whole after `secs`.
-        pardonable: it is no incident where the server goes on or ends in good order.
+        withdrawable: it is no incident where the server goes on or ends in good order.
         workers_left: its own processes live; `any_left`: any does.
     """
 
@@ -102,7 +103,7 @@ class Seen:
     trigger: str = ""
     event: Event = Event.HUNG
     secs: float = OBSERVED_SECS
-    pardonable: bool = False
+    withdrawable: bool = False
     workers_left: bool = True
     any_left: bool = True
 
@@ -137,7 +138,7 @@ class Stage:
         finished: it is written; what is added still is written anew.
         observed: the server goes on, so that what comes next is another incident; whole at `observed_until`.
         may_end: upstream may end it for what happened, which would then belong to the same incident.
-        pardonable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
+        withdrawable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
         soft_until: nothing but exits was seen that an announcement would explain, which may come until then.
         tell_secs: so long after the capture the server is sent SIGQUIT; None where it is not, or was.
         answer_by: when the server, which was told, should have begun to save its requests.
@@ -153,7 +154,7 @@ class Stage:
     observed: bool = False
     observed_until: float | None = None
     may_end: bool = False
-    pardonable: bool = False
+    withdrawable: bool = False
     soft_until: float | None = None
     tell_secs: float | None = None
     answer_by: float | None = None

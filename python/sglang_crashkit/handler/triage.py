@@ -83,7 +83,7 @@ class Triage:
         is_users_own = is_root and self._is_users_own(seen)
         expected = seen.pid in shutdown.expected or is_users_own
         if seen.matters and not expected:
-            if self.stage is None or not self.stage.pardonable or not is_orderly(seen.status):
+            if self.stage is None or not self.stage.withdrawable or not is_orderly(seen.status):
                 self._make_room()
             elif is_root or seen.role == "scheduler":
                 # One that ends in good order did not hang.
@@ -154,6 +154,11 @@ class Triage:
     # -- failures that are reported
 
     def _on_exception(self, seen: Seen, now: float) -> None:
+        if seen.soft and (self.shutdown.draining or seen.pid in self.shutdown.expected):
+            # It ends as it was asked to.
+            self._add(ActionKind.DROP_RECORD)
+            self._add(ActionKind.ANSWER_CAPTURED)
+            return
         self._make_room()
         stage = self.stage or self._open("exception", "exception", seen, now)
         if not self.is_ending:
@@ -276,7 +281,7 @@ class Triage:
         self._make_room()
         if self.stage is None:
             stage = self._open(seen.kind, seen.trigger, seen, now)
-            stage.observed, stage.observed_until, stage.pardonable = True, now + seen.secs, seen.pardonable
+            stage.observed, stage.observed_until, stage.withdrawable = True, now + seen.secs, seen.withdrawable
             self._apply(stage, seen.event)
 
     def _make_room_for_hang(self, seen: Seen) -> None:
@@ -313,7 +318,7 @@ class Triage:
         if stage is None:
             return
         # Somebody else may kill a server that hangs.
-        is_no_incident = stage.may_be_shutdown or (stage.pardonable and seen.pid == self._root_pid)
+        is_no_incident = stage.may_be_shutdown or (stage.withdrawable and seen.pid == self._root_pid)
         if is_no_incident and seen.tree_of == self._root_pid:
             self._discard()
         else:
@@ -369,7 +374,8 @@ class Triage:
 
     def _on_finished(self, _seen: Seen, _now: float) -> None:
         if self.stage is not None:
-            self.stage.finished = True
+            # Once it is whole, others were told of it.
+            self.stage.finished, self.stage.withdrawable = True, False
 
     def _on_tick(self, seen: Seen, now: float) -> None:
         stage, gone_at = self.stage, self.shutdown.gone_at

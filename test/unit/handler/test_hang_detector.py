@@ -28,7 +28,7 @@ class Process:
 
     def __init__(self, pid: int, role: str = "scheduler") -> None:
         self.pid = pid
-        self.role = role
+        self.role, self.is_root = role, pid == ROOT
         self.title = f"sglang::{role}_TP{pid - 10}"
         self.exited_at: float | None = None
 
@@ -85,7 +85,7 @@ class Current:
         self.gpus = SimpleNamespace(writing_cores=frozenset())
         self.pages: list[Run] = []
         self.page = SimpleNamespace(begin=lambda run, again: self.pages.append(run))
-        self.pardonable = False
+        self.withdrawable = False
         self.triage = SimpleNamespace(shutdown=Shutdown())
         self.dies = False
 
@@ -95,7 +95,7 @@ class Current:
         if not self.is_free:
             return None
         self.run = Run()
-        self.pardonable = seen.pardonable
+        self.withdrawable = seen.withdrawable
         self.runs.append(self.run)
         return self.run
 
@@ -109,8 +109,8 @@ class Current:
             return
         self.run.capture()
 
-    def is_pardonable(self, run: Run) -> bool:
-        return self.run is run and self.pardonable
+    def is_withdrawable(self, run: Run) -> bool:
+        return self.run is run and self.withdrawable
 
     def withdraw(self, run: Run) -> None:
         self.discarded.append(run)
@@ -180,6 +180,12 @@ class World:
             self.watch.act_on_time()
         return self
 
+    def ask_to_end(self) -> None:
+        """Send SIGTERM to the server."""
+        self.current.expected = "silent_at_sigterm"
+        self.shutdown.draining = True
+        self.watch.begin_at_end()
+
     @property
     def hangs(self) -> list[Run]:
         return self.current.runs
@@ -221,17 +227,16 @@ def world() -> World:
 def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
     """Return a world whose schedulers are silent for so long when the server is asked to end."""
     world = World(hang_secs).follow()
-    world.current.expected = "silent_at_sigterm"
     world.pass_time(silent_secs)
-    world.watch.begin_at_end()
+    world.ask_to_end()
     return world
 
 
 def test_what_is_silent_at_sigterm_is_a_hang() -> None:
     world = asked_to_end()
     assert [run.silent for run in world.hangs] == [[10, 11]]
-    assert world.current.pardonable
-    world.pass_time(4.5)
+    assert world.current.withdrawable
+    world.pass_time(2.1)
     assert (world.hangs[0].captures, world.hangs[0].finished) == (3, True)
     # It is the same one after the usual time.
     world.pass_time(100)
@@ -242,12 +247,55 @@ def test_what_is_silent_at_sigterm_is_a_hang() -> None:
 def test_where_they_go_on_there_was_none(is_another_at_hand: bool) -> None:
     world = asked_to_end()
     if is_another_at_hand:
-        world.current.run, world.current.pardonable = Run(), False
+        world.current.run, world.current.withdrawable = Run(), False
     at_hand = world.current.run
     world.pass_time(5, world.beat)
     assert world.current.hang is None
     assert world.current.discarded == ([] if is_another_at_hand else world.hangs)
     assert world.current.run is (at_hand if is_another_at_hand else None)
+
+
+@pytest.mark.parametrize("silent_secs", [0.0, 1.0, 2.9])
+@pytest.mark.parametrize("number", [1, 100])
+def test_a_rank_that_falls_silent_around_sigterm_is_whole_in_time(silent_secs: float, number: int) -> None:
+    world = World(60.0).follow()
+    world.batch(number=number)
+    world.pass_time(silent_secs)
+    world.ask_to_end()
+    world.pass_time(3.0 - silent_secs - 0.1)
+    assert world.hangs == []
+    world.pass_time(0.7)
+    assert [run.silent for run in world.hangs] == [[10, 11]]
+    world.pass_time(2.1)
+    assert world.hangs[0].finished
+
+
+@pytest.mark.parametrize(
+    ("facts", "secs"),
+    [
+        ({"compiling": {11}, "batch": {}}, 50),
+        # An update of the weights, and a long prompt.
+        ({"who": (11,), "beat": {"is_busy": True}}, 29),
+        ({"batch": {"mode": "extend", "tokens": 163_840}}, 29),
+    ],
+)
+def test_a_rank_at_work_at_sigterm_is_no_hang(facts: dict[str, Any], secs: float) -> None:
+    world = World(60.0).follow()
+    set_up(draining=True, **facts)(world)
+    world.ask_to_end()
+    world.pass_time(secs)
+    assert world.hangs == []
+
+
+def test_one_that_the_stacks_show_at_work_at_sigterm_is_withdrawn() -> None:
+    world = asked_to_end()
+    (run,) = world.hangs
+    run.incident.verdict.kind = "busy"
+    world.pass_time(2.1)
+    assert (world.current.discarded, run.finished) == ([run], False)
+    # It is looked at again.
+    world.pass_time(6)
+    assert len(world.hangs) == 2
 
 
 def test_where_they_are_dead_there_was_one() -> None:
@@ -260,7 +308,7 @@ def test_where_they_are_dead_there_was_one() -> None:
 
 def test_a_hang_that_was_noticed_before_is_not_another_one(world: World) -> None:
     world.pass_time(7)
-    world.watch.begin_at_end()
+    world.ask_to_end()
     assert len(world.hangs) == 1
 
 
@@ -271,7 +319,8 @@ def test_one_held_or_followed_by_nobody_does_not_hang(is_followed: bool) -> None
         world.follow().stop(11, state="t")
     world.pass_time(10)
     assert bool(world.heartbeats.silent(0.0)) is is_followed
-    world.watch.begin_at_end()
+    world.ask_to_end()
+    world.pass_time(10)
     assert world.hangs == []
 
 
@@ -421,7 +470,6 @@ def set_up(**facts: Any) -> Callable[[World], None]:
     [
         (set_up(), 4.5, 6.5),
         (set_up(batch={}), 4.5, 6.5),
-        (set_up(draining=True), 4.5, 6.5),
         (set_up(states={10: "T", 11: "T"}), 4.5, 6.5),
         # The first batches may take three times as long.
         (set_up(batch={"number": 1}), 14.5, 17.5),
@@ -457,7 +505,7 @@ def test_so_long_a_silence_is_no_hang(
         assert [run.silent for run in world.hangs] == [[10, 11]]
 
 
-@pytest.mark.parametrize(("hang_secs", "silent_secs", "hangs"), [(60, 4.5, 0), (6, 2.5, 0), (6, 3.5, 1), (60, 5.5, 1)])
+@pytest.mark.parametrize(("hang_secs", "silent_secs", "hangs"), [(60, 2.9, 0), (60, 3.1, 1), (2, 1.9, 0), (2, 2.1, 1)])
 def test_so_long_a_silence_is_a_hang_at_the_end(hang_secs: float, silent_secs: float, hangs: int) -> None:
     assert len(asked_to_end(hang_secs, silent_secs).hangs) == hangs
 

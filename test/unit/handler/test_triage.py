@@ -298,11 +298,26 @@ STORIES: dict[str, list[Step]] = {
     ],
     "one that is asked to end while it is silent may end in good order": [
         (0.9, told("draining"), "look_for_silence note:draining"),
-        (1.0, observed(pardonable=True), "open:hang permit:observe"),
+        (1.0, observed(withdrawable=True), "open:hang permit:observe"),
         (2.0, ended(OTHER, "SIGTERM"), "discard mark_exited forget_process"),
     ],
+    "a rank that exits as it was asked to": [
+        (0.9, told("draining"), "look_for_silence note:draining"),
+        (1.0, told("exception", RANK, soft=True), "drop_record answer_captured"),
+    ],
+    "a rank that exits as it was announced": [
+        (0.9, torn_down(RANK, RANK), ""),
+        (1.0, told("exception", RANK, soft=True), "drop_record answer_captured"),
+    ],
+    "once its incident is whole it stays": [
+        (0.9, told("draining"), "look_for_silence note:draining"),
+        (1.0, observed(withdrawable=True), "open:hang permit:observe"),
+        (6.0, Seen("finished"), ""),
+        (7.0, ended(OTHER, "SIGTERM"), "write forget mark_exited forget_process"),
+        (7.1, torn_down(ROOT, RANK), ""),
+    ],
     "or is torn down by itself": [
-        (1.0, observed(pardonable=True), "open:hang permit:observe"),
+        (1.0, observed(withdrawable=True), "open:hang permit:observe"),
         (2.0, torn_down(ROOT, RANK, by=RANK), "note:teardown"),
         (2.1, torn_down(ROOT, RANK), "discard"),
     ],

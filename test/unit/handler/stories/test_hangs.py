@@ -375,7 +375,7 @@ def let_the_ranks_end_first(server: Server) -> None:
 def go_on(server: Server) -> None:
     server.kill("scheduler_TP1", signal.SIGCONT)
     assert server.ask("tell scheduler_TP0 beat") == "beating"
-    wait_until(lambda: not server.incidents(), "the incident is removed")
+    wait_until(lambda: all(one.finished and is_over(one) for one in server.incidents()), "it is removed, or over")
     server.say("leave 0")
 
 
@@ -383,7 +383,7 @@ def go_on(server: Server) -> None:
 @pytest.mark.parametrize(
     "end", [tear_down, lambda server: server.say("leave 0"), let_the_ranks_end_first, go_on], ids=range(4)
 )
-def test_there_was_no_hang_where_it_ends_in_order(
+def test_what_ends_in_order_has_no_hang_but_one_that_is_whole(
     start_server: Start, end: Callable[[Server], None], finished: bool
 ) -> None:
     server, _stored = hang_at_sigterm(start_server)
@@ -392,4 +392,7 @@ def test_there_was_no_hang_where_it_ends_in_order(
     end(server)
     server.process.wait(LONG)
     server.wait_for_handler()
-    assert server.incidents() == []
+    # Others were told of one that is whole, which it may just have become.
+    left = server.incidents()
+    assert all(one.finished for one in left)
+    assert len(left) == 1 if finished else len(left) <= 1
