@@ -44,7 +44,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "environment": {"ready": (bool,)},
     "quarantine": {"hits": (int,)},
     "pair": {"role": (str,), "lead": (bool,)},
-    "exception": {"message": (str,), "record": (str,), "gpu": (str,)},
+    "exception": {"message": (str,), "record": (str,), "gpu": (str,), "soft": (bool,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},
     "launch_failed": _TOLD,
     "startup_timeout": _TOLD,

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
+from multiprocessing import util
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
@@ -32,6 +33,34 @@ _TEXTS = ("text", "input_text", "origin_input_text")
 _BATCHES = ("cur_batch", "cur_batch_for_debug", "running_batch")
 
 
+#: The exception that this process told of last.
+_told: BaseException | None = None
+#: Before multiprocessing's own finalizers, which end this process's children.
+_FIRST = 1 << 30
+
+
+@never_raises
+def tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
+    """Have this process, where multiprocessing started it, tell of what ends it though SGLang does not catch it.
+
+    SGLang catches ``Exception``. A panic of a Rust library (PyO3's ``PanicException``) and ``sys.exit`` pass it by.
+    multiprocessing runs what is registered here while such an exception is being handled.
+
+    Args:
+        find_gpu: returns the UUID of the GPU that this process computes on then, None where that is not known.
+    """
+    util.Finalize(None, _tell_uncaught, args=(find_gpu,), exitpriority=_FIRST)
+
+
+@never_raises
+def _tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
+    error = sys.exc_info()[1]
+    # By Ctrl-C, or with status 0, a process ends as somebody asked it to.
+    is_asked = isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code)
+    if error is not None and not is_asked and error is not _told:
+        tell_exception(find_gpu())
+
+
 @never_raises
 def tell_exception(gpu: str | None = None) -> None:
     """Write down the exception being handled, and wait until the server's other processes were captured.
@@ -42,7 +71,9 @@ def tell_exception(gpu: str | None = None) -> None:
     Args:
         gpu: the UUID of the GPU that this process computes on, None where that is not known.
     """
-    error = sys.exc_info()[1]
+    global _told
+    error = _told = sys.exc_info()[1]
+    is_exit = isinstance(error, SystemExit)
     if isinstance(error, SystemExit) and error.__context__ is not None:
         # It says that the process ends, and what was being handled says why.
         error = error.__context__
@@ -57,6 +88,7 @@ def tell_exception(gpu: str | None = None) -> None:
         message=message.splitlines()[0][:300],
         record=str(record) if record else None,
         gpu=gpu,
+        soft=is_exit,
     )
 
 

@@ -46,10 +46,12 @@ from sglang_crashkit.kernel.stack_hooks import (
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, socket_of
 from sglang_crashkit.srt import crash_exit, supervisor
+from sglang_crashkit.srt.exception_record import tell_uncaught
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.managers.loop_heartbeat import start_detokenizer_heartbeat, start_loop_heartbeat
+from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ def install_in_worker(server_args: Any = None) -> None:
     title = procfs.read_title(os.getpid())
     if title.startswith(_WORKER) and Settings.from_environ().enabled:
         notify("member")
+        tell_uncaught(known_gpu)
         keep_log_records(server_args, of_all=True)
         supervisor.join()
         prepare_flight_recorder()

@@ -14,12 +14,19 @@ import pytest
 
 from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt import exception_record
-from sglang_crashkit.srt.exception_record import find_batch, find_configuration, find_prompts, tell_exception
+from sglang_crashkit.srt.exception_record import (
+    find_batch,
+    find_configuration,
+    find_prompts,
+    tell_exception,
+    tell_uncaught,
+)
+from sglang_crashkit.srt.hooks import notify
 from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
 from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.startup import StartupError
-from unit.srt.conftest import Listener
+from unit.srt.conftest import CONTEXT, Listener
 from unit.support.waiting import LONG
 
 
@@ -112,6 +119,56 @@ def test_of_a_process_that_ends_itself_it_tells_why(listener: Listener) -> None:
     except SystemExit:
         tell_exception()
     assert listener.heard()["message"] == "OSError: [Errno 98] Address already in use"
+
+
+class PanicException(BaseException):
+    """As a Rust library raises it, which no ``except Exception`` catches."""
+
+
+def end_by(error: BaseException | None, *, caught: bool) -> None:
+    """Be the target of a worker that ends so, where SGLang catches what it does not want to end by."""
+    tell_uncaught(lambda: "GPU-1")
+    try:
+        if error is not None:
+            Scheduler().run_batch(error)
+    except Exception:
+        if not caught:
+            raise
+        tell_exception()
+
+
+@pytest.mark.parametrize(
+    ("error", "caught", "message", "status"),
+    [
+        (PanicException("index out of bounds"), True, "PanicException: index out of bounds", 1),
+        (SystemExit(3), True, "SystemExit: 3", 3),
+        (SystemExit("no model"), True, "SystemExit: no model", 1),
+        (ValueError("before SGLang catches any"), False, "ValueError: before SGLang catches any", 1),
+        (ValueError("told by SGLang's own"), True, "ValueError: told by SGLang's own", 0),
+        # Nobody wants to know of these.
+        (SystemExit(0), True, None, 0),
+        (SystemExit(), True, None, 0),
+        (KeyboardInterrupt(), True, None, 1),
+        (None, True, None, 0),
+    ],
+    ids=repr,
+)
+def test_a_worker_tells_of_what_ends_it_once(
+    listener: Listener, short_folder: Path, error: BaseException | None, caught: bool, message: str | None, status: int
+) -> None:
+    process = CONTEXT.Process(target=end_by, args=(error,), kwargs={"caught": caught})
+    process.start()
+    process.join(LONG)
+    assert process.exitcode == status
+    notify("nothing more")
+    heard = [listener.heard()]
+    while heard[-1]["event"] != "nothing more":
+        heard.append(listener.heard())
+    told = [(one["event"], one["message"].rpartition("test_exception_record.")[2]) for one in heard[:-1]]
+    assert told == ([("exception", message)] if message is not None else [])
+    if message is not None:
+        assert heard[0]["soft"] is isinstance(error, SystemExit)
+        assert read_record(short_folder)["traceback"][-1].startswith("run_batch (")
 
 
 def test_the_exception_stands_there_as_python_prints_it(listener: Listener, short_folder: Path) -> None:
