@@ -2,7 +2,9 @@
 
 Whoever is killed by SIGKILL unlinks nothing, and Python's resource tracker, which would, is killed with the rest. What
 a server had mapped and left is reported. It is removed only where nobody else can have a use for it: its name bears the
-pid of a process of the server that is dead, and every process of the machine says that it does not map it. Names
+pid of a process of the server that is dead, and every process of the machine says that it does not map it. That can
+be asked in the machine's first PID namespace alone: other containers may share ``/dev/shm``, with each other and with
+the machine, and their processes cannot be seen from one of them. A container's own ``/dev/shm`` looks the same. Names
 without a pid (``psm_*``, ``nccl-*``, ``sem.mp-*``, ``sglang_loads_*``) do not say whose they are, so these stay.
 """
 
@@ -35,8 +37,8 @@ _WITHOUT_PID = re.compile(
 )
 #: The longest that all processes are asked what they map, in seconds.
 _LOOK_SECS = 5.0
-#: Inodes of the first namespaces of a machine; ``PROC_IPC_INIT_INO`` and ``PROC_PID_INIT_INO`` of ``linux/proc_ns.h``.
-_FIRST_IPC, _FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
+#: The inode of a machine's first PID namespace; ``PROC_PID_INIT_INO`` of ``linux/proc_ns.h``.
+_FIRST_PID = 0xEFFFFFFC
 
 
 @dataclass(frozen=True)
@@ -165,19 +167,30 @@ def why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
                 break
             continue
         users |= {one: f"process {name} maps it" for one in mapped if one in candidates}
+        # It may open a segment of its own again, by its name.
+        pids = procfs.read_status(int(name)).get("NSpid", "").split()
+        if len(pids) > 1 and (made := [one for one in candidates if str(one.creator) == pids[-1]]):
+            why = f"process {name} of a container may have made it" if _shares_folder(name) else ""
+            users |= {one: why for one in made if why and one not in users}
     return {one: users.get(one, unknown) for one in candidates}
 
 
-def _why_unseen() -> str:
-    """Say why there may be processes that use this ``/dev/shm`` and cannot be seen; empty where that is not known."""
+def _shares_folder(pid: str) -> bool:
     try:
-        is_shared = os.stat("/proc/self/ns/ipc").st_ino == _FIRST_IPC  # noqa: PTH116
-        is_alone = os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID  # noqa: PTH116
+        return os.stat(f"/proc/{pid}/root{FOLDER}").st_dev == FOLDER.stat().st_dev  # noqa: PTH116
+    except OSError:
+        return True
+
+
+def _why_unseen() -> str:
+    """Return why there may be processes that use this ``/dev/shm`` and cannot be seen; empty where all are seen."""
+    try:
+        is_first = os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID  # noqa: PTH116
         mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
     except OSError as error:
         return f"the processes cannot be listed: {error.strerror}"
-    if is_shared and is_alone:
-        return "the container shares the machine's shared memory, and does not see its processes"
+    if not is_first:
+        return "a process outside of this container, which cannot be seen from here, may use it"
     fields = [line.split(" ") for line in mounts]
     options = [option for mount in fields if mount[2:3] == ["proc"] for option in mount[3].split(",")]
     if any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options):

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.kernel import procfs, shared_memory
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.guarded_read import BlockedReadError
 from sglang_crashkit.kernel.shared_memory import FOLDER, OrphanedSegment, Segment, clear, mapped_by, of_gone
 from unit.support.targets import nothing_where_forbidden
@@ -162,14 +164,55 @@ def test_an_unreadable_process_may_map_it(left_behind, monkeypatch: pytest.Monke
     assert why(segment, dead) == f"what process {os.getpid()} maps cannot be read"
 
 
-def test_where_processes_cannot_be_seen_all_stays(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
+LOOKS = """
+import json
+from sglang_crashkit.kernel.shared_memory import Segment, clear, of_gone
+name, inode, pid = sys.argv[1:]
+told = [[one.name, one.why] for one in of_gone()]
+removed, left = clear([Segment(name, int(inode))], {int(pid): 1})
+ready(json.dumps([removed, [one.why for one in left], [why for one, why in told if one == name]]))
+"""
+#: Makes and closes a segment with a pid of its own namespace in the name, which no process has outside of it.
+MAKES_ONE_IN_A_CONTAINER = """
+from pathlib import Path
+Path("/proc/sys/kernel/ns_last_pid").write_text(sys.argv[1])
+pid = os.fork()
+if pid == 0:
+    Path(f"/dev/shm/multi_tokenizer_args_{os.getpid()}").write_bytes(bytes(4096))
+    ready(os.getpid())
+    pause()
+os.waitpid(pid, 0)
+"""
+CONTAINER = ("unshare", "--pid", "--ipc", "--fork", "--mount-proc", "--kill-child")
+UNSEEN = "a process outside of this container, which cannot be seen from here, may use it"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes PID namespaces")
+
+
+@needs_root
+def test_what_another_container_uses_is_neither_removed_nor_called_gone() -> None:
+    with child(HOLDS_A_SEGMENT, "torch_4190000_3456_1", wrapper=CONTAINER) as holder:
+        path = FOLDER / holder.first_line  # type: ignore[attr-defined]
+        try:
+            with child(LOOKS, path.name, str(path.stat().st_ino), "4190000", wrapper=CONTAINER) as process:
+                assert json.loads(process.first_line) == [[], [UNSEEN], [UNSEEN]]  # type: ignore[attr-defined]
+            assert path.exists()
+        finally:
+            path.unlink()
+
+
+@needs_root
+def test_what_a_container_made_is_not_gone_though_its_pid_is_another_here(readable: None) -> None:
+    with child(MAKES_ONE_IN_A_CONTAINER, "4189999", wrapper=CONTAINER) as process:
+        path = FOLDER / f"multi_tokenizer_args_{process.first_line}"  # type: ignore[attr-defined]
+        try:
+            (told,) = [one for one in of_gone() if one.name == path.name]
+            assert re.fullmatch(r"process \d+ of a container may have made it", told.why)
+        finally:
+            path.unlink()
+
+
+def test_where_processes_are_hidden_all_stays(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
     segment, dead = left_behind("torch_PID_3456_1")
-    is_first = os.stat("/proc/self/ns/ipc").st_ino  # noqa: PTH116
-    with monkeypatch.context() as patch:
-        # As in a container that was started with --ipc=host.
-        patch.setattr(shared_memory, "_FIRST_IPC", is_first)
-        patch.setattr(shared_memory, "_FIRST_PID", 0)
-        assert why(segment, dead).startswith("the container shares the machine's shared memory")
     mounts = "proc /proc proc rw,relatime,hidepid=invisible 0 0\n"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", lambda *_args, **_kwargs: mounts)

@@ -48,7 +48,7 @@ def spawned(argv: Sequence[object], **options: Any) -> Iterator[subprocess.Popen
 
 
 def child(
-    code: str, *arguments: str, title: str | None = None
+    code: str, *arguments: str, title: str | None = None, wrapper: Sequence[str] = ()
 ) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     """Run Python `code` as `spawned` does.
 
@@ -56,13 +56,14 @@ def child(
         code: the source; `ready()` and `pause()` are there for it.
         arguments: its ``sys.argv[1:]``.
         title: set with setproctitle before it begins.
+        wrapper: a program with its arguments that runs it.
     """
     head = "import os, signal, sys, time\n"
     head += "def ready(text='ready'): print(text, flush=True)\ndef pause(): time.sleep(120)\n"
     if title is not None:
         head += f"import setproctitle; setproctitle.setproctitle({title!r})\n"
     environ = os.environ | {"PYTHONFAULTHANDLER": ""}
-    return spawned([sys.executable, "-c", head + code, *arguments], stdin=subprocess.PIPE, env=environ)
+    return spawned([*wrapper, sys.executable, "-c", head + code, *arguments], stdin=subprocess.PIPE, env=environ)
 
 
 def descriptors(pid: int | str = "self") -> dict[int, str]:
