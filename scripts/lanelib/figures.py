@@ -65,7 +65,6 @@ BENCHMARKS = (
     Benchmark("quarantine", ("", 0.5), ("", 0.5)),
     Benchmark("kill_process_tree", ("", 1), ("--rounds 10", 0.5)),
     Benchmark("explain", ("", 2), ("", 2)),
-    Benchmark("fleet", ("", 1), ("", 1)),
     Benchmark("capture", ("", 4), ("--quick", 1)),
     Benchmark("peers", ("", 4), None),
     Benchmark("gloo_recorder", ("", 2), None),

@@ -22,7 +22,6 @@ COMMANDS = {
     "incidents": "list the incidents below a crash folder, newest first",
     "show": "print one incident on one screen, or one part of it in full",
     "bundle": "pack an incident and a report of it into one file, for a bug report",
-    "fleet": "say what the incidents of many hosts have in common",
     "replay": "send the requests of an incident again, to a server that may break",
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
     "quarantine": "list, add or remove the requests that are refused because they kill servers",

@@ -142,7 +142,6 @@ ARGUMENTS = {
     "incidents": ["CRASH", "--json"],
     "show": ["CRASH", "--json"],
     "bundle": ["CRASH", "--report", "--json"],
-    "fleet": ["CRASH", "--json"],
     "replay": ["CRASH", "--url", "http://127.0.0.1:9", "--json"],
     "bisect": ["CRASH", "--serve", "false", "--json"],
     "quarantine": ["list", "--folder", "CRASH", "--json"],

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ examples:
   sglang-crashkit incidents /var/crash/sglang
   sglang-crashkit incidents /var/crash/sglang --since 2d --kind hang
   sglang-crashkit incidents --last 5 --json
+  sglang-crashkit incidents --by fault fetched/*    what the hosts with the same fault have in common
 
 Without DIR those of the servers that run here are listed, and of those that were given no --crash-dump-folder.
 """
@@ -45,41 +47,48 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EXAMPLES
     parser.add_argument(
-        "folder", metavar="DIR", type=Path, nargs="?", help="what the server was given as --crash-dump-folder"
+        "folders", metavar="DIR", type=Path, nargs="*", help="what the server was given as --crash-dump-folder"
     )
     parser.add_argument("--since", metavar="T", type=duration, help="of the last T only, such as 90m, 12h or 2d")
     parser.add_argument("--kind", metavar="K", help="of this kind only, such as killed, exception or hang")
     parser.add_argument("--host", metavar="H", help="of this host only")
     parser.add_argument("--last", metavar="N", type=positive, help="the newest N only")
+    parser.add_argument("--by", choices=["fault"], help="group them: the same fault on all hosts together")
     parser.add_argument("--json", action="store_true", help="print a JSON list of objects")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """List them; the exit status is 5 where some of the folders cannot be read."""
     from sglang_crashkit.cli.crash_folder import require_folders, tell_unreadable
+    from sglang_crashkit.cli.reporters import by_fault
 
-    folders = require_folders(args.folder)
+    folders, keep = args.folders or require_folders(None), by_fault.keep_of if args.by else _kept
     where = ", ".join(map(str, folders))
     unreadable: list[OSError] = []
     try:
-        found = [one for folder in folders for one in find_incidents(folder, unreadable, _kept)]
+        found = [one for folder in folders for one in find_incidents(folder, unreadable, keep)]
     except OSError as error:
         raise unreadable_error(error, folders[0]) from error
     incidents = _chosen(sorted(found, key=lambda one: one.name, reverse=True), args)
     faults = {folder: read_faults(folder) for folder in {incident.path.parent for incident in incidents}}
     status = ExitCode.PARTIAL if unreadable else ExitCode.DONE
-    if args.json:
-        say_json([_as_json(incident, faults) for incident in incidents], indent=2)
-        tell_unreadable(unreadable)
-        return status if incidents else ExitCode.NOTHING
     tell_unreadable(unreadable)
+    groups = by_fault.group([one for one in incidents if one.document is not None]) if args.by else []
+    for one in incidents if args.by else ():
+        if one.document is None:
+            say(f"{one.path} {one.problem}; it is left out", error=True)
+            status = ExitCode.PARTIAL
+    if args.json:
+        rows = list(map(asdict, groups)) if args.by else [_as_json(incident, faults) for incident in incidents]
+        say_json(rows, indent=2)
+        return status if incidents else ExitCode.NOTHING
     if not incidents:
         of_these = " that is asked for" if found else ""
         raise NothingToDoError(
             f"no incident{of_these} below {where}",
             next_step=_others(found, args) if found else f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
         )
-    say(*_as_text(incidents, faults))
+    say(*(by_fault.table_of(groups) if args.by else _as_text(incidents, faults)))
     return status
 
 

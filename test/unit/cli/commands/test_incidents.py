@@ -212,10 +212,10 @@ def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-import sglang_crashkit.kernel.guarded_read, sglang_crashkit.analysis.fleet, sglang_crashkit.cli.commands.fleet
-import sglang_crashkit.incident.fleet, sglang_crashkit.cli.crash_folder, sglang_crashkit.cli.reporters.incident_text
+import sglang_crashkit.kernel.guarded_read, sglang_crashkit.cli.reporters.by_fault
+import sglang_crashkit.cli.crash_folder, sglang_crashkit.cli.reporters.incident_text
 from sglang_crashkit.cli import main
-for name in ("incidents", "show", "bundle", "steps", "fleet"):
+for name in ("incidents", "show", "bundle", "steps"):
     main.build_parser(name)
 os.setuid(65534)
 for arguments in sys.argv[1:]:
@@ -234,7 +234,7 @@ def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
         for each in (crash, crash / "host", crash / "host" / "incidents"):
             each.chmod(0o700 if each == crash / closed else 0o755)
         commands = [f"incidents {crash}", f"show {crash}", f"bundle {path.parent}", f"steps latest --folder {crash}"]
-        commands += [f"show {path}", f"fleet {crash}", f"incidents {path.parent}"]
+        commands += [f"show {path}", f"incidents --by fault {crash}", f"incidents {path.parent}"]
         done = subprocess.run(
             [sys.executable, "-c", AS_NOBODY, *commands], capture_output=True, text=True, timeout=60, check=False
         )
@@ -299,3 +299,73 @@ def test_a_narrow_table_has_the_cause_whole(
     head, row, *_rest = capsys.readouterr().out.splitlines()
     assert f"  scheduler  {cause}  " in row
     assert len(head) <= columns
+
+
+# -- by fault
+
+HOSTILE = "<b>\x1b[2J"
+
+
+def make_fault(folder: Path, host: str, signal: str, **attributes: str) -> Path:
+    """Leave the incident of a scheduler that died of a signal; `attributes` as the environment has them."""
+    rank = {"pid": 9, "role": "scheduler", "rank": {"tp": len(host)}, "exit": {"signal": signal}}
+    doing = [f"forward (sglang/srt/x.py:{len(host)})"]
+    verdict = {"kind": "signal", "first_failure": {"pid": 9}, "text": "", "level": "established"}
+    (folder / host / "incidents").mkdir(parents=True, exist_ok=True)
+    return stored.make_incident(
+        folder / host / "incidents",
+        server={"hostname": host, "sglang_version": attributes.pop("release", "0.5.23")},
+        verdict=verdict,
+        processes=[rank | {"doing": doing}],
+        cause={"class": HOSTILE},
+        environment={"model": attributes.pop("model", "m"), "versions": attributes},
+    )
+
+
+def test_the_same_fault_is_counted_over_hosts_ranks_and_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for host in ("a", "aa", "aaa"):
+        make_fault(tmp_path / "fetched", host, "SIGSEGV", driver="580")
+    for host in ("b", "bb", "bbb", "bbbb", "a"):
+        make_fault(tmp_path / "other", host, "SIGBUS", driver="580" if host == "a" else "570")
+    assert main(["incidents", "--by", "fault", str(tmp_path / "fetched"), str(tmp_path / "other")]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    head, *rows = told.splitlines()
+    assert head.split() == ["fault", "hosts", "times", "first", "last", "what"]
+    assert rows[0].endswith("5      5  2023-11-14  2023-11-14  signal scheduler SIGBUS forward (sglang/srt/x.py)")
+    assert rows[2].split()[1:3] == ["3", "3"]
+    assert rows[3].strip() == "driver 580 on 3 of 3 hosts, and on 0 of 4 others"
+    assert main(["incidents", "--by", "fault", "--json", str(tmp_path / "fetched"), str(tmp_path / "other")]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["count"], first["hosts"]) == (5, ["a", "b", "bb", "bbb", "bbbb"])
+    assert (second["what"][2], second["causes"]) == ("SIGSEGV", {HOSTILE: 3})
+
+
+def test_what_all_hosts_have_or_one_host_has_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("a", "aa", "b", "bb", "bbb"):
+        make_fault(tmp_path, host, "SIGSEGV" if "a" in host else "SIGBUS", driver="580")
+    make_fault(tmp_path, "c", "SIGILL", driver="590")
+    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 0
+    assert [one["common"] for one in json.loads(capsys.readouterr().out)] == [[], [], []]
+
+
+@pytest.mark.parametrize("text", ["{}", '{"verdict": 1, "gpus": [], "environment": {"versions": "x"}, "cause": []}'])
+def test_an_incident_with_gaps_is_a_fault_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    path = make_fault(tmp_path, "a", "SIGSEGV")
+    (path / "incident.json").write_text(text)
+    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["count"], found["hosts"]) == (1, ["a"])
+
+
+def test_one_that_cannot_be_read_is_named_and_the_others_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torn, _whole = make_fault(tmp_path, "a", "SIGSEGV"), make_fault(tmp_path, "aa", "SIGSEGV")
+    (torn / "incident.json").write_text("[" * 100_000)
+    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 5
+    captured = capsys.readouterr()
+    assert str(torn) in captured.err
+    assert [one["hosts"] for one in json.loads(captured.out)] == [["aa"]]

@@ -1,0 +1,114 @@
+"""Incidents by fault: the same fingerprint over hosts, and what these hosts have in common, in counts of hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_crashkit.incident.fingerprint import fault_of
+from sglang_crashkit.incident.store import StoredIncident, parse_name
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of, texts_of
+
+#: An attribute is named where it has so large a share of a fault's hosts, and no more than that of the others.
+_SHARE_IN, _SHARE_OUT = 0.9, 0.5
+#: What fewer hosts share may be chance.
+_LEAST_HOSTS = 2
+_LINE = re.compile(r":\d+\)$")
+_VERSIONS = ("driver", "torch", "kernel", "cuda")
+
+
+def keep_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of an ``incident.json`` this needs: little, as there may be ten thousand."""
+    server, environment = mapping_of(document.get("server")), mapping_of(document.get("environment"))
+    versions, devices = mapping_of(environment.get("versions")), mapping_of(document.get("gpus")).get("devices")
+    found = fault_of(document)
+    # Which rank it is, and in which line, differs between hosts and releases.
+    fault = [] if found is None else [found.who.partition(" ")[0], found.what]
+    fault += [] if found is None else [_LINE.sub(")", frame) for frame in found.frames]
+    attributes = {"release": server.get("sglang_version"), "model": environment.get("model")}
+    attributes["GPU"] = next((device["name"] for device in mappings_of(devices) if device.get("name")), None)
+    attributes |= {name: versions.get(name) for name in _VERSIONS}
+    return {
+        "server": {"hostname": server.get("hostname")},
+        "kind": document.get("kind") if found is None else found.kind,
+        "fault": fault,
+        "cause": mapping_of(document.get("cause")).get("class") or "unknown",
+        "attributes": {name: str(value) for name, value in attributes.items() if value},
+    }
+
+
+@dataclass(frozen=True)
+class Group:
+    """A fault, with the incidents of it."""
+
+    key: str  # a short name for it
+    what: tuple[str, ...]  # kind, role, what failed, and where, innermost first
+    count: int  # of incidents
+    hosts: tuple[str, ...]
+    first: float  # when it began first, in seconds since the epoch
+    last: float  # when it began last
+    causes: Mapping[str, int]  # how many incidents have which cause
+    common: tuple[str, ...]  # what its hosts have in common, in words
+    path: str  # the latest incident of it
+
+
+def group(incidents: Sequence[StoredIncident]) -> list[Group]:
+    """Return the faults of incidents that were read with `keep_of`, that on most hosts first."""
+    faults: dict[tuple[str, ...], list[StoredIncident]] = {}
+    known: dict[str, dict[str, set[str]]] = {}
+    for incident in incidents:
+        document = incident.document or {}
+        faults.setdefault((str(document.get("kind")), *texts_of(document.get("fault"))), []).append(incident)
+        for name, value in mapping_of(document.get("attributes")).items():
+            known.setdefault(name, {}).setdefault(_host_of(incident), set()).add(value)
+    groups = [_group(what, members, known) for what, members in faults.items()]
+    return sorted(groups, key=lambda its: (-len(its.hosts), -its.count, its.key))
+
+
+def _group(
+    what: tuple[str, ...], members: Sequence[StoredIncident], known: Mapping[str, Mapping[str, set[str]]]
+) -> Group:
+    seconds = [name.seconds for one in members if (name := parse_name(one.name)) is not None]
+    hosts = tuple(sorted({_host_of(one) for one in members}))
+    return Group(
+        key=hashlib.sha256(repr(what).encode()).hexdigest()[:8],
+        what=what,
+        count=len(members),
+        hosts=hosts,
+        first=min(seconds),
+        last=max(seconds),
+        causes=dict(Counter(str((one.document or {}).get("cause")) for one in members)),
+        common=tuple(_common_to(set(hosts), known)) if len(hosts) >= _LEAST_HOSTS else (),
+        path=str(max(members, key=lambda one: one.name).path),
+    )
+
+
+def _host_of(incident: StoredIncident) -> str:
+    name = mapping_of((incident.document or {}).get("server")).get("hostname")
+    return str(name or incident.path.absolute().parent.parent.name)
+
+
+def _common_to(hosts: set[str], known: Mapping[str, Mapping[str, set[str]]]) -> Iterator[str]:
+    for name, by_host in known.items():
+        inside = Counter(value for host, values in by_host.items() if host in hosts for value in values)
+        outside = Counter(value for host, values in by_host.items() if host not in hosts for value in values)
+        others = len(by_host.keys() - hosts)
+        for value, count in inside.most_common(1):
+            if count >= _SHARE_IN * len(hosts) and outside[value] <= _SHARE_OUT * others:
+                yield f"{name} {value} on {count} of {len(hosts)} hosts, and on {outside[value]} of {others} others"
+
+
+def table_of(groups: Sequence[Group]) -> Iterator[str]:
+    """Yield the lines of a table, with what the hosts of each fault have in common below it."""
+    yield f"{'fault':8}  {'hosts':>5}  {'times':>5}  {'first':10}  {'last':10}  what"
+    for one in groups:
+        days = "  ".join(time.strftime("%Y-%m-%d", time.gmtime(seconds)) for seconds in (one.first, one.last))
+        yield f"{one.key:8}  {len(one.hosts):>5}  {one.count:>5}  {days}  {' '.join(one.what[:4])}"
+        causes = ", ".join(f"{cause} ({count})" for cause, count in Counter(one.causes).most_common(3))
+        for line in (*one.common, f"cause: {causes}; latest: {one.path}"):
+            yield f"{'':10}{line}"
