@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from gpu.gpu_server import CUDA_GDB_S, cuda_gdb
 from lanelib.gpulanes import NO_DEVICE, Device, find_device
 from lanelib.lanes import Lane
-from unit.capture.cuda_core.oracle import CORE_SUFFIX, ask_cuda_gdb
+from sglang_crashkit.capture.cuda_core.reading import CudaCore, core_in_lines, read_cuda_core
+from sglang_crashkit.errors import CrashkitError
 
 #: A core is copied where it is no larger than this, compressed.
 MAX_COPIED_BYTES = 16 << 20
+#: cuda-gdb may take long for a core with the kernels of torch.
+CUDA_GDB_S = 240.0
 FINDINGS = pytest.StashKey[dict[str, Any]]()
 
 
@@ -86,24 +88,31 @@ def findings(pytestconfig: pytest.Config, device: Device) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def keep_core(pytestconfig: pytest.Config, findings: dict[str, Any]) -> Callable[[Path, str], None]:
-    """Return what copies a core to the folder that ``--gpu-out`` names, with what cuda-gdb says of it.
+def read_core(pytestconfig: pytest.Config, findings: dict[str, Any]) -> Callable[[Path, str], CudaCore | None]:
+    """Return what reads a core, None without cuda-gdb, and copies it to the folder that ``--gpu-out`` names.
 
-    It is compressed, and copied where it is small enough then; `unit.capture.cuda_core.oracle` says where it is used.
+    The copy is compressed, and kept where it is small enough then, with what cuda-gdb says of the core.
     """
 
-    def keep(core: Path, name: str) -> None:
+    def read(core: Path, name: str) -> CudaCore | None:
         findings[f"bytes of the core {name}"] = core.stat().st_size
+        try:
+            told = read_cuda_core(core, CUDA_GDB_S)
+        except CrashkitError as error:
+            findings[f"the core {name}"] = error.message
+            told = None
+        else:
+            findings[f"the core {name}"] = list(core_in_lines(told))
         out = option(pytestconfig, "--gpu-out")
-        if not out:
-            return
-        Path(out).mkdir(parents=True, exist_ok=True)
-        copy = Path(out) / f"{name}{CORE_SUFFIX}"
-        with core.open("rb") as source, gzip.open(copy, "wb", compresslevel=6) as target:
-            shutil.copyfileobj(source, target)
-        if copy.stat().st_size > MAX_COPIED_BYTES:
-            copy.unlink()
-        elif (program := cuda_gdb()) is not None:
-            copy.with_name(f"{name}.txt").write_text(ask_cuda_gdb(program, core, Path(out), CUDA_GDB_S))
+        if out:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            copy = Path(out) / f"{name}.nvcudmp.gz"
+            with core.open("rb") as source, gzip.open(copy, "wb", compresslevel=6) as target:
+                shutil.copyfileobj(source, target)
+            if copy.stat().st_size > MAX_COPIED_BYTES:
+                copy.unlink()
+            if told is not None:
+                copy.with_name(f"{name}.txt").write_text(told.text)
+        return told
 
-    return keep
+    return read

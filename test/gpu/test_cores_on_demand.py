@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from gpu.gpu_server import READY_S, SCHEDULER, account_of, cuda_gdb, pipes_of, start
+from gpu.gpu_server import READY_S, SCHEDULER, pipes_of, start
 from integration.scenario import answers_of
 from lanelib.servers import Server
-from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import TRIGGER, CoreRequest
 from sglang_crashkit.capture.debugger import debug, find_debugger
 from sglang_crashkit.incident.store import find_incidents
@@ -80,7 +79,7 @@ def test_the_pipe_is_where_the_template_says(healthy, findings):
     assert str(path) in pipes_of(healthy.pid)
 
 
-def test_a_server_serves_on_after_a_core(healthy, findings, keep_core):
+def test_a_server_serves_on_after_a_core(healthy, findings, read_core):
     before = answers_of(healthy.server)
     request, began = healthy.request(), time.monotonic()
     assert len(TRIGGER) == 1
@@ -89,15 +88,11 @@ def test_a_server_serves_on_after_a_core(healthy, findings, keep_core):
     core = wait_until(request.look, "a core after a write of one byte", CORE_S)
 
     findings["a write of one byte"] = f"a core after {time.monotonic() - began:.1f} s: {core.name}"
-    keep_core(core, "healthy")
     assert answers_of(healthy.server) == before
     assert healthy.server.popen.poll() is None
     assert find_incidents(healthy.folder) == []
-    read = read_cuda_core(core)
-    assert len(read.devices) >= 1
-    program = cuda_gdb()
-    if program is not None:
-        assert len(account_of(program, core)) == len({kernel.name for kernel in read.kernels})
+    told = read_core(core, "healthy")
+    assert told is None or len(told.devices) >= 1
 
 
 def test_a_server_serves_on_after_cuda_gdb(healthy, findings):

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from gpu.gpu_server import SCHEDULER, account_of, break_server, cuda_gdb
+from gpu.gpu_server import SCHEDULER, break_server
 from gpu.kernels import ILLEGAL, ILLEGAL_SIGNAL, SPIN, SPIN_SIGNAL, write_site
 from integration.faults import HANG, UNHEALTHY, send, then_terminate
 from integration.scenario import Wreck
-from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
+from sglang_crashkit.capture.debugger import find_cuda_gdb
 
 pytestmark = [pytest.mark.gpu, pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -40,9 +40,9 @@ def core_of(left: Wreck) -> Path:
     return left.folder / piece["path"]
 
 
-def test_the_incident_of_a_hung_kernel_names_it(hung, findings, keep_core):
+def test_the_incident_of_a_hung_kernel_names_it(hung, findings, read_core):
     core = core_of(hung)
-    keep_core(core, "hung")
+    told = read_core(core, "hung")
     findings["name of a core on demand"] = core.name
     findings["seconds that a core on demand took"] = hung.evidence(SCHEDULER, "cuda_core")["seconds"]
     findings["GPU of the hung scheduler"] = hung.report(SCHEDULER)["gpu"]
@@ -54,7 +54,13 @@ def test_the_incident_of_a_hung_kernel_names_it(hung, findings, keep_core):
 
     assert hung.incident["kind"] in HANG
     assert hung.left == []
-    assert hung.evidence(SCHEDULER, "gpu_kernels")["status"] == "captured"
+    piece = hung.evidence(SCHEDULER, "gpu_kernels")
+    if told is None:
+        assert piece["status"] == ("skipped" if find_cuda_gdb() is None else "failed")
+        assert f"sglang-crashkit core {core.resolve()}" in (hung.folder / "summary.md").read_text()
+        return
+    assert piece["status"] == "captured"
+    assert any(SPIN in kernel.call for kernel in told.kernels)
     assert any(SPIN in line for line in hung.report(SCHEDULER)["gpu"])
     assert SPIN in (hung.folder / "summary.md").read_text()
 
@@ -66,26 +72,10 @@ def test_the_core_is_private_and_lacks_the_gpus_memory(hung):
     assert core.stat().st_size < 1 << 30
 
 
-def test_cuda_gdb_sees_the_same_kernels_in_a_core(hung, findings):
-    program = cuda_gdb()
-    if program is None:
-        pytest.skip("cuda-gdb is not installed; it comes with the CUDA toolkit")
-    core = core_of(hung)
-
-    read = read_cuda_core(core)
-    listed = account_of(program, core)
-
-    findings["kernels by cuda-gdb"] = listed
-    findings["kernels by the kit"] = [kernel.name for kernel in read.kernels]
-    assert len(listed) == len({kernel.name for kernel in read.kernels}) > 0
-    for kernel in read.kernels:
-        assert any(str(kernel.name) in name or name in str(kernel.name) for name in listed), (kernel, listed)
-
-
 def test_cuda_gdb_gets_the_time_left_after_the_core(hung, findings):
     piece = hung.evidence(SCHEDULER, "gpu_stack")
     findings["cuda-gdb on a hung scheduler"] = piece
-    if cuda_gdb() is None:
+    if find_cuda_gdb() is None:
         assert piece["status"] == "skipped"
         return
     # How long it takes to read the symbols of torch is not known; what it printed by its deadline is kept.
@@ -95,7 +85,7 @@ def test_cuda_gdb_gets_the_time_left_after_the_core(hung, findings):
     assert events.index("cuda_cores_asked") < events.index("gpu_stacks")
 
 
-def test_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, findings, keep_core):
+def test_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, findings, read_core):
     env = write_site(tmp_path / "site")
 
     left = break_server(lane, tmp_path / "crash", send(SCHEDULER, ILLEGAL_SIGNAL), env)
@@ -103,11 +93,12 @@ def test_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, find
     report = left.report(SCHEDULER)
     findings["end of a process after an illegal access"] = report["exit"]
     findings["GPU of the scheduler with an illegal access"] = report["gpu"]
-    keep_core(core_of(left), "illegal")
+    told = read_core(core_of(left), "illegal")
     assert left.incident["kind"] in ("killed", "exited", "exception")
     assert left.incident["verdict"]["first_failure"]["pid"] == left.pids[SCHEDULER]
-    assert any(ILLEGAL in line for line in report["gpu"])
-    assert any(line.startswith("exception:") for line in report["gpu"])
+    if told is not None:
+        assert any(ILLEGAL in line for line in report["gpu"])
+        assert any(line.startswith("exception:") for line in report["gpu"])
 
 
 def test_the_incident_of_a_killed_scheduler_names_its_end(lane, tmp_path):

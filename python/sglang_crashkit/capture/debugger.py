@@ -43,7 +43,7 @@ _CUDA = ("info cuda devices", "info cuda kernels")
 _STACKS = "thread apply all bt"
 #: What gdb takes of memory for the symbols of one process: of torch's libraries alone more than a gigabyte.
 _BYTES_EACH = 4 << 30
-GET_CUDA_GDB = "install cuda-gdb (of the CUDA toolkit) and put it on PATH"
+GET_CUDA_GDB = "apt-get install cuda-gdb-13-0 (NVIDIA's packages) or nvidia-cuda-gdb (Debian's and Ubuntu's)"
 GET_GDB = "apt-get install gdb"
 SUBSTITUTE = "py-spy --native"
 MAY_TRACE = "run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)"
@@ -109,6 +109,17 @@ def find_debugger(environ: Mapping[str, str] | None = None) -> tuple[Debugger | 
     return None, f"neither cuda-gdb nor gdb is installed; next: {GET_GDB}, or {GET_CUDA_GDB}"
 
 
+def find_cuda_gdb() -> str | None:
+    """Return the executable of cuda-gdb, None where it is not installed."""
+    debugger, _missing = find_debugger()
+    return debugger.path if debugger is not None and debugger.name == "cuda-gdb" else None
+
+
+def own_environ() -> dict[str, str]:
+    """Return the environment of a debugger: this process's, without the servers of symbols."""
+    return {name: value for name, value in os.environ.items() if name != _SYMBOL_SERVERS}
+
+
 def debug(
     debugger: Debugger,
     pid: int,
@@ -151,8 +162,7 @@ def _debug(
     spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
     with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
-        environ = {name: value for name, value in os.environ.items() if name != _SYMBOL_SERVERS}
-        run = run_tool(command, deadline_secs, stop, on_start, environ=environ)
+        run = run_tool(command, deadline_secs, stop, on_start, environ=own_environ())
         # One that ended by itself has let go by itself.
         left_stopped = run.reason and release({pid: start_ticks})
     problem = f"it may not be traced; next: {MAY_TRACE}" if _REFUSED in run.text else run.reason

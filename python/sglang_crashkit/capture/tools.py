@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -82,7 +83,7 @@ def run_tool(
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
     status = None
     try:
-        _offer_to_oom_killer(process.pid)
+        _limit(process.pid)
         if on_start is not None:
             on_start(process.pid)
         deadline = (started if since is None else since) + deadline_secs
@@ -175,13 +176,15 @@ def _read(
     return ""
 
 
-def _offer_to_oom_killer(pid: int) -> None:
-    """Have a process killed first where memory runs out: a debugger may take gigabytes, and the server's limit is its.
+def _limit(pid: int) -> None:
+    """Have a process killed first where memory runs out, and leave no core where it crashes.
 
-    Without permission it stays as it is.
+    A debugger may take gigabytes, and the server's limit is its. Without permission it stays as it is.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError, ValueError):
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

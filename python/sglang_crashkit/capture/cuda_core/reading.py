@@ -1,363 +1,235 @@
-"""Read a core: its tables, joined, with the names of the functions; also in a process of its own.
+"""What NVIDIA's cuda-gdb says of a GPU core: its GPUs, kernels with their parameters, and exceptions.
 
-Every table belongs to a row of another one: ``sh_link`` is that one's section, ``sh_info`` the row. A link to anything
-but the kind of table that belongs there is an error, so that no chain of links is longer than the format's.
-
-The crash handler must neither wait nor grow for a core. For it this module is a program with limits of memory and time,
-that is killed when its time is over: run with the core's path and the time in seconds, it writes one JSON object, what
-`Reading` has or ``error``.
+cuda-gdb is a program of its own with a deadline: a damaged core makes it hang, fail an assertion or die by a signal.
+Sources: NVIDIA's CUDA-GDB manual, "GPU core dump support" and "info cuda Commands", and what 12.4 prints.
 """
 
 from __future__ import annotations
 
-import json
-import resource
+import re
 import signal
-import sys
+import tempfile
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from sglang_crashkit.capture.cuda_core import core_file as tables
-from sglang_crashkit.capture.cuda_core.core_file import (
-    MAX_SECONDS,
-    CudaCoreError,
-    ElfPart,
-    Kind,
-    Layout,
-    Row,
-    Section,
-    Source,
-    open_source,
+from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
+from sglang_crashkit.capture.debugger import GET_CUDA_GDB, find_cuda_gdb, own_environ
+from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.errors import CrashkitError
+
+#: A core of a GPU full of warps takes seconds, its registers and memory more.
+MAX_SECONDS = 60.0
+#: Of a GPU of 148 SMs the table of all threads takes 30 MB; without it a few kernels take as many lines.
+_MAX_OUTPUT, _MAX_OUTPUT_WITHOUT_THREADS = 48 << 20, 1 << 20
+#: Templates make names of thousands of characters, and a pattern is tried on no more of a line than this.
+_MAX_LINE, _MAX_NAME = 4096, 200
+_SETTINGS = ("set width 0", "set pagination off", "set confirm off", "set auto-load off", "set debuginfod enabled off")
+_TABLES = {"devices": "info cuda devices", "kernels": "info cuda kernels"}
+_THREADS = {"threads": "info cuda lanes device all sm all warp all lane all"}
+#: What stands before each table.
+_MARK = "== "
+
+#: ``*   0        1b:00.0 NVIDIA H200       GH100   sm_90   132 ...``
+_DEVICE = re.compile(r"[* ] +(\d+) +\S+ +(\S.*?) +\S+ +(sm_\w+) +(\d+) +\d+ +\d+ +\d+ +0x\w+ *$")
+#: ``*      0      -   0    7 Active 0x00000001 (2,1,1) (32,1,1) spin_kernel(flag=0x7f)``, with a cluster in some.
+_KERNEL = re.compile(
+    r"[* ] +\d+ +\S+ +(?P<device>\d+) +(?P<grid_id>\d+) +(?P<status>\w+) +0x\w+ +"
+    r"\((?P<grid>[\d,]+)\) +\((?P<block>[\d,]+)\) +(?:\([\d,]+\) +)?(?P<call>\S.*)"
 )
-from sglang_crashkit.capture.cuda_core.demangle import demangle
-from sglang_crashkit.capture.cuda_core.model import (
-    CHECKED_EXCEPTIONS,
-    CudaCore,
-    Device,
-    Dimensions,
-    Fault,
-    Kernel,
-    Place,
-    Warp,
-    exception_in_words,
-    most_frequent,
-    status_in_words,
-)
-from sglang_crashkit.capture.cuda_core.symbols import Symbols
-from sglang_crashkit.capture.cuda_core.text import brief
-from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
-
-_Known = TypeVar("_Known")
-
-_TABLES = frozenset(kind for kind in Kind if kind is not Kind.SYMTAB)
-_STRINGS = ".strtab"
-#: The places where the most warps were; a hang has one or two.
-MAX_HOT = 8
-#: An exception of every warp of a GPU of 148 SMs is as many.
-MAX_FAULTS = 10_000
-#: Notes beyond that say the same.
-MAX_NOTES = 20
-#: The bits of a warp's mask; cudacoredump.h, ``validLanesMask``.
-_MAX_LANES = 32
-#: Python with a core of a whole GPU takes 100 MB of address space and 30 MB of memory.
-MAX_MEMORY = 1 << 30
-#: What an incident keeps of a core: so many kernels and exceptions.
-MAX_KEPT = 256
-MAX_OUTPUT = 16 << 20
-#: After its deadline the process has this long to end by itself, in seconds, if its starter is gone.
-_GRACE_SECS = 5
+_WARP = re.compile(r"Device (\d+) SM (\d+) Warp (\d+)$")
+#: ``*  0 active 0x00007ffed0000040   (0,0,0) Warp Misaligned Address``
+_THREAD = re.compile(r"[* ] +\d+ +\w+ +0x\w+ +\([\d,]+\) +(\S.*)")
+_EXCEPTION = re.compile(r"CUDA Exception: (.+)")
+_ERROR_PC = re.compile(r"The exception was triggered at PC (0x\w+)")
+_FOCUS = re.compile(r"\b(grid|block|device|sm|warp) (\([\d,]+\)|\d+)")
+_FRAME = re.compile(r"#0 +(?:(0x\w+) in )?(.+)")
+_REFUSED = re.compile(r"Failed to read core file: (.+)")
 
 
-def read_cuda_core(path: Path, *, max_seconds: float = MAX_SECONDS) -> CudaCore:
-    """Return what a core, not a link to one, says.
-
-    What can be told without them, is told without the threads, and without the names, where those cannot be read; then
-    the notes say so.
-
-    Raises:
-        CudaCoreError: it is no core of the CUDA driver's, is damaged, or is more than is read of one.
-    """
-    with open_source(path, max_seconds=max_seconds) as source:
-        return _Reading(source).result()
-
-
-class _Reading:
-    """One core while it is read."""
-
-    def __init__(self, source: Source) -> None:
-        self._core = ElfPart(source)
-        self._core.check_is_core()
-        self._sections: dict[int, list[Section]] = {kind: [] for kind in _TABLES}
-        for section in self._core.sections(_TABLES):
-            self._sections[section.kind].append(section)
-        self._notes: list[str] = []
-        self._strings = self._find_strings()
-        self._devices: list[Device] = []
-        self._kernels: list[Kernel] = []
-        self._faults: list[Fault] = []
-        #: By section and row: what is below refers to them so.
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._sms: dict[tuple[int, int], tuple[int, int]] = {}
-        self._blocks: dict[tuple[int, int], tuple[int, int, int, Dimensions]] = {}
-        #: Each with the mask of its valid threads.
-        self._warps: dict[tuple[int, int], tuple[Warp, int]] = {}
-
-    def result(self) -> CudaCore:
-        self._read_devices()
-        self._read_kernels()
-        self._read_sms()
-        has_all_warps = True
-        try:
-            self._read_blocks()
-            self._read_warps()
-            self._read_lanes()
-        except CudaCoreError as error:
-            # Which kernels there are, and what failed, is known by now.
-            has_all_warps = False
-            self._note(f"not all warps were read: {error.message}")
-        driver, cuda, seconds = self._read_meta()
-        self._count()
-        warps = tuple(warp for warp, valid in self._warps.values() if valid)
-        places = self._name_places(most_frequent(warps, MAX_HOT))
-        return CudaCore(
-            devices=tuple(self._devices),
-            kernels=tuple(self._kernels),
-            faults=tuple(self._faults),
-            warps=warps,
-            hot=places,
-            driver=driver,
-            cuda=cuda,
-            seconds=seconds,
-            has_all_warps=has_all_warps,
-            notes=tuple(self._notes),
-            unchecked=self._unchecked(bool(driver or seconds)),
-        )
-
-    def _read_devices(self) -> None:
-        found = self._sections[Kind.DEVICES]
-        if len(found) != 1:
-            raise self._core.source.error(
-                f"it has {len(found)} tables of devices, and a core has one", "wait until the driver has written it"
-            )
-        for index, row in enumerate(self._core.rows(found[0], tables.DEVICES)):
-            self._numbers[found[0].index, index] = row["device"]
-            same = ("pci_bus", "sms", "warps_per_sm", "lanes_per_warp", "sm_major", "sm_minor")
-            name, sm_type = self._string(row["name"]), self._string(row["sm_type"])
-            self._devices.append(Device(row["device"], name, sm_type, *(row[field] for field in same)))
-
-    def _read_kernels(self) -> None:
-        for section in self._sections[Kind.GRIDS]:
-            device = self._parent(section, tables.GRIDS, self._numbers)
-            for row in self._core.rows(section, tables.GRIDS):
-                kernel = Kernel(
-                    device=device,
-                    grid_id=row["grid"],
-                    entry=Place(row["entry"]),
-                    grid=(row["grid_x"], row["grid_y"], row["grid_z"]),
-                    block=(row["block_x"], row["block_y"], row["block_z"]),
-                    status=status_in_words(row["status"]),
-                    host_thread=row["host_thread"],
-                    parent_grid_id=row["parent"],
-                    blocks=0,
-                    warps=0,
-                )
-                self._kernels.append(kernel)
-
-    def _read_sms(self) -> None:
-        for section in self._sections[Kind.SMS]:
-            device = self._parent(section, tables.SMS, self._numbers)
-            for index, row in enumerate(self._core.rows(section, tables.SMS)):
-                self._sms[section.index, index] = (device, row["sm"])
-                if code := row.get("exception", 0):
-                    place = Place(row["error_pc"]) if row.get("error_pc_valid") and "error_pc" in row else None
-                    self._faults.append(Fault(device, row["sm"], code, exception_in_words(code), place))
-
-    def _read_blocks(self) -> None:
-        for section in self._sections[Kind.BLOCKS]:
-            device, sm = self._parent(section, tables.BLOCKS, self._sms)
-            for index, row in enumerate(self._core.rows(section, tables.BLOCKS)):
-                self._blocks[section.index, index] = (device, sm, row["grid"], (row["x"], row["y"], row["z"]))
-
-    def _read_warps(self) -> None:
-        for section in self._sections[Kind.WARPS]:
-            device, sm, grid, block = self._parent(section, tables.WARPS, self._blocks)
-            for index, row in enumerate(self._core.rows(section, tables.WARPS)):
-                error = row["error_pc"] if row["error_pc_valid"] else None
-                warp = Warp(device, sm, row["warp"], grid, block, (), error)
-                self._warps[section.index, index] = warp, row["valid_lanes"]
-
-    def _read_lanes(self) -> None:
-        for section in self._sections[Kind.LANES]:
-            warp, valid = self._parent(section, tables.LANES, self._warps)
-            pcs: Counter[int] = Counter()
-            failed: Counter[tuple[int, int]] = Counter()
-            for row in self._core.rows(section, tables.LANES):
-                if row["lane"] >= _MAX_LANES or not valid >> row["lane"] & 1:
-                    # The driver writes rows of threads that there are not, too.
-                    continue
-                pcs[row["pc"]] += 1
-                if row["exception"]:
-                    failed[row["exception"], row["pc"] if warp.error is None else warp.error] += 1
-            self._warps[section.link, section.info] = replace(warp, pcs=tuple(sorted(pcs.items()))), valid
-            for (code, address), lanes in sorted(failed.items()):
-                where = (warp.number, warp.grid_id, warp.block_index, lanes)
-                if len(self._faults) < MAX_FAULTS:
-                    fault = Fault(warp.device, warp.sm, code, exception_in_words(code), Place(address), *where)
-                    self._faults.append(fault)
-
-    def _read_meta(self) -> tuple[str, str, int | None]:
-        try:
-            rows = [row for section in self._sections[Kind.META] for row in self._core.rows(section, tables.META)]
-        except CudaCoreError as error:
-            self._note(error.message)
-            return "", "", None
-        if not rows:
-            return "", "", None
-        return _version(rows[0], "driver"), _version(rows[0], "cuda"), rows[0]["seconds"] or None
-
-    def _count(self) -> None:
-        """Tell each kernel how much of it was on the GPU."""
-        blocks = Counter((device, grid) for device, _sm, grid, _index in self._blocks.values())
-        warps = Counter((warp.device, warp.grid_id) for warp, valid in self._warps.values() if valid)
-        for position, kernel in enumerate(self._kernels):
-            key = (kernel.device, kernel.grid_id)
-            self._kernels[position] = replace(kernel, blocks=blocks[key], warps=warps[key])
-
-    def _name_places(self, hot: list[tuple[int, int]]) -> tuple[tuple[Place, int], ...]:
-        """Name the functions of kernels and faults, and of the places where the most warps were, which are returned."""
-        symbols = Symbols(self._core, self._sections[Kind.RELOCATED_IMAGE])
-        if not self._sections[Kind.RELOCATED_IMAGE]:
-            self._note("it holds no relocated cubin, so that no function has a name")
-        addresses = {kernel.entry.address for kernel in self._kernels} | {address for address, _warps in hot}
-        addresses |= {fault.place.address for fault in self._faults if fault.place is not None}
-        functions = {address: function for address in sorted(addresses) if (function := symbols.at(address))}
-        for problem in symbols.problems:
-            self._note(f"not all functions have names: {problem}")
-        demangled, problem = demangle(function.name for function in functions.values())
-        if problem:
-            self._note(f"names are as the compiler has them: {problem}")
-
-        def named(place: Place) -> Place:
-            function = functions.get(place.address)
-            if function is None:
-                return place
-            name = demangled.get(function.name, function.name)
-            return Place(place.address, name, place.address - function.start, function.name)
-
-        self._kernels = [replace(kernel, entry=named(kernel.entry)) for kernel in self._kernels]
-        self._faults = [
-            replace(fault, place=None if fault.place is None else named(fault.place)) for fault in self._faults
-        ]
-        return tuple((named(Place(address)), count) for address, count in hot)
-
-    def _unchecked(self, has_meta: bool) -> tuple[str, ...]:
-        of_sm = any(fault.warp is None for fault in self._faults)
-        without_warps = not all(kernel.is_checked for kernel in self._kernels)
-        newer = {fault.code for fault in self._faults} - CHECKED_EXCEPTIONS
-        found = {
-            "exceptions of an SM alone": of_sm,
-            f"what exception {', '.join(map(str, sorted(newer)))} is called": bool(newer),
-            "kernels without a warp": without_warps,
-            "its metadata": has_meta,
-        }
-        return tuple(what for what, is_told in found.items() if is_told)
-
-    def _parent(self, section: Section, layout: Layout, known: Mapping[tuple[int, int], _Known]) -> _Known:
-        try:
-            return known[section.link, section.info]
-        except KeyError:
-            raise self._core.source.error(
-                f"the table of {layout.what} (section {section.index}) belongs to row {section.info} of section "
-                f"{section.link}, and there is no such row"
-            ) from None
-
-    def _find_strings(self) -> Section | None:
-        try:
-            for section in self._sections[Kind.STRTAB]:
-                if self._core.name_of(section) == _STRINGS:
-                    return section
-        except CudaCoreError as error:
-            # What a GPU is called is not what a core is read for.
-            self._note(error.message)
-        return None
-
-    def _string(self, offset: int) -> str:
-        try:
-            return "" if self._strings is None else self._core.string(self._strings, offset)
-        except CudaCoreError as error:
-            self._note(error.message)
-            return ""
-
-    def _note(self, words: str) -> None:
-        if len(self._notes) < MAX_NOTES:
-            self._notes.append(words)
-
-
-def _version(row: Row, what: str) -> str:
-    major, minor = row[f"{what}_major"], row[f"{what}_minor"]
-    return f"{major}.{minor}" if major else ""
+class CudaCoreError(CrashkitError):
+    """cuda-gdb is not installed, or the file is no whole core, or none that cuda-gdb can read."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What came of reading a core."""
+class Device:
+    """A GPU that the process saw."""
 
-    #: What `CudaCore.to_json` gives, without the single warps; None where it could not be read.
-    core: dict[str, Any] | None
-    brief: list[str] = field(default_factory=list)  # the same in a few lines
-    reason: str = ""  # why it could not be read; empty where it could
+    number: int  # CUDA's number of it in this process
+    name: str
+    sm_type: str  # its instruction set, such as ``sm_90``
+    sms: int  # how many SMs it has
 
 
-class CoreReader(BackgroundTool[Reading]):
-    """Reads the core at `path` within so many seconds.
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that was on a GPU."""
+
+    device: int  # see `Device.number`
+    grid_id: int  # what no other launch of the process has
+    status: str  # ``active`` and the like
+    grid: str  # how many blocks it has, such as ``2x1x1``
+    block: str  # how many threads each block has
+    call: str  # its name and its parameters, where cuda-gdb knows them
+
+
+@dataclass(frozen=True)
+class Focus:
+    """The thread that cuda-gdb looks at first: the first that failed, else the first of all."""
+
+    exception: str  # what failed, in cuda-gdb's words; empty where nothing did
+    pc: str  # where that was triggered, or else where the thread was: an address in hexadecimal; empty if unknown
+    function: str  # whose code that is; empty if unknown
+    places: dict[str, str]  # ``device``, ``sm``, ``warp``, ``grid`` and ``block``, as cuda-gdb writes them
+
+
+@dataclass(frozen=True)
+class CudaCore:
+    """What cuda-gdb says of a core."""
+
+    devices: tuple[Device, ...]
+    kernels: tuple[Kernel, ...]
+    focus: Focus | None  # None where no thread was on a GPU
+    #: The threads and warps with an exception, by device and exception; empty where they were not listed.
+    failed: tuple[tuple[int, str, int, int], ...]
+    problem: str  # why that is not all; empty where it is
+    text: str  # what cuda-gdb printed
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, without the text."""
+        failed = [dict(zip(("device", "exception", "threads", "warps"), row, strict=True)) for row in self.failed]
+        return {name: value for name, value in asdict(self).items() if name != "text"} | {"failed": failed}
+
+
+def read_cuda_core(
+    path: Path,
+    seconds: float = MAX_SECONDS,
+    *,
+    with_threads: bool = True,
+    folder: Path | None = None,
+    stop: threading.Event | None = None,
+) -> CudaCore:
+    """Return what cuda-gdb says of a core within `seconds`.
+
+    Args:
+        path: the core, not a link to one.
+        seconds: when cuda-gdb is killed; what it printed by then counts.
+        with_threads: have the exception of every thread listed, too.
+        folder: where cuda-gdb gets a folder for its own files, the temporary one by default.
+        stop: calls it off when it is set.
 
     Raises:
-        RuntimeError: the system gives no thread.
+        CudaCoreError: see there; the message says which.
     """
-
-    def __init__(self, path: Path, seconds: float) -> None:
-        command = [sys.executable, "-m", __name__, str(path), str(seconds)]
-        super().__init__("core reader", command, seconds, _reading_of, MAX_OUTPUT)
-
-
-def _reading_of(run: ToolRun) -> Reading:
-    if run.reason:
-        return Reading(None, reason=f"its reader: {run.reason}")
+    program = find_cuda_gdb()
+    if program is None:
+        raise CudaCoreError(f"cuda-gdb, which reads {path}, is not installed", next_step=GET_CUDA_GDB)
+    if not is_whole_core(path):
+        what = "is no whole GPU core" if path.exists() else "does not exist"
+        raise CudaCoreError(f"{path} {what}", next_step="name the file that CUDA_COREDUMP_FILE made")
     try:
-        answer = json.loads(run.text)
-        if "error" in answer:
-            return Reading(None, reason=str(answer["error"]))
-        return Reading(dict(answer["core"]), [str(line) for line in answer["brief"]])
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return Reading(None, reason="its reader wrote no answer")
+        with tempfile.TemporaryDirectory(prefix="cuda-gdb-", dir=folder, ignore_cleanup_errors=True) as own:
+            # A name of the kit's own: whatever the core's is, it is no part of a command.
+            link = Path(own) / "core"
+            link.symlink_to(path.absolute())
+            listings = _TABLES | (_THREADS if with_threads else {})
+            limit = _MAX_OUTPUT if with_threads else _MAX_OUTPUT_WITHOUT_THREADS
+            argv = [program, "-nx", "-batch"]
+            argv += [word for setting in _SETTINGS for word in ("-iex", setting)]
+            argv += ["-ex", f"target cudacore {link}"]
+            argv += [word for name, one in listings.items() for word in ("-ex", f"echo {_MARK}{name}\\n", "-ex", one)]
+            run = run_tool(argv, seconds, stop, environ=own_environ() | {"TMPDIR": own}, max_output=limit)
+    except OSError as error:
+        raise CudaCoreError(f"cuda-gdb gets no folder of its own: {error}") from error
+    core = parse(run.text, run.reason)
+    if not core.devices:
+        refused = _REFUSED.search(run.text)
+        reason = run.reason or (refused[1][:_MAX_NAME] if refused else "it lists no GPU")
+        if run.status is not None and run.status < 0:
+            reason = f"it died by {signal.Signals(-run.status).name}, as on a damaged core"
+        raise CudaCoreError(f"{path} cannot be read by cuda-gdb: {reason}", next_step="take another core")
+    return core
 
 
-def _kept(core: CudaCore) -> CudaCore:
-    left_out = max(0, len(core.kernels) - MAX_KEPT) + max(0, len(core.faults) - MAX_KEPT)
-    notes = (*core.notes, f"{left_out} kernels and exceptions are left out here") if left_out else core.notes
-    return replace(core, kernels=core.kernels[:MAX_KEPT], faults=core.faults[:MAX_KEPT], notes=notes)
+def parse(text: str, problem: str = "") -> CudaCore:
+    """Return what is in the output of cuda-gdb; `problem` says why it is not all of it."""
+    # What a hostile core has for a name must not move the cursor of a terminal.
+    text = "".join(one if one.isprintable() or one == "\n" else "?" for one in text)
+    opening, *parts = text.split(f"\n{_MARK}")
+    tables = {part.partition("\n")[0]: part.split("\n")[1:] for part in parts}
+    devices = tuple(
+        Device(int(row[1]), row[2][:_MAX_NAME], row[3], int(row[4])) for row in _rows(tables, "devices", _DEVICE)
+    )
+    kernels = tuple(
+        Kernel(
+            int(row["device"]),
+            int(row["grid_id"]),
+            row["status"].lower(),
+            row["grid"].replace(",", "x"),
+            row["block"].replace(",", "x"),
+            row["call"].strip()[:_MAX_NAME],
+        )
+        for row in _rows(tables, "kernels", _KERNEL)
+    )
+    return CudaCore(devices, kernels, _focus_of(opening), _failed_of(tables.get("threads", [])), problem, text)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Read the core and write what it says."""
-    path, seconds = Path(arguments[0]), float(arguments[1])
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.alarm(int(seconds) + _GRACE_SECS)
-    answer: dict[str, Any]
-    try:
-        core = read_cuda_core(path, max_seconds=seconds)
-        answer = {"core": _kept(core).to_json(warps=False), "brief": list(brief(core))}
-    except CudaCoreError as error:
-        answer = {"error": error.message}
-    except MemoryError:
-        answer = {"error": f"{path}: it takes more memory to read than {MAX_MEMORY >> 20} MiB"}
-    sys.stdout.write(json.dumps(answer))
-    return 0
+def _rows(tables: dict[str, list[str]], name: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+    matches = (pattern.match(line[:_MAX_LINE]) for line in tables.get(name, ()))
+    return (match for match in matches if match)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _focus_of(opening: str) -> Focus | None:
+    found: dict[str, re.Match[str]] = {}
+    places: dict[str, str] = {}
+    for line in opening.splitlines():
+        for name, pattern in (("exception", _EXCEPTION), ("pc", _ERROR_PC), ("frame", _FRAME)):
+            if match := pattern.match(line[:_MAX_LINE]):
+                found.setdefault(name, match)
+        if line.startswith("[Current focus set to CUDA kernel"):
+            places = dict(_FOCUS.findall(line[:_MAX_LINE]))
+    if not places and "exception" not in found:
+        return None
+    frame = found.get("frame")
+    pc = found["pc"][1] if "pc" in found else (frame[1] or "") if frame else ""
+    function = frame[2].partition("<<<")[0].strip()[:_MAX_NAME] if frame else ""
+    function = "" if function == "??" else function
+    return Focus(found["exception"][1][:_MAX_NAME] if "exception" in found else "", pc, function, places)
+
+
+def _failed_of(lines: list[str]) -> tuple[tuple[int, str, int, int], ...]:
+    threads: Counter[tuple[int, str]] = Counter()
+    warps: dict[tuple[int, str], set[tuple[str, ...]]] = {}
+    warp: tuple[str, ...] = ("0",)
+    for line in lines:
+        if under := _WARP.match(line[:_MAX_LINE]):
+            warp = under.groups()
+        elif (row := _THREAD.match(line[:_MAX_LINE])) and (name := row[1].strip()[:_MAX_NAME]) != "None":
+            key = (int(warp[0]), name)
+            threads[key] += 1
+            warps.setdefault(key, set()).add(warp)
+    return tuple((*key, threads[key], len(warps[key])) for key in sorted(threads))
+
+
+def core_in_lines(core: CudaCore, most: int = 32) -> Iterator[str]:
+    """Yield the kernels of a core, so many at most, and what failed, which begins with ``exception: ``."""
+    for kernel in core.kernels[:most]:
+        shape = f"grid {kernel.grid}, block {kernel.block}, {kernel.status}, grid id {kernel.grid_id}"
+        yield f"kernel {kernel.call} on GPU {kernel.device}: {shape}"
+    if len(core.kernels) > most:
+        yield f"{len(core.kernels) - most} more kernels"
+    if not core.kernels:
+        yield "no kernel on the GPU"
+    if core.focus is not None:
+        where = ", ".join(f"{name} {place}" for name, place in core.focus.places.items())
+        lead = f"exception: {core.focus.exception}" if core.focus.exception else "a thread"
+        place = f" at {core.focus.pc}" if core.focus.pc else ""
+        function = f" in {core.focus.function}" if core.focus.function else ""
+        yield f"{lead}{place}{function}{f' ({where})' if where else ''}"
+    for device, exception, threads, warps in core.failed[:most]:
+        yield f"{exception} on GPU {device}: threads {threads}, warps {warps}"
+    if core.problem:
+        yield f"that is not all: {core.problem}"

@@ -1,4 +1,4 @@
-"""``sglang-crashkit core``: say what a GPU core holds, without cuda-gdb."""
+"""``sglang-crashkit core``: say what a GPU core holds, by NVIDIA's cuda-gdb."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EXAMPLES
     parser.add_argument("file", type=Path, help="a core that the CUDA driver wrote, see CUDA_COREDUMP_FILE")
-    parser.add_argument("--json", action="store_true", help="print a JSON object, with every single warp")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Read it."""
-    from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
-    from sglang_crashkit.capture.cuda_core.text import format_core
+    from sglang_crashkit.capture.cuda_core.reading import core_in_lines, read_cuda_core
 
-    core = read_cuda_core(args.file)
+    core = read_cuda_core(args.file.resolve())
     if args.json:
         say_json({"cores": [{"path": str(args.file), **core.to_json()}]}, indent=2)
     else:
-        say(*format_core(core))
+        say(*(f"GPU {one.number}: {one.name}, {one.sm_type}, {one.sms} SMs" for one in core.devices))
+        say(*core_in_lines(core))
     return ExitCode.DONE

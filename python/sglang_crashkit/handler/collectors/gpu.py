@@ -139,7 +139,7 @@ class GpuEvidence:
             schedulers = [process for process in self._tree if process.role == "scheduler"]
             living = [process for process in self._tree.alive() if of_living and process in schedulers]
             dead = [process for process in schedulers if of_dead and process.exited_at is not None]
-            self._cores = Cores(run, living, dead, self._settings)
+            self._cores = Cores(run, living, dead, self._settings, self._place.runtime)
         return self._cores.are_done
 
     def give_up_cores(self, reason: str) -> None:

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from sglang_crashkit.capture.cuda_core.reading import CoreReader, Reading
+from sglang_crashkit.capture.cuda_core.reading import CudaCore, core_in_lines, read_cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
-from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, Debugger, debug, find_debugger, max_at_once
+from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, debug, find_debugger, max_at_once
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
@@ -33,10 +35,14 @@ from sglang_crashkit.settings import MAX_CORE, MB, Settings
 
 logger = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
+
 #: A core under way is looked at this often, in seconds.
 _LOOK_SECS = 0.1
-#: The longest that reading a core may take, in seconds; one of a whole GPU takes about 5.
+#: The longest that reading a core may take, in seconds; of a GPU full of warps cuda-gdb takes about 2.
 READ_SECS = 15.0
+#: So many kernels of a core are in an incident.
+_MAX_KERNELS = 4
 #: There is to be room for so many bytes of a core; without memory in it, one of 255 MB was seen.
 _CORE_BYTES = 256 << 20
 #: When its core is written, the driver ends the process whose GPU failed; so long may it take to, in seconds.
@@ -60,6 +66,8 @@ class Cores:
         run: the incident; evidence goes into its reports.
         living: the schedulers that are asked for a core.
         dead: those that may have left one, as the driver writes by itself when the GPU fails.
+        settings: what the server was started with.
+        temporary: where cuda-gdb gets a folder for its own files.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class Cores:
         living: Sequence[TrackedProcess],
         dead: Sequence[TrackedProcess],
         settings: Settings,
+        temporary: Path,
     ) -> None:
         self._run = run
         self._began = time.monotonic()
@@ -78,10 +87,9 @@ class Cores:
         self._last_write = self._end_at - min(READ_SECS, _READING_SHARE * self._exit_secs)
         self._grown_at = self._began
         self._written: dict[int, int] = {}
-        self._readings = CoreReadings(run, self._end_at)
+        self._cuda_gdb = CudaGdb(run, temporary, self._end_at)
         self._under_way: dict[int, tuple[TrackedProcess, CoreRequest, ProcessReport]] = {}
         self._expected_bytes = 0
-        self._stacks: GpuStacks | None = None
         self._to_debug: list[TrackedProcess] = []
         self._wants_stacks = run.incident.kind in _HANGS and not dead and settings.stacks
         # Who set it so wants no process stopped.
@@ -98,13 +106,12 @@ class Cores:
     @property
     def are_done(self) -> bool:
         """Whether nothing is waited for."""
-        is_debugged = not self._to_debug if self._stacks is None else self._stacks.are_done
-        return not self._under_way and self._readings.are_done and is_debugged
+        return not self._under_way and not self._to_debug and self._cuda_gdb.is_done
 
     @property
     def writing(self) -> frozenset[int]:
         """The processes of which a core is written now, or that a debugger holds: a signal may spoil it."""
-        return frozenset(self._under_way) | (self._stacks.attached if self._stacks is not None else frozenset())
+        return frozenset(self._under_way) | self._cuda_gdb.attached
 
     @property
     def deadline(self) -> float:
@@ -139,20 +146,18 @@ class Cores:
             if reason:
                 self._end(pid, report, Evidence("cuda_core", "failed", reason=reason))
         self._see_to_the_disk()
-        self._readings.look()
-        if self._to_debug and not self._under_way and self._readings.are_done and self._stacks is None:
-            self._stacks = GpuStacks(self._run, self._to_debug, self._stacks_end - time.monotonic())
-        if self._stacks is not None:
-            self._stacks.look()
+        self._cuda_gdb.look()
+        if self._to_debug and not self._under_way and self._cuda_gdb.is_done:
+            for process in self._to_debug:
+                self._cuda_gdb.attach(process, self._stacks_end)
+            self._to_debug.clear()
 
     def give_up(self, reason: str) -> None:
         """Wait no longer for what is not whole yet, for a reason that is noted."""
         for pid, (_process, request, report) in list(self._under_way.items()):
             self._end(pid, report, Evidence("cuda_core", "failed", reason=f"{reason}: {request.leftover()}"))
-        if self._stacks is None:
-            self._to_debug.clear()
-        else:
-            self._stacks.cancel()
+        self._to_debug.clear()
+        self._cuda_gdb.let_go()
 
     @property
     def _wait_end(self) -> float:
@@ -257,7 +262,7 @@ class Cores:
         os.chmod(path, 0o600)  # noqa: PTH101
         relative = os.path.relpath(path, self._run.path)
         report.evidence.append(Evidence("cuda_core", "captured", path=relative, seconds=seconds))
-        self._readings.start(path, report)
+        self._cuda_gdb.read(path, report)
 
     def _end(self, pid: int, report: ProcessReport, piece: Evidence) -> None:
         piece.seconds = round(time.monotonic() - self._began, 3)
@@ -265,121 +270,131 @@ class Cores:
         del self._under_way[pid]
 
 
-class CoreReadings:
-    """The readings of one incident, the last of which is to be done at `end_at`, by the monotonic clock."""
+class CudaGdb:
+    """What cuda-gdb says in one incident: of cores, and of the processes that wrote them. It is run beside the handler.
 
-    def __init__(self, run: IncidentRun, end_at: float = float("inf")) -> None:
+    Args:
+        run: the incident; evidence goes into its reports.
+        temporary: where it gets a folder for its own files.
+        end_at: when the last core is to be read, by the monotonic clock.
+    """
+
+    def __init__(self, run: IncidentRun, temporary: Path, end_at: float) -> None:
         self._run = run
+        self._temporary = temporary
         self._end_at = end_at
-        self._under_way: list[tuple[CoreReader, ProcessReport, float]] = []
-
-    @property
-    def are_done(self) -> bool:
-        """Whether no core is being read."""
-        return not self._under_way
-
-    def start(self, path: Path, report: ProcessReport) -> None:
-        """Begin to read the core of a process."""
-        now = time.monotonic()
-        if now >= self._end_at:
-            report.evidence.append(Evidence("gpu_kernels", "skipped", reason="no time was left for it"))
-            return
-        try:
-            self._under_way.append((CoreReader(path, min(READ_SECS, self._end_at - now)), report, now))
-        except (OSError, RuntimeError) as error:
-            report.evidence.append(Evidence("gpu_kernels", "failed", reason=f"no reader could be started: {error}"))
-
-    def look(self) -> None:
-        """Take in what was read by now."""
-        for entry in list(self._under_way):
-            reader, report, began = entry
-            reading = reader.look()
-            if reading is not None:
-                self._under_way.remove(entry)
-                self._take(reading, report, round(time.monotonic() - began, 3))
-
-    def _take(self, reading: Reading, report: ProcessReport, seconds: float) -> None:
-        report.gpu = reading.brief
-        if reading.core is None:
-            piece = Evidence("gpu_kernels", "failed", reason=reading.reason, seconds=seconds)
-        else:
-            # Without room for the file, what it says in short is in the incident nonetheless.
-            name = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.json"
-            piece = write_piece("gpu_kernels", self._run.folder.write_json, name, reading.core, seconds=seconds)
-        report.evidence.append(piece)
-
-
-class GpuStacks:
-    """What cuda-gdb says of schedulers in one incident, within `seconds`; it is run beside the handler."""
-
-    def __init__(self, run: IncidentRun, processes: Sequence[TrackedProcess], seconds: float) -> None:
-        self._run = run
-        self._deadline = time.monotonic() + seconds
-        self._stop = threading.Event()
-        self._under_way: list[tuple[Future[Debugged], ProcessReport]] = []
+        self._letting_go = threading.Event()
+        self._attached: set[int] = set()
+        self._pool = ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
+        self._under_way: list[Callable[[], bool]] = []
         debugger, _missing = find_debugger()
-        reason = ""
-        if debugger is None or debugger.name != "cuda-gdb":
-            reason = f"cuda-gdb is not installed; next: {GET_CUDA_GDB}"
-        elif seconds < _LEAST_SECS:
-            reason = "SGLANG_CRASHKIT_BUDGET_SECS leaves no time for cuda-gdb"
-        for process in processes if reason else ():
-            run.report(process).evidence.append(Evidence("gpu_stack", "skipped", reason=reason))
-        if reason or debugger is None or not processes:
-            return
-        pool = ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
-        for process in processes:
-            future = pool.submit(self._debug, debugger, process.pid, process.handle.start_ticks)
-            self._under_way.append((future, run.report(process)))
-        # What was submitted is done nonetheless.
-        pool.shutdown(wait=False)
+        self._debugger = debugger if debugger is not None and debugger.name == "cuda-gdb" else None
 
     @property
-    def are_done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether nothing is waited for."""
         return not self._under_way
 
     @property
     def attached(self) -> frozenset[int]:
-        """The processes that cuda-gdb may hold now."""
-        return frozenset(report.pid for _future, report in self._under_way)
+        """The processes that it may hold now."""
+        return frozenset(self._attached)
 
     def look(self) -> None:
         """Take in what there is by now."""
-        for entry in list(self._under_way):
-            future, report = entry
-            if future.done():
-                self._under_way.remove(entry)
-                try:
-                    debugged = future.result()
-                except Exception as error:  # noqa: BLE001 - the debugger is a help, the incident is not to be lost
-                    debugged = Debugged("cuda-gdb", problem=f"{type(error).__name__}: {error}")
-                self._take(debugged, report)
-                if self.are_done:
-                    self._run.note(time.time(), "gpu_stacks")
+        self._under_way = [is_taken for is_taken in self._under_way if not is_taken()]
 
-    def cancel(self) -> None:
-        """End it, because the processes end."""
-        self._stop.set()
+    def let_go(self) -> None:
+        """Leave the processes, because they end."""
+        self._letting_go.set()
 
-    def _debug(self, debugger: Debugger, pid: int, start_ticks: int) -> Debugged:
-        seconds = self._deadline - time.monotonic()
-        if seconds < _LEAST_SECS:
-            return Debugged(debugger.name, problem="the others took all the time that there was")
-        return debug(debugger, pid, start_ticks, seconds, self._stop)
+    def read(self, path: Path, report: ProcessReport) -> None:
+        """Begin to read the core of a process, where cuda-gdb is installed and there is time."""
+        began, command = time.monotonic(), f"sglang-crashkit core {shlex.quote(str(path))}"
+        reason = ""
+        if self._debugger is None:
+            reason = f"cuda-gdb is not installed; next, where it is: {command}"
+        elif began >= self._end_at:
+            reason = f"no time was left for it; next: {command}"
+        if reason:
+            report.evidence.append(Evidence("gpu_kernels", "skipped", reason=reason))
+            return
 
-    def _take(self, debugged: Debugged, report: ProcessReport) -> None:
-        reason, seconds = debugged.problem or None, debugged.seconds
-        status: Literal["captured", "failed"] = "captured" if debugged.threads or debugged.kernels else "failed"
-        piece = Evidence("gpu_stack", status, reason=reason, seconds=seconds, source=debugged.tool)
-        if debugged.text:
-            name = f"gpu/{titles.label_of(report.title, report.pid)}.cuda-gdb.txt"
-            written = write_piece("gpu_stack", self._run.folder.write_text, name, debugged.text, seconds=seconds)
-            if written.status == "captured":
-                piece.path = written.path
+        def read() -> CudaCore:
+            seconds = min(READ_SECS, self._end_at - time.monotonic())
+            return read_cuda_core(path, seconds, with_threads=False, folder=self._temporary)
+
+        def take(core: CudaCore | Exception) -> None:
+            seconds = round(time.monotonic() - began, 3)
+            if isinstance(core, Exception):
+                why = core.message if isinstance(core, CrashkitError) else f"{type(core).__name__}: {core}"
+                piece = Evidence("gpu_kernels", "failed", reason=f"{why}; next: {command}", seconds=seconds)
             else:
-                piece = written
-        report.evidence.append(piece)
-        if not report.gpu:
+                # What it says in short is in the incident even where there is no room for the file.
+                report.gpu = list(core_in_lines(core, _MAX_KERNELS))
+                name = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.txt"
+                how = {"reason": core.problem or None, "source": "cuda-gdb"}
+                piece = write_piece("gpu_kernels", self._run.folder.write_text, name, core.text, seconds=seconds, **how)
+            report.evidence.append(piece)
+
+        self._start(read, take)
+
+    def attach(self, process: TrackedProcess, end_at: float) -> None:
+        """Begin to take the stacks of a process that wrote a core, until `end_at` by the monotonic clock."""
+        report, debugger = self._run.report(process), self._debugger
+        reason = ""
+        if debugger is None:
+            reason = f"cuda-gdb is not installed; next: {GET_CUDA_GDB}"
+        elif end_at - time.monotonic() < _LEAST_SECS:
+            reason = "SGLANG_CRASHKIT_BUDGET_SECS leaves no time for cuda-gdb"
+        if reason or debugger is None:
+            report.evidence.append(Evidence("gpu_stack", "skipped", reason=reason))
+            return
+
+        def read() -> Debugged:
+            seconds = end_at - time.monotonic()
+            if seconds < _LEAST_SECS:
+                return Debugged(debugger.name, problem="the others took all the time that there was")
+            return debug(debugger, process.pid, process.handle.start_ticks, seconds, self._letting_go)
+
+        def take(answer: Debugged | Exception) -> None:
+            self._attached.discard(process.pid)
+            if isinstance(answer, Exception):
+                answer = Debugged(debugger.name, problem=f"{type(answer).__name__}: {answer}")
+            status: Literal["captured", "failed"] = "captured" if answer.threads or answer.kernels else "failed"
+            piece = Evidence(
+                "gpu_stack", status, reason=answer.problem or None, seconds=answer.seconds, source=answer.tool
+            )
+            if answer.text:
+                name = f"gpu/{titles.label_of(report.title, report.pid)}.cuda-gdb.txt"
+                written = write_piece("gpu_stack", self._run.folder.write_text, name, answer.text)
+                piece.path = written.path
+                if written.status != "captured":
+                    piece = written
+            report.evidence.append(piece)
             # What the core said is told with its places; these are names alone.
-            report.gpu = [f"kernel {name}, by cuda-gdb" for name in debugged.kernels]
+            report.gpu = report.gpu or [f"kernel {name}, by cuda-gdb" for name in answer.kernels]
+            if not self._attached:
+                self._run.note(time.time(), "gpu_stacks")
+
+        self._attached.add(process.pid)
+        self._start(read, take)
+
+    def _start(self, work: Callable[[], _Answer], take: Callable[[_Answer | Exception], None]) -> None:
+        """Have `work` done by a thread, and `take` called with its answer by `look`."""
+        try:
+            future = self._pool.submit(work)
+        except RuntimeError as error:
+            # The system gives no thread.
+            take(error)
+            return
+
+        def is_taken() -> bool:
+            if not future.done():
+                return False
+            error = future.exception()
+            # cuda-gdb is a help, and the incident is not to be lost.
+            take(future.result() if error is None else error if isinstance(error, Exception) else RuntimeError(error))
+            return True
+
+        self._under_way.append(is_taken)
