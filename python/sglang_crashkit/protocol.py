@@ -42,7 +42,6 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "steps": {"modes": (dict,)},
     "log": {},
     "environment": {"ready": (bool,)},
-    "quarantine": {"hits": (int,)},
     "pair": {"role": (str,), "lead": (bool,)},
     "exception": {"message": (str,), "record": (str,), "gpu": (str,), "soft": (bool,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},

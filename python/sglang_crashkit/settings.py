@@ -73,7 +73,6 @@ VARIABLES = {
     "SGLANG_CRASHKIT_ON_INCIDENT": _ANY,
     "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS,
     "SGLANG_CRASHKIT_HTML": _TRUTH,
-    "SGLANG_CRASHKIT_QUARANTINE": r"(?i)off|observe|refuse",
 }
 #: Those that the kit sets for its own processes.
 OWN_VARIABLES = {
@@ -129,16 +128,6 @@ def read_prompts(environ: Mapping[str, str]) -> Prompts:
     """
     value = environ.get("SGLANG_CRASHKIT_PROMPTS", "").strip().lower()
     return "full" if value in ("", "full") else "ids" if value == "ids" else "none"
-
-
-#: What is done about a request that is known to kill a server.
-QuarantineMode = Literal["off", "observe", "refuse"]
-
-
-def read_quarantine(environ: Mapping[str, str]) -> QuarantineMode:
-    """Return ``SGLANG_CRASHKIT_QUARANTINE``; ``off`` where it is unset or another word."""
-    value = environ.get("SGLANG_CRASHKIT_QUARANTINE", "").strip().lower()
-    return "observe" if value == "observe" else "refuse" if value == "refuse" else "off"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,6 @@ BENCHMARKS = (
     Benchmark("beat", ("", 0.5), ("", 0.5)),
     Benchmark("steps", ("--pairs 3000", 8), ("", 0.5)),
     Benchmark("log_ring", ("", 0.5), ("", 0.5)),
-    Benchmark("quarantine", ("", 0.5), ("", 0.5)),
     Benchmark("kill_process_tree", ("", 1), ("--rounds 10", 0.5)),
     Benchmark("explain", ("", 2), ("", 2)),
     Benchmark("capture", ("", 4), ("--quick", 1)),

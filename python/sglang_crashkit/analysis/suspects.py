@@ -236,13 +236,6 @@ def is_by_others(incident: Incident) -> bool:
     return activity is not None and activity.kind in ("stopped", "traced")
 
 
-def is_alone(incident: Incident) -> bool:
-    """Say whether an incident has one suspect, and no other request was under way in its server."""
-    if len(incident.suspects) != 1 or _under_way(incident) != 1:
-        return False
-    return not {ALONE, ONLY}.isdisjoint(incident.suspects[0].reasons)
-
-
 def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
     """Return the requests that the first failure may be of, by where they were; see `suspects_of`."""
     last, current = _steps_of(first).last, _steps_of(first).in_step

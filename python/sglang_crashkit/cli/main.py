@@ -24,7 +24,6 @@ COMMANDS = {
     "bundle": "pack an incident and a report of it into one file, for a bug report",
     "replay": "send the requests of an incident again, to a server that may break",
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
-    "quarantine": "list, add or remove the requests that are refused because they kill servers",
     "steps": "print the last steps of the ranks in an incident side by side, and where they diverged",
     "core": "say which kernels a GPU core shows, and what failed",
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",

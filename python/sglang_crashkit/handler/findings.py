@@ -9,11 +9,10 @@ import contextlib
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,17 @@ from sglang_crashkit.analysis.suspects import (
     MAX_SUSPECTS,
     Asked,
     control_of,
-    is_alone,
     is_by_others,
     suspects_of,
 )
-from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
-from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspects, origin_of
 from sglang_crashkit.incident.request_fingerprint import fingerprint_of, parameters_of
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
 from sglang_crashkit.model.incident import Incident, Suspect
 from sglang_crashkit.model.step import Step
-from sglang_crashkit.settings import read_quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +48,6 @@ _MAX_BYTES = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
-#: An incident is finished without it rather than later, in seconds.
-_LOCK_SECS = 0.2
 
 
 def count_repeat(
@@ -83,8 +76,7 @@ def count_repeat(
     pieces = (piece for report in incident.processes for piece in report.evidence)
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
     unanswered: list[str] = []
-    may_be_a_request = not is_by_others(incident)
-    if may_be_a_request:
+    if not is_by_others(incident):
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
@@ -111,25 +103,7 @@ def count_repeat(
     for suspect in incident.suspects:
         if was_aborted_before(lines.get(suspect.rid, {}), document):
             suspect.reasons.append(ABORTED)
-    if read_quarantine(os.environ) != "off" and may_be_a_request:
-        origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
-        _quarantine(folder, lines.values(), origin, was_alone=is_alone(incident))
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
-
-
-def _quarantine(
-    folder: IncidentFolder, suspects: Iterable[Mapping[str, Any]], origin: Origin, *, was_alone: bool
-) -> None:
-    """List the suspects where the tokenizer manager looks for them; see `note_suspects`."""
-    made = [entry_of_all(fields, origin, time.time(), "suspected") for fields in suspects]
-    entries = [entry for entry in made if entry is not None]
-    # <crash folder>/<host>/incidents/<name>
-    crash_folder = folder.path.parents[2]
-    try:
-        if entries:
-            note_suspects(crash_folder, entries, is_alone=was_alone, lock_secs=_LOCK_SECS)
-    except CrashkitError as error:
-        logger.warning("the suspects are not in quarantine: %s", error)
 
 
 def _asked(rids: Collection[str], path: Path, secs: float) -> tuple[dict[str, Asked], bool]:
@@ -144,9 +118,8 @@ def _asked(rids: Collection[str], path: Path, secs: float) -> tuple[dict[str, As
 
 def _asked_by(fields: Mapping[str, Any]) -> Asked:
     """Return what a request asks for."""
-    known = fingerprint_of(fields)
     told = {name: _in_short(value) for name, value in parameters_of(fields).items()}
-    return Asked(known.key if known is not None else "", told)
+    return Asked(fingerprint_of(fields), told)
 
 
 def _in_short(value: object) -> str:

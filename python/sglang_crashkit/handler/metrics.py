@@ -151,7 +151,6 @@ class Measured:
         signs: when each rank gave its last sign, and `steps` when it began its last batch, since the epoch.
         steps: see above.
         journal_bytes: what the request journals take of memory.
-        quarantine_hits: how many requests were recognised as known to kill a server.
     """
 
     port: str
@@ -160,7 +159,6 @@ class Measured:
     signs: Mapping[str, float] = field(default_factory=dict)
     steps: Mapping[str, float] = field(default_factory=dict)
     journal_bytes: int = 0
-    quarantine_hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,6 @@ def metrics_of(measured: Measured, disk: OnDisk) -> list[Metric]:
     counts = Counter((parsed.kind, disk.causes[name]) for name, parsed in names.items())
     latest = max((parsed.seconds for parsed in names.values()), default=0.0)
     incidents = tuple((own | {"kind": kind, "cause": cause}, float(n)) for (kind, cause), n in sorted(counts.items()))
-    hits = ((own, float(measured.quarantine_hits)),)
     return [
         one("handler_up", "Whether the crash handler is at work.", measured.is_up),
         one("updated_timestamp_seconds", "When the crash handler said so last.", measured.seconds),
@@ -209,9 +206,6 @@ def metrics_of(measured: Measured, disk: OnDisk) -> list[Metric]:
         one("journal_bytes", "Memory that the request journals take.", measured.journal_bytes),
         one("disk_bytes", "What incidents, cores and request dumps take of the disk.", disk.bytes),
         one("disk_limit_bytes", "What they may take before the oldest go.", disk.limit),
-        Metric(
-            f"{_PREFIX}quarantine_hits_total", "Requests recognised as known to kill a server.", hits, type="counter"
-        ),
     ]
 
 
@@ -266,17 +260,11 @@ class MetricsPublisher:
         self._port = ""
         # Nobody else's: the server's processes have files of their own pids in the same folder.
         self._owner = os.getpid()
-        self._hits: dict[int, int] = {}
         self._causes: dict[str, str] = {}
         self._child: tuple[int, int] | None = None  # pid, and the descriptor of what it says
         self._is_checked = False
         # The server tells of its arguments, by which it is named, within this time.
         self._due = time.monotonic() + _FIRST_SECS if self._file or self._shared else float("inf")
-
-    def note_hits(self, pid: int, hits: object) -> None:
-        """Take in how many requests a process has recognised so far."""
-        if isinstance(hits, int):
-            self._hits[pid] = hits
 
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
@@ -314,7 +302,7 @@ class MetricsPublisher:
                 signs[rank] = now - clock + sign.at
                 steps |= {rank: now - clock + sign.batch_at} if sign.batch_at else {}
         journals = self._session.received.journal_bytes()
-        return Measured(self._port, True, now, signs, steps, journals, sum(self._hits.values()))
+        return Measured(self._port, True, now, signs, steps, journals)
 
     def _publish(self, measured: Measured, shared: Path | None) -> None:
         """Have a child look at the disk and write."""

@@ -139,8 +139,6 @@ class CrashHandler:
         elif event == "exiting" and sender.is_root:
             self.session.take(Seen("exiting", members=self._members_of(sender.pid)))
             self.session.on_exiting(message)
-        elif event == "quarantine":
-            self._metrics.note_hits(sender.pid, fields.get("hits"))
         elif event == "pair":
             self._prober.take_rank(sender.pid, message.descriptor, fields)
         elif event == "peer_lost":

@@ -146,8 +146,8 @@ def count_fault(
         name: what its folder is called when it is finished.
         keep: how many incidents of a fault are kept in full a day; 0 for all.
         has_core: it has a GPU core.
-        suspects: what tells the request again that is suspected (`request_fingerprint.fingerprint_of`), by its id; the
-            most suspicious last, which is known the longest.
+        suspects: the fingerprints of the requests that are suspected, by their ids; the most suspicious last, which is
+            known the longest.
 
     Returns:
         None where the index could not be had or written; then the incident is to be kept in full.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import shlex
 import sys
@@ -13,10 +11,6 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.quarantine import Entry, Index, entry_of, entry_of_all, origin_of, read_entry
-from sglang_crashkit.incident.quarantine import Prompt as Counting
-from sglang_crashkit.incident.request_fingerprint import fingerprint_of, rest_of
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.incident.summary import mappings_of
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
@@ -70,8 +64,6 @@ class Result:
     path: str = "/generate"  # where they are sent
     is_confirmed: bool = False  # each time that `requests` were sent after others, those did no harm and these did
     in_order: bool = False  # each of `requests` has to be answered before the next one is sent
-    #: What recognises the only request as it came (`quarantine.Entry`); None where nothing does.
-    entry: dict[str, Any] | None = None
 
 
 def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = lambda _line: None) -> Result:
@@ -188,10 +180,8 @@ def _find(
         return
     result.rids = [one.rid for one in reduction.group]
     result.requests = [dict(one.body) for one in reduction.group]
-    group = [one for one in group if one.rid in result.rids]
-    if len(group) == 1:
+    if len(reduction.group) == 1:
         result.parameters, result.prompt = reduction.parameters, reduction.prompt
-        result.entry = _entry(group[0], result, document, stored)
 
 
 #: How requests bring a fault back: where ``by chance`` not more often than not, where ``not alone`` others do, too;
@@ -258,46 +248,6 @@ def _find_in_order(trials: Trials, items: Sequence[StoredRequest], result: Resul
     result.is_confirmed = proof == "each time"
     result.reason, result.path = "", group[0].path
     result.rids, result.requests = [one.rid for one in group], [dict(one.body) for one in group]
-
-
-def _entry(
-    request: StoredRequest, result: Result, document: Mapping[str, Any], stored: Sequence[StoredRequest]
-) -> dict[str, Any] | None:
-    """Return what recognises a request, as it came, that was proven to bring the fault back."""
-    counting: dict[Prompt, Counting] = {"nothing": "any", "length": "length"}
-    origin = origin_of(document, result.fault)
-    # Where that would recognise others, too, or a parameter has no value to compare, it is this request alone.
-    with contextlib.suppress(CrashkitError):
-        prompt = counting.get(result.prompt, "content")
-        entry = entry_of(request.body, result.parameters, prompt, origin, 0.0)
-        is_kept = request.is_complete or prompt == "any"
-        if is_kept and not _recognises_others(entry, request, stored):
-            return asdict(entry)
-    if not request.is_complete:
-        # What was sent in its place is not what came.
-        return None
-    whole = entry_of_all(request.body, origin, 0.0)
-    return asdict(whole) if whole is not None else None
-
-
-def _recognises_others(entry: Entry, request: StoredRequest, stored: Sequence[StoredRequest]) -> bool:
-    """Say whether an entry recognises a request of the incident that asks for anything else than `request`."""
-    index, known = Index([entry]), fingerprint_of(request.body)
-    others = [one.body for one in stored if one.body and one.rid != request.rid and fingerprint_of(one.body) != known]
-    return any(index.find(body.get, functools.partial(rest_of, body)) is not None for body in others)
-
-
-def entry_for(result: Result, now: float) -> Entry | None:
-    """Return what recognises the request that was proven to bring the fault back; None where there is no such one.
-
-    `now` is in seconds since the epoch.
-
-    Raises:
-        ValueError: what the result has of it is no entry; likewise TypeError and KeyError.
-    """
-    if not result.reproduced or result.entry is None:
-        return None
-    return replace(read_entry(result.entry), first=now, last=now)
 
 
 class _Reduction:

@@ -37,8 +37,6 @@ _PORT, _HOST, _CRASH_FOLDER = "--port", "--host", "--crash-dump-folder"
 _SETS_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 #: Where it answers on the loopback address, too.
 _ALL_HOSTS = (None, "0.0.0.0", "::")  # noqa: S104 - what the command may say
-#: What is known to break it is to reach it.
-_UNGUARDED = {"SGLANG_CRASHKIT_QUARANTINE": "off"}
 #: A program that ends the process group it is given where its standard input ends without a word: SIGKILL of whoever
 #: started a server leaves nobody else to end it.
 _WATCH = "import os, signal, sys; os.read(0, 1) or os.killpg(int(sys.argv[1]), signal.SIGKILL)"
@@ -167,7 +165,7 @@ class OwnServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=unpublished(os.environ) | _UNGUARDED,
+                    env=unpublished(os.environ),
                     start_new_session=True,
                 )
                 self._watcher = subprocess.Popen(

@@ -144,7 +144,6 @@ ARGUMENTS = {
     "bundle": ["CRASH", "--report", "--json"],
     "replay": ["CRASH", "--url", "http://127.0.0.1:9", "--json"],
     "bisect": ["CRASH", "--serve", "false", "--json"],
-    "quarantine": ["list", "--folder", "CRASH", "--json"],
     "steps": ["CRASH", "--json"],
     "core": ["/absent", "--json"],
     "collect": ["--pid", NOBODY, "--json"],

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.analysis import causes
-from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ONLY, suspects_of
+from sglang_crashkit.analysis.suspects import ABORTED, ALONE, suspects_of
 from sglang_crashkit.handler import findings
 from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, incident_with_core, without_requests
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
-from sglang_crashkit.incident.quarantine import FILE, read_entries
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.model.incident import (
     Evidence,
@@ -236,16 +235,14 @@ def test_a_request_that_comes_again_under_another_id_is_known(tmp_path: Path) ->
     ],
 )
 def test_between_two_batches_those_are_suspected_that_were_in_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Exit | None, suspects: list[str]
+    tmp_path: Path, end: Exit | None, suspects: list[str]
 ) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
     made = incident(last=[step(8, "begun")])
     made.processes[0].exit = end
     states = {"begun": "unfinished", 'ea"rly': "unfinished", "late": "unfinished", "answered": "finished"}
     lines = [line_of(rid, {"state": state, "text": "x"}) for rid, state in states.items()]
     keep(made, tmp_path, "".join(lines), begun={"begun"})
     assert [suspect.rid for suspect in made.suspects] == suspects
-    assert bool(read_entries(tmp_path)) is bool(suspects)
 
 
 def late(crash_folder: Path, rids: list[str | None]) -> Incident:
@@ -256,14 +253,9 @@ def late(crash_folder: Path, rids: list[str | None]) -> Incident:
     return keep(made, crash_folder, lines, begun={"begun"})
 
 
-def test_of_very_many_unanswered_requests_the_newest_are_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
+def test_of_very_many_unanswered_requests_the_newest_are_chosen(tmp_path: Path) -> None:
     made = late(tmp_path, [f"r{number}" for number in range(3000)])
     assert [suspect.rid for suspect in made.suspects] == [f"r{number}" for number in range(2999, 2983, -1)]
-    # Their lines are found behind all others.
-    assert len(read_entries(tmp_path)) == len(made.suspects)
 
 
 @pytest.mark.parametrize("odd", ["x" * 1025, None])
@@ -276,65 +268,6 @@ def test_requests_that_cannot_be_read_cost_nothing_else(tmp_path: Path, text: st
     made = keep(incident("a"), tmp_path, text)
     assert made.fault is not None
     assert [suspect.rid for suspect in made.suspects] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("signal", "beside", "levels"),
-    [(None, 0, {"proven"}), ("SIGSEGV", 0, {"proven"}), ("SIGSEGV", 39, {"suspected"}), ("SIGKILL", 0, set())],
-)
-def test_the_only_request_of_a_second_fatal_step_is_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str | None, beside: int, levels: set[str]
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
-    crash(tmp_path, 1, "first", signal=signal, beside=beside)
-    assert {entry.level for entry in read_entries(tmp_path)} == ({"suspected"} if levels else set())
-    crash(tmp_path, 2, "second", signal=signal, beside=beside)
-    entries = read_entries(tmp_path)
-    assert {entry.level for entry in entries} == levels
-    assert all(entry.counts_for("/model", "0.5.23") for entry in entries)
-
-
-@pytest.mark.parametrize(("unfinished", "listed"), [(1, "proven"), (2, "suspected")])
-def test_what_was_alone_before_any_step_is_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfinished: int, listed: str
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
-    for number in (1, 2):
-        made = incident(last=[step(8, "begun")])
-        made.requests.journal = JournaledRequests(REQUESTS, unfinished=unfinished)
-        keep(made, tmp_path, line_of("a", REQUEST), number)
-        assert [one.rid for one in made.suspects] == ["a"]
-        assert (ONLY in made.suspects[0].reasons) is (unfinished == 1)
-    assert [entry.level for entry in read_entries(tmp_path)] == [listed]
-
-
-def test_requests_in_a_rank_stopped_from_outside_are_not_quarantined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
-    made = incident("a")
-    made.processes[0].state = {"State": "T (stopped)"}
-    keep(made, tmp_path, line_of("a", REQUEST))
-    assert made.fault is not None
-    assert read_entries(tmp_path) == []
-
-
-def test_one_of_several_is_a_suspect_only_with_a_quarantine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crash(tmp_path, 1, "a", "b")
-    assert read_entries(tmp_path) == []
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
-    for number in (2, 3):
-        crash(tmp_path, number, "a", "b")
-    assert [entry.level for entry in read_entries(tmp_path)] == ["suspected"] * 2
-
-
-def test_a_quarantine_that_cannot_be_written_costs_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
-    (tmp_path / FILE).mkdir(parents=True)
-    made = crash(tmp_path, 1, "a")
-    assert made.fault is not None
 
 
 def of_ranks(kind: str = "hang", ranks: int = 2) -> Incident:

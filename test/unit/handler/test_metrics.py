@@ -97,8 +97,6 @@ def publish(publisher: MetricsPublisher) -> None:
 def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
     path = tmp_path / "kit.prom"
     made = publisher({"port": 30001}, **{FILE: str(path)})
-    made.note_hits(1, 3)
-    made.note_hits(2, 4)
     publish(made)
     found = read(path)
     assert found["handler_up"] == {(): 1.0}
@@ -107,7 +105,6 @@ def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
         (("cause", "unknown"), ("kind", "hang")): 1,
     }
     assert found["last_incident_timestamp_seconds"] == {(): 1_800_000_000.0}
-    assert found["quarantine_hits_total"] == {(): 7.0}
     assert found["disk_limit_bytes"] == {(): float(1 << 30)}
     assert found["disk_bytes"][()] > 1000
     ((rank, at),) = found["rank_last_step_timestamp_seconds"].items()

@@ -81,7 +81,7 @@ def test_nobody_is_told_of_what_is_provoked(tmp_path: Path, paths: None, monkeyp
     with OwnServer(["sh", "-c", told], tmp_path / "own") as own:
         own.start(LONG)
     variables = (tmp_path / "told").read_text().splitlines()
-    assert {"SGLANG_CRASHKIT_HANG_SECS=7", "SGLANG_CRASHKIT_QUARANTINE=off"} <= {*variables}
+    assert "SGLANG_CRASHKIT_HANG_SECS=7" in variables
     assert "SGLANG_CRASHKIT_TERMINATION_LOG=0" in variables
     assert not [one for one in variables if "ON_INCIDENT" in one]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.crash_folder import add_incident, find_incident
 from sglang_crashkit.cli.output import say, say_json, say_text
 from sglang_crashkit.cli.running import terminable
-from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
+from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.replay.bisect import Result
@@ -39,7 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
     parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="default: bisect-<incident's id>")
-    parser.add_argument("--quarantine", action="store_true", help="list it in the quarantine of the crash folder, too")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
@@ -58,33 +56,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = Plan(command, folder, args.tries, args.starts, args.ready_secs, args.request_secs, args.jobs)
     with terminable():
         result = bisect.bisect(incident, plan, lambda line: say(line, error=True))
-    told = _quarantine(result, incident.path) if args.quarantine else ""
     if args.json:
         say_json(asdict(result), indent=2)
         return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
     say_text(_words(result, folder))
-    if told:
-        say(told)
     for line in result.left_out:
         say(f"left out: {line}")
     return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
-
-
-def _quarantine(result: Result, incident: Path) -> str:
-    """List a request that was proven in the quarantine of the crash folder; return what was done, in words."""
-    from sglang_crashkit.incident.quarantine import add_entry
-    from sglang_crashkit.replay.bisect import entry_for
-
-    entry = entry_for(result, time.time())
-    if entry is None:
-        return ""
-    # An incident lies in <crash folder>/<host>/incidents.
-    crash_folder = incident.absolute().parents[2]
-    try:
-        add_entry(crash_folder, entry)
-    except CrashkitError as error:
-        return f"it is not in quarantine: {error}"
-    return f"in quarantine in {crash_folder}, for servers with SGLANG_CRASHKIT_QUARANTINE: {entry.words}"
 
 
 def _words(result: Result, folder: Path) -> str:

@@ -25,7 +25,6 @@ from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.managers.loop_heartbeat import start_loop_heartbeat
-from sglang_crashkit.srt.managers.quarantine import guard_requests
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
 from sglang_crashkit.srt.utils.common import end_after_crash
@@ -94,7 +93,7 @@ def on_crash_dump(dump: Function) -> Function:
 
 @never_raises
 def on_request_states(manager: Any) -> None:
-    """Guard the requests of a ``TokenizerManager``, and note them in the journal from now on; have its loop beat.
+    """Note the requests of a ``TokenizerManager`` in the journal from now on, and have its loop beat.
 
     The journal has what enters and leaves ``TokenizerManager.rid_to_state``.
 
@@ -103,7 +102,6 @@ def on_request_states(manager: Any) -> None:
     """
     if crash_exit.state.is_program:
         start_loop_heartbeat(manager)
-    guard_requests(manager)
     journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
     if journal is not None:
         states = JournaledStates(manager.rid_to_state, journal, Settings.from_environ().prompts)
