@@ -4,9 +4,6 @@ Ranks of one pipeline stage and one data-parallel replica take in the same reque
 the same batches in the same order; where one does not, the next collective mixes up what does not belong together, or
 hangs. The stacks of that moment show the victim; the steps before show who went another way.
 
-Tokens that they sampled differently are such a difference, too, though the batches are the same until one of them ends
-a request that another goes on with.
-
 The ranks are read at different moments, and one that died wrote less than the others: what one has and another has not
 yet is no difference.
 """
@@ -14,19 +11,18 @@ yet is no difference.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.step import DIVERGED, PHASES, SAMPLED_HASH, DivergenceKind, Step, StepRequest, is_divergence
+from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
 
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
 #: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
 _LAG_SECS = 2.0
-#: A request whose tokens differ has another one within so many steps; with overlap its end shows two steps later.
-_SOON_STEPS = 8
 #: Of so many requests it is told who they are.
 _MAX_NAMED = 3
 #: Forward modes that take requests in.
@@ -34,8 +30,6 @@ _TAKES_IN = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
 #: Decisions that a rank takes by what it has itself, so that who took one alone is the outlier; and those that follow
 #: from a request that all have, so that who did not take it is.
 _BY_ITSELF, _OF_REQUEST = ("retract", "timeout"), ("prefetch",)
-#: What the ranks count as they go; told where only the hash differs, for it says where to look.
-_COUNTS = ("received", "waiting", "running", "retracted", "kv_free")
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Divergence:
     """What the steps of the ranks that must agree say together."""
 
     kind: DivergenceKind
-    level: Level  # how well it is supported; of another token that nothing came of it is unknown whether it matters
+    level: Level  # how well it is supported
     statement: str
     step: int | None = None  # the first that differs, or that a rank has not; None where there is none
     ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
@@ -78,7 +72,7 @@ class Divergence:
     @property
     def diverged(self) -> bool:
         """Whether ranks went different ways."""
-        return is_divergence(self.kind, self.level)
+        return self.kind in DIVERGED
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -143,40 +137,14 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
     if len(known) < 2:
         text = f"Whether the ranks diverged is unknown: of {names.of(silent)} there are no steps."
         return Divergence("unknown", "unknown", text)
-    counts: dict[int, int] = {}
-    for _one, steps in known:
-        for number in steps:
-            counts[number] = counts.get(number, 0) + 1
+    counts = Counter(number for _one, steps in known for number in steps)
     common = sorted(number for number, count in counts.items() if count > 1)
-    sampled: Divergence | None = None
-    results: Sequence[tuple[RankSteps, Step]] = ()
-    last_apart = 0
     for position, number in enumerate(common):
         there = [(one, steps[number]) for one, steps in known if number in steps]
-        is_oldest, compared = position == 0 and number > 1, position + 1
-        found = _differ(there, names, moment, is_oldest=is_oldest, compared=compared)
+        is_oldest = position == 0 and number > 1
+        found = _differ(there, names, moment, is_oldest=is_oldest, compared=position + 1)
         if found is not None:
-            # What began before the tokens were there is no consequence of theirs, and may be their cause.
-            ended = {one.rank: step.ended for one, step in results}
-            earlier = any(step.began < (ended.get(one.rank) or step.began) for one, step in there)
-            if sampled is None or earlier:
-                return found
-            return _followed_by(sampled, f"From step {number:,} on they did not run the same any more.")
-        ways = _ways_sampled(there)
-        if len(ways) > 1:
-            last_apart = number
-            if sampled is None:
-                sampled, results = _sampled_apart(ways, names, moment, is_oldest=is_oldest, compared=compared), there
-    if sampled is not None:
-        behind = _behind(known, names, moment, len(common))
-        if behind is None:
-            return replace(_followed_by(sampled, "Until now they ran the same batches."), level="unknown")
-        # Who is in the midst of its last step has not ended a request that the others go on with.
-        end = min(max(steps) for _one, steps in known)
-        is_through = all(steps[end].phase == "processed" for _one, steps in known if max(steps) == end)
-        if not is_through or end - last_apart > _SOON_STEPS:
-            return replace(behind, statement=f"{behind.statement} Before, {sampled.statement}")
-        return _followed_by(sampled, f"{behind.against} went on to step {behind.step:,} alone.")
+            return found
     apart = [one for one, steps in known if not any(counts[number] > 1 for number in steps)]
     if apart or not common:
         spans = ", ".join(f"{names.of([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
@@ -210,7 +178,7 @@ def _differ(
     room = min(len(step.requests) for _one, step in there)
     ways: dict[Hashable, list[tuple[RankSteps, Step]]] = {}
     for one, step in there:
-        requests = tuple((request.id_hash, request.tokens, request.length) for request in step.requests[:room])
+        requests = step.requests[:room]
         decided = tuple(sorted((name, number) for name, number in step.decisions.items() if number))
         way = (step.mode, step.size, step.tokens, requests, decided, with_hash and step.agreed_hash)
         ways.setdefault(way, []).append((one, step))
@@ -247,54 +215,6 @@ def _differ(
         secs,
         compared,
     )
-
-
-def _ways_sampled(there: Sequence[tuple[RankSteps, Step]]) -> list[list[tuple[RankSteps, Step]]]:
-    """Return the ranks by what they sampled in a step, as far as it is known, most of them first."""
-    ways: dict[bytes, list[tuple[RankSteps, Step]]] = {}
-    for one, step in there:
-        if step.sampled:
-            ways.setdefault(step.sampled[:SAMPLED_HASH], []).append((one, step))
-    return sorted(ways.values(), key=len, reverse=True)
-
-
-def _sampled_apart(
-    ways: Sequence[Sequence[tuple[RankSteps, Step]]],
-    names: _Names,
-    moment: Moment | None,
-    *,
-    is_oldest: bool,
-    compared: int,
-) -> Divergence:
-    """Return which ranks sampled other tokens in a step than the others did."""
-    usual, second, *_fewer = ways
-    (_, ours), (_, theirs) = second[0], usual[0]
-    odd, rest = [one for one, _step in second], [one for one, _step in usual]
-    # Of as many on each side nothing tells who is wrong.
-    named = odd if len(usual) > len(second) else [*rest, *odd]
-    pairs = zip(ours.requests, ours.sampled[SAMPLED_HASH:], theirs.sampled[SAMPLED_HASH:], strict=False)
-    requests = [request for request, own, other in pairs if own != other]
-    of = f"for {_some(requests)}" if requests else f"for one of {_count(ours.size, 'request')}"
-    secs, when = _before(min(ours.began, theirs.began), moment)
-    oldest = "; it is the oldest step that both still have, and they may have diverged before" if is_oldest else ""
-    return Divergence(
-        "sampled_token",
-        "established" if named is odd and not is_oldest else "supported",
-        f"{names.of(odd)} sampled another token than {names.of(rest)} {of} in step {ours.number:,}{oldest}{when}.",
-        ours.number,
-        names.of(named),
-        tuple(one.pid for one in named),
-        names.of(rest) if named is odd else "",
-        requests[0].rid if requests else None,
-        None,
-        secs,
-        compared,
-    )
-
-
-def _followed_by(sampled: Divergence, statement: str) -> Divergence:
-    """Return the divergence of sampled tokens with what came of it, a sentence."""
-    return replace(sampled, statement=f"{sampled.statement} {statement}")
 
 
 def _outlier(ours: Step, theirs: Step) -> tuple[bool | None, Level]:
@@ -357,7 +277,7 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
     if mine or other or ours.size != theirs.size:
         return "requests", apart, request, None
     for one, another in zip(ours.requests, theirs.requests, strict=False):
-        if one.id_hash != another.id_hash:
+        if one.rid != another.rid:
             text = f"{odd} ran {ran} {in_step} where {rest} ran the same requests in another order"
             return "requests", text, one.rid, None
         if (one.tokens, one.length) != (another.tokens, another.length):
@@ -368,21 +288,21 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
             return "lengths", text, one.rid, None
     if ours.tokens != theirs.tokens:
         return "lengths", apart, None, None
-    counted = [
-        f"{name} {getattr(ours, name)} and {getattr(theirs, name)}"
-        for name in _COUNTS
-        if getattr(ours, name) != getattr(theirs, name)
-    ]
-    text = f"{odd} and {rest} ran the same batch {in_step}, and what led to it differs"
-    return "hash", text + (f": {', '.join(counted)}" if counted else ""), None, None
+    return "hash", f"{odd} and {rest} ran the same batch {in_step}, and what led to it differs", None, None
 
 
 def _only(ours: Step, theirs: Step) -> list[StepRequest]:
     """Return the requests of one step that the other has not, as far as all of the other's are known."""
     if len(theirs.requests) < theirs.size:
         return []
-    known = {request.id_hash for request in theirs.requests}
-    return [request for request in ours.requests if request.id_hash not in known]
+    # Of several requests with one id, as many as the other step has.
+    known = Counter(request.rid for request in theirs.requests)
+    only = []
+    for request in ours.requests:
+        known[request.rid] -= 1
+        if known[request.rid] < 0:
+            only.append(request)
+    return only
 
 
 def _alone(ours: Step, theirs: Step) -> str | None:

@@ -28,7 +28,7 @@ from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity, activity_
 from sglang_crashkit.model.incident import LEVELS, Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
-from sglang_crashkit.model.step import is_divergence
+from sglang_crashkit.model.step import DIVERGED
 
 FailureKind = Literal["exit", "exception", "hang"]
 
@@ -295,7 +295,7 @@ def _abnormal(incident: Incident) -> list[dict[str, Any]]:
 def _divergence(incident: Incident, *, of_hang: bool = False) -> list[str]:
     """Return where the ranks went different ways, in a sentence; of a hang also that they did not, or may have."""
     found = incident.divergence
-    if not found or not (of_hang or is_divergence(found.get("kind"), found.get("level"))):
+    if not found or not (of_hang or found.get("kind") in DIVERGED):
         return []
     return [str(found["statement"])]
 

@@ -257,20 +257,13 @@ def divergence_of(
         found = find_divergence(ranks, moment)
         if found is not None and found.step is not None:
             told = {one.pid: one.steps for one in read_steps(folder, found.step)}
-            found = find_divergence([_with(one, told.get(one.pid, ())) for one in ranks], moment) or found
+            whole = [replace(one, steps=[*one.steps, *told.get(one.pid, ())]) for one in ranks]
+            found = find_divergence(whole, moment) or found
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the steps of the ranks cannot be compared")
         return None
     return found.to_json() if found is not None else None
-
-
-def _with(one: RankSteps, told: Sequence[Step]) -> RankSteps:
-    """Return the steps of a rank, some of them as a file tells them, which has no tokens."""
-    known = {step.number: step for step in one.steps}
-    sampled = {number: step.sampled for number, step in known.items()}
-    known |= {step.number: replace(step, sampled=sampled.get(step.number, b"")) for step in told}
-    return replace(one, steps=[*known.values()])
 
 
 def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:

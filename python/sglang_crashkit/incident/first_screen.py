@@ -16,7 +16,7 @@ from typing import Any
 from sglang_crashkit.incident.names import Names, join_some_names, stopped_state, without_own_numbers
 from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.step import is_divergence
+from sglang_crashkit.model.step import DIVERGED
 from sglang_crashkit.visible import visible
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
@@ -347,7 +347,7 @@ class _Screen:
     def _divergence(self) -> str:
         """Return at which step the ranks went different ways; empty where they did not, or the headline says so."""
         found, basis = mapping_of(self._document.get("divergence")), self._verdict.get("basis")
-        is_told = is_divergence(found.get("kind"), found.get("level"))
+        is_told = found.get("kind") in DIVERGED
         told = str(found.get("statement") or "") if is_told else ""
         return "" if isinstance(basis, list) and told in basis[:1] else self._names.in_words(told)
 

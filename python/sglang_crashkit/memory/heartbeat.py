@@ -33,7 +33,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sglang_crashkit.memory.ring import create_sealed, is_ring
+from sglang_crashkit.memory.ring import create_sealed, is_ring, leave_to_parent
 
 NAME = "sglang-crashkit-heartbeat"
 
@@ -123,6 +123,7 @@ class HeartbeatWriter:
         except BaseException:
             os.close(self.fd)
             raise
+        leave_to_parent(self._map)
         self.words = memoryview(self._map).cast("d")
         self.words[LOOP_TIME] = time.monotonic()
 

@@ -23,6 +23,7 @@ The last log records of a process are kept in such a ring, too.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -109,6 +110,7 @@ class RingWriter:
         except (OSError, ValueError, RingError) as error:
             os.close(self.fd)
             raise error if isinstance(error, RingError) else _no_memory(error) from error
+        leave_to_parent(self._map)
         # A ring that nobody closes goes with its writer.
         self._close_fd = weakref.finalize(self, os.close, self.fd)
         head = _HEADER.pack(_MAGIC, self.capacity, self._mark)
@@ -391,6 +393,34 @@ def create_sealed(length: int, name: str) -> int:
             os.close(descriptor)
         raise _no_memory(error) from error
     return descriptor
+
+
+#: What this process writes to and its crash handler reads; a child that it forks writes elsewhere.
+_own_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_map_pages = ctypes.CDLL(None, use_errno=True).mmap
+_map_pages.restype = ctypes.c_void_p
+_map_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_MAP_FIXED = 0x10
+
+
+def leave_to_parent(mapping: mmap.mmap) -> None:
+    """Have each child that this process forks write to private memory in place of `mapping`.
+
+    What the child goes on to write is lost, and costs neither it nor this process anything.
+    """
+    _own_maps.add(mapping)
+
+
+def _detach_child() -> None:
+    for mapping in _own_maps:
+        if not mapping.closed:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+            _map_pages(address, len(mapping), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    _own_maps.clear()
+
+
+os.register_at_fork(after_in_child=_detach_child)
 
 
 def write_blob(data: bytes) -> int:

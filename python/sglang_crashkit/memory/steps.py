@@ -1,43 +1,35 @@
 """The last steps of a scheduler: memory that the scheduler writes to and its crash handler reads.
 
-The memory is sealed (see `ring.create_sealed`), and all of it is there from the
-beginning, so that no store ever ends in SIGBUS::
+The memory is sealed (see `ring.create_sealed`), and all of it is there from the beginning, so that no store ever ends
+in SIGBUS::
 
-    header     one page: magic number; what the scheduler is about, in words of 64 bits; a control request, by its name
-    steps      `_SLOTS` slots of 256 bytes; the step of number n lies in slot n modulo `_SLOTS`, and behind it number
-               and checksum of the tokens that were sampled in one word, and the lowest byte of each
-    ids        4096 slots of 64 bytes: 8 bytes of a hash of a request's id, its length, the id; a long one takes several
-    data       the rest; the newest overwrites the oldest: for each step's requests hashes of ids, and lengths
+    header     one page: magic number; what the scheduler does, in words of 64 bits; a control request, by its name;
+               names of the forward modes by their number, as JSON
+    steps      `STEPS` slots of 128 bytes; the step of number n lies in slot n modulo `STEPS`
+    data       the rest; the newest overwrites the oldest: ids and lengths of each step's requests
 
-A step says where in the data its requests lie. What is the same as in the step before is not written again: the
-requests, and lengths that all grew by one, as they do in a decode. A step that repeats the one before in all but that
-has its times, how far it came, what it sampled, and nothing else: a reader takes the rest from the whole step before
-it, which is at most `MAX_REPEATS` steps older.
+A step says where in the data its requests lie; steps of the same requests share the list of their ids.
 
-There is no lock, and a writer may be killed anywhere. So nothing is believed that does not prove itself: a step and a
-piece of the data have a checksum in the step's slot, an id is the one that its hash is of. What changes as a step goes
-on is stored by single instructions: how far it came, a byte of the word that has the step's number, after what belongs
-to that: the time at which it ended, and the checksum of the tokens that were sampled, with the number.
+There is no lock, and a writer may be killed anywhere. So a reader believes only what has the right checksum: the body
+of a step, and its pieces of the data. What changes as a step goes on is stored by single instructions: how far it came,
+which is in the word that has the step's number, and when it ended.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import math
 import mmap
 import os
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from marshal import dumps
-from typing import NamedTuple
 from zlib import crc32
 
-from sglang_crashkit.memory.ring import create_sealed, is_ring
-from sglang_crashkit.model.step import PHASES, SAMPLED_HASH, Step, StepRequest
+from sglang_crashkit.memory.ring import create_sealed, is_ring, leave_to_parent
+from sglang_crashkit.model.step import MAX_RID, PHASES, Step, StepRequest, short_rid
 
 NAME = "sglang-crashkit-steps"
 STEPS = 1000
@@ -46,90 +38,49 @@ RECEIVED, SCHEDULED, FORWARD_BEGUN, FORWARD_DONE, PROCESSED = range(len(PHASES))
 DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "timeout")
 #: More requests of one step than these are counted, and not recorded.
 MAX_REQUESTS = 2048
-#: So many steps in turn may repeat the one before.
-MAX_REPEATS = 15
-ABSENT = -1
 
-_VERSION = 5
+_VERSION = 6
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
-_PAGE = 4096
-#: No slot of a step lies on two pages, between which a reader may be held up, and which a writer would look for each.
-_SLOT, _ID_SLOT = 256, 64
-#: With those that the oldest of the last `STEPS` may repeat.
-_SLOTS = STEPS + MAX_REPEATS
+_PAGE, _SLOT = 4096, 128
 #: Where the slots begin, and how long each is, in words of 64 bits.
 _FIRST_WORD, _WORDS = _PAGE // 8, _SLOT // 8
-_ID_SLOTS, _DATA_BYTES = 4096, 970_000
-_IDS = _PAGE + _SLOTS * _SLOT
-_DATA = _IDS + _ID_SLOTS * _ID_SLOT
+_DATA, _DATA_BYTES = _PAGE + STEPS * _SLOT, 2_000_000
 SIZE = _DATA + _DATA_BYTES
 #: Words of the header: when the last round of the event loop began; the step that it is to become, or that it has
-#: nothing to do, 0 for the step after the newest; the step whose results the scheduler waits for, 0 for none.
-_ROUND, _OPEN, _AT = 8, 9, 10
-_IDLE = _WORD = 0xFFFF_FFFF_FFFF_FFFF
-#: Behind them in the header: length and name of the control request of this round; names of the forward modes by their
-#: number, as JSON.
+#: nothing to do, 0 for the step after the newest; the step whose results the scheduler waits for, 0 for none; a word
+#: that no reader looks at.
+_ROUND, _OPEN, _AT, _UNUSED = 8, 9, 10, 11
+_IDLE = 0xFFFF_FFFF_FFFF_FFFF
+#: Behind them in the header: length and name of the control request of this round; names of the forward modes.
 _CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
-#: Of a slot: number, whether it repeats the step before, forward mode, and phase in the lowest byte, in one word; in
-#: the next when it ended; in the next when it began where it repeats the step before, else what does not change, behind
-#: its checksum.
-_NUMBER_AT, _REPEATS = 24, 1 << 16
-_ENDED, _BEGAN, _FIXED = 1, 2, 16
-#: Where in a slot the checksum of the tokens is, and their lowest bytes.
-_SAMPLED, _LOWEST_BYTES = 192, 200
-_BODY = struct.Struct("<QdQ8I4iqqHB")
-_DECIDED = struct.Struct("<B6Q")
-_NOTHING_DECIDED = bytes(_DECIDED.size)
-_BODY_BYTES = _BODY.size + _DECIDED.size
-#: What does not change, behind its checksum.
-_CHECKED = struct.Struct(f"<I{_BODY_BYTES}s")
-#: What of a slot changes, and when a step began that repeats the one before.
-_MARKS, _NUMBER = struct.Struct("@Qdd"), struct.Struct("@Q")
-#: Of the tokens of a step: their checksum and its number in one word, which one instruction stores; the lowest byte of
-#: each token.
-_TOKENS = struct.Struct("@Q56s")
-_CHECKSUM = 0xFFFF_FFFF
-#: Tokens as `marshal` writes them: so many bytes before the first, and for each; where its lowest one is; behind the
-#: last for which there is room.
-_LISTED, _LOWEST = 5, 6
-_END_LOWEST = _LOWEST + (_TOKENS.size - 8) * _LISTED
-_ID_HASH, _LONGEST_ID = blake2b(digest_size=8), 1024
-#: So many requests are read at most, of the newest steps.
-_MAX_READ = 32_768
-#: After so many slots all ids are written again with the next list, so that each is there as long as its request.
-_FRESH_IDS, _FRESH_DATA = _ID_SLOTS // 2, _DATA_BYTES // 2
+#: A slot: number, forward mode of the last pass and phase in one word; when it ended; what does not change, behind its
+#: checksum.
+_NUMBER_AT, _ENDED, _FIXED = 16, 1, 16
+_MARKS = struct.Struct("@Qd")
+#: Number, when it began, rolling hash; place, size and checksum of the ids, place and checksum of the lengths; how many
+#: requests are listed, and how many there are; how many tokens, mode, whether tokens lie behind the lengths; which
+#: decisions there are, and their numbers.
+_BODY = struct.Struct("<QdQ5I3I3B6Q")
+_CHECKED = struct.Struct(f"<I{_BODY.size}s")
+_NO_DECISIONS = (0,) * (1 + len(DECISIONS))
+_ID_LENGTH = struct.Struct("<H")
+#: So many ids are kept ready to be written.
+_MAX_KNOWN = 4096
+#: After so many bytes a list of ids is written again, so that it is there as long as its steps.
+_FRESH = _DATA_BYTES // 2
+#: A reader reads so many requests at most, of the newest steps.
+_MAX_READ = 65_536
 
 
 class NotStepsError(Exception):
-    """What was opened is no record of steps of this layout, or may be cut off while it is read."""
-
-
-class Facts(NamedTuple):
-    """What a scheduler says of itself as it begins a batch; `ABSENT` for what its release does not have.
-
-    Attributes:
-        running: how many requests run.
-        waiting: how many requests wait.
-        retracted: how many were retracted since the batch before.
-        received: how many requests and controls were received since the batch before.
-        kv_free: how many tokens the KV pool has room for.
-        kv_size: how many tokens the KV pool holds at most.
-    """
-
-    running: int = ABSENT
-    waiting: int = ABSENT
-    retracted: int = ABSENT
-    received: int = ABSENT
-    kv_free: int = ABSENT
-    kv_size: int = ABSENT
+    """What was opened is not a record of steps of this layout, or may be cut off while it is read."""
 
 
 class StepWriter:
     """The scheduler's end; for one thread.
 
     Args:
-        modes: names of the forward modes by their number in digits, for whoever finds the record and knows nothing of
-            the release.
+        modes: names of the forward modes by their number in digits, for a reader that knows nothing of the release.
 
     Attributes:
         fd: the descriptor to be passed on to a reader.
@@ -150,28 +101,23 @@ class StepWriter:
         except BaseException:
             os.close(self.fd)
             raise
+        leave_to_parent(self._map)
         self._whole = memoryview(self._map)
         self._words = self._whole[: SIZE // 8 * 8].cast("Q")
         self._times = self._whole[: SIZE // 8 * 8].cast("d")
         self._agreed = 0
-        #: Hash of each id that was written since its slots were half as many, by the id.
-        self._known = _Known(self._put_id)
-        self._id_head = self._known_since = 0
-        #: Where the next data goes, counted on over the end; so are the places of what is there.
-        self._data_head = self._ids_at = self._lengths_at = 0
-        self._ids_sum = self._lengths_sum = 0
+        self._known = _Encoded()
+        #: Where the next data goes, counted on over the end.
+        self._head = 0
+        #: The ids that were written last, and their place in the data, size and checksum.
         self._rids: Sequence[str] = ()
-        self._ids = b""
-        #: The lengths as one number; None where the next ones are to be written.
-        self._lengths: int | None = None
-        self._grown = 0
-        self._ones = (0, 0)
+        self._ids = 0, 0, 0
         self._has_control = False
         #: The step that was scheduled last, the place of its first word, and that word without mode and phase.
-        self._newest, self._place, self._word = 0, _FIRST_WORD, 0
+        self._newest, self._place, self._word = 0, _UNUSED, 0
 
     def close(self) -> None:
-        """Give the memory back, unless somebody else holds it."""
+        """Give the memory back, unless another process holds it."""
         for view in (self._words, self._times, self._whole):
             view.release()
         self._map.close()
@@ -191,10 +137,6 @@ class StepWriter:
         if self._has_control:
             self._end_control()
 
-    def go_round(self, now: float) -> None:
-        """Note that a round of the event loop begins that is to become the step after the one scheduled last."""
-        self._times[_ROUND] = now
-
     def begin_control(self, name: str) -> None:
         """Note that a control request is handled in this round, before the next batch."""
         told = name.encode(errors="replace")[:_LONGEST_CONTROL]
@@ -207,18 +149,16 @@ class StepWriter:
         self._map[_CONTROL] = 0
         self._has_control = False
 
-    def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int], received: int) -> None:
+    def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int]) -> None:
         """Note the requests that were received for a step to come; those that were noted for it before are forgotten.
 
         Args:
             number: the step's.
             began: when, in seconds of the monotonic clock.
-            rids: the requests' ids; a list that nobody changes later.
+            rids: the requests' ids.
             lengths: of their inputs, in tokens.
-            received: how many requests and controls there were in all.
         """
-        nothing = [0] * len(rids)
-        self.schedule(number, began, 0, rids, lengths, nothing, 0, Facts(received=received), {}, 0, RECEIVED)
+        self._write(number, began, 0, rids, lengths, [0] * len(rids), 0, _NO_DECISIONS, 0, RECEIVED)
 
     def schedule(
         self,
@@ -229,10 +169,8 @@ class StepWriter:
         lengths: Sequence[int],
         tokens: Sequence[int] | None,
         total: int,
-        facts: tuple[int, int, int, int, int, int],
         decisions: Mapping[str, int],
         agreed: int,
-        phase: int = SCHEDULED,
     ) -> None:
         """Note that a batch was scheduled.
 
@@ -240,76 +178,76 @@ class StepWriter:
             number: the step's.
             began: when the round began, in seconds of the monotonic clock.
             mode: forward mode, a number that the release gives it, 0 to 255.
-            rids: the requests' ids; a list that nobody changes later.
+            rids: the requests' ids; a list that the caller does not change later.
             lengths: how many tokens each has.
             tokens: how many of them the step computes; None for one each.
             total: how many tokens the step computes in all.
-            facts: what else is known; as `Facts` has it.
             decisions: see `DECISIONS`; others are left out.
-            agreed: what else must be the same on all ranks, and is part of the step's hash, as is all of the above but
-                `began`, and `facts` beyond the first two.
-            phase: `RECEIVED` for what is no batch yet, and has no hash.
+            agreed: what else must be the same on all ranks.
+
+        Raises:
+            OverflowError, TypeError: a length is not one; nothing was noted.
         """
+        decided = _mask_of(decisions) if decisions else _NO_DECISIONS
+        self._place = self._write(number, began, mode, rids, lengths, tokens, total, decided, agreed, SCHEDULED)
+        self._newest, self._word = number, number << _NUMBER_AT
+        self._words[_OPEN] = 0
+        if self._has_control:
+            self._end_control()
+
+    def _write(
+        self,
+        number: int,
+        began: float,
+        mode: int,
+        rids: Sequence[str],
+        lengths: Sequence[int],
+        tokens: Sequence[int] | None,
+        total: int,
+        decided: tuple[int, ...],
+        agreed: int,
+        phase: int,
+    ) -> int:
+        """Write a step, of which `agreed` and what is before it must agree; return the place of its first word."""
         size = len(rids)
         if size > MAX_REQUESTS:
             rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
             tokens = None if tokens is None else tokens[:MAX_REQUESTS]
-        if self._id_head - self._known_since > _FRESH_IDS:
-            self._known, self._known_since, self._rids = _Known(self._put_id), self._id_head, ()
         raw = array("I", lengths).tobytes()
         if tokens is not None:
             raw += array("I", tokens).tobytes()
-        raw_sum = crc32(raw)
-        if rids != self._rids:
-            self._list(rids, raw, raw_sum)
-        else:
-            if self._data_head - self._ids_at > _FRESH_DATA:
-                self._ids_at = self._append(self._ids)
-            self._set_lengths(raw, raw_sum)
-        running, waiting, retracted, received, free, kv_size = facts
-        decided, decided_sum = _NOTHING_DECIDED, 0
-        if decisions:
-            decided = _packed(decisions)
-            decided_sum = crc32(decided)
+        if rids != self._rids or self._head - self._ids[0] > _FRESH:
+            try:
+                ids = b"".join(map(self._known.__getitem__, rids))
+            except TypeError:
+                # An id that is not text.
+                ids = b"".join(self._known[short_rid(rid)] for rid in rids)
+            self._ids = self._append(ids), len(ids), crc32(ids)
+            self._rids = rids
+        ids_at, ids_size, ids_sum = self._ids
+        lengths_at, lengths_sum = self._append(raw), crc32(raw)
         told = 0
         if phase == SCHEDULED:
-            # Once it differs it stays different. Of numbers only, as the hash of anything else is another one in each
-            # process, and of small ones: that of a large one is no more than a remainder. A hash that nobody can forge
-            # takes a tenth of the whole step.
-            of = self._agreed, number, mode, size, running, waiting, agreed, decided_sum, self._ids_sum, raw_sum
-            told = self._agreed = hash(of) & _WORD
+            # Once it differs it stays different. Of numbers only: the hash of anything else differs by process. And of
+            # small ones: that of a large one is a remainder.
+            told = hash((self._agreed, number, mode, size, total, agreed, decided, ids_sum, lengths_sum)) & _IDLE
+            self._agreed = told
         # fmt: off
-        # Not unpacked from parts, which takes a tenth of the whole step.
         body = _BODY.pack(
-            number, began, told, self._ids_at % _DATA_BYTES, self._ids_sum, self._lengths_at % _DATA_BYTES,
-            self._lengths_sum, self._grown, len(rids), size, total,
-            running, waiting, retracted, received, free, kv_size, mode, tokens is not None,
-        ) + decided
+            number, began, told, ids_at % _DATA_BYTES, ids_size, ids_sum, lengths_at % _DATA_BYTES, lengths_sum,
+            len(rids), size, total, mode, tokens is not None, *decided,
+        )
         # fmt: on
-        slot, words = number % _SLOTS, self._words
+        slot = number % STEPS
         place = _FIRST_WORD + slot * _WORDS
-        words[place] = 0
+        self._words[place] = 0
         _CHECKED.pack_into(self._map, _PAGE + slot * _SLOT + _FIXED, crc32(body), body)
-        words[place] = number << _NUMBER_AT | phase
-        if phase == SCHEDULED:
-            self._newest, self._place, self._word = number, place, number << _NUMBER_AT
-            words[_OPEN] = 0
-            if self._has_control:
-                self._end_control()
+        self._words[place] = number << _NUMBER_AT | phase
+        return place
 
-    def repeat(self, number: int, began: float) -> None:
-        """Note that a batch was scheduled that is as the one before, with requests that are all one token longer.
-
-        Args:
-            number: the step's, one more than that of the step before.
-            began: when the round began, in seconds of the monotonic clock.
-        """
-        self._newest = number
-        self._place = place = _FIRST_WORD + number % _SLOTS * _WORDS
-        self._word = word = number << _NUMBER_AT | _REPEATS
-        # What was there is too old to be read, whatever becomes of it.
-        self._times[place + _BEGAN] = began
-        self._words[place] = word | SCHEDULED
+    def leave_out(self) -> None:
+        """Note that the batch that was scheduled last is another one than was noted last."""
+        self._place, self._word = _UNUSED, 0
 
     def begin_pass(self, mode: int) -> None:
         """Note that a pass of the model, in this forward mode, begins for the batch that was scheduled last."""
@@ -321,106 +259,51 @@ class StepWriter:
 
     def begin_results(self, number: int) -> None:
         """Note that the scheduler turns to the results of a step, which are there."""
-        if self._newest - number < _SLOTS:
-            self._map[_PAGE + number % _SLOTS * _SLOT] = FORWARD_DONE
+        if self._newest - number < STEPS - 1:
+            self._set_phase(number, FORWARD_DONE)
 
-    def end(self, number: int, now: float, tokens: tuple[int, ...] = ()) -> None:
-        """Note that a step's results were processed.
+    def end(self, number: int, now: float) -> None:
+        """Note that a step's results were processed; a step that was overwritten is left alone.
 
         Args:
-            number: the step's; one that was overwritten is left alone.
+            number: the step's.
             now: when, in seconds of the monotonic clock.
-            tokens: the token that each request had sampled last; none where that is not known.
-
-        Raises:
-            ValueError: a token is no number; nothing was noted.
         """
-        if self._newest - number >= _SLOTS:
-            return
-        start = _PAGE + number % _SLOTS * _SLOT
-        if tokens:
-            # Not `crc32`, whose tables take ten times as long where the scheduler's work has left no cache to it.
-            told = hash(tokens) & _CHECKSUM
-            lowest = dumps(tokens, 2)[_LOWEST:_END_LOWEST:_LISTED]
-            self._words[(start + _SAMPLED) // 8] = told << 32 | number
-            self._map[start + _LOWEST_BYTES : start + _LOWEST_BYTES + len(lowest)] = lowest
-        self._times[start // 8 + _ENDED] = now
-        self._map[start] = PROCESSED
+        if self._newest - number < STEPS - 1:
+            self._times[_FIRST_WORD + number % STEPS * _WORDS + _ENDED] = now
+            self._set_phase(number, PROCESSED)
 
-    def _set_lengths(self, raw: bytes, raw_sum: int) -> None:
-        """Write the lengths, unless each of them is one more than the last time.
-
-        Args:
-            raw: the lengths, and the tokens where the step computes more than one each.
-            raw_sum: its checksum.
-        """
-        count = len(self._rids)
-        if self._ones[0] != count:
-            self._ones = count, int.from_bytes(b"\1\0\0\0" * count, "little")
-        # Where all of them grow by one, no length carries into the next.
-        lengths = int.from_bytes(raw, "little")
-        before = self._lengths
-        is_fresh = self._data_head - self._lengths_at <= _FRESH_DATA
-        if before is not None and is_fresh and lengths - before == self._ones[1]:
-            self._grown += 1
-        else:
-            self._lengths_at, self._lengths_sum, self._grown = self._append(raw), raw_sum, 0
-        self._lengths = lengths if len(raw) == 4 * count else None
-
-    def _list(self, rids: Sequence[str], raw: bytes, raw_sum: int) -> None:
-        """Write other requests than the last time, and their lengths behind them; see `_set_lengths`."""
-        ids = b"".join(map(self._known.__getitem__, rids))
-        self._rids, self._ids, self._grown = rids, ids, 0
-        self._ids_at = self._append(ids + raw)
-        self._lengths_at = self._ids_at + len(ids)
-        self._ids_sum, self._lengths_sum = crc32(ids), raw_sum
-        self._lengths = int.from_bytes(raw, "little") if len(raw) == 4 * len(rids) else None
-
-    def _put_id(self, rid: str) -> bytes:
-        """Write a request's id; return its hash."""
-        text = rid.encode(errors="surrogatepass")
-        # To copy one takes less than to make one.
-        hashed = _ID_HASH.copy()
-        hashed.update(text)
-        digest = hashed.digest()
-        record = digest + min(len(text), 0xFFFF).to_bytes(2, "little") + text[:_LONGEST_ID]
-        slots = (len(record) + _ID_SLOT - 1) // _ID_SLOT
-        place = self._id_head % _ID_SLOTS
-        if place + slots > _ID_SLOTS:
-            self._id_head, place = self._id_head + _ID_SLOTS - place, 0
-        start, self._id_head = _IDS + place * _ID_SLOT, self._id_head + slots
-        self._map[start : start + len(record)] = record
-        return digest
+    def _set_phase(self, number: int, phase: int) -> None:
+        place = _FIRST_WORD + number % STEPS * _WORDS
+        self._words[place] = self._words[place] & ~0xFF | phase
 
     def _append(self, data: bytes) -> int:
         """Write to the data; return its place, counted on over the end."""
-        place, start = self._data_head, self._data_head % _DATA_BYTES
+        place, start = self._head, self._head % _DATA_BYTES
         if start + len(data) > _DATA_BYTES:
             place, start = place + _DATA_BYTES - start, 0
         self._map[_DATA + start : _DATA + start + len(data)] = data
-        self._data_head = place + len(data)
+        self._head = place + len(data)
         return place
 
 
-class _Known(dict[str, bytes]):
-    """Hashes by id; one that is not there is put there."""
-
-    def __init__(self, put: Callable[[str], bytes]) -> None:
-        self._put = put
+class _Encoded(dict[str, bytes]):
+    """Ids as they are written, by id; one that is not there is put there, unless it is long."""
 
     def __missing__(self, rid: str) -> bytes:
-        self[rid] = digest = self._put(rid)
-        return digest
+        text = short_rid(rid).encode(errors="surrogatepass")
+        encoded = _ID_LENGTH.pack(len(text)) + text
+        if len(rid) <= MAX_RID:
+            if len(self) >= _MAX_KNOWN:
+                self.clear()
+            self[rid] = encoded
+        return encoded
 
 
-def _packed(decisions: Mapping[str, int]) -> bytes:
-    mask, values = 0, [0] * len(DECISIONS)
-    for place, name in enumerate(DECISIONS):
-        value = decisions.get(name)
-        if value is not None:
-            mask |= 1 << place
-            values[place] = value & 0xFFFF_FFFF_FFFF_FFFF
-    return _DECIDED.pack(mask, *values)
+def _mask_of(decisions: Mapping[str, int]) -> tuple[int, ...]:
+    """Return which decisions there are, as a mask, and the number of each."""
+    mask = sum(1 << place for place, name in enumerate(DECISIONS) if name in decisions)
+    return (mask, *(decisions.get(name, 0) & _IDLE for name in DECISIONS))
 
 
 @dataclass(frozen=True)
@@ -455,25 +338,26 @@ class StepReader:
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         if not is_ring(descriptor) or os.fstat(descriptor).st_size != SIZE or os.pread(descriptor, 8, 0) != _MAGIC:
-            raise NotStepsError("it is no record of steps, or of another layout")
+            raise NotStepsError("it is not a record of steps, or of another layout")
         self._fd = descriptor
         self._modes = modes or _modes_in(os.pread(descriptor, _PAGE - _MODES, _MODES))
 
     def read(self) -> LastSteps:
-        """Return what the record says now; whatever it holds, it says something.
+        """Return what the record says now, whatever it holds; a step that is not whole is left out.
+
+        It takes a bounded time: no byte of the data is looked at more than a few times in all.
 
         Raises:
             OSError: it cannot be read.
         """
         data = os.pread(self._fd, SIZE, 0)
-        round_at = float(struct.unpack_from("d", data, 8 * _ROUND)[0])
-        opened, at = struct.unpack_from("2Q", data, 8 * _OPEN)
-        requests = _Requests(data)
-        steps: dict[int, Step] = {}
-        for place in sorted(range(_SLOTS), key=functools.partial(_number_at, data), reverse=True):
-            step = self._step_at(data, place, requests)
-            if step is not None:
-                steps[step.number] = step
+        round_at = _time(struct.unpack_from("@d", data, 8 * _ROUND)[0])
+        opened, at = struct.unpack_from("@2Q", data, 8 * _OPEN)
+        found = _Requests(data)
+        bodies = filter(None, (self._body_at(data, place) for place in range(STEPS)))
+        # Where there is not room for all requests, the newest steps have theirs.
+        newest_first = sorted(bodies, key=lambda body: body.number, reverse=True)
+        steps = {body.number: body.step(self._modes, found) for body in newest_first}
         newest = max(steps, default=0)
         if not opened and steps and round_at > steps[newest].began:
             opened = newest + 1
@@ -481,53 +365,56 @@ class StepReader:
             newest = opened
             steps[opened] = Step(opened, round_at, None, PHASES[RECEIVED], "", (), 0, 0)
         kept = tuple(steps[number] for number in sorted(steps) if number > newest - STEPS)
-        current = _current_of(kept, at, is_idle=opened == _IDLE)
         size = min(data[_CONTROL], _LONGEST_CONTROL)
         control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
-        return LastSteps(kept, current, round_at, control)
+        return LastSteps(kept, _current_of(kept, at, is_idle=opened == _IDLE), round_at, control)
 
-    def _step_at(self, data: bytes, place: int, found: _Requests) -> Step | None:
+    @staticmethod
+    def _body_at(data: bytes, place: int) -> _Body | None:
+        """Return the step in a slot; None where it is not whole."""
         start = _PAGE + place * _SLOT
-        word, ended, began = _MARKS.unpack_from(data, start)
-        number, repeats = _number_at(data, place), 0
-        # What repeats a step is as the newest whole one before it.
-        while repeats < MAX_REPEATS and _is_repeat(data, number - repeats):
-            repeats += 1
-        whole = number - repeats
-        checksum, body = _CHECKED.unpack_from(data, _PAGE + whole % _SLOTS * _SLOT + _FIXED)
-        if crc32(body) != checksum or number % _SLOTS != place or number <= repeats:
+        word, ended = _MARKS.unpack_from(data, start)
+        checksum, body = _CHECKED.unpack_from(data, start + _FIXED)
+        if not word or crc32(body) != checksum:
             return None
-        found_number, whole_began, agreed, *rest = _BODY.unpack_from(body)
-        ids_at, ids_sum, lengths_at, lengths_sum, grown, count, size, total, *rest = rest
-        *facts, mode, has_tokens = rest
-        mask, *values = _DECIDED.unpack_from(body, _BODY.size)
-        if found_number != whole:
+        number, began, *rest = _BODY.unpack(body)
+        if word >> _NUMBER_AT != number or number % STEPS != place or not math.isfinite(began):
             return None
-        known = Facts(*facts)
-        if repeats:
-            mask, known = 0, known._replace(retracted=0, received=0)
-        # A writer that was killed between the two had scheduled it.
-        phase = word & 0xFF if word >> _NUMBER_AT == number else SCHEDULED if mode else RECEIVED
-        told, lowest = _TOKENS.unpack_from(data, start + _SAMPLED)
-        has_sampled = phase == PROCESSED and told & 0xFFFF_FFFF == number & 0xFFFF_FFFF
-        requests = found.of(
-            count, (ids_at, ids_sum), (lengths_at, lengths_sum), grown + repeats, has_tokens=bool(has_tokens)
-        )
+        return _Body(number, _time(began), word & 0xFF, word >> 8 & 0xFF, _time(ended), rest)
+
+
+@dataclass(frozen=True)
+class _Body:
+    """What a slot says of a step."""
+
+    number: int
+    began: float
+    phase: int
+    forward: int
+    ended: float
+    rest: Sequence[int]  # as `_BODY` has it
+
+    def step(self, modes: Mapping[int, str], found: _Requests) -> Step:
+        agreed, ids_at, ids_size, ids_sum, lengths_at, lengths_sum, count, size, total, mode, *rest = self.rest
+        has_tokens, mask, *values = rest
         return Step(
-            number=number,
-            began=began if repeats else whole_began,
-            ended=ended if phase == PROCESSED else None,
-            phase=PHASES[min(phase, PROCESSED)],
-            mode=self._modes.get(mode, str(mode)) if mode else "",
-            forward=self._modes.get(word >> 8 & 0xFF, "") if word >> _NUMBER_AT == number else "",
-            requests=tuple(requests),
+            number=self.number,
+            began=self.began,
+            ended=self.ended if self.phase == PROCESSED else None,
+            phase=PHASES[min(self.phase, PROCESSED)],
+            mode=modes.get(mode, str(mode)) if mode else "",
+            forward=modes.get(self.forward, "") if self.forward else "",
+            requests=found.of(count, (ids_at, ids_size, ids_sum), (lengths_at, lengths_sum), bool(has_tokens)),
             size=size,
             tokens=total,
             decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
             agreed_hash=agreed,
-            sampled=(told >> 32).to_bytes(SAMPLED_HASH, "little") + lowest[:count] if has_sampled else b"",
-            **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
         )
+
+
+def _time(seconds: float) -> float:
+    """Return a time of the monotonic clock; 0 in place of one that cannot be."""
+    return seconds if 0 <= seconds < 2**33 else 0.0
 
 
 def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None:
@@ -553,73 +440,57 @@ def _modes_in(data: bytes) -> dict[int, str]:
     """Return the names of the forward modes in a header, nothing where it holds none."""
     try:
         return {int(number): str(name) for number, name in dict(json.loads(data.rstrip(b"\0"))).items()}
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return {}
 
 
-def _number_at(data: bytes, place: int) -> int:
-    """Return which step lies in a slot, as far as can be told."""
-    start = _PAGE + place * _SLOT
-    (word,) = _NUMBER.unpack_from(data, start)
-    if not word & _REPEATS:
-        (number,) = _NUMBER.unpack_from(data, start + _FIXED + _CHECKED.size - _BODY_BYTES)
-        return int(number)
-    return int(word >> _NUMBER_AT)
-
-
-def _is_repeat(data: bytes, number: int) -> bool:
-    """Say whether a step is noted to repeat the one before."""
-    (word,) = _NUMBER.unpack_from(data, _PAGE + number % _SLOTS * _SLOT)
-    return bool(word & _REPEATS) and word >> _NUMBER_AT == number
-
-
 class _Requests:
-    """The requests of the steps, as far as they are there, and there is room for them in a reader's memory."""
+    """The requests of the steps, as far as they are there, and a reader has room and time for them."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._room = _MAX_READ
-        self._rids = dict(self._all_rids())
+        self._requests_left, self._bytes_left = _MAX_READ, 2 * _DATA_BYTES
         #: A list that many steps share is one in memory, too.
-        self._texts: dict[tuple[int, int], list[tuple[int, str]]] = {}
+        self._rids: dict[tuple[int, int, int], list[str]] = {}
 
     def of(
-        self, count: int, ids: tuple[int, int], lengths: tuple[int, int], grown: int, *, has_tokens: bool
-    ) -> Iterator[StepRequest]:
-        """Yield the requests of a step, none where they were overwritten.
+        self, count: int, ids: tuple[int, int, int], lengths: tuple[int, int], has_tokens: bool
+    ) -> tuple[StepRequest, ...]:
+        """Return the requests of a step, none where they were overwritten.
 
         Args:
             count: how many there are.
-            ids: where the hashes of the ids lie in the data, with their checksum.
+            ids: where the ids lie in the data, their size, and their checksum.
             lengths: where the lengths lie, with their checksum.
-            grown: what is to be added to each length.
             has_tokens: behind the lengths it says how many tokens the step computes for each request.
         """
-        texts = self._texts.get(ids)
-        if texts is None:
-            raw = self._take(8 * count, *ids)
-            digests = [raw[at : at + 8] for at in range(0, len(raw), 8)]
-            texts = [
-                (id_hash := int.from_bytes(digest, "little"), self._rids.get(digest, f"#{id_hash:016x}"))
-                for digest in digests
-            ]
-            self._texts[ids] = texts
+        if not 0 < count <= min(MAX_REQUESTS, self._requests_left):
+            return ()
+        self._requests_left -= count
+        rids = self._rids.get(ids)
+        if rids is None:
+            place, size, checksum = ids
+            rids = self._rids[ids] = _rids_in(self._take(size, place, checksum))
         numbers = array("I", self._take(4 * count * (1 + has_tokens), *lengths))
-        if numbers and texts and self._room >= count:
-            self._room -= count
-            for place, (id_hash, rid) in enumerate(texts):
-                tokens = numbers[count + place] if has_tokens else 1
-                yield StepRequest(rid, id_hash, tokens, numbers[place] + grown)
+        if len(rids) != count or not numbers:
+            return ()
+        tokens = numbers[count:] if has_tokens else (1,) * count
+        return tuple(map(StepRequest, rids, tokens, numbers[:count]))
 
     def _take(self, size: int, start: int, checksum: int) -> bytes:
+        if size > self._bytes_left:
+            return b""
+        self._bytes_left -= size
         found = self._data[_DATA + start : _DATA + start + size]
         return found if len(found) == size and crc32(found) == checksum else b""
 
-    def _all_rids(self) -> Iterator[tuple[bytes, str]]:
-        data = self._data
-        for start in range(_IDS, _DATA, _ID_SLOT):
-            length = int.from_bytes(data[start + 8 : start + 10], "little")
-            text = data[start + 10 : start + 10 + length]
-            digest = data[start : start + 8]
-            if length <= _LONGEST_ID and any(digest) and blake2b(text, digest_size=8).digest() == digest:
-                yield digest, text.decode(errors="backslashreplace")
+
+def _rids_in(data: bytes) -> list[str]:
+    found: list[str] = []
+    place = 0
+    while place + _ID_LENGTH.size <= len(data) and len(found) <= MAX_REQUESTS:
+        (size,) = _ID_LENGTH.unpack_from(data, place)
+        place += _ID_LENGTH.size
+        found.append(short_rid(data[place : place + size].decode(errors="backslashreplace")))
+        place += size
+    return found

@@ -1,4 +1,4 @@
-"""What a scheduler did in one step: the batch that it ran, and what it received and decided on the way to it.
+"""What a scheduler did in one step: the batch that it ran, and what it decided on the way to it.
 
 Ranks of one pipeline stage and one data-parallel replica run the same steps in the same order, so that the step of a
 number is the same on each of them; see `analysis.divergence`.
@@ -14,39 +14,38 @@ from sglang_crashkit.model.checked_json import entries, number, text, whole
 
 #: How far a step has come, in this order.
 PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
+#: Of a request's id, which its client chooses, evidence has so many characters.
+MAX_RID = 128
+_RID_START, _RID_END = 96, 16
 
 #: What differs where ranks are compared. A decision explains a batch that differs with it, so it comes first; ``hash``
 #: is that of all that must agree, where nothing else tells. ``ended_earlier`` is one that stopped where others went on,
 #: and no divergence.
-DivergenceKind = Literal[
-    "decision", "mode", "requests", "lengths", "sampled_token", "hash", "ended_earlier", "unknown", "none"
-]
+DivergenceKind = Literal["decision", "mode", "requests", "lengths", "hash", "ended_earlier", "unknown", "none"]
 #: The kinds that are a divergence.
-DIVERGED: tuple[DivergenceKind, ...] = ("decision", "mode", "requests", "lengths", "sampled_token", "hash")
+DIVERGED: tuple[DivergenceKind, ...] = ("decision", "mode", "requests", "lengths", "hash")
 
 
-def is_divergence(kind: object, level: object) -> bool:
-    """Say whether ranks went different ways; another token of which nothing came, of level `unknown`, is none."""
-    return kind in DIVERGED and level != "unknown"
-
-
-#: Bytes of `Step.sampled` before those of the requests.
-SAMPLED_HASH = 4
+def short_rid(rid: object) -> str:
+    """Return the id of a request as all evidence has it: of a long one the start, the end and the length."""
+    if not isinstance(rid, str):
+        is_small = type(rid) is int and rid.bit_length() < 64
+        return str(rid) if is_small else f"<{type(rid).__name__}>"
+    return rid if len(rid) <= MAX_RID else f"{rid[:_RID_START]}...{rid[-_RID_END:]}/{len(rid)}"
 
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
     """A request in a step's batch."""
 
-    rid: str  # its request id; where that was overwritten, ``#`` and `id_hash` in 16 hexadecimal digits
-    id_hash: int  # 8 bytes of a hash of the id, alike on all ranks
+    rid: str  # its request id, see `short_rid`; a client may give several requests the same one
     tokens: int  # how many tokens the step computes for it: what an extend takes in, 1 in a decode
     length: int  # how many tokens it has with those, input and output
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one scheduler; what a release does not have is None."""
+    """One step of one scheduler."""
 
     number: int  # counts the batches from 1, as ``Scheduler.forward_ct`` does
     began: float  # when it began, in seconds of the monotonic clock
@@ -58,13 +57,6 @@ class Step:
     requests: tuple[StepRequest, ...]
     size: int  # how many of them there are
     tokens: int  # how many tokens the step computes
-    running: int | None = None  # how many requests run
-    waiting: int | None = None  # how many requests wait
-    retracted: int | None = None  # how many requests were retracted on the way to this step
-    #: How many tokens the KV pool has room for; where a decode goes on unchanged, as it was up to 15 steps before.
-    kv_free: int | None = None
-    kv_size: int | None = None  # how many tokens the KV pool holds at most
-    received: int | None = None  # how many requests and controls were received since the step before
     #: What must agree across ranks and was decided since the step before, by its name, such as ``retract``, ``abort``,
     #: ``prefetch``: a number that is the same on each rank that decided the same.
     decisions: Mapping[str, int] = field(default_factory=dict)
@@ -73,18 +65,12 @@ class Step:
     #: Forward mode of the model's pass that began last in it, such as ``target_verify``; empty where none did or it is
     #: not known.
     forward: str = ""
-    #: What its requests had sampled last as it was processed: a hash, then the lowest byte of each one's token, as far
-    #: as there was room. Empty where it was not, or that is not known. It is in no file: who has it can guess answers.
-    sampled: bytes = b""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object without `sampled`: a line of ``ranks/<rank>.steps.jsonl``."""
-        requests = [
-            {"rid": one.rid, "id_hash": one.id_hash, "tokens": one.tokens, "length": one.length}
-            for one in self.requests
-        ]
+        """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""
+        requests = [{"rid": one.rid, "tokens": one.tokens, "length": one.length} for one in self.requests]
         # Not `asdict`, which takes ten times as long over many requests.
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "sampled"}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return fields | {"requests": requests, "decisions": dict(self.decisions)}
 
     @staticmethod
@@ -92,20 +78,19 @@ class Step:
         """Return the step that `to_json` wrote.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a step.
         """
         try:
             counted: dict[str, Any] = {
-                name: None if document.get(name) is None else whole(document[name]) for name in _COUNTS
+                name: whole(document[name]) for name in ("number", "size", "tokens", "agreed_hash")
             }
-            counted |= {name: whole(document[name]) for name in ("number", "size", "tokens", "agreed_hash")}
             return Step(
                 began=number(document["began"]),
                 ended=None if document["ended"] is None else number(document["ended"]),
                 phase=text(document["phase"]),
                 mode=text(document["mode"]),
                 requests=tuple(
-                    StepRequest(text(one["rid"]), *(whole(one[name]) for name in ("id_hash", "tokens", "length")))
+                    StepRequest(text(one["rid"]), whole(one["tokens"]), whole(one["length"]))
                     for one in entries(document["requests"])
                 ),
                 decisions={text(name): whole(count) for name, count in document["decisions"].items()},
@@ -114,7 +99,3 @@ class Step:
             )
         except (AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"no step: {error}") from error
-
-
-#: What not every release has.
-_COUNTS = ("running", "waiting", "retracted", "kv_free", "kv_size", "received")

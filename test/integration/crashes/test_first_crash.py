@@ -143,11 +143,10 @@ def test_each_rank_left_its_last_steps_and_they_agree(crash: Crash) -> None:
     common = sorted(victim.keys() & survivor.keys())
     assert len(common) > 16 * len(PROMPTS)
     for number in common:
-        for name in ("agreed_hash", "mode", "requests", "size", "tokens", "running", "waiting", "decisions"):
+        for name in ("agreed_hash", "mode", "requests", "size", "tokens", "decisions"):
             scheduled = "received" not in (victim[number]["phase"], survivor[number]["phase"])
             assert victim[number][name] == survivor[number][name] or not scheduled, (number, name)
     assert {"extend", "decode"} <= {step["mode"] for step in steps[VICTIM]}
-    assert all(step["kv_free"] <= step["kv_size"] for step in steps[VICTIM] if step["mode"])
     assert sum(step["phase"] == "processed" for step in steps[VICTIM]) >= len(common) - 3
 
     # The one that it died in, of the requests that were under way.

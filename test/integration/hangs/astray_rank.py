@@ -32,14 +32,12 @@ def change(module):
         batch = self.running_batch
         for req in list(batch.reqs) if batch is not None else []:
             way = req.rid.partition("-")[0]
-            if way in ("abort", "retract", "token") and req.rid not in done and len(req.output_ids) >= AT_WORK:
+            if way in ("abort", "retract") and req.rid not in done and len(req.output_ids) >= AT_WORK:
                 done.add(req.rid)
                 if way == "abort":
                     self.abort_request(module.AbortReq(rid=req.rid))
-                elif way == "retract":
-                    retract_once(module.ScheduleBatch)
                 else:
-                    sample_another_once(batch.reqs.index(req), req.vocab_size)
+                    retract_once(module.ScheduleBatch)
         return given
 
     module.Scheduler.process_input_requests = process_input_requests
@@ -64,21 +62,6 @@ def retract_once(batches):
         return False
 
     batches.check_decode_mem = check_decode_mem
-
-
-def sample_another_once(row, token):
-    from sglang.srt.layers.sampler import Sampler
-
-    sample = Sampler.forward
-
-    def forward(self, *args, **kwargs):
-        Sampler.forward = sample
-        tokens = sample(self, *args, **kwargs)
-        # It is none of the model's, which ends the request.
-        tokens[row] = token
-        return tokens
-
-    Sampler.forward = forward
 """
 
 

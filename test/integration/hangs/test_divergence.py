@@ -244,17 +244,6 @@ def test_a_rank_that_decided_alone_is_named_with_its_request(
 
 
 @pytest.mark.matrix
-def test_a_rank_that_sampled_another_token_names_its_request(tmp_path_factory: pytest.TempPathFactory) -> None:
-    told = tell("token", tmp_path_factory)
-    # Of two, nobody knows who is wrong.
-    said = "TP1 sampled another token than TP0 for request token-1 in step {step}; "
-    check(told, "sampled_token", said, "TP0-1")
-    found = told.document["divergence"]
-    assert found["request"] == "token-1"
-    assert "did not run the same any more" in found["statement"]
-
-
-@pytest.mark.matrix
 def test_a_rank_that_alone_did_not_prefetch_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
     # The cache's events hold the ranks together once it is the outlier's turn; until then the steady one runs alone.
     storage = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path_factory.mktemp("storage"))}

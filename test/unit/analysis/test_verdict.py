@@ -331,14 +331,6 @@ def test_a_long_exception_is_judged_in_time() -> None:
     assert time.process_time() - began < 2
 
 
-def test_a_difference_without_effect_is_no_reason_of_a_hang() -> None:
-    made = ended(None, None)
-    made.divergence = {"kind": "sampled_token", "level": "unknown", "statement": "TP1 sampled another token."}
-    verdict = judge(made, silent(10, 11))
-    assert (verdict.level, first(verdict)) == ("unknown", None)
-    assert "TP1 sampled another token." in verdict.basis[1:]
-
-
 def test_nobody_waits_for_a_rank_of_another_replica() -> None:
     made = ended(None, None)
     for dp, process in enumerate(made.processes):

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +276,7 @@ def of_ranks(kind: str = "hang", ranks: int = 2) -> Incident:
 
 
 def step_of(number: int, rid: str) -> Step:
-    requests = (StepRequest(rid, hash(rid), 1, 5),)
+    requests = (StepRequest(rid, 1, 5),)
     return Step(number, float(number), number + 0.5, "processed", "decode", requests, 1, 1, agreed_hash=hash(rid))
 
 
@@ -314,15 +313,6 @@ def test_an_incident_tells_where_the_ranks_diverged(
     assert found["statement"].endswith(expected)
     assert (found["request"] == "b") == ("before" in expected)
     assert found["pids"] == ([10, 11] if "before" in expected else [])
-
-
-def test_tokens_in_no_file_are_compared_by_those_in_memory(tmp_path: Path) -> None:
-    steps = {
-        pid: [replace(ALIKE[0], sampled=b"hashx"), replace(ALIKE[1], sampled=last * 5)]
-        for pid, last in ((10, b"x"), (11, b"y"))
-    }
-    found = told("hang", steps, tmp_path)
-    assert (found["kind"], found["step"], found["request"]) == ("sampled_token", 2, "a")
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, {}), (2, {10: [], 11: []}), (1, {10: ALIKE})])

@@ -14,15 +14,14 @@ STEP = Step(
     None,
     "forward_begun",
     "mixed",
-    (StepRequest("ü\n", 2**64 - 1, 3, 9),),
+    (StepRequest("ü\n", 3, 9),),
     1,
     3,
-    kv_free=5,
     decisions={"abort": 2},
 )
 
 
-@pytest.mark.parametrize("step", [STEP, replace(STEP, ended=2.0, waiting=0, agreed_hash=3, requests=(), decisions={})])
+@pytest.mark.parametrize("step", [STEP, replace(STEP, ended=2.0, agreed_hash=3, requests=(), decisions={})])
 def test_a_step_is_read_as_it_was_written(step: Step) -> None:
     assert Step.from_json(json.loads(json.dumps(step.to_json()))) == step
 
@@ -36,7 +35,7 @@ def test_a_step_is_read_as_it_was_written(step: Step) -> None:
         {"requests": {}},
         {"requests": [1]},
         {"requests": [{"rid": "a"}]},
-        {"kv_free": 1.5},
+        {"size": 1.5},
         {"decisions": {"abort": None}},
         {"phase": 1},
     ],

@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.step import is_divergence
+from sglang_crashkit.model.step import DIVERGED
 
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?::\s?(?P<text>.*))?", re.DOTALL)
 _FRAME = re.compile(r"(?P<function>.*) \((?P<path>.*?)(?::\d+)?\)")
@@ -208,7 +208,7 @@ class Case:
     def divergence(self) -> Mapping[str, Any]:
         """The first step at which ranks differ; empty where they do not, or none is known."""
         found = mapping_of(self.document.get("divergence"))
-        return found if is_divergence(found.get("kind"), found.get("level")) else {}
+        return found if found.get("kind") in DIVERGED else {}
 
     @property
     def xids(self) -> list[Mapping[str, Any]]:

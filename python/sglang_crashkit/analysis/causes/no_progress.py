@@ -15,7 +15,6 @@ from sglang_crashkit.model.incident import Level
 #: With less of a CPU than this, a process that wants to run is starved.
 _STARVED_SHARE = 0.1
 _ABORTED = "It ended by abort(), as gloo has it where ranks do not match, and NCCL's watchdog where one waits too long."
-_SYNC_TOKENS = "SYNC_TOKEN_IDS_ACROSS_TP=1 at the next start has all ranks take the same tokens, by a collective"
 #: Of so many processes it is told.
 _MAX_NAMED = 3
 _UPDATES = re.compile(
@@ -107,8 +106,7 @@ def divergence(case: Case) -> Finding | None:
     if not found:
         return _left_out(case)
     level: Level = "established" if found.get("level") == "established" else "supported"
-    steps = (_SYNC_TOKENS,) if found.get("kind") == "sampled_token" else ()
-    return Finding(level, (str(found.get("statement")),), steps)
+    return Finding(level, (str(found.get("statement")),))
 
 
 def aborted_apart(case: Case) -> Finding | None:

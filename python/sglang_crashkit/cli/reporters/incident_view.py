@@ -28,7 +28,7 @@ from sglang_crashkit.incident.summary import (
 )
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
-from sglang_crashkit.model.step import Step, is_divergence
+from sglang_crashkit.model.step import DIVERGED, Step
 
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS = 100, 1000, 24, 500, 40
 _LAST_STEPS = 20
@@ -238,7 +238,7 @@ def steps_of(document: Mapping[str, Any], files: IncidentFiles) -> dict[str, Any
     return {
         "statement": divergence.get("statement"),
         "level": divergence.get("level"),
-        "diverged": is_divergence(divergence.get("kind"), divergence.get("level")),
+        "diverged": divergence.get("kind") in DIVERGED,
         "tables": tables,
         "left_out": max(0, len(groups) - _MAX_GROUPS),
     }

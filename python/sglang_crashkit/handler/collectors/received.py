@@ -244,7 +244,7 @@ class RequestJournals(HeldMemory):
 
 
 class StepRecords(HeldMemory):
-    """The records of the last steps of the server's schedulers, of 1.5 MB each."""
+    """The records of the last steps of the server's schedulers, of 2.1 MB each."""
 
     what = "record of its steps"
     #: An elastic server may start ranks anew for ever.

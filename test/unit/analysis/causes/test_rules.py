@@ -661,14 +661,6 @@ def test_the_signal_of_a_shells_child_is_named() -> None:
 def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
     steps = causes.explain(hung(doing=BOTH_WAIT, divergence=DIVERGED, id="1a2b3c4d"))["next_steps"]
     assert steps[0].startswith("`sglang-crashkit steps 1a2b3c4d` ")
-    sampled = DIVERGED | {"kind": "sampled_token"}
-    steps = causes.explain(hung(doing=BOTH_WAIT, divergence=sampled))["next_steps"]
-    assert steps[0].startswith("SYNC_TOKEN_IDS_ACROSS_TP=1 ")
-
-
-def test_a_token_without_effect_is_no_cause() -> None:
-    found = DIVERGED | {"kind": "sampled_token", "level": "unknown"}
-    assert causes.explain(hung(doing=BOTH_WAIT, divergence=found))["class"] == "symmetric_stall"
 
 
 def test_a_process_that_the_kernel_holds_has_its_command() -> None:

@@ -11,8 +11,8 @@ from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.support.stored import NOON, make_incident
 
-LONG = StepRequest("ab12", 1, 37, 37)
-SHORT = StepRequest("cd34", 2, 1, 20)
+LONG = StepRequest("ab12", 37, 37)
+SHORT = StepRequest("cd34", 1, 20)
 
 
 def step(number: int, mode: str, *requests: StepRequest, **fields: Any) -> Step:

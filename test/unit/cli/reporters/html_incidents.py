@@ -35,7 +35,7 @@ def frames(*names: str) -> list[dict[str, Any]]:
 
 
 def step(number: int, mode: str = "decode", **fields: Any) -> dict[str, Any]:
-    requests = (StepRequest(f"rid{number}", number, 1, 20), StepRequest("rid0", 0, 1, 9))
+    requests = (StepRequest(f"rid{number}", 1, 20), StepRequest("rid0", 1, 9))
     one = Step(number, number / 10, number / 10 + 0.02, "processed", mode, requests, 2, 2, agreed_hash=number)
     return one.to_json() | fields
 

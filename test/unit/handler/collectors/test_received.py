@@ -92,7 +92,7 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
     process = report_of(document, "scheduler_TP0")
     lines = lines_of(document, process)
     assert [line["number"] for line in lines] == list(range(52, STEPS + 52))
-    assert [len(line["requests"]) for line in lines] == [0] * (STEPS - 327) + [100] * 327
+    assert [len(line["requests"]) for line in lines] == [0] * (STEPS - 655) + [100] * 655
     assert {line["size"] for line in lines} == {100}
     assert [len(line["requests"]) for line in process["steps"]["last"]] == [8] * 5
     assert (process["steps"]["in_step"]["size"], len(process["steps"]["in_step"]["rids"])) == (100, 64)
@@ -100,7 +100,7 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
 
 
 def test_requests_of_a_second_unfinished_step_are_told() -> None:
-    requests = tuple(StepRequest(f"r{number}", number, 1, 9) for number in range(100))
+    requests = tuple(StepRequest(f"r{number}", 1, 9) for number in range(100))
     done, launched, current = (
         Step(number, 1.0, 2.0 if number == 1 else None, "scheduled", "decode", requests, 100, 100)
         for number in (1, 2, 3)

@@ -74,12 +74,9 @@ class Scheduler:
         self._engine_paused = False
         self.forward_ct = 0
         self.device = "cpu"
-        self.max_total_num_tokens = 8192
         self.waiting_queue: list[Req] = []
-        self.running_batch = SimpleNamespace(reqs=[])
         self.last_batch: Any = None
-        self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: 1000)
-        self.tree_cache = SimpleNamespace(evictable_size=lambda: 24)
+        self.tree_cache = SimpleNamespace()
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.__dict__ |= changed
 
