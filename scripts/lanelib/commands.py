@@ -25,6 +25,8 @@ UNWANTED_VARIABLES = (
     # Without cached bytecode each of a server's processes compiles SGLang and torch anew: minutes.
     "PYTHONDONTWRITEBYTECODE",
 )
+#: uv has certificates of its own; a proxy's are in the system's store, as pip, git and curl have them.
+UV_SETTINGS = {"UV_SYSTEM_CERTS": "true"}
 
 
 class LaneError(Exception):
@@ -68,11 +70,11 @@ def say(text: str) -> None:
 
 
 def clean_environment(*, without: Sequence[str] = (), kept: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment without what would mislead or slow a child python.
+    """Return the environment without what would mislead or slow a child python, and with what uv needs.
 
     What begins as one of `without` is left out too, but for what begins as one of `kept`.
     """
-    return {
+    return UV_SETTINGS | {
         name: value
         for name, value in os.environ.items()
         if name not in UNWANTED_VARIABLES and (name.startswith(tuple(kept)) or not name.startswith(tuple(without)))

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ast
+import functools
+import os
+import shutil
 import sys
+import types
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from lanelib.porting import read_package_file
+from lanelib.porting import generate_lock, read_package_file
 from patches.hook_table import HOOK_FILE, read_hooks
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.environment import Environment, Kit
-from sglang_crashkit.installer.patches import apply_patch
+from sglang_crashkit.installer.patches import PatchTree, apply_patch
 from sglang_crashkit.installer.status import FileState, Overall, read_tree
+from unit.support.killing import Step, run_in_child
 
 pytestmark = pytest.mark.wheels
 
@@ -58,6 +63,77 @@ def test_patches_apply_compile_and_revert_to_the_same_bytes(environment, patches
         compile(file.read_bytes(), file, "exec", dont_inherit=True)
     revert(environment, patches, lock)
     assert contents(environment.site) == pristine
+
+
+def names_that_do_not_import(package: Path, paths: list[str]) -> list[str]:
+    """Import what the files at `paths` import of each other, as Python would, and return what it would not find."""
+    there = {path: (package / path).read_bytes() for path in paths if (package / path).exists()}
+    failed = []
+    for path, data in there.items():
+        for module, name in imported_names(data):
+            file = f"{module.replace('.', '/')}.py"
+            if file in paths and (file not in there or name not in names_of(file, there[file])):
+                failed.append(f"{path}:{module}.{name}")
+    return failed
+
+
+@functools.cache
+def imported_names(source: bytes) -> list[tuple[str, str]]:
+    """Return the module below the package, and the name, of what a file imports."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    return [(node.module.removeprefix("sglang."), alias.name) for node in nodes for alias in node.names]
+
+
+@functools.cache
+def names_of(path: str, source: bytes) -> set[str]:
+    """Return what can be imported of a file; the kit's own one is run, and has hooks beside its own names."""
+    if path == HOOK_FILE:
+        module = types.ModuleType("sglang.srt.crashkit")
+        exec(compile(source, path, "exec"), vars(module))
+        return {name for name in read_hooks(source) if callable(getattr(module, name))}
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def older_kit(patches: PatchTree, folder: Path, release: str, wheel: Path):
+    """Return patches and a lock of a kit that had other names in its file, and other calls of them."""
+    shutil.copytree(patches.root, folder)
+    for file in folder.rglob("*.patch"):
+        file.write_text(file.read_text().replace("on_batch", "on_older_batch"))
+    older = PatchTree.load(folder)
+    return older, generate_lock(older, {release: wheel})
+
+
+@pytest.mark.parametrize("change", ["apply", "revert", "replace", "go back"])
+def test_sglang_imports_wherever_a_change_is_cut_off(environment, patches, lock, release, wheels, tmp_path, change):
+    older, older_lock = older_kit(patches, tmp_path / "older", release, wheels[release])
+    start, action, to = {
+        "apply": (None, apply, (patches, lock)),
+        "revert": ((patches, lock), revert, (patches, lock)),
+        "replace": ((older, older_lock), apply, (patches, lock)),
+        "go back": ((older, older_lock), revert, (patches, lock)),
+    }[change]
+    if start is not None:
+        apply(environment, *start)
+    paths = list(lock.releases[release].files)
+    assert names_that_do_not_import(environment.package, paths) == []
+    failed = tmp_path / "failed"
+    points = 0
+
+    def look(step: Step) -> None:
+        nonlocal points
+        if step.event in ("os.rename", "os.remove"):
+            points += 1
+            with failed.open("a") as file:
+                print(points, *names_that_do_not_import(environment.package, paths)[:1], file=file)
+
+    assert os.waitstatus_to_exitcode(run_in_child(lambda: action(environment, *to), environment.site, look)) == 0
+    assert names_that_do_not_import(environment.package, paths) == []
+    told = [line.split() for line in failed.read_text().splitlines()]
+    assert len(told) > len(paths)
+    assert [line for line in told if len(line) > 1] == []
 
 
 def test_each_function_that_a_patch_calls_is_called_exactly_once(wheels, patches, release):

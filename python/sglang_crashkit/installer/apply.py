@@ -2,19 +2,21 @@
 
 Everything is checked first: each file is upstream's or the kit's, or nothing is touched. Then every new file is
 written beside the one that it replaces, the manifest says what each file may be, and each takes its place by a rename.
-So a kill at any moment leaves files that are pristine or patched, and running it again finishes. Nothing is written in
-place: a file of a virtual environment may be a hard link into a package cache.
+A file takes its place after those that it imports, and leaves it before them. So a kill at any moment leaves an SGLang
+that imports, of files that are pristine or patched, and running it again finishes. Nothing is written in place: a file
+of a virtual environment may be a hard link into a package cache.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import graphlib
 import itertools
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +76,7 @@ class _Plan:
     def outcome(self) -> Outcome:
         package = self.tree.environment.package
         paths = [change.path for change in self.changes if change.path.is_relative_to(package)]
-        changed = tuple(path.relative_to(package).as_posix() for path in paths)
-        return Outcome(self.tree.overall, changed)
+        return Outcome(self.tree.overall, tuple(sorted({path.relative_to(package).as_posix() for path in paths})))
 
 
 def apply(environment: Environment, patches: PatchTree, lock: Lock, *, dry_run: bool = False) -> Outcome:
@@ -136,11 +137,7 @@ def _plan(target: Overall, tree: Tree, patches: PatchTree) -> _Plan:
             files[path] = PatchedFile(hash_or_none(pristine[path]), texts)
         return Manifest(phase, BY_COMMAND, __version__, environment.release, files)
 
-    changes = [
-        _Change(environment.package / path, tree.contents[path], data)
-        for path, data in wanted.items()
-        if tree.contents[path] != data
-    ]
+    changes = _in_order(environment.package, tree.contents, pristine, wanted)
     record = _record_change(tree, pristine, wanted, with_manifest=is_apply)
     plan = _Plan(
         tree,
@@ -153,6 +150,36 @@ def _plan(target: Overall, tree: Tree, patches: PatchTree) -> _Plan:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise _read_only(folder)
     return plan
+
+
+def _in_order(
+    package: Path,
+    found: Mapping[str, bytes | None],
+    pristine: Mapping[str, bytes | None],
+    wanted: Mapping[str, bytes | None],
+) -> list[_Change]:
+    """Return what makes `wanted` of `found`, so that no file ever imports a name that is not there.
+
+    Upstream's files import nothing of the kit's, so they go back first where one of the kit's own files is taken away,
+    or becomes another one, which may lack names that the old ones import.
+    """
+    own = [path for path, data in pristine.items() if data is None]
+    modules = {path: f"sglang.{path.removesuffix('.py').replace('/', '.')}".encode() for path in own}
+    imports = {
+        path: [each for each in own if each != path and modules[each] in (wanted[path] or b"") + (found[path] or b"")]
+        for path in found
+    }
+    order = list(graphlib.TopologicalSorter(imports).static_order())
+    steps: list[tuple[Iterable[str], Mapping[str, bytes | None]]] = [(order, wanted)]
+    if any(found[path] not in (None, wanted[path]) for path in own):
+        steps.insert(0, (reversed(order), pristine))
+    now, changes = dict(found), []
+    for paths, contents in steps:
+        for path in paths:
+            if now[path] != contents[path]:
+                changes.append(_Change(package / path, now[path], contents[path]))
+                now[path] = contents[path]
+    return changes
 
 
 def _refuse(target: Overall, tree: Tree) -> None:
@@ -211,7 +238,10 @@ def _carry_out(plan: _Plan) -> None:
     touched = [package / path for path in plan.tree.files]
     manifest = dist_info / MANIFEST_NAME
     during, final = (dist_info / _STAGED.format(f"{MANIFEST_NAME}.{each}") for each in ("during", "final"))
-    staged = {each.path: _staging_folder(each.path) / _STAGED.format(each.path.name) for each in plan.changes}
+    staged = [
+        _staging_folder(each.path) / _STAGED.format(f"{each.path.name}.{number}")
+        for number, each in enumerate(plan.changes)
+    ]
     for folder in sorted({dist_info, *itertools.chain(*(_folders(path, package) for path in touched)), package}):
         for left_over in sorted(folder.glob(_LEFT_OVER)):
             left_over.unlink()
@@ -220,14 +250,14 @@ def _carry_out(plan: _Plan) -> None:
         _write(during, plan.during.dump())
         if plan.final is not None:
             _write(final, plan.final.dump())
-        for change in plan.changes:
+        for change, file in zip(plan.changes, staged, strict=True):
             if change.after is not None:
-                _write(staged[change.path], change.after, like=None if change.before is None else change.path)
+                _write(file, change.after, like=change.path if change.path.exists() else None)
         try:
             during.replace(manifest)
             _sync([dist_info])
-            for change in plan.changes:
-                _put_in_place(change, staged[change.path])
+            for change, file in zip(plan.changes, staged, strict=True):
+                _put_in_place(change, file)
                 done += 1
             for path in touched:
                 _remove_bytecode(path)
@@ -247,7 +277,7 @@ def _carry_out(plan: _Plan) -> None:
     finally:
         # One that stays is in nobody's way, and goes next time.
         with suppress(OSError):
-            for path in (during, final, *staged.values()):
+            for path in (during, final, *staged):
                 path.unlink(missing_ok=True)
 
 
