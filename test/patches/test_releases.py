@@ -132,7 +132,7 @@ def test_sglang_imports_wherever_a_change_is_cut_off(environment, patches, lock,
     assert os.waitstatus_to_exitcode(run_in_child(lambda: action(environment, *to), environment.site, look)) == 0
     assert names_that_do_not_import(environment.package, paths) == []
     told = [line.split() for line in failed.read_text().splitlines()]
-    assert len(told) > len(paths)
+    assert len(told) > 10
     assert [line for line in told if len(line) > 1] == []
 
 
