@@ -61,6 +61,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "exiting": {},
     "say": {"text": (str,)},
     "fault": {},
+    "metrics": {"gauges": (list,)},
 }
 
 _MAX_BYTES = 60_000

@@ -127,6 +127,10 @@ class ServerLog:
         """Have the main process write one line, when it gets to it; it may be the one that hangs."""
         self._notify("say", text=text[:_MAX_LINE])
 
+    def show_metrics(self, gauges: Sequence[Any]) -> None:
+        """Have the main process show gauges at SGLang's ``/metrics``; see `handler.metrics`."""
+        self._notify("metrics", gauges=gauges)
+
     def _notify(self, event: str, **fields: Any) -> None:
         try:
             notify(str(self._socket), event, **fields)

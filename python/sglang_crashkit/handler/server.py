@@ -62,7 +62,8 @@ class CrashHandler:
         self._place = place
         self._hangs = HangDetector(self.tree, self.session, settings, self.session.log.say)
         self.history: list[str] = []
-        self._metrics = MetricsPublisher(self.tree, self.session, place.host_folder / "incidents", settings.disk)
+        incidents = place.host_folder / "incidents"
+        self._metrics = MetricsPublisher(self.tree, self.session, incidents, self.session.log.show_metrics)
         self._kept = KeptFolder(place.runtime)
         self._prober = PeerProber(PeerLosses(self.tree, self.session, self.session.log.say).report)
         self._shared_memory = SharedMemory(self.tree)

@@ -52,6 +52,7 @@ from sglang_crashkit.srt.hooks import Function, after_construction, never_raises
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.managers.loop_heartbeat import start_detokenizer_heartbeat, start_loop_heartbeat
 from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
+from sglang_crashkit.srt.metrics import show_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +210,8 @@ def _say_all(mailbox: Mailbox) -> None:
     for message in mailbox.receive():
         if message.event == FAULT:
             report_faults()
+        if message.event == "metrics":
+            show_gauges(message.fields.get("gauges"))
         text = message.fields.get("text")
         if isinstance(text, str):
             say_line(text)

@@ -1,7 +1,13 @@
+"""What Prometheus is told: in the file for node_exporter, and at the page of a server's own metrics."""
+
 from __future__ import annotations
 
+import json
+import math
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,18 +20,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_crashkit.handler import metrics
-from sglang_crashkit.handler.metrics import (
-    FILE,
-    SHARED,
-    Metric,
-    MetricsPublisher,
-    format_text,
-    look_at_disk,
-    problem_of_shared,
-    shared_files,
-)
+from sglang_crashkit.handler.metrics import FILE, SHARED, Gauge, MetricsPublisher, causes_in
 from sglang_crashkit.memory.heartbeat import Heartbeat
-from sglang_crashkit.settings import DiskLimits
 from unit.support.server_driver import Server
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG, wait_until
@@ -34,7 +30,7 @@ Make = Callable[..., MetricsPublisher]
 Values = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
-def values_of(families: Any) -> Values:
+def values_of(families: Iterable[Any]) -> Values:
     found: Values = {}
     for family in families:
         for sample in family.samples:
@@ -47,8 +43,8 @@ def read(path: Path) -> Values:
     return values_of(text_string_to_metric_families(path.read_text()))
 
 
-def beat(at: float, batch_at: float) -> Heartbeat:
-    return Heartbeat(at, batch_at, 3, 1, paused=False, is_busy=False, is_off=False)
+def beat(at: float) -> Heartbeat:
+    return Heartbeat(at, at, 3, 1, paused=False, is_busy=False, is_off=False)
 
 
 @pytest.fixture
@@ -62,7 +58,10 @@ def incidents(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Make a publisher of a server with two ranks, the second of which is dead, that publishes when it is asked to."""
+    """Make a publisher of a server with two ranks, the second of which is dead, that publishes when it is asked to.
+
+    What it shows is in the file ``shown``.
+    """
     monkeypatch.setattr(metrics, "_FIRST_SECS", 0.0)
     monkeypatch.setattr(metrics, "INTERVAL_SECS", 0.0)
     made: list[MetricsPublisher] = []
@@ -71,17 +70,19 @@ def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         7: SimpleNamespace(title="sglang::scheduler_DP0_TP1", exited_at=None),
         8: SimpleNamespace(title="sglang::scheduler_TP2", exited_at=1.0),
     }
-    signs = {7: beat(now - 5, now - 60), 8: beat(now, now)}
+    signs = {7: beat(now - 60), 8: beat(now)}
+
+    def show(gauges: list[Gauge]) -> None:
+        (tmp_path / "shown").write_text(json.dumps(gauges))
 
     def make(arguments: dict[str, Any], **environ: str) -> MetricsPublisher:
         received = SimpleNamespace(
             environment=SimpleNamespace(arguments=lambda: arguments),
             heartbeats=SimpleNamespace(last_signs=lambda: signs),
-            journal_bytes=lambda: 0,
         )
         for name in (FILE, SHARED):
             monkeypatch.setenv(name, environ.get(name, ""))
-        made.append(MetricsPublisher(ranks, SimpleNamespace(received=received), incidents, DiskLimits(max_use=1 << 30)))
+        made.append(MetricsPublisher(ranks, SimpleNamespace(received=received), incidents, show))
         return made[-1]
 
     yield make
@@ -96,8 +97,7 @@ def publish(publisher: MetricsPublisher) -> None:
 
 def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
     path = tmp_path / "kit.prom"
-    made = publisher({"port": 30001}, **{FILE: str(path)})
-    publish(made)
+    publish(publisher({"port": 30001}, **{FILE: str(path)}))
     found = read(path)
     assert found["handler_up"] == {(): 1.0}
     assert found["incidents"] == {
@@ -105,14 +105,14 @@ def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
         (("cause", "unknown"), ("kind", "hang")): 1,
     }
     assert found["last_incident_timestamp_seconds"] == {(): 1_800_000_000.0}
-    assert found["disk_limit_bytes"] == {(): float(1 << 30)}
-    assert found["disk_bytes"][()] > 1000
-    ((rank, at),) = found["rank_last_step_timestamp_seconds"].items()
+    ((rank, at),) = found["rank_last_sign_timestamp_seconds"].items()
     assert rank == (("rank", "DP0_TP1"),)
     assert 59 < time.time() - at < 60 + LONG
+    assert abs(time.time() - found["updated_timestamp_seconds"][()]) < LONG
+    # node_exporter is another user.
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert 'port="30001"' in path.read_text()
-    assert not list(tmp_path.glob(".kit*"))
+    assert list(tmp_path.glob("kit*")) == [path]
 
 
 def test_the_last_file_says_that_the_handler_is_gone(publisher: Make, tmp_path: Path) -> None:
@@ -121,36 +121,16 @@ def test_the_last_file_says_that_the_handler_is_gone(publisher: Make, tmp_path: 
     made.close()
     found = read(tmp_path / "sglang_crashkit_1.prom")
     assert found["handler_up"] == {(): 0.0}
-    assert "rank_last_step_timestamp_seconds" not in found
+    assert "rank_last_sign_timestamp_seconds" not in found
     assert sum(found["incidents"].values()) == 2
 
 
-def test_sglangs_own_metrics_have_it_where_they_are_on(publisher: Make, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    made = publisher({"port": 1, "enable_metrics": True}, **{SHARED: str(tmp_path / "shared")})
-    publish(made)
-    publish(made)
-    found = values_of(MultiProcessCollector(CollectorRegistry(), path=str(tmp_path / "shared")).collect())
-    assert found["handler_up"] == {(): 1.0}
-    assert "rank_last_sign_timestamp_seconds" in found
-    assert len(list((tmp_path / "shared").iterdir())) == 2
-
-
-def test_a_folder_that_others_share_is_left_alone(publisher: Make, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir()
-    publish(publisher({"port": 1, "enable_metrics": False}, **{SHARED: str(tmp_path / "shared")}))
-    assert list((tmp_path / "shared").iterdir()) == []
-
-
-def test_what_the_library_cannot_read_is_not_shared(
-    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics, "problem_of_shared", lambda _files, _metrics: "it cannot")
-    (tmp_path / "shared").mkdir()
-    made = publisher({"enable_metrics": True}, **{SHARED: str(tmp_path / "shared")})
-    publish(made)
-    assert list((tmp_path / "shared").iterdir()) == []
-    assert made._shared == ""
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_server_shows_them_where_its_metrics_are_on(publisher: Make, tmp_path: Path, is_enabled: bool) -> None:
+    publish(publisher({"port": 1, "enable_metrics": is_enabled}, **{SHARED: str(tmp_path)}))
+    assert (tmp_path / "shown").exists() is is_enabled
+    if is_enabled:
+        assert len(json.loads((tmp_path / "shown").read_text())) == 5
 
 
 def test_a_file_that_cannot_be_written_costs_nothing(
@@ -163,7 +143,7 @@ def test_a_file_that_cannot_be_written_costs_nothing(
 def test_a_disk_that_does_not_answer_holds_nobody_up(
     publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "look_at_disk", lambda *_arguments: time.sleep(600))
+    monkeypatch.setattr(metrics, "causes_in", lambda *_arguments: time.sleep(600))
     made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
     began = time.monotonic()
     made.act_on_time()
@@ -187,21 +167,13 @@ def test_a_refused_process_costs_no_descriptor(
     assert len(list(Path("/proc/self/fd").iterdir())) == len(before)
 
 
-def test_a_child_that_the_kernel_reaped_has_ended(
-    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_the_kernel_reaped_has_ended(publisher: Make, tmp_path: Path) -> None:
     made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
     made.act_on_time()
     pid, _pipe = made._child or (0, 0)
     os.waitpid(pid, 0)
     assert made._reap(LONG)
     assert (tmp_path / "kit.prom").is_file()
-
-
-def test_a_shared_folder_that_comes_later_is_checked_too(publisher: Make, tmp_path: Path) -> None:
-    made = publisher({"port": 1, "enable_metrics": True}, **{SHARED: str(tmp_path / "later")})
-    publish(made)
-    assert not made._is_checked
 
 
 def test_nothing_is_done_where_nobody_asks(publisher: Make) -> None:
@@ -211,20 +183,34 @@ def test_nothing_is_done_where_nobody_asks(publisher: Make) -> None:
     assert made._child is None
 
 
-def test_a_cause_is_read_once(incidents: Path) -> None:
-    first = look_at_disk(incidents, {}, DiskLimits())
+def test_causes_are_read_once_and_bit_by_bit(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = causes_in(incidents, {})
+    monkeypatch.setattr(metrics, "_MAX_READ", 1)
+    assert sorted((causes_in(incidents, {}) or {}).values()) == ["unknown", "unread"]
     for path in incidents.glob("*/incident.json"):
         path.unlink()
-    assert look_at_disk(incidents, first.causes, DiskLimits()).causes == first.causes
+    assert first is not None
+    assert causes_in(incidents, first) == first
 
 
-def test_many_incidents_are_read_bit_by_bit(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MAX_READ", 1)
-    assert sorted(look_at_disk(incidents, {}, DiskLimits()).causes.values()) == ["unknown", "unread"]
+def test_a_disk_that_is_gone_is_not_taken_for_one_without_incidents(tmp_path: Path) -> None:
+    assert causes_in(tmp_path / "incidents", {}) == {}
+    assert causes_in(tmp_path / "gone" / "incidents", {}) is None
 
 
-def test_a_folder_that_is_gone_tells_nothing(tmp_path: Path) -> None:
-    assert look_at_disk(tmp_path / "gone", {}, DiskLimits()).bytes is None
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")], ids=["pipe", "link"])
+def test_what_is_no_file_is_not_replaced_and_told_once(
+    publisher: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "kit.prom"
+    make(path)
+    made = publisher({"port": 30001}, **{FILE: str(path)})
+    publish(made)
+    publish(made)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{FILE} is not written: {path} is there and is no file"
+    ]
+    assert not path.is_file()
 
 
 @pytest.mark.story
@@ -239,82 +225,62 @@ def test_a_server_that_ends_leaves_its_last_file(start_server: Callable[..., Ser
     assert sum(read(path)["incidents"].values()) == 1
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")], ids=["pipe", "link"])
-def test_what_is_no_file_is_not_replaced_and_told_once(
-    publisher: Make,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    make: Callable[[Path], object],
-) -> None:
-    path = tmp_path / "kit.prom"
-    make(path)
-    made = publisher({"port": 30001}, **{FILE: str(path)})
-    publish(made)
-    publish(made)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{FILE} names no file for metrics: {path} is there and is no file"
-    ]
-    assert not path.is_file()
+# -- in the server's main process
 
-
+#: Shows each list of gauges that it is given, as SGLang's own main process does: in the multiprocess mode.
+SHOWS = """
+import json, sys
+from sglang_crashkit.srt.metrics import show_gauges
+for gauges in json.loads(sys.argv[1]):
+    show_gauges(gauges)
+"""
 HOSTILE = 'a"b\\c\nd é'
-METRICS = [
-    Metric("kit_up", "Whether\nit is.", (({}, 1.0),)),
-    Metric("kit_incidents", "How many.", (({"kind": "killed", "cause": HOSTILE}, 2.0), ({"kind": "hang"}, 0.5))),
-    Metric("kit_hits_total", "Hits.", (({"port": "1"}, 7.0),), type="counter"),
-    Metric("kit_unknown", "Nothing is known of it.", ()),
-]
-VALUES = {("kit_up", ()): 1.0, ("kit_hits_total", (("port", "1"),)): 7.0}
-VALUES |= {
-    ("kit_incidents", (("cause", HOSTILE), ("kind", "killed"))): 2.0,
-    ("kit_incidents", (("kind", "hang"),)): 0.5,
-}
 
 
-def test_the_text_says_to_prometheus_what_was_measured() -> None:
-    families = list(text_string_to_metric_families(format_text(METRICS)))
-    assert samples_of(families) == VALUES
-    assert {family.name: family.type for family in families}["kit_hits"] == "counter"
-    assert families[0].documentation == "Whether\nit is."
+def shown(folder: Path, *rounds: object, code: str = SHOWS) -> Values:
+    subprocess.run(
+        [sys.executable, "-c", code, json.dumps(rounds)],
+        env=os.environ | {SHARED: str(folder)},
+        check=True,
+        timeout=LONG,
+    )
+    return values_of(MultiProcessCollector(CollectorRegistry(), path=str(folder)).collect())
 
 
-def samples_of(families: Iterable[Any]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+def gauge(name: str, *samples: tuple[dict[str, str], float]) -> list[Any]:
+    return [f"sglang_crashkit_{name}", "What it is.", samples]
 
 
-def read_shared(metrics: list[Metric], folder: Path) -> list[Any]:
-    """Have the library read what a process shares."""
-    for name, data in shared_files(metrics, 4711, 17.0).items():
-        (folder / name).write_bytes(data)
-    return list(MultiProcessCollector(CollectorRegistry(), path=str(folder)).collect())
-
-
-def test_the_library_reads_the_files_that_processes_share(tmp_path: Path) -> None:
-    families = read_shared(METRICS, tmp_path)
-    assert samples_of(families) == VALUES
-    assert {family.name: family.type for family in families} == {
-        "kit_up": "gauge",
-        "kit_incidents": "gauge",
-        "kit_hits": "counter",
+def test_the_main_process_shows_what_it_is_told(tmp_path: Path) -> None:
+    found = shown(
+        tmp_path,
+        [
+            gauge("incidents", ({"kind": "killed", "cause": HOSTILE}, 1.0), ({"kind": "hang", "cause": "x"}, 2.0)),
+            gauge("rank_last_sign_timestamp_seconds", ({"rank": "TP0"}, 5.0), ({"rank": "TP1"}, 6.0)),
+            gauge("last_incident_timestamp_seconds"),
+        ],
+        [
+            gauge("incidents", ({"kind": "killed", "cause": HOSTILE}, 3.0)),
+            gauge("rank_last_sign_timestamp_seconds", ({"rank": "TP0"}, 7.0)),
+        ],
+    )
+    times = found["rank_last_sign_timestamp_seconds"]
+    assert times[("rank", "TP0"),] == 7.0
+    assert math.isnan(times[("rank", "TP1"),])
+    # What is gone is counted no more.
+    assert found["incidents"] == {
+        (("cause", HOSTILE), ("kind", "killed")): 3.0,
+        (("cause", "x"), ("kind", "hang")): 0.0,
     }
+    assert "last_incident_timestamp_seconds" not in found
 
 
-def test_more_than_a_page_is_read(tmp_path: Path) -> None:
-    many = [Metric("kit_many", "Many.", tuple(({"rank": f"TP{n}"}, float(n)) for n in range(500)))]
-    (family,) = read_shared(many, tmp_path)
-    assert sorted(sample.value for sample in family.samples) == [float(n) for n in range(500)]
+@pytest.mark.parametrize("gauges", [None, [1], [["sglang_crashkit_up", "x", [[{}, "y"]]]], [["other", "x", [[{}, 1]]]]])
+def test_what_is_no_gauge_of_the_kit_shows_nothing_and_raises_nothing(tmp_path: Path, gauges: object) -> None:
+    assert all(not values for name, values in shown(tmp_path, gauges).items() if name != "up")
 
 
-def test_what_the_installed_library_reads_is_no_problem() -> None:
-    assert problem_of_shared(shared_files(METRICS, 1, 1.0), METRICS) == ""
-
-
-def test_what_it_cannot_read_is_one() -> None:
-    without = shared_files([metric for metric in METRICS if metric.type == "gauge"], 1, 1.0)
-    assert "reads no kit_hits_total" in problem_of_shared(without, METRICS)
-    assert "cannot read" in problem_of_shared({"gauge_all_1.db": b"\xff\x00\x00\x00\x00\x00\x00\x00\xff"}, METRICS)
-
-
-def test_without_the_library_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_CHECK", "import there_is_no_such_library")
-    assert "ModuleNotFoundError" in problem_of_shared(shared_files(METRICS, 1, 1.0), METRICS)
+def test_on_a_disk_that_is_nearly_full_nothing_is_written(tmp_path: Path) -> None:
+    full = "import os\nclass Full: f_bavail, f_frsize = 10, 4096\nos.statvfs = lambda path: Full\n"
+    assert shown(tmp_path, [gauge("handler_up", ({"port": "1"}, 1.0))], code=full + SHOWS) == {}
+    assert list(tmp_path.iterdir()) == []

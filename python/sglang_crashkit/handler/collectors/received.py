@@ -114,10 +114,6 @@ class Received:
             except Exception as error:  # noqa: BLE001 - told in the log and the incident
                 note_error("what was kept in memory", error)
 
-    def journal_bytes(self) -> int:
-        """Return how much memory the request journals take."""
-        return sum(os.fstat(held.descriptor).st_blocks * 512 for held in self._journals.held)
-
     def release(self, *, is_written: bool) -> None:
         """Give back what dead processes left, where an incident that is on the disk has it."""
         self._journals.release(is_written=is_written)
