@@ -10,14 +10,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ from types import TracebackType
 from lanelib.commands import clean_environment
 from lanelib.procs import read_process, send
 from lanelib.servers import free_port
-from slurm import keeper
+from unit.support.keeper import Keeper
 from unit.support.waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
@@ -97,7 +95,7 @@ class Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="crashkit-slurm-"))
         self.folder.chmod(0o711)
         self.environ = clean_environment() | {"PATH": _path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
-        self._keeper: subprocess.Popen[str] | None = None
+        self._keeper: Keeper | None = None
         self._slurmds: dict[str, int] = {}
 
     def __enter__(self) -> Cluster:
@@ -215,14 +213,9 @@ class Cluster:
 
     def close(self) -> None:
         """End it, its jobs and all of their processes, and remove its folder."""
-        process, self._keeper = self._keeper, None
-        if process is not None:
-            with process:
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
-                status = process.wait(LONG_S)
-            assert status == 0, "processes of the cluster survive SIGKILL"
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -242,13 +235,7 @@ class Cluster:
         first_job = 1000 + secrets.randbelow(10**6)
         conf = _CONF.format(host=host, port=ports[0], folder=self.folder, nodes=nodes, first_job=first_job)
         (self.folder / "slurm.conf").write_text(conf)
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-m", keeper.__name__],
-            env=clean_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._keeper = Keeper()
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._launch(
             "munged", "--foreground", "--force", "--num-threads=2", f"--socket={self.folder}/munge.socket", *files
@@ -265,15 +252,8 @@ class Cluster:
         program = shutil.which(name, path=_path())
         assert program is not None
         assert self._keeper is not None
-        assert self._keeper.stdin is not None
-        assert self._keeper.stdout is not None
         log = self.folder / f"{name}{arguments[-1] if name == 'slurmd' else ''}.log"
-        order = {"argv": [program, *arguments], "log": str(log), "env": self.environ}
-        self._keeper.stdin.write(json.dumps(order) + "\n")
-        self._keeper.stdin.flush()
-        answer = self._keeper.stdout.readline().strip()
-        assert answer.isdigit(), answer
-        return int(answer)
+        return self._keeper.start([program, *arguments], log, self.environ)
 
     def _answers(self, node: str) -> bool:
         done = subprocess.run(

@@ -1,12 +1,13 @@
-"""Start programs, adopt whatever they leave behind, and kill all of it when the one who asked is gone.
+"""Start programs, adopt whatever they leave behind, and kill all of it when the test is gone that asked for it.
 
-Slurm's daemons leave their parents, and a job's processes leave theirs. This one is the subreaper of all of them, so
-none can get out of its tree; it ends them when its standard input ends, also because the test was killed. It reads
-one JSON object a line, ``{"argv": [...], "log": path, "env": {...}}``, and answers each with a pid, or with why not.
+The daemons of Slurm and Docker leave their parents, and the processes of a job or a container leave theirs. A keeper is
+the subreaper of all of them, so none can get out of its tree; it ends them when its standard input ends. It reads one
+JSON object a line, ``{"argv": [...], "log": path, "env": {...}}``, and answers each with a pid, or with why not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,7 +16,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from lanelib.commands import clean_environment
 from lanelib.procs import Process, send, tree_of
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -24,12 +28,44 @@ _REAP_S = 0.2
 _KILL_TIMEOUT_S = 30.0
 
 
+class Keeper:
+    """The end of the test: a keeper in a process of its own, until `close`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            env=clean_environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # Whoever ends the test by its group leaves this one to end what was started.
+            start_new_session=True,
+        )
+
+    def start(self, argv: Sequence[str], log: Path, env: Mapping[str, str]) -> int:
+        """Start a program that prints to `log`, and return its pid."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"argv": [*argv], "log": str(log), "env": dict(env)}) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        assert answer.isdigit(), answer
+        return int(answer)
+
+    def close(self) -> None:
+        """End all that was started, and what that left behind."""
+        with self._process:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            status = self._process.wait(4 * _KILL_TIMEOUT_S)
+        assert status == 0, "processes survive SIGKILL"
+
+
 def main() -> int:
     """Serve until standard input ends; 1 where something survived."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    # What was typed at a terminal is for the one who asked; its end is this one's.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
     pending = b""
