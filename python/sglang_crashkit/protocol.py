@@ -42,13 +42,15 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "steps": {"modes": (dict,)},
     "log": {},
     "environment": {"ready": (bool,)},
-    "pair": {"role": (str,), "lead": (bool,)},
     "exception": {"message": (str,), "record": (str,), "gpu": (str,), "soft": (bool,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},
     "launch_failed": _TOLD,
     "startup_timeout": _TOLD,
     "child_failed": _TOLD,
-    "peer_lost": {"address": (str,), "role": (str,), "sign": (str,), "since": (str,), "alone": (bool,)},
+    "peer_lost": {
+        **{"address": (str,), "role": (str,), "sign": (str,), "since": (str,), "reason": (str,)},
+        **{"requests": (list,), "count": (int,)},
+    },
     "crash_dump_begun": {},
     "crash_dump_ended": {
         **{"path": (str,), "error": (str,), "reason": (str,)},

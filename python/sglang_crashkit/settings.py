@@ -48,7 +48,6 @@ VARIABLES = {
     "SGLANG_CRASHKIT_ENABLED": _TRUTH,
     "SGLANG_CRASHKIT_EXIT_STATUS": r"(?i)kit|upstream",
     "SGLANG_CRASHKIT_LOG_RECORDS": _NUMBER,
-    "SGLANG_CRASHKIT_PEER_WATCH": _TRUTH,
     "SGLANG_CRASHKIT_GPU_FACTS": _TRUTH,
     "SGLANG_CRASHKIT_TERMINATION_LOG": _ANY,
     "SGLANG_CRASHKIT_HANG_SECS": _SECONDS,
@@ -169,8 +168,6 @@ class Settings:
         capture_secs: ``SGLANG_CRASHKIT_CAPTURE_SECS``; the longest that one round of stacks may take, in seconds.
         startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
             ready, in seconds; 0 for no limit.
-        peer_watch: ``SGLANG_CRASHKIT_PEER_WATCH``; the other servers of a prefill and decode pair are not watched when
-            false.
         end_secs: ``SGLANG_CRASHKIT_END_SECS``; the longest that the server's end may take once the evidence of a crash
             is whole, in seconds.
         hang_secs: ``SGLANG_CRASHKIT_HANG_SECS``; how long a scheduler that makes no progress is taken to be at work, in
@@ -202,7 +199,6 @@ class Settings:
     budget_secs: float = 20.0
     capture_secs: float = 1.5
     startup_timeout_secs: float = 0.0
-    peer_watch: bool = True
     end_secs: float = 15.0
     hang_secs: float = 60.0
     native: bool | None = None
@@ -236,7 +232,6 @@ class Settings:
             startup_timeout_secs=read_seconds(
                 environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", cls.startup_timeout_secs
             ),
-            peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", cls.peer_watch),
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", cls.end_secs),
             hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", cls.hang_secs),
             journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", cls.journal),

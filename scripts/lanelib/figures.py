@@ -65,7 +65,6 @@ BENCHMARKS = (
     Benchmark("kill_process_tree", ("", 1), ("--rounds 10", 0.5)),
     Benchmark("explain", ("", 2), ("", 2)),
     Benchmark("capture", ("", 4), ("--quick", 1)),
-    Benchmark("peers", ("", 4), None),
     Benchmark("gloo_recorder", ("", 2), None),
     Benchmark("idle_handler", ("", 3), ("--seconds 20", 2)),
     Benchmark("first_crash", ("--release 0.5.9 --release 0.5.12.post1 --release 0.5.23 --both", 10), ("", 2)),

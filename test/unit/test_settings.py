@@ -53,7 +53,6 @@ def test_a_number_is_read_or_the_default_is_taken(value: str, expected: int) -> 
         ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0", "cores", False),
         ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "7", "core_wait_secs", 7.0),
         ("SGLANG_CRASHKIT_ENABLED", "no", "enabled", False),
-        ("SGLANG_CRASHKIT_PEER_WATCH", "no", "peer_watch", False),
         ("SGLANG_CRASHKIT_BUDGET_SECS", "3", "budget_secs", 3.0),
         ("SGLANG_CRASHKIT_CAPTURE_SECS", "0.5", "capture_secs", 0.5),
         ("SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", "9", "startup_timeout_secs", 9.0),

@@ -135,9 +135,8 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
     ordered = order_failures(events)
     lost = describe_peers(incident.peers)
     if lost and not ordered:
-        # Who refuses a connection is not there; that others gave it up is their word.
-        certain = all(peer.sign == "refused" for peer in incident.peers)
-        return Verdict("peer_lost", None, "established" if certain else "supported", " ".join(lost), lost)
+        # That SGLang gave a server up is its word: a network that is broken looks the same.
+        return Verdict("peer_lost", None, "supported", " ".join(lost), lost)
     if not ordered and incident.trigger.event == UNHEALTHY:
         return _judge_unhealthy(incident)
     if not ordered:

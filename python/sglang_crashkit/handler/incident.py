@@ -51,8 +51,6 @@ from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: An incident names at most this many lost peers, more are in the timeline only, and of all so many waiting requests.
-_MAX_PEERS, _MAX_WAITING = 64, 1024
 #: Kinds by which it was opened that say no more than who was heard first.
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
@@ -330,23 +328,13 @@ class IncidentRun:
         _skip_stacks(reports, "none are taken for what another server did")
         self._checkpoint()
 
-    def add_peers(self, seconds: float, peers: Sequence[LostPeer]) -> None:
-        """Take in that other servers of the pair are lost; once the incident is finished it is written anew.
+    def note_peers(self, seconds: float, peers: Sequence[LostPeer]) -> None:
+        """Note that SGLang gave up other servers of the pair; once the incident is finished it is written anew.
 
         Raises:
             OSError: the disk is full or the folder is gone.
         """
-        named = sum(len(its.requests) + len(its.unassigned) for its in self.incident.peers)
         for peer in peers:
-            same = (its for its in self.incident.peers if (its.role, its.address) == (peer.role, peer.address))
-            known = next(same, None)
-            if known is not None:
-                known.merge(peer)
-            elif len(self.incident.peers) < _MAX_PEERS:
-                peer.requests = peer.requests[: max(0, _MAX_WAITING - named)]
-                peer.unassigned = peer.unassigned[: max(0, _MAX_WAITING - named - len(peer.requests))]
-                named += len(peer.requests) + len(peer.unassigned)
-                self.incident.peers.append(peer)
             self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
             self._judge_again()

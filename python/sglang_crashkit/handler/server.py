@@ -15,14 +15,13 @@ from collections.abc import Callable
 
 from sglang_crashkit.handler.folders import KeptFolder, Place, SharedMemory
 from sglang_crashkit.handler.hang_detector import HangDetector
+from sglang_crashkit.handler.lost_peers import LostPeers
 from sglang_crashkit.handler.metrics import MetricsPublisher
-from sglang_crashkit.handler.peers.prober import PeerLosses, PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.kernel import forked, procfs
 from sglang_crashkit.kernel.procfs import server_key
-from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
@@ -65,14 +64,14 @@ class CrashHandler:
         incidents = place.host_folder / "incidents"
         self._metrics = MetricsPublisher(self.tree, self.session, incidents, self.session.log.show_metrics)
         self._kept = KeptFolder(place.runtime)
-        self._prober = PeerProber(PeerLosses(self.tree, self.session, self.session.log.say).report)
+        self._lost_peers = LostPeers(self.tree, self.session)
         self._shared_memory = SharedMemory(self.tree)
         #: Pids of senders that a look did not find among the server's processes.
         self._foreign: set[int] = set()
         self._ignored = 0
         self._retry_at = 0.0
         self._selector = selectors.DefaultSelector()
-        for source in (mailbox, self.tree, self._prober):
+        for source in (mailbox, self.tree):
             self._selector.register(source, selectors.EVENT_READ)
 
     def run(self) -> None:
@@ -111,7 +110,6 @@ class CrashHandler:
     def close(self) -> None:
         """Give the descriptors of a handler back that does not run."""
         self.tree.close()
-        self._prober.close()
         self._selector.close()
 
     # -- what happens
@@ -140,12 +138,8 @@ class CrashHandler:
         elif event == "exiting" and sender.is_root:
             self.session.take(Seen("exiting", members=self._members_of(sender.pid)))
             self.session.on_exiting(message)
-        elif event == "pair":
-            self._prober.take_rank(sender.pid, message.descriptor, fields)
         elif event == "peer_lost":
-            peer = LostPeer.from_fields(fields, sender.pid)
-            if peer is not None:
-                self._prober.note_report(peer)
+            self._lost_peers.take(fields, sender.pid)
         elif event == "member":
             # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
             if self.tree.started_by_own(sender):
@@ -242,7 +236,7 @@ class CrashHandler:
     def _act_on_time(self) -> None:
         if time.monotonic() < self._retry_at:
             return
-        session, others = self.session, (self._prober, self._hangs, self._shared_memory, self._metrics)
+        session, others = self.session, (self._lost_peers, self._hangs, self._shared_memory, self._metrics)
         parts = (session, *others, session.page, session.commands)
         # All of them, whichever fails.
         went_well = [self._guard(f"what is due of {type(part).__name__}", part.act_on_time) for part in parts]
@@ -253,7 +247,7 @@ class CrashHandler:
         triage = self.session.triage
         if not triage.is_open and triage.shutdown.gone_at is not None:
             return triage.shutdown.gone_at + _LINGER_SECS
-        return min(part.next_due() for part in (self.session, self._hangs, self._prober, self._metrics))
+        return min(part.next_due() for part in (self.session, self._hangs, self._lost_peers, self._metrics))
 
     def _done(self) -> bool:
         gone_at = self.session.triage.shutdown.gone_at

@@ -174,15 +174,17 @@ def _peers(document: Mapping[str, Any]) -> Iterator[str]:
         return
     yield "## Lost servers of the pair"
     for peer in peers:
-        role = peer.get("role")
         yield ""
-        yield f"### {role} server {peer.get('address')}: {peer.get('sign')}, since {peer.get('since')}"
-        for what, name in (("waits for it", "requests"), (f"waits for a {role} server", "unassigned")):
-            requests = mappings_of(peer.get(name))
-            yield from (f"- {what}: {request.get('rid')} (room {request.get('room')})" for request in requests)
-            count = peer.get("count" if name == "requests" else "unassigned_count")
-            if isinstance(count, int) and count > len(requests):
-                yield f"- {what}: {count - len(requests)} more"
+        yield f"### {peer.get('role')} server {peer.get('address')}: {peer.get('sign')}, since {peer.get('since')}"
+        if peer.get("reason"):
+            yield f"- SGLang says: {peer.get('reason')}"
+        requests = mappings_of(peer.get("requests"))
+        for request in requests:
+            since = f", since {request.get('since')}" if request.get("since") else ""
+            yield f"- waits for it: {request.get('rid')} (room {request.get('room')}{since})"
+        count = peer.get("count")
+        if isinstance(count, int) and count > len(requests):
+            yield f"- waits for it: {count - len(requests)} more"
     yield ""
 
 

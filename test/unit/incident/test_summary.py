@@ -146,13 +146,15 @@ def test_requests_are_counted_once_and_health_checks_apart() -> None:
 def test_a_summary_names_lost_servers_and_who_waits_for_them() -> None:
     incident = make_incident()
     waiting = [WaitingRequest(str(number), number) for number in range(MAX_NAMED + 5)]
-    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", waiting, [WaitingRequest("x")])]
+    waiting[0] = WaitingRequest("first", 0, "this morning")
+    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "failed_transfer", "now", "Failed to send", waiting)]
     lines = format_summary(incident.to_json()).splitlines()
-    assert "### decode server 10.0.0.2:41: refused, since yesterday" in lines
+    assert "### decode server 10.0.0.2:41: failed_transfer, since now" in lines
+    assert "- SGLang says: Failed to send" in lines
+    assert "- waits for it: first (room 0, since this morning)" in lines
     assert "- waits for it: 63 (room 63)" in lines
     assert "- waits for it: 64 (room 64)" not in lines
     assert "- waits for it: 5 more" in lines
-    assert "- waits for a decode server: x (room None)" in lines
 
 
 def test_the_headline_names_who_failed_and_not_who_told() -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import setproctitle
 
 from sglang_crashkit.srt import crash_exit, handler_process
-from sglang_crashkit.srt.disaggregation.prefill import watch_decode_servers
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
@@ -53,7 +52,6 @@ handler_process._START_SECS = handler_process._READY_SECS = LONG
 PR_SET_PDEATHSIG = 1
 SCHEDULER = SimpleNamespace(_engine_paused=False)
 STEPPING = stepping.Scheduler()
-queues: list[SimpleNamespace] = []
 children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
 
 
@@ -179,21 +177,6 @@ def sleep_in_the_kernel(fifo: str) -> None:
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=actions), 0)
 
 
-def work_with(port: int) -> None:
-    """Stand for a prefill rank, for whose decode rank at `port` of this host a request waits."""
-
-    class Queue(SimpleNamespace):
-        pass
-
-    its = SimpleNamespace(endpoint="127.0.0.1", dst_port=port, dst_tp_rank=0)
-    waiting = SimpleNamespace(
-        rid="waits", bootstrap_room=1, disagg_kv_sender=SimpleNamespace(bootstrap_server_url="here:8998")
-    )
-    manager = SimpleNamespace(decode_kv_args_table={"session": its}, transfer_infos={1: {"session": its}})
-    queues.append(Queue(queue=[waiting], kv_manager=manager, scheduler=SimpleNamespace()))
-    watch_decode_servers(queues[-1])
-
-
 def start_cuda(seconds: str, fraction: str, then: str = "", what: str = "hung", steps: str = "10") -> None:
     """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
     pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
@@ -236,8 +219,6 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                     os.kill(os.getppid(), signal.SIGQUIT)
             elif verb == "lost":
                 notify("peer_lost", **json.loads(argument))
-            elif verb == "pair":
-                work_with(int(argument))
             elif verb == "snapshot":
                 os.write(answers, f"{pyspy_dump_schedulers() or 'the handler'}\n".encode())
             elif verb == "exit_later":

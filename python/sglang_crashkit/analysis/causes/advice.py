@@ -117,8 +117,9 @@ ADVICE: dict[str, Advice] = {
     "transfer_stuck": Advice(
         "a KV transfer between prefill and decode failed or does not end",
         "unknown",
-        "look at the network of the transfer (--disaggregation-ib-device, MC_FORCE_TCP=1 for a test without RDMA)",
-        "compare both servers' logs by the request's room, which this incident names",
+        "see whether the other server still runs: `sglang-crashkit incidents` on its host tells why it is gone",
+        "where it runs, look at the network of the transfer (--disaggregation-ib-device, MC_FORCE_TCP=1 for a test "
+        "without RDMA), and compare both servers' logs by the request's room, which this incident names",
     ),
     "connection_lost": Advice(
         "a rank lost its connection to a rank that this host does not know of",

@@ -1,76 +1,60 @@
-"""Hook of ``sglang/srt/disaggregation/prefill.py``: a prefill scheduler tells of the decode servers it has heard of.
+"""Hook of ``sglang/srt/disaggregation/prefill.py``: a KV transfer to a decode server fails.
 
-A decode rank registers with a prefill rank by a message, and asks for each request by another; both say where it
-listens. That is so with every transfer backend.
+A prefill server has no heartbeat: of a decode server that is gone it learns at the next transfer to it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+import weakref
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
-from sglang_crashkit.model.peers import KnownPeers, PeerProcess, Role, WaitingRequest
-from sglang_crashkit.srt.disaggregation.peer_answers import MAX_REQUESTS, PeerView, Waiting, replace
-from sglang_crashkit.srt.hooks import never_raises
+from sglang_crashkit.srt.disaggregation.lost_peers import MAX_REQUESTS, LostPeers
+from sglang_crashkit.srt.hooks import before, never_raises
 
-#: What the backends call the tensor-parallel rank of a decode rank.
-_RANKS = ("dst_tp_rank", "decode_tp_rank")
+#: ``KVPoll.Failed``.
+_FAILED = 0
+#: How SGLang's reasons begin for a request that fails without a transfer that failed.
+_NO_TRANSFER = ("Aborted", "Duplicate", "Request ", "follow_bootstrap_room")
 
 
 @never_raises
 def watch_decode_servers(queue: Any) -> None:
-    """Have the decode servers of a ``PrefillBootstrapQueue`` watched, once it has its ``kv_manager``."""
-    replace(DecodeServers(queue))
+    """Report each decode server to which the ``kv_manager`` of a ``PrefillBootstrapQueue`` cannot send.
+
+    Whatever fails a request goes through ``update_status``, with the reason already in ``failure_records``.
+    """
+    manager, its_queue, lost = queue.kv_manager, weakref.ref(queue), LostPeers("decode")
+
+    def note(bootstrap_room: int, status: int) -> None:
+        if status == _FAILED:
+            reason = str(getattr(manager, "failure_records", {}).get(bootstrap_room, ""))
+            for host, port in _unreachable(manager, bootstrap_room, reason):
+                address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+                if lost.is_news(address):
+                    lost.report(address, "failed_transfer", reason, _waiting(its_queue(), manager, (host, port)))
+
+    if hasattr(manager, "update_status"):
+        manager.update_status = before(manager.update_status, note)
 
 
-class DecodeServers(PeerView):
-    """The decode servers as a prefill scheduler knows them: each rank that registered, by its address."""
-
-    role: Role = "decode"
-
-    def _tables_of(self, queue: Any) -> tuple[Mapping[str, Any], Set[str]]:
-        manager = queue.kv_manager
-        # Copied in one step each: SGLang's own threads add to them. Only the backends that send into memory of the
-        # other side keep the second one.
-        return dict(getattr(manager, "decode_kv_args_table", {})), set(getattr(manager, "failed_sessions", ()))
-
-    def _known_from(self, table: Mapping[str, Any], names: Set[str]) -> KnownPeers:
-        processes = {session: _process_of(info) for session, info in table.items()}
-        return KnownPeers(
-            {process.address: frozenset({process}) for process in processes.values()},
-            frozenset(process.address for session, process in processes.items() if session in names),
-        )
-
-    def _waiting_in(self, queue: Any) -> Waiting:
-        asked = dict(getattr(queue.kv_manager, "transfer_infos", {}))
-        waiting: dict[str | None, list[WaitingRequest]] = defaultdict(list)
-        for request in _requests(queue):
-            # Copied in one step, too.
-            infos = list(asked.get(request.bootstrap_room, {}).values())
-            who = WaitingRequest(str(request.rid), request.bootstrap_room)
-            for address in {_process_of(info).address for info in infos}:
-                waiting[address].append(who)
-            if not infos:
-                waiting[None].append(who)
-        return waiting
+def _unreachable(manager: Any, room: int, reason: str) -> set[tuple[str, int]]:
+    """Return host and port of the decode ranks that a request's KV cache could not be sent to."""
+    asked = dict(getattr(manager, "transfer_infos", {}).get(room, ()))
+    given_up = getattr(manager, "failed_sessions", None)
+    if given_up is None:
+        # Only Mooncake notes which one it was; the others have the request's.
+        given_up = () if reason.startswith(_NO_TRANSFER) else asked
+    return {(info.endpoint, info.dst_port) for session, info in asked.items() if session in given_up}
 
 
-def _requests(queue: Any) -> Iterable[Any]:
-    """Yield the requests from their arrival until their KV cache is sent; a warm-up has no peer and is left out."""
-    scheduler = queue.scheduler
-    stages = (
-        queue.queue,
-        getattr(scheduler, "waiting_queue", ()),
-        getattr(scheduler, "disagg_prefill_inflight_queue", ()),
-    )
-    requests = itertools.chain.from_iterable(list(stage) for stage in stages)
-    real = (request for request in requests if hasattr(request.disagg_kv_sender, "bootstrap_server_url"))
-    return itertools.islice(real, MAX_REQUESTS)
-
-
-def _process_of(info: Any) -> PeerProcess:
-    """Return where a decode rank listens, from its ``KVArgsRegisterInfo`` or ``TransferInfo``."""
-    rank = next((getattr(info, name) for name in _RANKS if hasattr(info, name)), 0)
-    return PeerProcess(int(rank), str(info.endpoint), int(info.dst_port))
+def _waiting(queue: Any, manager: Any, rank: tuple[str, int]) -> Iterator[tuple[Any, Any]]:
+    """Yield each request that a decode rank asked for, from then until its KV cache is sent, with its sender."""
+    if queue is not None:
+        scheduler = queue.scheduler
+        stages = (getattr(scheduler, name, []) for name in ("waiting_queue", "disagg_prefill_inflight_queue"))
+        for request in chain(queue.queue[:MAX_REQUESTS], *(stage[:MAX_REQUESTS] for stage in stages)):
+            asked = manager.transfer_infos.get(request.bootstrap_room)
+            if asked and rank in [(info.endpoint, info.dst_port) for info in list(asked.values())]:
+                yield request, request.disagg_kv_sender

@@ -329,8 +329,10 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "an update in which a rank hangs": hung(TP1, doing={TP0: [WAITS], TP1: [WORKS, UPDATES]}),
     },
     ("busy", SUP): {"busy": incident("busy", level=SUP, opened="hang", trigger="no_progress", text="At work.")},
-    ("peer_lost", EST): {
-        "a pair's": incident("peer_lost", peers=[{"sign": "refused"}], opened="peer_lost", trigger="peer_lost")
+    ("peer_lost", SUP): {
+        "a pair's": incident(
+            "peer_lost", level=SUP, peers=[{"sign": "heartbeat"}], opened="peer_lost", trigger="peer_lost"
+        )
     },
     ("transfer_stuck", SUP): {"transfers only": incident("peer_lost", level=SUP, peers=[{"sign": "failed_transfer"}])},
     ("connection_lost", SUP): {

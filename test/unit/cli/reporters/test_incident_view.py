@@ -37,14 +37,16 @@ def test_findings_of_all_kinds_are_listed() -> None:
             "missing": ["TP0 wrote none"],
         },
         "gpus": {"lines": ["GPU 0: Xid 79"]},
-        "peers": [{"role": "prefill", "address": "p:1", "sign": "silent", "since": "t", "requests": [{"rid": "r1"}]}],
+        "peers": [
+            {"role": "prefill", "address": "p:1", "sign": "heartbeat", "since": "t", "requests": [{"rid": "r1"}]}
+        ],
     }
     found = incident_view.findings_of(document)
     assert [one["title"] for one in found] == [
         *("tp: behind", "pp: in step", "GPUs", "no flight recorder", "lost servers of the pair")
     ]
     assert [one["open"] for one in found] == [True, False, True, False, True]
-    assert found[-1]["lines"] == ["prefill server p:1: silent, since t; requests that wait for it: r1"]
+    assert found[-1]["lines"] == ["prefill server p:1: heartbeat, since t; requests that wait for it: r1"]
 
 
 def test_the_environment_is_told_by_dotted_names(tmp_path: Path) -> None:

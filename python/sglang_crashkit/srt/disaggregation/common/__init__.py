@@ -1,1 +1,0 @@
-"""Mirrors ``sglang/srt/disaggregation/common``: what the patched modules there call."""
