@@ -1,4 +1,7 @@
-"""A real pair loses its prefill or its decode server: the other one says so at once, and who waits, and serves on."""
+"""A real pair loses its prefill or its decode server: SGLang, on the other one, notices, and the kit says who waits.
+
+A decode server notices by its heartbeat, a prefill server by its next transfer.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,13 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing; apt-get install {' '.join(PD_PACKAGES)}"),
 ]
 
-MAX_S = 20.0
-#: ZeroMQ closes a connection that says nothing after 30 s; that is no loss.
-QUIET_S = 33.0
-#: SGLang's heartbeat gives a prefill server up within 10 s; that is no second loss.
+#: SGLang's heartbeat asks every 5 s, and gives a server up after 2 failures; the rest is the machine's load.
+MAX_S = {"prefill": 10.0 + 10.0, "decode": 15.0}
+SIGNS = {"prefill": "heartbeat", "decode": "failed_transfer"}
+#: What comes after the loss is no second one.
 AFTER_S = 12.0
+#: So long a decode server takes to ask for a request that it has, in seconds.
+ASK_S = 2.0
 COLLECT_S = 120.0
 RIDS = ["waits-1", "waits-2", "waits-3"]
 PROMPT = "Once upon a time"
@@ -91,20 +96,29 @@ def document_of(stored: StoredIncident) -> dict[str, Any]:
     return stored.document
 
 
-def kill(victim: str, server: Server) -> float:
-    """Kill prefill as a whole, and of decode the scheduler; return when."""
-    pids = [process.pid for process in tree_of(server.pid)]
-    pids = pids if victim == "prefill" else [server.pid_of("sglang::scheduler")]
+def kill(victim: str, pair: PDServers) -> float:
+    """Kill prefill as a whole, and of decode the stopped scheduler; return when."""
+    if victim == "prefill":
+        pids = [process.pid for process in tree_of(pair.prefill.pid)]
+        moment = time.time()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return moment
+    # It is gone when it has asked for its requests, and before prefill sends: else nobody would send to it.
+    sender, receiver = (server.pid_of("sglang::scheduler") for server in (pair.prefill, pair.decode))
+    os.kill(sender, signal.SIGSTOP)
+    os.kill(receiver, signal.SIGCONT)
+    time.sleep(ASK_S)
     moment = time.time()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    os.kill(receiver, signal.SIGKILL)
+    os.kill(sender, signal.SIGCONT)
     return moment
 
 
 def start_collect(folder: Path) -> subprocess.Popen[bytes]:
     """Collect from the servers below this process."""
     argv = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", f"--pid={os.getpid()}"]
-    argv += ["--snapshots=2", "--interval=3", f"--output-dir={folder}"]
+    argv += ["--snapshots=2", "--interval=8", f"--output-dir={folder}"]
     return subprocess.Popen(argv, stdout=subprocess.PIPE)
 
 
@@ -120,7 +134,6 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
     if victim == "prefill":
         argv = pair.prefill.popen.args
         addresses = {f"127.0.0.1:{argv[argv.index('--disaggregation-bootstrap-port') + 1]}"}
-        time.sleep(QUIET_S)
     else:
         addresses = addresses_of(dead)
     assert incidents_below(folder) == []
@@ -136,7 +149,7 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
     stopped = verdict_of(start_collect(collected / "stopped"))
     with start_collect(collected / "gone") as collector:
         wait_until(lambda: list((collected / "gone").glob("snapshot_*_1.json")), "there is a first look", COLLECT_S)
-        killed = kill(victim, dead)
+        killed = kill(victim, pair)
         gone = verdict_of(collector)
 
     def told() -> list[StoredIncident]:
@@ -179,12 +192,13 @@ def parting(
         yield part(request.param, pair, folder, tmp_path_factory.mktemp("collected"))
 
 
-def test_the_survivor_says_at_once_who_is_gone(parting: Parting, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_survivor_says_who_is_gone_once_sglang_knows(parting: Parting, capsys: pytest.CaptureFixture[str]) -> None:
     (stored,) = parting.lost
     document = document_of(stored)
     assert document["server"]["pid"] == parting.survivor_pid
     (peer,) = document["peers"]
-    assert (peer["role"], peer["sign"]) == (parting.victim, "refused")
+    assert (peer["role"], peer["sign"]) == (parting.victim, SIGNS[parting.victim])
+    assert peer["reason"]
     assert peer["address"] in parting.addresses
     began = datetime.fromisoformat(document["trigger"]["time"].replace("Z", "+00:00")).timestamp()
     ended = next(entry["time"] for entry in document["timeline"] if entry["event"] == "incident_finished")
@@ -192,21 +206,23 @@ def test_the_survivor_says_at_once_who_is_gone(parting: Parting, capsys: pytest.
     with capsys.disabled():
         seconds, whole = began - parting.killed, finished - parting.killed
         print(f"\n{parting.victim}: noticed after {seconds:.2f} s, incident whole after {whole:.2f} s")  # noqa: T201
-    assert seconds < MAX_S
+    assert seconds < MAX_S[parting.victim]
 
 
 def test_it_names_the_requests_that_wait(parting: Parting) -> None:
     (stored,) = parting.lost
     document = document_of(stored)
     (peer,) = document["peers"]
-    # A stopped decode server has not said which requests are its own.
-    named = peer["requests"] if parting.victim == "prefill" else peer["unassigned"]
-    assert sorted(request["rid"] for request in named) == RIDS
-    assert all(isinstance(request["room"], int) for request in named)
+    named = [request["rid"] for request in peer["requests"]]
+    # Those of the batch that runs as the first transfer fails are in none of prefill's queues.
+    assert sorted(named) == RIDS if parting.victim == "prefill" else named and set(named) <= set(RIDS)
+    assert all(isinstance(request["room"], int) and request["since"] for request in peer["requests"])
     verdict = document["verdict"]
-    assert (verdict["kind"], verdict["level"]) == ("peer_lost", "established")
-    assert f"{parting.victim} server {peer['address']} is gone; 3 requests wait for " in verdict["text"]
-    assert all(rid in verdict["text"] for rid in RIDS)
+    assert (verdict["kind"], verdict["level"]) == ("peer_lost", "supported")
+    assert f"{parting.victim} server {peer['address']} " in verdict["text"]
+    assert all(rid in verdict["text"] for rid in named)
+    cause = {"prefill": "peer_lost", "decode": "transfer_stuck"}[parting.victim]
+    assert (document["cause"]["class"], document["cause"]["level"]) == (cause, "supported")
 
 
 def test_every_process_of_the_survivor_is_listed_and_goes_on(parting: Parting) -> None:
