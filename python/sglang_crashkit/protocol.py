@@ -234,7 +234,7 @@ def _send(
     patience_secs: float,
     descriptor: int | None = None,
 ) -> None:
-    data = json.dumps({"event": event, "time": time.time(), **fields}, default=str).encode()
+    data = json.dumps({"event": event, "at": time.monotonic(), **fields}, default=str).encode()
     if len(data) > _MAX_BYTES:
         raise HandlerUnreachableError(f"message of {len(data)} bytes is over {_MAX_BYTES}")
     seconds, fraction = divmod(max(patience_secs, 0.001), 1.0)
@@ -351,7 +351,7 @@ def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes
     if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
         return None
     event, waits = fields.pop("event"), fields.pop("wait", False) is True
-    types = {"time": _NUMBER, **EVENTS.get(event, {})}
+    types = {"at": _NUMBER, **EVENTS.get(event, {})}
     # The event counts, also where somebody else's version says something of it in another way.
     known = {name: value for name, value in fields.items() if type(value) in types.get(name, (type(value),))}
     return Message(event, known, pid, uid, os.fsencode(address) if waits and address else None)

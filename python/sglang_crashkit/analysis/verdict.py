@@ -82,7 +82,7 @@ class FailureEvent:
     """A failure as it was seen."""
 
     pid: int
-    seconds: float  # when, since the epoch
+    seconds: float  # when, since the epoch, in the order of the monotonic clock
     kind: FailureKind  # it exited, it reported an exception, or its watchdog saw no progress
     message: str = ""  # the exception, or what the watchdog saw, in one line; empty for an exit
     fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`

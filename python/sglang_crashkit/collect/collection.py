@@ -23,6 +23,7 @@ from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.analysis.ranks import RankSet, rank_of
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
 from sglang_crashkit.collect.observing import is_python, observe, read_steps
+from sglang_crashkit.kernel import clock
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.kernel.server_arguments import side_of
@@ -181,11 +182,11 @@ class Collection:
         return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
 
     def _take_snapshot(self) -> None:
-        began, clock = time.time(), time.monotonic()
+        began, started = clock.now(), time.monotonic()
         # The limit is for all rounds: a py-spy that hangs, hangs in each.
         secs = max(_LEAST_SECS, self._plan.tool_secs - self._stacks_secs)
         seen = observe([one.process for one in self.collected], self.host, secs)
-        self._stacks_secs += time.monotonic() - clock
+        self._stacks_secs += time.monotonic() - started
         problems = tuple(
             Problem(
                 f"Python stacks of {moment.title} (pid {moment.pid})",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sglang_crashkit.analysis.divergence import Divergence, Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_of
 from sglang_crashkit.capture.ladder import capture_all
-from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.server_arguments import rendezvous_of, side_of
 from sglang_crashkit.memory.steps import NAME, NotStepsError, StepReader
@@ -53,7 +53,7 @@ def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample
         title=process.title,
         role=process.role,
         ranks=process.ranks,
-        time=time.time(),
+        time=clock.now(),
         server=process.server,
         rendezvous=rendezvous_of(process.server_arguments),
         side=side_of(process.server_arguments),

@@ -38,7 +38,7 @@ from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.reporting import log_lines
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.state import Seen
-from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.memory.heartbeat import BEAT_SECS
 from sglang_crashkit.settings import Settings
 
@@ -340,7 +340,7 @@ class Hang:
         if living:
             secs = self._clock() - self._since
             titles = [heartbeat.process.title for heartbeat in living]
-            self.run.note(time.time(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
+            self.run.note(clock.now(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
             self.ended = f"Progress returned after {secs:.1f} s"
             self.run.add_remark(f"{self.ended}.")
         return True

@@ -28,7 +28,7 @@ from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.summary import format_summary
-from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
@@ -197,7 +197,7 @@ class IncidentRun:
 
         May be called again: of a hang, each time is a snapshot of its own, for comparison.
         """
-        started = time.time()
+        started = clock.now()
         for process in self._tree:
             if not process.is_ignorable:
                 self.report(process)
@@ -220,7 +220,7 @@ class IncidentRun:
         elif self._snapshots == 1:
             _skip_stacks(reports, "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
         self.captured = True
-        self.note(time.time(), "stacks_captured", processes=len(living), seconds=round(time.time() - started, 4))
+        self.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - started, 4))
         self._checkpoint()
 
     def capture_native(self) -> None:
@@ -234,11 +234,11 @@ class IncidentRun:
         of_itself = self._is_fatal_hang and self._captures is Capture.FULL
         if not (self._settings.stacks and (of_itself if wanted is None else wanted)) or seconds <= 0:
             return
-        started = time.time()
+        started = clock.now()
         living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
         reports = {process.pid: self.report(process) for process in living}
         process_evidence.capture_native_stacks(living, reports, self.folder, seconds)
-        self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
+        self.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - started, 4))
         self._checkpoint()
 
     def _left_secs(self) -> float:
@@ -246,7 +246,7 @@ class IncidentRun:
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
-        seconds, status = process.exited_at or time.time(), process.exit_status()
+        seconds, status = process.exited_at or clock.now(), process.exit_status()
         how = {"code": status.code, "signal": status.signal}
         self.note(seconds, "process_exited", pid=process.pid, title=process.title, **how)
         if self.finished:
@@ -277,7 +277,7 @@ class IncidentRun:
         self._failures.append(
             FailureEvent(
                 pid=process.pid,
-                seconds=process.exited_at or time.time(),
+                seconds=process.exited_at or clock.now(),
                 kind="exit",
                 fatal_signal=status.signal in FATAL_SIGNALS,
                 before_capture=not self.captured,
@@ -356,13 +356,13 @@ class IncidentRun:
         told = requests_of(fields)
         self.incident.requests = told if before is None else add(before, told)
         event = "requests_saved" if told.path else "requests_not_saved"
-        self.note(time.time(), event, reason=told.reason, path=told.path)
+        self.note(clock.now(), event, reason=told.reason, path=told.path)
         self._checkpoint()
 
     def set_journal(self, told: JournaledRequests) -> None:
         """Take in what the request journals told; they count where the server did not."""
         add_journal(self.incident.requests, told)
-        self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
+        self.note(clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
         self._checkpoint()
 
     def add_steps(self, process: TrackedProcess, steps: Sequence[Step]) -> None:
@@ -381,7 +381,7 @@ class IncidentRun:
 
         Of another process that is None, and `how` has in words how it did not go on for so long.
         """
-        now = time.time()
+        now = clock.now()
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
         message = f"{how} for {secs:.1f} s"
         if sign is not None:
@@ -396,11 +396,11 @@ class IncidentRun:
 
     def add_last_signs(self, signs: Mapping[int, Heartbeat]) -> None:
         """Take in what the heartbeats of the schedulers that died said last, by pid, which needs no stack."""
-        now, clock = time.time(), time.monotonic()
+        now, at = clock.now(), time.monotonic()
         for process in self._tree:
             if process.exited_at is not None and (sign := signs.get(process.pid)) is not None:
                 # The heartbeat is of the monotonic clock.
-                self._note_last_sign(process, sign, process.exited_at - now + clock - sign.at)
+                self._note_last_sign(process, sign, process.exited_at - now + at - sign.at)
 
     def _note_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> None:
         before = round(max(0.0, secs), 3)
@@ -422,7 +422,7 @@ class IncidentRun:
         )
         self.incident.verdict = verdict = self._judge()
         self._take_kind()
-        self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
+        self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
         name_suspects(self.incident)
         spare: list[str] = []

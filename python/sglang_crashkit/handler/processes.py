@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.capture.responder import ask_exit
-from sglang_crashkit.kernel import cgroup, procfs, titles
+from sglang_crashkit.kernel import cgroup, clock, procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 
@@ -62,7 +62,7 @@ class TrackedProcess:
         hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
         gpu: the UUID of its GPU by its own word; None where it said none.
         is_stuck: it did not say in time how a child of it had ended.
-        exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
+        exited_at: when its exit was noticed, by `kernel.clock`; None while it lives.
         seen_at: when it was first seen, by the monotonic clock.
     """
 
@@ -284,7 +284,7 @@ class ProcessTree:
         return False
 
     def add_reaped(self, pid: int, title: str, status: ExitStatus, seconds: float) -> TrackedProcess:
-        """Add a rank that was reaped before it could be seen, as was noticed at `seconds` since the epoch."""
+        """Add a rank that was reaped before it could be seen, as was noticed at `seconds`, by `kernel.clock`."""
         process = TrackedProcess(
             handle=ProcessHandle.of_reaped(pid, status),
             title=title,
@@ -325,7 +325,7 @@ class ProcessTree:
         Those of which nothing is known are among them once the server named them as its own. None is a rank where there
         are tokenizer workers: the ranks are ready by then, and it is a tokenizer, which the HTTP server starts anew.
         """
-        now, recent = time.time(), []
+        now, recent = clock.now(), []
         for process in self:
             if process.exited_at is None or not (process.is_unknown or process.is_awaited):
                 continue

@@ -20,7 +20,7 @@ from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.state import Seen
-from sglang_crashkit.kernel import forked, procfs
+from sglang_crashkit.kernel import clock, forked, procfs
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
@@ -118,6 +118,8 @@ class CrashHandler:
         """Find new processes, and forget of what died unknown long ago."""
         if self.session.run is None:
             self.tree.recent_unexplained()
+            if all(process.exited_at is None for process in self.tree):
+                clock.follow_machine()
         self.tree.refresh()
         if self.history and self.session.log.is_heard:
             for line in self.history:
@@ -256,6 +258,7 @@ class CrashHandler:
 
 
 def _time_of(message: Message) -> float:
-    seconds, now = message.fields.get("time", 0.0), time.time()
-    # Sender and handler share a clock; what is far from it is no time.
-    return float(seconds) if now - 3600 < seconds < now + 3600 else now
+    """Return when it was sent, by `kernel.clock`."""
+    sent, now = message.fields.get("at"), time.monotonic()
+    # In another time namespace the clock is another one.
+    return clock.at(sent) if isinstance(sent, (int, float)) and now - 3600 < sent <= now else clock.now()

@@ -22,7 +22,7 @@ from sglang_crashkit.handler.state import Action, ActionKind, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
 from sglang_crashkit.incident.summary import format_termination_message
-from sglang_crashkit.kernel import procfs, signals
+from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
 from sglang_crashkit.model.incident import Trigger, iso_time
@@ -98,7 +98,7 @@ class Session:
 
     def take(self, seen: Seen, subject: Subject | None = None) -> None:
         """Have `triage` judge what happened, by default to the main process and now; carry out what it decides."""
-        subject = subject or Subject(self._tree.root, time.time())
+        subject = subject or Subject(self._tree.root, clock.now())
         for action in self.triage.take(seen, time.monotonic()):
             try:
                 self._carry_out(action, subject)
@@ -123,7 +123,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - as above
             self.note_error(f"the exit of process {process.pid}", error, "could not be taken in")
         finally:
-            process.exited_at = process.exited_at or time.time()
+            process.exited_at = process.exited_at or clock.now()
 
     def _take_exit(self, process: TrackedProcess) -> None:
         expected = self.triage.shutdown.expected
@@ -142,7 +142,7 @@ class Session:
             is_foreign=process.is_foreign,
             others_serve=any(one.is_own and one.pid not in expected for one in self._tree),
         )
-        self.take(seen, Subject(process, time.time()))
+        self.take(seen, Subject(process, clock.now()))
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
         process, run, message = subject.process, self.run, subject.message
@@ -150,7 +150,7 @@ class Session:
             case ActionKind.OPEN:
                 self._open(action.kind, action.words, subject)
             case ActionKind.MARK_EXITED:
-                process.exited_at = time.time()
+                process.exited_at = clock.now()
             case ActionKind.KEEP_PROCESS:
                 # How it ended is known by now as well as it will be.
                 process.handle.close()
@@ -219,7 +219,7 @@ class Session:
     def _note(self, run: IncidentRun, event: str, subject: Subject) -> None:
         message = subject.message
         if message is None:
-            run.note(time.time(), event, seconds=self._settings.budget_secs)
+            run.note(clock.now(), event, seconds=self._settings.budget_secs)
             return
         said = {}
         if event == "teardown":
@@ -254,7 +254,7 @@ class Session:
         """Begin an incident, None where another one is at hand; whoever begins it captures and finishes it."""
         self.collect_exits()
         before = self.triage.stage
-        self.take(seen, Subject(process, time.time()))
+        self.take(seen, Subject(process, clock.now()))
         return self.run if self.triage.stage is not before else None
 
     def capture(self) -> None:
@@ -331,7 +331,7 @@ class Session:
         logger.error("%s %s", what, how, exc_info=error)
         if self.run is not None:
             words = f"{type(error).__name__}: {error}"
-            self.run.note(time.time(), "handler_error", what=what, message=words[:200])
+            self.run.note(clock.now(), "handler_error", what=what, message=words[:200])
 
     def finish_observed(self) -> None:
         """Write the incident of a server that goes on."""
@@ -357,11 +357,11 @@ class Session:
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
             status = root.exit_status()
-            run.note(root.exited_at or time.time(), "server_exited", code=status.code, signal=status.signal)
+            run.note(root.exited_at or clock.now(), "server_exited", code=status.code, signal=status.signal)
             if removed:
-                run.note(time.time(), "shared_memory_removed", names=list(removed))
+                run.note(clock.now(), "shared_memory_removed", names=list(removed))
             if left:
-                run.note(time.time(), "shared_memory_left", segments=[asdict(segment) for segment in left])
+                run.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             with contextlib.suppress(OSError):
                 run.save()
             self.page.begin(run, again=True)
@@ -463,7 +463,7 @@ class Session:
             if dead is not subject.process:
                 run.add_exit(dead)
         if self.hang is not None:
-            run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
+            run.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)
             run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")
 
     def _tell_server(self, run: IncidentRun) -> None:
@@ -475,7 +475,7 @@ class Session:
             run.set_requests({"reason": "the server has no handler for SIGQUIT"})
             self.finish()
             return
-        seconds = time.time()
+        seconds = clock.now()
         if signals.tell(root.handle):
             run.note(seconds, "sigquit_sent", pid=root.pid)
         self.take(Seen("told"))

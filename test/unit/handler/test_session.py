@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from unit.support.waiting import wait_until
 
 
 def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
-    launching.fail({}, time=10**400)
+    launching.fail({}, at=10**400)
     assert launching.verdict().first_failure is None
 
 
@@ -213,3 +214,21 @@ def test_an_incident_is_of_the_kind_of_its_first_failure(tmp_path: Path, short_f
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
         # It outlives its controller.
         rank.handle.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("step_secs", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_between_two_deaths_changes_no_order(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, step_secs: float
+) -> None:
+    real = time.time
+    first, second = launching.titled, launching.starting
+    launching.kill(first)
+    monkeypatch.setattr(time, "time", lambda: real() + step_secs)
+    launching.kill(second)
+    verdict, run = launching.verdict(), launching.handler.session.run
+    assert verdict.first_failure is not None
+    assert verdict.first_failure.pid == first
+    exits = sorted(
+        (entry["time"], entry["pid"]) for entry in run.incident.timeline if entry["event"] == "process_exited"
+    )
+    assert [pid for _time, pid in exits] == [first, second]

@@ -19,7 +19,7 @@ from sglang_crashkit.handler.collectors.received import secs_before
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.flight_dump import FlightDumpError
@@ -317,7 +317,7 @@ class FlightRecorders:
                 self._take_left_behind(process)
         if self._under_way:
             pids = sorted({asked.process.pid for asked in self._under_way})
-            run.note(time.time(), "flight_recorders_asked", pids=pids)
+            run.note(clock.now(), "flight_recorders_asked", pids=pids)
 
     @property
     def are_done(self) -> bool:

@@ -29,7 +29,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
-from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.model.incident import Evidence, ProcessReport
 from sglang_crashkit.settings import MAX_CORE, MB, Settings
 
@@ -99,7 +99,7 @@ class Cores:
         for process in living:
             self._ask(process, run.report(process), settings)
         if self._under_way:
-            run.note(time.time(), "cuda_cores_asked", pids=sorted(self._under_way))
+            run.note(clock.now(), "cuda_cores_asked", pids=sorted(self._under_way))
         for process in dead:
             self._take_left_behind(process, CoreRequest(process.pid), run.report(process))
 
@@ -183,7 +183,7 @@ class Cores:
             which = self._run.why_no_longer(self._under_way[longest][1].folder)
         if which:
             logger.warning("GPU cores are cut short: %s", which)
-            self._run.note(time.time(), "cuda_cores_cut_short", reason=which, bytes=sizes)
+            self._run.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)
             self.give_up(f"cut short, {which}")
 
     def _how_long(self) -> str:
@@ -244,7 +244,9 @@ class Cores:
 
     def _take_left_behind(self, process: TrackedProcess, request: CoreRequest, report: ProcessReport) -> bool:
         """Take in the core that the driver wrote unasked, and say whether there is one."""
-        began, ended = procfs.started_at(process.handle.start_ticks), process.exited_at or time.time()
+        began = procfs.started_at(process.handle.start_ticks)
+        # Its file has the time of the machine's clock.
+        ended = time.time() - (clock.now() - process.exited_at if process.exited_at is not None else 0.0)
         path = request.written_since(max(began, ended - _LAST_CORE_SECS))
         if path is None:
             return False
@@ -375,7 +377,7 @@ class CudaGdb:
             # What the core said is told with its places; these are names alone.
             report.gpu = report.gpu or [f"kernel {name}, by cuda-gdb" for name in answer.kernels]
             if not self._attached:
-                self._run.note(time.time(), "gpu_stacks")
+                self._run.note(clock.now(), "gpu_stacks")
 
         self._attached.add(process.pid)
         self._start(read, take)

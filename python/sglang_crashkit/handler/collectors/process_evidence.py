@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
-from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_stack_hooks
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Exit, ProcessReport, iso_time
 from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
@@ -314,7 +313,7 @@ def _is_first(snapshot: int | None) -> bool:
 def _sample_of(pid: int) -> Sample:
     stat = procfs.read_stat(pid)
     state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
-    return Sample(pid=pid, time=time.time(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
+    return Sample(pid=pid, time=clock.now(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
 
 
 def _read(path: Path) -> str:

@@ -22,7 +22,7 @@ from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
-from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.memory.ring import LogRecord, RingError, is_ring, read_blob, read_log
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
 from sglang_crashkit.model import incident
@@ -378,7 +378,7 @@ def _prompts_in(path: Path) -> list[str]:
 def _seen_at(process: TrackedProcess) -> float:
     """Return when a process died, or now where it lives, by the monotonic clock."""
     now = time.monotonic()
-    return now if process.exited_at is None else now - (time.time() - process.exited_at)
+    return now if process.exited_at is None else now - (clock.now() - process.exited_at)
 
 
 def in_short(step: Step, current: Step | None) -> dict[str, object]:
@@ -398,7 +398,7 @@ def _in_step(step: Step, seconds: float) -> InStep:
         seconds=round(max(0.0, seconds - step.began), 3),
         size=step.size,
         rids=[request.rid for request in step.requests[:MAX_RIDS]],
-        began=iso_time(time.time() - (time.monotonic() - step.began)),
+        began=iso_time(clock.at(step.began)),
     )
 
 
@@ -439,7 +439,7 @@ class ServerEnvironment:
         # Here alone: it is needed for an incident only.
         from sglang_crashkit.capture import environment
 
-        root, now, told = tree.root, time.time(), self._told()
+        root, now, told = tree.root, clock.now(), self._told()
         arguments = self.arguments()
         # This process is in the same cgroups and the same container, and has the same environment.
         pid = root.pid if root.exited_at is None else os.getpid()
@@ -465,7 +465,7 @@ class ServerEnvironment:
             ),
         }
         document: dict[str, Any] = {"schema_version": 1, "time": iso_time(now), "started": iso_time(started)}
-        document["uptime_secs"] = round(max(0.0, (root.exited_at or now) - started), 1)
+        document["uptime_secs"] = round(max(0.0, time.time() - (now - (root.exited_at or now)) - started), 1)
         if self._ready_at is not None:
             document["ready_since"] = iso_time(self._ready_at)
         for name, read in pieces.items():
