@@ -20,11 +20,14 @@ CONTROLLER = "sglang::data_parallel_controller"
 MAIN = "python -m sglang.launch_server"
 HEALTH_TIMEOUT_S = 60.0
 
-#: What a process does in its main thread, in the middle of its work, when it gets one of these three signals.
+#: What a process does in its main thread, in the middle of its work, when it gets one of these signals.
 SPIN_SIGNAL, HOARD_SIGNAL, RAISE_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
+PANIC_SIGNAL, EXIT_SIGNAL, VANISH_SIGNAL = signal.SIGRTMIN + 10, signal.SIGRTMIN + 11, signal.SIGRTMIN + 12
 #: Python runs it before anything else.
 SITE_CODE = """
+import os
 import signal
+import sys
 
 hoard = []
 
@@ -43,9 +46,20 @@ def fail(*_):
     raise RuntimeError("asked to raise")
 
 
+# As PyO3 has it: no except Exception catches it.
+PanicException = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+
+def panic(*_):
+    raise PanicException("index out of bounds: the len is 3 but the index is 7")
+
+
 signal.signal(signal.SIGRTMIN + 7, spin_in_python)
 signal.signal(signal.SIGRTMIN + 8, take_memory)
 signal.signal(signal.SIGRTMIN + 9, fail)
+signal.signal(signal.SIGRTMIN + 10, panic)
+signal.signal(signal.SIGRTMIN + 11, lambda *_: sys.exit(3))
+signal.signal(signal.SIGRTMIN + 12, lambda *_: os._exit(1))
 """
 
 
@@ -125,7 +139,7 @@ def wait_until_unhealthy(server: Server) -> None:
 
 
 def write_site(folder: Path) -> dict[str, str]:
-    """Write what makes a process obey the three signals above; return the environment that brings it in."""
+    """Write what makes a process obey the signals above; return the environment that brings it in."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SITE_CODE)
     return {"PYTHONPATH": str(folder)}
@@ -170,6 +184,10 @@ FAULTS = (
         dp=2,
         rare=True,
     ),
+    # What SGLang does not catch, and what nobody can.
+    Fault("panic", send(TP1, PANIC_SIGNAL), TP1, ServerExit.RAISED, ("exception",)),
+    Fault("sys-exit", send(TP1, EXIT_SIGNAL), TP1, ServerExit.RAISED, ("exception",), rare=True),
+    Fault("os-exit", send(TP1, VANISH_SIGNAL), TP1, ServerExit.EXITED, ("exited",), rare=True),
     Fault("detokenizer", send(DETOKENIZER, signal.SIGKILL), DETOKENIZER, ServerExit.KILLED, end=SIGKILLED, tp=1),
     Fault(
         "controller", send(CONTROLLER, signal.SIGKILL), CONTROLLER, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True
