@@ -11,8 +11,10 @@ import textwrap
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
+import sglang_crashkit
 from patches.hook_table import HOOK_FILE
 from patches.release_files import ReleaseFiles
 from sglang_crashkit.installer.patches import PatchTree, apply_patch, find_patch_root
@@ -226,6 +228,103 @@ def uses(tree: ast.Module, hooks: set[str]) -> dict[str, str]:
         elif isinstance(node, ast.Call) and node.args and (name := called(node.args[0])) in hooks:
             found |= {name: "update"} if ast.unparse(node.func) == "vars().update" else {}
     return {name: use for name, use in found.items() if name in hooks}
+
+
+#: Calls each hook of the table while something fails, and tells those that did not do as SGLang does as published.
+WALK = """
+import errno, inspect, os, socket, subprocess, sys, threading, time
+from multiprocessing import get_context
+import sglang.srt.crashkit as hooks
+
+class Fault(Exception):
+    pass
+
+class Hostile:
+    def __getattr__(self, name):
+        raise Fault(name)
+
+def failing(error):
+    def fail(*args, **kwargs):
+        raise error
+    return fail
+
+def kill_process_tree(parent_pid, include_parent=True, skip_pid=None):
+    return "upstream's"
+
+def any_function(*args, **kwargs):
+    return "upstream's"
+
+class Router:
+    def __init__(self, *args):
+        self.upstreams = True
+
+ALONE = {"still_holding_resources", "wait_for_reap_or_raise", "open_crash_dump", "crash_dump_flags", "stand_in_for"}
+CLASSES = {"on_tokenizer_router", "on_tokenizer_worker"}
+
+def call(name, hook, kind):
+    if kind == "_undecorated" and name in CLASSES:
+        return hook(Router)(Hostile()).upstreams
+    if kind == "_undecorated":
+        function = kill_process_tree if name == "on_kill_process_tree" else any_function
+        arguments = [999999999] if name == "on_kill_process_tree" else [Hostile()]
+        arguments = [[Hostile()], [Hostile()]] if name == "on_wait_for_scheduler_ready" else arguments
+        arguments = [[Hostile()], 0.1] if name == "on_wait_for_reap" else arguments
+        return hook(function)(*arguments) in ("upstream's", None)
+    if kind == "_unchanged":
+        return hook(Hostile(), given := ["upstream's"]) == given or "upstream's"
+    if kind == "_no_watcher":
+        return hook()([("server", Hostile())]).set() is None
+    return hook(*[Hostile() for one in inspect.signature(hook).parameters.values() if one.default is one.empty]) is None
+
+context = get_context("fork")
+reader, writer = context.Pipe(False)
+rank = context.Process(target=lambda: (writer.send({"status": "ready"}), time.sleep(60)))
+rank.start()
+imported = {name: getattr(hooks, name) for name in hooks._HOOKS}
+fault = sys.argv[1]
+if fault == "no thread":
+    fail = failing(RuntimeError("can't start new thread"))
+    threading.Thread.start = fail
+    for module in [module for name, module in sys.modules.items() if name.startswith("sglang_crashkit")]:
+        vars(module).update({name: fail for name in ("start_new_thread",) if hasattr(module, name)})
+elif fault == "no descriptor":
+    os.open = socket.socket = subprocess.Popen = failing(OSError(errno.EMFILE, "Too many open files"))
+elif fault == "no memory":
+    from sglang_crashkit.settings import Settings
+    Settings.from_environ = failing(MemoryError())
+wrong = {}
+for name, hook in imported.items():
+    try:
+        if name not in ALONE and not call(name, hook, hooks._HOOKS[name][1].__name__):
+            wrong[name] = "another answer"
+    except BaseException as error:
+        wrong[name] = repr(error)
+wait = imported["on_wait_for_scheduler_ready"]
+try:
+    found["ready"] = wait(lambda readers, ranks: [one.recv() for one in readers])([reader], [rank])
+except BaseException as error:
+    found["ready"] = repr(error)
+rank.terminate()
+found["wrong"] = wrong
+"""
+
+
+@pytest.mark.parametrize("fault", ["odd objects", "no thread", "no descriptor", "no memory"])
+def test_whatever_fails_in_a_hook_sglang_goes_on(site, fault):
+    kit = Path(sglang_crashkit.__file__).parents[1]
+    packages = os.pathsep.join([str(site), str(kit), str(Path(psutil.__file__).parents[1])])
+    # Of a server that has lost its crash handler.
+    environ = {"SGLANG_CRASHKIT_SOCKET": str(site / "gone"), "SGLANG_CRASHKIT_MODE": "library", "PYTHONPATH": packages}
+    done = subprocess.run(
+        [sys.executable, "-S", "-B", "-c", f"found = {{}}\n{WALK}\n{TELL}", fault],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], **environ},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"ready": [{"status": "ready"}], "wrong": {}}
 
 
 @pytest.mark.wheels

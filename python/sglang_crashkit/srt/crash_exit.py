@@ -114,8 +114,9 @@ def begin(status: int, within_secs: float) -> None:
         state.status = status if state.started else while_starting(status)
     allow(within_secs)
     if is_first:
-        # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
-        start_new_thread(_watch_the_time, ())
+        # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold. Where the
+        # system gives no thread, the timer of `faulthandler` sees to the end alone.
+        never_raises(start_new_thread)(_watch_the_time, ())
 
 
 def withdraw() -> None:

@@ -107,6 +107,7 @@ def announce_exit() -> None:
         request("exiting", _EXIT_SECS)
 
 
+@never_raises
 def pid_below() -> int | None:
     """Return the pid of the crash handler where it is a child of this process, as it is of process 1 of a container."""
     pid = handler_pid()

@@ -40,11 +40,48 @@ def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Res
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | None:
         try:
             return hook(*args, **kwargs)
-        except Exception:
-            logger.warning("crash kit: %s failed", hook.__qualname__, exc_info=True)
+        except Exception:  # noqa: BLE001 - whatever it is, upstream goes on
+            note_failure(hook)
             return None
 
     return guarded
+
+
+def note_failure(hook: Function) -> None:
+    """Log the exception being handled, which `hook` raised; a filter or a handler of the log may raise as well."""
+    with contextlib.suppress(Exception):
+        logger.warning("crash kit: %s failed", hook.__qualname__, exc_info=True)
+
+
+def in_place_of(function: Function, action: Function, *, meant: type[Exception] | tuple[()] = ()) -> Function:
+    """Wrap `function`: ``action(function, ...)`` runs in its place, with the same arguments.
+
+    Where `action` fails before it called `function`, that is called; after that, what came of the call counts. Errors
+    of the types in `meant` are part of the answer and are raised.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+        is_called = False
+
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal is_called
+            is_called = True
+            results.append(function(*given, **named))
+            return results[-1]
+
+        try:
+            return action(call, *args, **kwargs)
+        except meant:
+            raise
+        except Exception:
+            if is_called and not results:
+                raise
+            note_failure(action)
+        return results[-1] if results else function(*args, **kwargs)
+
+    return wrapper
 
 
 def before(function: Function, action: Callable[..., object]) -> Function:

@@ -9,7 +9,6 @@ A user's program that launches an ``Engine`` has them only while it launches one
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any
 
 from sglang_crashkit.capture.flight_request import BUFFER_SIZE, OLD_BUFFER_SIZE
 from sglang_crashkit.settings import FLIGHT_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import Function, never_raises
+from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +56,7 @@ def in_place_of_crash_dump_env(handle: Function) -> Function:
     That is where the kit or ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off: then all is as the release has it.
     """
 
-    @functools.wraps(handle)
-    def wrapper(server_args: Any) -> Any:
+    def instead(handle: Function, server_args: Any) -> Any:
         settings = Settings.from_environ()
         if settings.enabled:
             set_crash_dump_env(server_args)
@@ -66,7 +64,7 @@ def in_place_of_crash_dump_env(handle: Function) -> Function:
                 return None
         return handle(server_args)
 
-    return wrapper
+    return in_place_of(handle, instead)
 
 
 @never_raises

@@ -124,7 +124,8 @@ class Startup(Supervisor):
         return max(0.0, min(dues))
 
     def _take(self, child: Child, receipt: _Receipt) -> None:
-        self.clock.join(receipt.thread, _RECEIVING_SECS)
+        if receipt.thread.is_alive():
+            self.clock.join(receipt.thread, _RECEIVING_SECS)
         if receipt.thread.is_alive():
             if self.clock.now() < receipt.began + _MESSAGE_SECS:
                 return
@@ -183,13 +184,33 @@ class _Receipt:
         self.data: Any = None
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._read, name="crashkit-startup", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:
+            # The system gives no thread. Upstream reads in this one, and so does this.
+            self._read()
 
     def _read(self) -> None:
         try:
             self.data = self._reader.recv()
         except Exception as error:  # noqa: BLE001 - unpickling may raise anything
             self.error = error
+
+
+class Received:
+    """A pipe that was read, for whoever reads it again."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def recv(self) -> Any:
+        """Return what came."""
+        return self._data
+
+
+def readers_of(children: Iterable[Child]) -> list[Any]:
+    """Return the pipes of `children` for another reader: those that were read give what came."""
+    return [Received(child.info) if child.ready else child.reader for child in children if child.reader is not None]
 
 
 def note_launch() -> None:

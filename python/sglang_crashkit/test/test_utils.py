@@ -38,8 +38,8 @@ def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading
 
 
 def provide_fail_fast_watcher() -> Callable[[NamedProcesses], threading.Event]:
-    """Return `start_subprocess_fail_fast_watcher`, for releases that have none of their own."""
-    return start_subprocess_fail_fast_watcher
+    """Return `start_subprocess_fail_fast_watcher`, for releases that have none; where it cannot start, none watches."""
+    return on_start_fail_fast_watcher(lambda _named_procs: threading.Event())
 
 
 def on_start_fail_fast_watcher(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,12 +47,11 @@ def on_start_fail_fast_watcher(start: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(start)
     def wrapper(named_procs: Any) -> Any:
-        if not Settings.from_environ().enabled:
-            return start(named_procs)
         try:
-            return start_subprocess_fail_fast_watcher(named_procs)
+            if Settings.from_environ().enabled:
+                return start_subprocess_fail_fast_watcher(named_procs)
         except Exception:
             logger.warning("crash kit: its watcher could not start; upstream's does", exc_info=True)
-            return start(named_procs)
+        return start(named_procs)
 
     return wrapper

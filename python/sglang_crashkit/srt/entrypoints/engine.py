@@ -18,7 +18,7 @@ from sglang_crashkit.memory.ring import write_blob
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.children import STATUS_SECS, Child, Clock, Supervisor
-from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
+from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, note_failure, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.redaction import fields_of, redact, redacted_fields
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
@@ -80,17 +80,17 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
     loses nothing.
     """
 
-    @functools.wraps(wait)
-    def wrapper(scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
+    def watch(wait: Function, scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
         if not Settings.from_environ().enabled:
             return wait(scheduler_pipe_readers, scheduler_procs)
         supervisor.register(scheduler_procs)
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
+        children = _children(scheduler_pipe_readers, scheduler_procs) if can_watch else []
         try:
-            if can_watch:
-                infos = Startup(_children(scheduler_pipe_readers, scheduler_procs)).run()
-            else:
-                infos = wait(scheduler_pipe_readers, scheduler_procs)
+            infos = _watch_start(children) if can_watch else None
+            if infos is None:
+                readers = startup.readers_of(children) if can_watch else scheduler_pipe_readers
+                infos = wait(readers, scheduler_procs)
         except StartupError as error:
             crash_exit.end_by_status(error, startup.report(error))
             raise
@@ -106,7 +106,22 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
             _follow(scheduler_procs)
         return infos
 
-    return wrapper
+    return in_place_of(wait, watch, meant=StartupError)
+
+
+def _watch_start(children: Sequence[Child]) -> list[Any] | None:
+    """Return what `startup.Startup` does; None where it could not watch.
+
+    Raises:
+        StartupError: a rank will not get ready.
+    """
+    try:
+        return Startup(children).run()
+    except StartupError:
+        raise
+    except Exception:  # noqa: BLE001 - upstream waits instead
+        note_failure(_watch_start)
+        return None
 
 
 def _children(readers: Sequence[Any], processes: Sequence[Any]) -> list[Child]:

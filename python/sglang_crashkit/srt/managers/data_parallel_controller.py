@@ -6,7 +6,6 @@ with it. So the main thread waits for the ranks of all threads, and an error rea
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import sys
@@ -21,7 +20,7 @@ from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import startup, supervisor
 from sglang_crashkit.srt.children import Child
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import Function
+from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises, note_failure
 from sglang_crashkit.srt.startup import Startup, StartupError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,11 @@ def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) ->
 
     Of these there is one for each thread that is about to start a group; the first wait is for all groups.
     """
+    return _group_events(controller, ready_events) or ready_events
+
+
+@never_raises
+def _group_events(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
     if not Settings.from_environ().enabled:
         return ready_events
     groups = _Groups(controller, len(ready_events))
@@ -56,13 +60,13 @@ def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) ->
 
 def on_scheduler_group_launch(launch: Function) -> Function:
     """Wrap ``launch_tensor_parallel_group``: an error in a group's thread is raised in the main thread instead."""
+    signature = inspect.signature(launch)
 
-    @functools.wraps(launch)
-    def wrapper(controller: Any, *args: Any, **kwargs: Any) -> Any:
+    def launch_in_thread(launch: Function, controller: Any, *args: Any, **kwargs: Any) -> Any:
         groups = getattr(controller, _GROUPS, None)
         if not isinstance(groups, _Groups):
             return launch(controller, *args, **kwargs)
-        _thread.dp_rank = inspect.signature(launch).bind(controller, *args, **kwargs).arguments.get("dp_rank")
+        _thread.dp_rank = signature.bind(controller, *args, **kwargs).arguments.get("dp_rank")
         try:
             return launch(controller, *args, **kwargs)
         except Exception as error:
@@ -70,7 +74,7 @@ def on_scheduler_group_launch(launch: Function) -> Function:
             groups.fail(error)
             return _stay()
 
-    return wrapper
+    return in_place_of(launch, launch_in_thread)
 
 
 def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]:
@@ -79,33 +83,25 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
     Raises:
         StartupError: a RuntimeError; a scheduler will not get ready.
     """
-    if not Settings.from_environ().enabled or not startup.can_watch(readers, []):
-        return readers
-    supervisor.register(_own_processes(controller))
-    members = _members_of_group(controller, readers)
-    groups = getattr(controller, _GROUPS, None)
-    if isinstance(groups, _Groups):
-        groups.join(members)
-    else:
-        known = [member.process for member in members]
-        members += [Child("", process, None) for process in _own_processes(controller) if process not in known]
-        try:
+    members: list[Child] = []
+    try:
+        if not Settings.from_environ().enabled or not startup.can_watch(readers, []):
+            return readers
+        supervisor.register(_own_processes(controller))
+        members += _members_of_group(controller, readers)
+        groups = getattr(controller, _GROUPS, None)
+        if isinstance(groups, _Groups):
+            groups.join(members)
+        else:
+            known = [member.process for member in members]
+            members += [Child("", process, None) for process in _own_processes(controller) if process not in known]
             Startup(members, waited_secs=_waited_secs()).run()
-        except StartupError as error:
-            startup.report(error)
-            raise
-    return [_Received(member.info) for member in members if member.reader is not None]
-
-
-class _Received:
-    """A pipe that was read."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def recv(self) -> Any:
-        """Return what came."""
-        return self._data
+    except StartupError as error:
+        startup.report(error)
+        raise
+    except Exception:  # noqa: BLE001 - upstream reads what is left
+        note_failure(on_scheduler_group_started)
+    return startup.readers_of(members) or readers
 
 
 class _Groups:
@@ -145,6 +141,11 @@ class _Groups:
         except StartupError as error:
             startup.report(error)
             raise
+        except Exception:
+            if self._error is not None:
+                raise
+            # Each thread reads what is left of its group's pipes.
+            note_failure(self.await_all)
         delattr(self._controller, _GROUPS)
         self._ready.set()
 

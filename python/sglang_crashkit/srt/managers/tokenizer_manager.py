@@ -23,7 +23,7 @@ from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
-from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
+from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, notify
 from sglang_crashkit.srt.managers.loop_heartbeat import start_loop_heartbeat
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
@@ -61,8 +61,7 @@ def on_crash_dump(dump: Function) -> Function:
     first is done.
     """
 
-    @functools.wraps(dump)
-    def wrapper(manager: Any, *args: Any, **kwargs: Any) -> Any:
+    def instead(dump: Function, manager: Any, *args: Any, **kwargs: Any) -> Any:
         save = functools.partial(dump, manager, *args, **kwargs)
         settings, dump_under_way = Settings.from_environ(), _Dump()
         wanted = settings.diagnostics or getattr(manager, "crash_dump_folder", None)
@@ -88,7 +87,7 @@ def on_crash_dump(dump: Function) -> Function:
             dump_under_way.done.set()
             crash_exit.allow(settings.end_secs)
 
-    return wrapper
+    return in_place_of(dump, instead)
 
 
 @never_raises

@@ -26,7 +26,7 @@ from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel.pidfd import open_pidfd
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import Function, never_raises, notify
+from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises, notify
 from sglang_crashkit.srt.request_journal import retire_journals
 from sglang_crashkit.srt.stack_hooks import report_faults
 from sglang_crashkit.srt.startup import StartupError
@@ -72,20 +72,9 @@ def on_kill_process_tree(kill: Function) -> Function:
             # Upstream's own words for arguments that it does not take.
             return kill(*args, **(kwargs if waits else {name: kwargs[name] for name in kwargs if name != _WAIT}))
         pid = bound.arguments["parent_pid"]
-        whole = pid is not None and bound.arguments.get("include_parent", True)
-        if pid is None or pid == os.getpid():
-            report_faults()
-            if crash_exit.is_due(whole=whole):
-                end_after_crash(bound.arguments.get("skip_pid"))
-            if not whole and threading.current_thread() is threading.main_thread():
-                _tell_own_exception()
-        _announce_teardown(pid, whole=whole)
-        if not whole and pid in (None, os.getpid()):
-            retire_journals()
         # As process 1 of a container this process is above its crash handler, too.
         spared = handler_process.pid_below() if pid is None or pid == os.getpid() else None
-        if whole and pid == os.getpid():
-            handler_process.announce_exit()
+        _prepare_kill(pid, bound.arguments)
         if spared is not None:
             if "skip_pid" not in signature.parameters or bound.arguments.get("skip_pid") is not None:
                 bound.apply_defaults()
@@ -100,6 +89,23 @@ def on_kill_process_tree(kill: Function) -> Function:
     return kill_process_tree
 
 
+@never_raises
+def _prepare_kill(pid: int | None, arguments: dict[str, Any]) -> None:
+    """Tell what is about to happen; does not return where this process is to end because of a crash."""
+    is_own, whole = pid is None or pid == os.getpid(), pid is not None and arguments.get("include_parent", True)
+    if is_own:
+        report_faults()
+        if crash_exit.is_due(whole=whole):
+            end_after_crash(arguments.get("skip_pid"))
+        if not whole and threading.current_thread() is threading.main_thread():
+            _tell_own_exception()
+    _announce_teardown(pid, whole=whole)
+    if is_own and not whole:
+        retire_journals()
+    elif is_own:
+        handler_process.announce_exit()
+
+
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
     """End this process's children, but the one to be skipped, and then itself, with the status of the crash."""
     report_faults()
@@ -112,14 +118,13 @@ def end_after_crash(skip_pid: int | None = None) -> NoReturn:
 def on_wait_for_reap(wait: Function) -> Function:
     """Take over from ``_wait_for_reap_or_raise``; see `wait_for_reap_or_raise`."""
 
-    @functools.wraps(wait)
-    def wrapper(procs: Iterable[Any], wait_timeout: float) -> None:
+    def instead(wait: Function, procs: Iterable[Any], wait_timeout: float) -> None:
         if settings.Settings.from_environ().enabled:
             wait_for_reap_or_raise(procs, wait_timeout)
         else:
             wait(procs, wait_timeout)
 
-    return wrapper
+    return in_place_of(wait, instead, meant=RuntimeError)
 
 
 def still_holding_resources(procs: Iterable[Any]) -> list[Any]:

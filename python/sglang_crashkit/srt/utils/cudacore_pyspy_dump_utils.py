@@ -10,7 +10,6 @@ this module at each call.
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import platform
@@ -27,7 +26,7 @@ from sglang_crashkit.capture.cuda_core.trigger import TRIGGER
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Function, never_raises, request
+from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Function, in_place_of, never_raises, request
 from sglang_crashkit.srt.server_args import crash_dump_environ
 
 _NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
@@ -55,13 +54,10 @@ def on_pyspy_dump(dump: Function) -> Function:
     Upstream's function runs where there is no crash handler or it took no stack.
     """
 
-    @functools.wraps(dump)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _captured_by_handler():
-            return dump(*args, **kwargs)
-        return None
+    def instead(dump: Function, *args: Any, **kwargs: Any) -> Any:
+        return None if _captured_by_handler() else dump(*args, **kwargs)
 
-    return wrapper
+    return in_place_of(dump, instead)
 
 
 def in_place_of_pyspy_dump(dump: Function) -> Function:
@@ -70,13 +66,12 @@ def in_place_of_pyspy_dump(dump: Function) -> Function:
     Upstream's function there stays when the kit is switched off.
     """
 
-    @functools.wraps(dump)
-    def wrapper(scheduler_only: bool = False) -> Any:
+    def instead(dump: Function, scheduler_only: bool = False) -> Any:
         if not Settings.from_environ().enabled and not scheduler_only:
             return dump()
-        return pyspy_dump_schedulers(scheduler_only=scheduler_only)
+        return never_raises(pyspy_dump_schedulers)(scheduler_only=scheduler_only)
 
-    return wrapper
+    return in_place_of(dump, instead)
 
 
 def collect_scheduler_processes() -> list[psutil.Process]:

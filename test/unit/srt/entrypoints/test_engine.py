@@ -65,7 +65,7 @@ def test_a_handler_is_started_where_one_is_wanted(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     started: list[str | None] = []
-    monkeypatch.setattr(handler_process, "start", lambda folder, _told: started.append(folder))
+    monkeypatch.setattr(handler_process, "start", started.append)
     on_engine_launch(arguments)
     assert started == ([getattr(arguments, "crash_dump_folder", None)] if starts else [])
     assert watches == ([{"follows": False}] if starts else [])
