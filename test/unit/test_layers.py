@@ -61,7 +61,7 @@ ALLOWED = {
     "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
-    "replay": {"errors", "incident", "kernel", "redact", "settings", "watch"},
+    "replay": {"errors", "incident", "kernel", "redact", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},
     "cli": {
         "analysis",

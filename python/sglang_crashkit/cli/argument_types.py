@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 
 _LONGEST_SECS = 1e7
+_SETS_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -49,3 +52,19 @@ def duration(text: str) -> float:
         return seconds(number) * _UNITS[unit]
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is no time such as 30s, 90m, 12h or 2d") from None
+
+
+def command(text: str) -> list[str]:
+    """Return the words of a command, as a shell would have them, variables before it among them.
+
+    Raises:
+        argparse.ArgumentTypeError: there are none, or a quote is open.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command: {error}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("a command is missing")
+    # A shell sets them.
+    return ["env", *words] if _SETS_VARIABLE.match(words[0]) else words

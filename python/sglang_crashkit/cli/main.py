@@ -22,14 +22,19 @@ COMMANDS = {
     "incidents": "list the incidents below a crash folder, newest first",
     "show": "print one incident on one screen, or one part of it in full",
     "bundle": "pack an incident and a report of it into one file, for a bug report",
-    "replay": "send the requests of an incident again, to a server that may break",
-    "bisect": "find the smallest set of an incident's requests that brings its fault back",
+    "replay": "send the requests of an incident again, and find those that bring its fault back",
     "steps": "print the last steps of the ranks in an incident side by side, and where they diverged",
     "core": "say which kernels a GPU core shows, and what failed",
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
     "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",
 }
 _MODULES = {"revert": "apply"}
+#: Commands of earlier versions, and what is there in their place.
+_GONE = {
+    "bisect": "replay INCIDENT --bisect --serve COMMAND",
+    "fleet": "incidents DIR ... --by fault",
+    "quarantine": "replay INCIDENT --bisect --serve COMMAND says which request it is; block it at the gateway",
+}
 _EXAMPLES = """\
 examples:
   sglang-crashkit show latest --folder /var/crash/sglang   it crashed
@@ -105,6 +110,8 @@ def _run(argv: Sequence[str]) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         raise SystemExit(int(ExitCode.USAGE))
+    if argv[0] in _GONE:
+        parser.error(f"there is no command {argv[0]} any more; next: sglang-crashkit {_GONE[argv[0]]}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         # With the command's own usage, which `parse_args` would not show.

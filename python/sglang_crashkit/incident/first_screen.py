@@ -37,9 +37,9 @@ _BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 _COUNTER_FOLDER = re.compile(r"/\S+/(?=memory\.)")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
-_BISECT = f"{_OWN_COMMAND}bisect"
+_REPLAY = f"{_OWN_COMMAND}replay"
 #: What the screen has in words of its own, where the cause has it.
-_TOLD_ANYWAY = (f"`{_BISECT} ", f"`{_OWN_COMMAND}steps ", f"`{_OWN_COMMAND}show ")
+_TOLD_ANYWAY = (f"`{_REPLAY} ", f"`{_OWN_COMMAND}steps ", f"`{_OWN_COMMAND}show ")
 #: A command with its arguments; a word alone may be anything.
 _COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
@@ -390,7 +390,7 @@ class _Screen:
             mappings_of(self._document.get("suspects"))
         ):
             most -= 1
-            yield "next", f'{_BISECT} {self._where} --serve "COMMAND"{_COMMENT}finds the request', 1
+            yield "next", f'{_REPLAY} {self._where} --bisect --serve "COMMAND"{_COMMENT}finds the request', 1
         pid = str(self._first.get("pid"))
         for step in others[:most]:
             text = self._names.in_words(step)

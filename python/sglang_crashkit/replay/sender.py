@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.replay.requests import StoredRequest
-from sglang_crashkit.watch.health import Address
 
 #: No more requests are under way at once.
-MAX_AT_ONCE = 512
+_MAX_AT_ONCE = 512
 _LOOK_SECS = 0.05
 
 
@@ -34,23 +32,27 @@ class Answer:
         """Whether the server did not take the request."""
         return self.status is not None and 400 <= self.status < 500
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether no answer came."""
-        return self.status is None
-
 
 def send(
-    address: Address, body: Mapping[str, Any], timeout_secs: float, api_key: str = "", path: str = "/generate"
+    address: Address,
+    body: Mapping[str, Any],
+    timeout_secs: float,
+    api_key: str = "",
+    path: str = "/generate",
+    is_meant: Callable[[], bool] = lambda: True,
 ) -> Answer:
     """Send one request and read its answer, which is thrown away, to the end.
 
-    The server may be silent for `timeout_secs`.
+    The server may be silent for `timeout_secs`. Nothing is sent unless, once the connection is made, the server that
+    listens at the address `is_meant`.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     connection = address.connect(timeout_secs)
     try:
+        connection.connect()
+        if not is_meant():
+            raise ConnectionError(f"what listens at {address} is not the server that was started: nothing was sent")
         connection.request("POST", f"{address.prefix}{path}", json.dumps(body).encode(), headers)
         response = connection.getresponse()
         text = response.read()
@@ -59,7 +61,7 @@ def send(
             answer.problem = text[:500].decode(errors="replace")
     except TimeoutError:
         answer.problem = f"no answer within {timeout_secs:g} s"
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         answer.problem = str(error) or type(error).__name__
     finally:
         connection.close()
@@ -74,48 +76,32 @@ def send_all(
     *,
     api_key: str = "",
     max_gap_secs: float = 0.0,
-    at_once: int = MAX_AT_ONCE,
     is_over: Callable[[], bool] = lambda: False,
-    on_answer: Callable[[Answer], object] = lambda _answer: None,
+    is_meant: Callable[[], bool] = lambda: True,
 ) -> list[Answer]:
-    """Send requests in their order, as long as it may without waiting for the answers of those before.
+    """Send requests in their order, without waiting for the answers of those before, and return what was answered.
 
     They are sent as far apart as they arrived, but no further than `max_gap_secs`. Nothing is waited for once
-    `is_over`, as the server has ended. `on_answer` is called with each answer that is returned.
-
-    Returns:
-        The answers that came, in no order.
+    `is_over`, as the server has ended; for `is_meant` see `send`.
     """
-    came: queue.SimpleQueue[Answer] = queue.SimpleQueue()
     answers: list[Answer] = []
-    free = threading.Semaphore(at_once)
+    free = threading.Semaphore(_MAX_AT_ONCE)
 
     def ask(request: StoredRequest) -> None:
-        with contextlib.suppress(Exception):
-            came.put(send(address, request.body, timeout_secs, api_key, request.path))
+        answers.append(send(address, request.body, timeout_secs, api_key, request.path, is_meant))
         free.release()
 
-    def take() -> list[Answer]:
-        while not came.empty():
-            answers.append(came.get())
-            on_answer(answers[-1])
-        return answers
-
-    threads, before = [], None
-    for request in requests:
+    threads: list[threading.Thread] = []
+    for before, request in zip([None, *requests], requests, strict=False):
         if before is not None and max_gap_secs:
             time.sleep(min(max_gap_secs, max(0.0, request.arrived - before.arrived)))
         while not free.acquire(timeout=_LOOK_SECS):
-            take()
             if is_over():
-                return answers
+                return [*answers]
         # A request that is stuck must not keep this process.
         threads.append(threading.Thread(target=ask, args=(request,), daemon=True))
         threads[-1].start()
-        take()
-        before = request
     for thread in threads:
         while thread.is_alive() and not is_over():
             thread.join(_LOOK_SECS)
-            take()
-    return take()
+    return [*answers]

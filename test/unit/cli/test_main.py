@@ -143,7 +143,6 @@ ARGUMENTS = {
     "show": ["CRASH", "--json"],
     "bundle": ["CRASH", "--report", "--json"],
     "replay": ["CRASH", "--url", "http://127.0.0.1:9", "--json"],
-    "bisect": ["CRASH", "--serve", "false", "--json"],
     "steps": ["CRASH", "--json"],
     "core": ["/absent", "--json"],
     "collect": ["--pid", NOBODY, "--json"],

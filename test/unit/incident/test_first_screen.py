@@ -160,7 +160,7 @@ def test_the_fullest_screen_ends_with_its_commands(killed: dict[str, Any]) -> No
     lines = first_screen(killed, where="/crash/1")
     assert len(lines) <= MAX_LINES
     assert [line.split()[:3] for line in lines[-4:]] == [
-        ["next", "sglang-crashkit", "bisect"],
+        ["next", "sglang-crashkit", "replay"],
         ["next", "look", "at"],
         ["next", "sglang-crashkit", "show"],
         ["next", "sglang-crashkit", "bundle"],
@@ -180,13 +180,13 @@ def test_whether_a_restart_helps_is_said_where_it_is_known(killed: dict[str, Any
 
 @pytest.mark.parametrize("level", ["supported", "established"])
 def test_a_suspect_is_to_be_bisected(killed: dict[str, Any], level: str) -> None:
-    command = 'next    sglang-crashkit bisect /crash/1 --serve "COMMAND"   # finds the request'
+    command = 'next    sglang-crashkit replay /crash/1 --bisect --serve "COMMAND"'
     assert command not in first_screen(killed, where="/crash/1")
     killed["suspects"] = [{"rid": "ab12", "level": level, "reasons": ["it was alone"]}]
     lines = first_screen(killed, where="/crash/1")
     assert next(line for line in lines if line.startswith("next ")) == command
     # The cause has it, too, with the id.
-    killed["cause"]["next_steps"].insert(0, '`sglang-crashkit bisect 1a --serve "COMMAND"` finds the request')
+    killed["cause"]["next_steps"].insert(0, '`sglang-crashkit replay 1a --bisect --serve "COMMAND"` finds the request')
     assert first_screen(killed, where="/crash/1") == lines
 
 

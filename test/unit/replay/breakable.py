@@ -9,6 +9,7 @@ import argparse
 import http.server
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -49,10 +50,12 @@ def incident(folder: Path, *bodies: dict[str, Any], suspects: list[str] | None =
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--rule", "--port", "--crash-dump-folder", "--what"):
+    for name in ("--rule", "--host", "--port", "--api-key", "--crash-dump-folder", "--what"):
         parser.add_argument(name)
     parser.add_argument("--hold", type=float, default=0.05)
     args = parser.parse_args()
+    sys.stdout.write(f"{args}\n")
+    sys.stdout.flush()
     under_way: dict[int, dict[str, object]] = {}
     lock, served = threading.Lock(), 0
 
@@ -75,6 +78,9 @@ def main() -> None:
         def do_POST(self) -> None:
             nonlocal served
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if args.api_key and self.headers["Authorization"] != f"Bearer {args.api_key}":
+                self.send_error(401)
+                return
             with lock:
                 served += 1
                 under_way[id(body)] = body

@@ -25,7 +25,6 @@ def hung(doing: list[str], *, kind: str = "hang", first: int | None = 8, **more:
         LOOP,
         ["spin (model.py:8)", *LOOP[1:]],
         ["helper (model.py:30)", "spin (model.py:8)", *LOOP[1:3]],
-        ["lock (log.py:1)", "emit (log.py:2)", "helper (model.py:30)", "spin (model.py:8)"],
         ["spin (model.py:8)"],
         [],
     ],

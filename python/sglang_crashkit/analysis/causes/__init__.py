@@ -79,4 +79,4 @@ def _bisection(name: str, case: Case, incident: str) -> list[str]:
     """Return the command that finds the request, where one is likely to be at fault."""
     if name != "poison_request" and not case.suspected:
         return []
-    return [f'`sglang-crashkit bisect {incident} --serve "COMMAND"` finds the request, and what of it is needed']
+    return [f'`sglang-crashkit replay {incident} --bisect --serve "COMMAND"` finds the request']

@@ -38,7 +38,7 @@ _RERUN_FOR_KERNEL = (
 )
 _READ_ITS_STACKS = (
     f"{_STACKS} has where it is; in stacks/ is where it was at the other two moments",
-    f'`sglang-crashkit bisect {INCIDENT} --serve "COMMAND"` finds the request, where one does it',
+    f'`sglang-crashkit replay {INCIDENT} --bisect --serve "COMMAND"` finds the request, where one does it',
 )
 _COMPARE_RANKS = (
     f"{_STACKS} has where each rank is; what it waits in is in summary.md under Collectives",

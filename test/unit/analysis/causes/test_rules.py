@@ -626,7 +626,7 @@ def test_an_incident_has_its_cause(document: dict[str, Any], name: str, level: s
 )
 def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, Any], has_it: bool) -> None:
     first = causes.explain(document)["next_steps"][0]
-    assert first.startswith('`sglang-crashkit bisect 1a2b3c4d --serve "COMMAND"`') is has_it
+    assert first.startswith('`sglang-crashkit replay 1a2b3c4d --bisect --serve "COMMAND"`') is has_it
 
 
 @pytest.mark.parametrize(

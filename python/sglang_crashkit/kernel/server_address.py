@@ -1,0 +1,143 @@
+"""Where a server answers HTTP, and which processes listen there.
+
+An address says nothing of who answers: a server that ends leaves its port to any other program. So whoever means one
+server compares the sockets that listen at the port with those that its processes hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import queue
+import socket
+import threading
+import urllib.parse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.errors import UsageError
+from sglang_crashkit.kernel import procfs
+
+_SCHEMES = {"http": 80, "https": 443}
+_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+#: The state of a socket that listens, in these tables.
+_LISTENS = "0A"
+#: Of a file with an API key.
+_MAX_KEY_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server answers HTTP."""
+
+    scheme: str  # ``http`` or ``https``
+    host: str  # name or number, without brackets
+    port: int
+    prefix: str = ""  # what stands before the paths, empty where it is not behind a proxy
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Read an address from a URL.
+
+        Raises:
+            UsageError: it is not the URL of a server.
+        """
+        hint = "give it as http://HOST:PORT"
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise UsageError(f"{url} is no URL: {error}", next_step=hint) from None
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise UsageError("the URL of a server has neither user, query nor fragment", next_step=hint)
+        if parts.scheme not in _SCHEMES or not parts.hostname:
+            raise UsageError(f"{url} is no URL of a server", next_step=hint)
+        return cls(parts.scheme, parts.hostname, port or _SCHEMES[parts.scheme], parts.path.rstrip("/"))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is an address of this host, as far as names can be looked up."""
+        with contextlib.suppress(OSError):
+            for family, kind, protocol, _name, address in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                    probe.bind(address)
+                    return True
+        return False
+
+    def connect(self, timeout_secs: float) -> http.client.HTTPConnection:
+        """Return a connection to it, which is not made yet."""
+        kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout_secs)
+
+    def ask(self, path: str, timeout_secs: float) -> int:
+        """Get `path`, and return the status of the answer, of which no more is read.
+
+        Raises:
+            TimeoutError: no answer came in time.
+            OSError: the connection was refused or broke, or what answers does not speak HTTP.
+        """
+        connection, came = self.connect(timeout_secs), queue.SimpleQueue[int | Exception]()
+
+        def get() -> None:
+            try:
+                connection.request("GET", self.prefix + path, headers={"Connection": "close"})
+                came.put(connection.getresponse().status)
+            except (OSError, http.client.HTTPException) as error:
+                came.put(error)
+            finally:
+                connection.close()
+
+        # A server that sends a byte now and then would hold this one for ever.
+        threading.Thread(target=get, daemon=True).start()
+        try:
+            answer = came.get(timeout=timeout_secs)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {timeout_secs:g} s") from None
+        if isinstance(answer, int):
+            return answer
+        raise answer if isinstance(answer, OSError) else ConnectionError(str(answer) or type(answer).__name__)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.prefix}"
+
+
+def listening_at(port: int) -> set[str]:
+    """Return the sockets of this network namespace that listen for TCP connections at `port`, by their inodes."""
+    found = set()
+    for table in _TABLES:
+        # A kernel without IPv6 has one of them only.
+        with contextlib.suppress(OSError), Path(table).open() as lines:
+            for fields in map(str.split, lines):
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(fields[9])
+    return found
+
+
+def holders_of(sockets: Iterable[str], pids: Iterable[int]) -> dict[str, int]:
+    """Return which of the processes `pids` hold sockets, given by their inodes; one process of each socket."""
+    names = {f"socket:[{inode}]": inode for inode in sockets}
+    return {names[str(target)]: pid for pid in pids for _link, target in procfs.open_files(pid) if str(target) in names}
+
+
+def read_api_key(path: Path) -> str:
+    """Return the API key that is the only line of the file, which may be a pipe.
+
+    On a command line every user of the machine would see it.
+
+    Raises:
+        UsageError: the file cannot be read or holds no such line. What it holds is not shown.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}", next_step="name another file") from None
+    key = content.decode(errors="replace").strip()
+    if not key or len(content) > _MAX_KEY_BYTES or not (key.isascii() and key.isprintable()):
+        raise UsageError(
+            f"{path} holds no API key of one line of ASCII and at most {_MAX_KEY_BYTES} bytes",
+            next_step="put nothing but the key into it",
+        )
+    return key
