@@ -167,6 +167,7 @@ class ProcessTree:
         self._scanner = procfs.TreeScanner(root_pid, without=os.getpid())
         self._epoll = select.epoll()
         self._processes: dict[int, TrackedProcess] = {}
+        self._unwatched: set[int] = set()
         self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
         self.root = self._add(root_pid, is_root=True)
         self._changed_at = self._registered_at = self._aged_at = self._reread_at = time.monotonic()
@@ -216,6 +217,7 @@ class ProcessTree:
         new = []
         present = self._scanner.scan()
         self._forgotten = {pid: start for pid, start in self._forgotten.items() if pid in present}
+        self._unwatched &= present
         for pid in present:
             self._forget_earlier(pid)
             if pid not in self._processes and not self._is_forgotten(pid):
@@ -224,7 +226,9 @@ class ProcessTree:
                 except ProcessLookupError:
                     continue
                 except OSError as error:
-                    logger.warning("process %d cannot be watched: %s", pid, error)
+                    if pid not in self._unwatched:
+                        logger.warning("process %d cannot be watched: %s", pid, error)
+                    self._unwatched.add(pid)
         for process in new:
             # Only now, because a child may have been found before its parent.
             stat = procfs.read_stat(process.pid)

@@ -78,11 +78,13 @@ class CrashHandler:
         """Work until the server is gone and its incident is whole; then leave nothing but evidence behind."""
         logger.info("watching server %d, incidents go to %s", self.tree.root.pid, self._place.host_folder)
         next_scan = 0.0
+        self._guard("the limit of open files", self.session.shortages.raise_limit)
         self._guard("the watch for Xid events", self.session.gpus.watch)
         try:
             while not self._done():
                 if time.monotonic() >= next_scan:
                     self._foreign.clear()
+                    self.session.shortages.look()
                     self._guard("the scan of the processes", self.look)
                     forked.reap()
                     next_scan = time.monotonic() + (_SCAN_SETTLED_SECS if self.tree.settled else _SCAN_STARTING_SECS)
@@ -110,6 +112,7 @@ class CrashHandler:
     def close(self) -> None:
         """Give the descriptors of a handler back that does not run."""
         self.tree.close()
+        self.session.shortages.close()
         self._selector.close()
 
     # -- what happens

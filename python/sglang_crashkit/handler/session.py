@@ -18,6 +18,7 @@ from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog, log_lines
+from sglang_crashkit.handler.shortages import Shortages
 from sglang_crashkit.handler.state import Action, ActionKind, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
@@ -64,6 +65,7 @@ class Session:
         gpus: what `run` asks of the GPUs.
         page: what makes a page of an incident that is whole.
         commands: runs the user's command for an incident that is whole.
+        shortages: says what this process is short of.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class Session:
         self.gpus = GpuEvidence(tree, place, settings)
         self.page = HtmlPage(settings.html)
         self.commands = Commands()
+        self.shortages = Shortages(self.log)
+        self._lacking: set[str] = set()
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
@@ -328,7 +332,14 @@ class Session:
 
     def note_error(self, what: str, error: Exception, how: str = "failed") -> None:
         """Log an error of the handler's own, and note it in the incident at hand."""
-        logger.error("%s %s", what, how, exc_info=error)
+        if self.shortages.note(error):
+            # It comes with every look, and where it came from does not matter.
+            if what in self._lacking:
+                return
+            self._lacking.add(what)
+            logger.warning("%s %s: %s", what, how, error)
+        else:
+            logger.error("%s %s", what, how, exc_info=error)
         if self.run is not None:
             words = f"{type(error).__name__}: {error}"
             self.run.note(clock.now(), "handler_error", what=what, message=words[:200])
@@ -455,6 +466,7 @@ class Session:
 
     def _open(self, kind: str, trigger: str, subject: Subject) -> None:
         """Begin an incident. It is gathered, too, where it cannot be written anywhere."""
+        self.shortages.look()
         folder = self._place.make_folder(kind, subject.seconds, self._settings.disk)
         its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
         self.run = run = IncidentRun(kind, its, self._tree, folder, self._place.runtime, self._settings)
