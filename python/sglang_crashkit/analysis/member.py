@@ -1,6 +1,6 @@
 """The processes that were seen, as they are compared: what each did in each sample, and whether it moved between them.
 
-Snapshots are taken in one by one and not kept, so that it stays small for 100,000 ranks: of each process stays what
+Snapshots are taken in one by one and not kept, so that it stays small for 10,000 ranks: of each process stays what
 each sample shows of its main thread, and of the Python stacks of all threads the merged tree. It is the same in
 whatever order they come; each snapshot is to be taken in once.
 """

@@ -95,7 +95,7 @@ def split_replicas(members: Mapping[Rank, _Member]) -> list[tuple[int | None, li
 
 
 class RankSet:
-    """A set of ranks: for those of each scope the bits of one number, so that one of 100,000 stays small."""
+    """A set of ranks: for those of each scope the bits of one number, so that one of 10,000 stays small."""
 
     __slots__ = ("_bits",)
 

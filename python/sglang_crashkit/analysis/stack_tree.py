@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.sample import Frame
 
-#: Stacks whose place is known without comparing them.
+#: So many stacks, which the ranks of a snapshot share, are known without following them from the root.
 _MAX_RECENT = 1 << 12
-#: Stacks whose place is known without following it from the root.
-_MAX_KNOWN = 1 << 16
 _MAX_LINES_OF_A_FILE = 4
 #: Of a chain of calls that all ranks of a node share, the innermost and outermost are told.
 _MAX_OF_A_CHAIN = 3
@@ -64,15 +62,21 @@ class PrefixTree:
     def __init__(self) -> None:
         #: The node above the outermost frames, which stands for no function.
         self.root = Node("", "")
-        self._known: dict[tuple[Frame, ...], Node] = {}
         # With the stack itself, so that its id is not given to another one.
         self._recent: dict[int, tuple[tuple[Frame, ...], Node]] = {}
 
     def add(self, rank: Rank, frames: tuple[Frame, ...]) -> None:
         """Add a stack of a rank, innermost frame first."""
         recent = self._recent.get(id(frames))
-        leaf = recent[1] if recent is not None else self._leaf(frames)
-        leaf.ranks.add(rank)
+        if recent is None:
+            leaf = self.root
+            for frame in reversed(frames):
+                leaf = leaf.child(frame.function, frame.file)
+                leaf.lines.add(frame.line)
+            if len(self._recent) >= _MAX_RECENT:
+                self._recent.clear()
+            recent = self._recent[id(frames)] = (frames, leaf)
+        recent[1].ranks.add(rank)
 
     def everyone(self) -> RankSet:
         """Return all ranks of which there is a stack."""
@@ -89,21 +93,6 @@ class PrefixTree:
                 whole.update(sets[id(child)])
             sets[id(node)] = whole
         return sets
-
-    def _leaf(self, frames: tuple[Frame, ...]) -> Node:
-        leaf = self._known.get(frames)
-        if leaf is None:
-            leaf = self.root
-            for frame in reversed(frames):
-                leaf = leaf.child(frame.function, frame.file)
-                leaf.lines.add(frame.line)
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[frames] = leaf
-        if len(self._recent) >= _MAX_RECENT:
-            self._recent.clear()
-        self._recent[id(frames)] = (frames, leaf)
-        return leaf
 
     def _walk(self) -> Iterator[Node]:
         """Yield each node before those below it."""

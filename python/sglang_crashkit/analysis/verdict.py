@@ -288,7 +288,7 @@ def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
 def _abnormal(incident: Incident) -> list[dict[str, Any]]:
     """Return what the flight recorders show of collectives that go wrong."""
     findings = incident.collectives.findings if incident.collectives is not None else []
-    return [one for one in findings if one["kind"] != "in_step" and one["level"] != "unknown"]
+    return [one for one in findings if one["level"] != "unknown"]
 
 
 def _divergence(incident: Incident, *, of_hang: bool = False) -> list[str]:

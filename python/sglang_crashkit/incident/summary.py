@@ -195,17 +195,10 @@ def _collectives(document: Mapping[str, Any]) -> Iterator[str]:
         # Of whom there is no flight recorder, and why, is among the evidence of each process.
         return
     yield "## Collectives"
-    in_step = [str(finding.get("group")) for finding in findings if finding.get("kind") == "in_step"]
     for finding in findings:
-        if finding.get("kind") == "in_step":
-            continue
         yield ""
         yield f"### {finding.get('group')}: {finding.get('kind')} ({finding.get('level')})"
         yield f"- {finding.get('statement')}"
-        yield from (f"- {line}" for line in finding.get("evidence") or ())
-    if in_step:
-        yield ""
-        yield f"Nobody waits in {'; '.join(in_step)}."
     if isinstance(missing, list) and missing:
         yield ""
         yield "No flight recorder:"

@@ -18,12 +18,10 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from sglang_crashkit.model.checked_json import writable
 from sglang_crashkit.model.sample import Frame
-
-State = Literal["scheduled", "started", "completed"]
 
 #: 2,000 entries with their stacks take a megabyte.
 MAX_BYTES = 16 << 20
@@ -37,7 +35,7 @@ MAX_FRAMES = 16
 MAX_DIMENSIONS = 64
 MAX_TEXT = 500
 _VERSION = re.compile(r"2\.\d{1,9}")
-_STATES: dict[object, State] = {"scheduled": "scheduled", "started": "started", "completed": "completed"}
+_STATES = ("scheduled", "started", "completed")
 #: The instructions of protocol 2 that build plain data, and those of them that make a container or a mark.
 _PLAIN, _CONTAINERS = b"\x80.(1}])tNaesu\x85\x86\x87\x88\x89\x8aKMJGXqrhj", b"(}])t\x85\x86\x87"
 
@@ -55,27 +53,18 @@ class FlightDumpError(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective, or one message between two ranks, that the rank began."""
+    """One collective that the rank began."""
 
-    record: int  # its number among all that the process recorded, from 0
     group: str  # name of the process group, the same on all ranks of it
-    operation: str  # what it is, such as ``all_reduce`` or ``send 0->1``, with the numbers of the ranks in the group
-    backend: str  # who carries it out, such as ``nccl``
+    operation: str  # what it is, such as ``all_reduce``
     #: Its number among the collectives of the group, the same on all ranks; several that are carried out as one have
-    #: one. Of a message, that of the last collective before it.
+    #: one.
     sequence: int
-    is_message: bool  # it goes from one rank to another, and the others of the group have no part in it
-    state: State  # how far the GPU was seen to have come; ``started`` only where ``TORCH_NCCL_ENABLE_TIMING`` is set
-    retired: bool  # nobody follows it any more: it is done, or it was given up
+    is_done: bool  # whether it is over on this rank
     input_sizes: Sizes  # the shape of each tensor that goes in
     dtypes: tuple[str, ...]  # the types of those that go in, by the names of PyTorch
     created: float  # when it was begun, in seconds since the epoch
     frames: tuple[Frame, ...]  # the Python stack that began it, innermost first; empty where it was not kept
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is over on this rank; of a CPU backend, which has no events to look at, that is all there is."""
-        return self.state == "completed" or (self.retired and self.backend == "gloo")
 
 
 @dataclass(frozen=True)
@@ -92,12 +81,8 @@ class FlightDump:
     """The dump of one rank."""
 
     groups: dict[str, Group]  # the rank's process groups by name
-    entries: tuple[Entry, ...]  # what was begun, the oldest first; those before are not kept any more
-
-    @property
-    def is_from_the_start(self) -> bool:
-        """Whether nothing has fallen out of it yet."""
-        return not self.entries or self.entries[0].record == 0
+    entries: tuple[Entry, ...]  # the collectives that were begun, the oldest first; messages are left out
+    is_from_the_start: bool  # nothing has fallen out of it yet
 
 
 def read_bytes(path: Path, owner: int) -> bytes:
@@ -207,24 +192,24 @@ class _Parser:
             raise ValueError(f"it has more than {MAX_ENTRIES} entries")
         configured = self._list(list(_typed(document["pg_config"], dict).items()))
         groups = {name: self._group(name, config) for name, config in configured if name}
-        return FlightDump(groups, tuple([self._entry(_typed(entry, dict)) for entry in entries]))
+        is_from_the_start = not entries or _typed(_typed(entries[0], dict)["record_id"], int) == 0
+        # A message goes from one rank to another, and the others of the group have no part in it.
+        own = [entry for entry in entries if _typed(entry, dict).get("is_p2p") is not True]
+        return FlightDump(groups, tuple([self._entry(entry) for entry in own]), is_from_the_start)
 
     def _entry(self, entry: dict[str, Any]) -> Entry:
         self._left -= 1
-        group = _typed(entry["process_group"], tuple)
+        group, state = _typed(entry["process_group"], tuple), _text(entry["state"])
         backend, colon, operation = _text(entry["profiling_name"]).partition(":")
-        state = _STATES.get(_text(entry["state"]))
-        if len(group) != 2 or state is None:
+        if len(group) != 2 or state not in _STATES:
             raise ValueError("an entry in it has no state that is known, or its process group is no pair")
+        # Of a CPU backend, which has no events to look at, all there is is that it is not followed any more.
+        is_retired = backend == "gloo" and entry.get("retired") is True
         return Entry(
-            record=_typed(entry["record_id"], int),
             group=_text(group[0]),
             operation=operation if colon else backend,
-            backend=backend if colon else "",
             sequence=_typed(entry["collective_seq_id"], int),
-            is_message=entry.get("is_p2p") is True,
-            state=state,
-            retired=entry.get("retired") is True,
+            is_done=state == "completed" or is_retired,
             input_sizes=self._sizes(entry["input_sizes"]),
             dtypes=tuple([_text(name) for name in self._list(entry.get("input_dtypes", []))]),
             created=_typed(entry["time_created_ns"], int) / 1e9,

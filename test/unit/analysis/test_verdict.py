@@ -232,7 +232,7 @@ def test_what_the_others_and_the_gpus_did_is_told() -> None:
 
 def test_collectives_are_told_and_do_not_change_the_first_failure() -> None:
     incident = ended(None, "killed")
-    shown = [("A wait.", "behind", "unknown"), ("In step.", "in_step", "supported")]
+    shown = [("A wait.", "behind", "unknown")]
     shown += [(f"Group {number}.", "behind", "supported") for number in range(9)]
     incident.collectives = Collectives(
         [{"kind": kind, "level": level, "statement": text, "pids": [10]} for text, kind, level in shown]

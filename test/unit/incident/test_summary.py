@@ -192,22 +192,17 @@ def test_a_document_of_another_shape_has_a_summary(document: dict[str, Any]) -> 
     assert format_summary(document).startswith("# ")
 
 
-def test_collectives_are_told_with_their_basis_and_missing_ranks() -> None:
+def test_collectives_are_told_with_missing_ranks() -> None:
     incident = make_incident()
     told = {"group": "process group 0", "kind": "behind", "level": "established", "named": [1], "pids": [9]}
-    lines = {"statement": "One had not begun it.", "evidence": ["One had begun 3.", "Two had begun 4."]}
-    quiet = [{"group": f"process group {name}", "kind": "in_step", "level": "supported"} for name in ("tp", "pp")]
-    incident.collectives = Collectives([told | lines, *quiet], ["sglang::scheduler_TP1 (pid 8): it was dead."])
+    told["statement"] = "One had not begun it."
+    incident.collectives = Collectives([told], ["sglang::scheduler_TP1 (pid 8): it was dead."])
     text = format_summary(incident.to_json())
     expected = """\
 ## Collectives
 
 ### process group 0: behind (established)
 - One had not begun it.
-- One had begun 3.
-- Two had begun 4.
-
-Nobody waits in process group tp; process group pp.
 
 No flight recorder:
 - sglang::scheduler_TP1 (pid 8): it was dead.

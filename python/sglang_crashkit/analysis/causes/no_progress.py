@@ -119,15 +119,11 @@ def aborted_in_mismatch(case: Case) -> Finding | None:
     return _aborted(case, next(_mismatches(case), {}))
 
 
-def aborted_waiting(kind: str) -> Callable[[Case], Finding | None]:
-    """Return the rule that the one that aborted had waited in a collective, by a finding of this kind."""
-
-    def rule(case: Case) -> Finding | None:
-        pid = case.first.get("pid")
-        found = (one for one in case.findings if one.get("kind") == kind and _is_sure(one))
-        return _aborted(case, next((one for one in found if pid in (one.get("waiting_pids") or ())), {}))
-
-    return rule
+def aborted_waiting(case: Case) -> Finding | None:
+    """The one that aborted had waited in a collective for a rank that was behind, by their recorders."""
+    pid = case.first.get("pid")
+    found = (one for one in case.findings if one.get("kind") == "behind" and _is_sure(one))
+    return _aborted(case, next((one for one in found if pid in (one.get("waiting_pids") or ())), {}))
 
 
 def _is_sure(finding: Mapping[str, Any]) -> bool:
@@ -194,10 +190,8 @@ def mismatch(case: Case) -> Finding | None:
             words = ", ".join(f"{name} in {call}" for call, name in sorted(waiting.items())[:4])
             return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
         callers = {caller: name_of(rank) for rank in group if (caller := _caller(case, rank))}
-        # Python may have run ahead of what the recorders see the ranks wait in together.
-        is_one = any(one.get("kind") == "waiting" and _is_sure(one) for one in case.findings)
         are_here = all(_collective(case, rank) for rank in group) and not case.has_other_nodes
-        if len(callers) > 1 and are_here and not is_one:
+        if len(callers) > 1 and are_here:
             words = ", ".join(f"{name} in that of {caller}" for caller, name in sorted(callers.items())[:4])
             return Finding("supported", (f"Ranks wait in {next(iter(waiting))}, and not in the same one: {words}.",))
     return None
@@ -258,9 +252,6 @@ def stall(case: Case) -> Finding | None:
     is_behind = any(one.get("kind") == "behind" for one in case.findings)
     if not case.is_hang or is_behind or (case.first and not _collective(case, case.first)):
         return None
-    for finding in case.findings:
-        if finding.get("kind") == "waiting" and _is_sure(finding):
-            return Finding("supported", (str(finding.get("statement")),))
     calls = [_collective(case, rank) for rank in case.schedulers]
     # One that was asked for in two places is two.
     callers = {caller for rank in case.schedulers if (caller := _caller(case, rank))}

@@ -385,8 +385,7 @@ def findings_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     collectives = mapping_of(document.get("collectives"))
     for one in mappings_of(collectives.get("findings"))[:_MAX_GROUPS]:
         title = f"{one.get('group')}: {str(one.get('kind')).replace('_', ' ')}"
-        lines = [one.get("statement"), *list_of(one.get("evidence"))]
-        found.append({"title": title, "level": one.get("level"), "lines": lines, "open": one.get("kind") != "in_step"})
+        found.append({"title": title, "level": one.get("level"), "lines": [one.get("statement")], "open": True})
     for title, lines, is_open in (
         ("GPUs", list_of(mapping_of(document.get("gpus")).get("lines")), True),
         ("no flight recorder", list_of(collectives.get("missing")), False),

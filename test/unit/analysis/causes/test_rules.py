@@ -299,13 +299,10 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "all in one": hung(doing=BOTH_WAIT),
         "all in one, with its class": hung(doing={TP0: PYNCCL, TP1: PYNCCL}),
         "the only rank here waits": alone(hung(TP0, doing={TP0: [WAITS]}, **SUSPECTED, **NODES)),
-        "asked for in two places, and seen in one": hung(doing=TWO_PLACES, **finding("waiting", SUP)),
         "asked for by one that is not seen": hung(doing={TP0: [WAITS], TP1: [WAITS, WORKS]}),
         "all in one, and one of them named": hung(TP1, doing=BOTH_WAIT),
-        "recorded wait": hung(**finding("waiting")),
         "ended earlier": hung(doing=BOTH_WAIT, divergence=DIVERGED | {"kind": "ended_earlier"}),
         "not diverged": hung(doing=BOTH_WAIT, divergence={"kind": "none"}),
-        "aborted while all wait": died("SIGABRT", **finding("waiting", waiting=[10, 11])),
         "gloo's limit": incident("lost_peer", TP0, error=GLOO, frames=FORWARD, level=SUP),
     },
     ("collective_mismatch", SUP): {

@@ -32,7 +32,6 @@ def test_findings_of_all_kinds_are_listed() -> None:
         "collectives": {
             "findings": [
                 {"group": "tp", "kind": "behind", "level": "supported", "statement": "TP1 is behind."},
-                {"group": "pp", "kind": "in_step", "statement": "They agree."},
             ],
             "missing": ["TP0 wrote none"],
         },
@@ -43,9 +42,9 @@ def test_findings_of_all_kinds_are_listed() -> None:
     }
     found = incident_view.findings_of(document)
     assert [one["title"] for one in found] == [
-        *("tp: behind", "pp: in step", "GPUs", "no flight recorder", "lost servers of the pair")
+        *("tp: behind", "GPUs", "no flight recorder", "lost servers of the pair")
     ]
-    assert [one["open"] for one in found] == [True, False, True, False, True]
+    assert [one["open"] for one in found] == [True, True, False, True]
     assert found[-1]["lines"] == ["prefill server p:1: heartbeat, since t; requests that wait for it: r1"]
 
 

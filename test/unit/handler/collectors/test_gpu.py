@@ -240,7 +240,7 @@ def piece_of(told: dict[str, Any], title: str, kind: str = "flight_recorder") ->
 
 
 @pytest.mark.story
-def test_the_dump_of_the_survivor_says_what_it_waits_in(start_recording: Start, record: Record) -> None:
+def test_the_dump_of_the_survivor_is_kept(start_recording: Start, record: Record) -> None:
     server = start_recording()
     record(server, 0, pickled(WAITING))
     record(server, 1, pickled(WAITING))
@@ -249,16 +249,9 @@ def test_the_dump_of_the_survivor_says_what_it_waits_in(start_recording: Start, 
     assert (piece["status"], piece["path"]) == ("captured", "gpu/flight_recorder_0")
     assert len(parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries) == 10
     assert (told["folder"] / piece["path"]).stat().st_mode & 0o077 == 0
-    (finding,) = told["collectives"]["findings"]
-    assert (finding["kind"], finding["named"], finding["pids"], finding["level"]) == ("waiting", [1], [], "unknown")
     dead = f"sglang::scheduler_TP1 (pid {server.ranks['scheduler_TP1']}): it was dead before it could be asked."
-    assert told["collectives"]["missing"] == [dead]
-    assert "## Collectives" in told["summary"]
-    assert finding["statement"] in told["summary"]
-    assert dead in told["summary"]
-    # Whom it names is not known to be at fault: the verdict is about the rank that was killed.
+    assert told["collectives"] == {"findings": [], "missing": [dead]}
     assert told["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
-    assert finding["statement"] not in told["verdict"]["text"]
     events = events_of(told)
     assert events.index("stacks_captured") < events.index("flight_recorders_asked") < events.index("incident_finished")
     assert piece_of(told, "scheduler_TP1") == {}
