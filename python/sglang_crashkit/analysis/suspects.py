@@ -30,8 +30,6 @@ from sglang_crashkit.model.incident import Incident, LastSteps, Level, ProcessRe
 MAX_SUSPECTS = 16
 #: By these others end a server, and no request does; but for the kernel's OOM killer.
 _SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
-#: How the ids of SGLang's own health checks begin.
-_HEALTH_CHECK = "HEALTH_CHECK"
 _SCHEDULER = "scheduler"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
 #: what others do not, does not.
@@ -348,9 +346,11 @@ def _unfinished(process: ProcessReport) -> list[_Step]:
     """Return the steps that a scheduler had not finished and that hold requests, the one that it was at first."""
     steps = _steps_of(process)
     current = steps.in_step
-    found = [_step(steps.rids.get(current.number) or current.rids, current.size)] if current is not None else []
+    found = [_step(steps, steps.rids.get(current.number) or current.rids, current.size)] if current is not None else []
     others = (step for step in reversed(steps.last) if current is None or step.get("number") != current.number)
-    found += [_step(_rids_of(steps, step), step.get("size") or 0) for step in others if step.get("ended") is None]
+    found += [
+        _step(steps, _rids_of(steps, step), step.get("size") or 0) for step in others if step.get("ended") is None
+    ]
     return [step for step in found if step.size]
 
 
@@ -358,13 +358,13 @@ def _last_finished(process: ProcessReport) -> _Step:
     """Return the last step with requests, all of which are finished; an empty one where there is none."""
     steps = _steps_of(process)
     finished = (step for step in reversed(steps.last) if step.get("ended") is not None)
-    told = (_step(_rids_of(steps, step), step.get("size") or 0) for step in finished)
+    told = (_step(steps, _rids_of(steps, step), step.get("size") or 0) for step in finished)
     return next((step for step in told if step.size), _Step([], 0))
 
 
-def _step(rids: Sequence[str], size: int) -> _Step:
-    listed = [rid for rid in dict.fromkeys(rids) if not rid.startswith(_HEALTH_CHECK)]
-    checks = sum(rid.startswith(_HEALTH_CHECK) for rid in rids)
+def _step(steps: LastSteps, rids: Sequence[str], size: int) -> _Step:
+    listed = [rid for rid in dict.fromkeys(rids) if rid not in steps.checks]
+    checks = sum(rid in steps.checks for rid in rids)
     return _Step(listed, max(size - checks, len(listed)))
 
 

@@ -359,9 +359,12 @@ class IncidentRun:
         self.note(clock.now(), event, reason=told.reason, path=told.path)
         self._checkpoint()
 
-    def set_journal(self, told: JournaledRequests) -> None:
-        """Take in what the request journals told; they count where the server did not."""
+    def set_journal(self, told: JournaledRequests, checks: frozenset[str] = frozenset()) -> None:
+        """Take in what the journals told, which count where the server did not, and the ids of health checks."""
         add_journal(self.incident.requests, told)
+        for report in self.incident.processes:
+            if report.steps is not None:
+                report.steps.checks = checks
         self.note(clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
         self._checkpoint()
 

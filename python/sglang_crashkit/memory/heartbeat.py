@@ -157,8 +157,8 @@ class HeartbeatReader:
         batches = _whole(words[BATCHES])
         mode = self._modes.get(_whole(words[MODE]), "") if batches else ""
         return Heartbeat(
-            loop_at=words[LOOP_TIME],
-            batch_at=words[BATCH_TIME],
+            loop_at=_time(words[LOOP_TIME]),
+            batch_at=_time(words[BATCH_TIME]),
             batches=batches,
             requests=_whole(words[REQUESTS]),
             paused=bool(flags & PAUSED),
@@ -173,6 +173,11 @@ class HeartbeatReader:
         """Give the memory back."""
         self._words.release()
         self._map.close()
+
+
+def _time(seconds: float) -> float:
+    """Return a time of the monotonic clock; 0 in place of one that cannot be."""
+    return seconds if 0 <= seconds < 2**33 else 0.0
 
 
 def _whole(number: float) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 import time
 from array import array
@@ -20,13 +21,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sglang_crashkit.memory.ring import RingReader, RingWriter
+from sglang_crashkit.model.step import short_rid
 
 #: Of the requests that ended those count that did within this time before the last event, in seconds. SGLang keeps as
 #: much in memory (``TokenizerManager.record_request_for_crash_dump``).
 KEPT_SECS = 300.0
-#: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
+#: Of more token ids, or characters (wide: in a text with any beyond ASCII), than this the first and the last half of it
+#: are kept. About as much as a model with
 #: a context of 128 k tokens takes, and a third of the time that noting one request may take.
-MAX_IDS, MAX_CHARACTERS = 131_072, 524_288
+MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 524_288, 131_072
 
 _BEGUN, _ENDED, _ABORTED = 1, 2, 3
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
@@ -35,12 +38,14 @@ _BEGIN = struct.Struct("<B?BxIIIQd")
 _END = struct.Struct("<B?6xQdd")
 _ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
+#: A reader keeps so many requests of one journal; more are in none that the kit wrote.
+_MAX_REQUESTS = 100_000
 _LONG = 256
 _SCALARS = frozenset({bool, int, float, type(None)})
 #: What `weigh` counts for one value, whatever it is.
 _VALUE_WEIGHT = 32
-#: How heavy the fields of a request may be together; they take half a millisecond then.
-MAX_WEIGHT = 256 * 1024
+#: How heavy the fields of a request may be together; they take a quarter of a millisecond then.
+MAX_WEIGHT = 64 * 1024
 #: What ``omitted`` and ``truncated`` may say of the prompt, in bytes.
 _NOTES_BYTES = 512
 
@@ -72,7 +77,13 @@ class JournalWriter(RingWriter):
             RingError: there is no more memory.
         """
         self._number += 1
-        record = encode_begin(self._number, time.time(), fields, text, input_ids, self.max_payload)
+        now = time.time()
+        try:
+            record = encode_begin(self._number, now, fields, text, input_ids, self.max_payload)
+        except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
+            why = {"request": f"it cannot be encoded: {type(error).__name__}"}
+            kept = {"rid": short_rid(_as_mapping(fields).get("rid")), "omitted": why}
+            record = encode_begin(self._number, now, kept, None, None, self.max_payload)
         self.append(record, hold=self._number)
         return self._number
 
@@ -123,6 +134,10 @@ class JournaledRequest(NamedTuple):
 class JournalReader(RingReader):
     """Reads the journal of one process, dead or alive, and little of it at a time; its descriptor must stay open.
 
+    Args:
+        descriptor: of the journal.
+        deadline: nothing more is read then, by the monotonic clock.
+
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.
         latest: when something was noted last, since the epoch; 0 where nothing was.
@@ -132,8 +147,8 @@ class JournalReader(RingReader):
         RingError: it cannot be read or is no journal.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor)
+    def __init__(self, descriptor: int, deadline: float = math.inf) -> None:
+        super().__init__(descriptor, deadline=deadline)
         self.lost = 0
         self.latest = 0.0
         self.requests = self._collect()
@@ -163,6 +178,8 @@ class JournalReader(RingReader):
                 aborts[head.number] = head.aborted
             if head.ended is not None:
                 ends[head.number] = head.ended, head.finished
+            if len(begun) + len(ends) + len(aborts) > 3 * _MAX_REQUESTS:
+                break
             # One that was held may be there twice.
             if head.begun and (head.number not in begun or begun[head.number][0] < record.sequence):
                 begun[head.number] = record.sequence, record.offset, head.seconds
@@ -250,21 +267,33 @@ def read_head(record: bytes) -> Head | None:
     """Return what a record says first; None where it is of another kind."""
     if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
         *_sizes, number, seconds = _BEGIN.unpack_from(record)
-        return Head(number, seconds, begun=True)
+        return Head(number, seconds, begun=True) if _is_time(seconds) else None
     if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == _END.size:
         kind, finished, number, seconds, aborted = _END.unpack(record)
         ended = seconds if kind == _ENDED else None
+        if not _is_time(seconds) or not _is_time(aborted):
+            return None
         return Head(number, seconds, ended=ended, finished=finished, aborted=aborted or None)
     return None
 
 
+def _is_time(seconds: float) -> bool:
+    return 0 <= seconds < 2**33
+
+
 def decode_request(record: bytes) -> dict[str, Any]:
-    """Return all that the record of a beginning holds: the fields, ``text`` and ``input_ids``."""
+    """Return all that the record of a beginning holds: the fields, ``text`` and ``input_ids``.
+
+    Raises:
+        ValueError: it is not such a record; RecursionError where it is nested too deep.
+    """
     _kind, has_text, id_size, fields_size, text_size, ids_size, _number, _seconds = _BEGIN.unpack_from(record)
     text_begin = _BEGIN.size + fields_size
     ids_begin = text_begin + text_size
     # Python reads and writes NaN and Infinity, which JSON does not know.
-    request: dict[str, Any] = json.loads(record[_BEGIN.size : text_begin], parse_constant=str)
+    request = json.loads(record[_BEGIN.size : text_begin], parse_constant=str)
+    if not isinstance(request, dict) or (id_size and id_size not in _ID_CODES) or ids_begin + ids_size > len(record):
+        raise ValueError("it is not the record of a request")
     if has_text:
         request["text"] = record[text_begin:ids_begin].decode("utf-8", "surrogatepass")
     if id_size:
@@ -294,6 +323,8 @@ def weigh(value: object, most: int) -> int:
         item = rest.pop()
         kind = type(item)
         if kind in _SCALARS:
+            if isinstance(item, int):
+                weight += item.bit_length() // 3
             continue
         if isinstance(item, str):
             weight += len(item)
@@ -312,9 +343,9 @@ def weigh(value: object, most: int) -> int:
 
 def _encode_text(text: str, room: int, truncated: dict[str, dict[str, int]]) -> bytes:
     """Return a text, or its beginning and its end, as UTF-8 of so many bytes at most."""
-    kept = text
-    if len(text) > MAX_CHARACTERS:
-        kept = text[: MAX_CHARACTERS // 2] + text[-(MAX_CHARACTERS // 2) :]
+    kept, half = text, (MAX_CHARACTERS if text.isascii() else MAX_WIDE) // 2
+    if len(text) > 2 * half:
+        kept = text[:half] + text[-half:]
     encoded = kept.encode("utf-8", "surrogatepass")
     first = len(kept) // 2
     if len(encoded) > room:
@@ -382,4 +413,6 @@ def _encode_fields(
 
 
 def _is_small(value: object) -> bool:
-    return isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and len(value) < _LONG)
+    if isinstance(value, int):
+        return value.bit_length() <= _LONG
+    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) < _LONG)

@@ -25,9 +25,12 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import heapq
+import math
 import mmap
 import os
 import struct
+import time
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -54,8 +57,10 @@ _MAX_CAPACITY = 1 << 30
 _MAX_PAYLOAD = 1 << 20
 #: The kernel clears so much memory in about a tenth of a millisecond.
 _STEP_BYTES = 256 * 1024
-#: A reader has so much of the ring in its memory at a time.
-_BLOCK_BYTES = 1 << 20
+#: A reader has so much of the ring in its memory at a time, and looks at so many times as much as the ring holds.
+_BLOCK_BYTES, _MAX_LOOKS = 1 << 20, 3
+#: Where a writer is killed, or goes on, few records are torn; of more the ring is not the kit's.
+_MAX_MISSES = 4096
 #: Of the name of a logger and what it said so many bytes are kept. More records are not: a ring of them takes 21 MB.
 MAX_LOG_BYTES, _MAX_LOG_RECORDS = 2048, 10_000
 _LOG_HEAD = struct.Struct("<dH")  # seconds since the epoch, level
@@ -249,19 +254,28 @@ class Record(NamedTuple):
 class RingReader:
     """Reads a ring, also while it is written or after it was damaged, and little of it at a time.
 
-    It is read and not mapped: a page that was never written takes no memory then. Its descriptor must stay open.
+    It is read and not mapped: a page that was never written takes no memory then. Its descriptor must stay open. What
+    the writer says of sizes is not believed: no more than `_MAX_LOOKS` times the ring is looked at.
+
+    Args:
+        descriptor: of the memory.
+        max_payload: longer records are not this ring's, in bytes.
+        deadline: nothing more is read then, by the monotonic clock.
 
     Attributes:
         torn: how many records began and were not whole when `records` went by.
+        is_cut: `records` ended before the end of the ring, for its deadline or as too much of it was torn.
 
     Raises:
         RingError: it cannot be read, or it is no ring.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, max_payload: int = _MAX_PAYLOAD, deadline: float = math.inf) -> None:
         self._fd = descriptor
         self._capacity, self._mark = _read_header(descriptor)
-        self.torn = 0
+        self._max_payload, self._deadline = max_payload, deadline
+        self._bytes_left = _MAX_LOOKS * self._capacity
+        self.torn, self.is_cut = 0, False
 
     def records(self) -> Iterator[Record]:
         """Yield the records that are whole, in the order in which they lie, which is not that of their numbers.
@@ -269,23 +283,29 @@ class RingReader:
         Raises:
             RingError: it cannot be read.
         """
-        self.torn = position = 0
+        self.torn, self.is_cut, self._bytes_left = 0, False, _MAX_LOOKS * self._capacity
+        position = misses = 0
         while position < self._capacity:
             block = self._pread(position, min(_BLOCK_BYTES, self._capacity - position))
             if not block:
                 break
-            found = block.find(self._mark)
+            # Of records that the one before goes on over, none begins in this block.
+            found, end = block.find(self._mark), len(block)
             while found != -1:
-                offset, size = position + found, 0
+                if self._bytes_left <= 0 or misses > _MAX_MISSES or time.monotonic() > self._deadline:
+                    self.is_cut = True
+                    return
+                offset, size, record = position + found, _MARK_BYTES, None
                 if offset % _ALIGNMENT == 0 and len(block) - found >= _FRAME_BYTES:
                     record = self._read(offset, memoryview(block)[found:])
-                    if record is not None:
-                        size = _frame_size(len(record.payload))
-                        yield record
-                    else:
-                        self.torn += 1
-                found = block.find(self._mark, found + max(size, _MARK_BYTES))
-            position += len(block)
+                    self.torn += record is None
+                if record is not None:
+                    size = _frame_size(len(record.payload))
+                    end = max(end, found + size)
+                    yield record
+                misses += record is None
+                found = block.find(self._mark, found + size)
+            position += end
 
     def payload(self, offset: int, sequence: int) -> bytes | None:
         """Return what the record of that number holds; None when it was overwritten meanwhile.
@@ -300,8 +320,9 @@ class RingReader:
     def _read(self, offset: int, known: memoryview) -> Record | None:
         """Return the record at `offset`, of which the beginning is `known`; None where there is no whole one."""
         mark, sequence, length, lost, checksum = _FRAME.unpack_from(known)
-        if mark != self._mark or length > self._capacity - _FRAME_BYTES:
+        if mark != self._mark or length > min(self._max_payload, self._capacity - _FRAME_BYTES):
             return None
+        self._bytes_left -= _frame_size(length)
         if len(known) >= _FRAME_BYTES + length:
             payload = bytes(known[_FRAME_BYTES : _FRAME_BYTES + length])
         else:
@@ -352,18 +373,22 @@ class LogWriter(RingWriter):
         self.append(_LOG_HEAD.pack(seconds, level) + said[:MAX_LOG_BYTES])
 
 
-def read_log(descriptor: int, most: int) -> list[LogRecord]:
+def read_log(descriptor: int, most: int, deadline: float = math.inf) -> list[LogRecord]:
     """Return the last records of a ring of log records, `most` of them, oldest first.
+
+    No more is in memory at a time, whatever the ring holds. Nothing is read after `deadline`, by the monotonic clock.
 
     Raises:
         RingError: it cannot be read or is no ring.
     """
     found = []
-    for record in sorted(RingReader(descriptor).records(), key=lambda record: record.sequence)[-most:]:
+    records = RingReader(descriptor, _LOG_HEAD.size + MAX_LOG_BYTES, deadline).records()
+    newest = heapq.nlargest(min(most, _MAX_LOG_RECORDS), records, key=lambda record: record.sequence)
+    for record in reversed(newest):
         if len(record.payload) >= _LOG_HEAD.size:
             seconds, level = _LOG_HEAD.unpack_from(record.payload)
             logger, _, text = record.payload[_LOG_HEAD.size :].decode(errors="replace").partition("\0")
-            found.append(LogRecord(seconds, level, logger, text))
+            found.append(LogRecord(seconds if 0 <= seconds < 2**33 else 0.0, level, logger, text))
     return found
 
 
@@ -466,6 +491,7 @@ def _frame_size(length: int) -> int:
 
 def _read_header(descriptor: int) -> tuple[int, bytes]:
     try:
+        size = os.fstat(descriptor).st_size
         head = os.pread(descriptor, _HEADER.size + _CHECKSUM.size, 0)
     except OSError as error:
         raise RingError(f"cannot be read: {error.strerror}") from error
@@ -473,6 +499,6 @@ def _read_header(descriptor: int) -> tuple[int, bytes]:
         magic, capacity, mark = _HEADER.unpack_from(head)
         (checksum,) = _CHECKSUM.unpack_from(head, _HEADER.size)
         is_right = magic == _MAGIC and zlib.crc32(head[: _HEADER.size]) == checksum
-        if is_right and _MIN_CAPACITY <= capacity <= _MAX_CAPACITY:
+        if is_right and _MIN_CAPACITY <= capacity <= min(_MAX_CAPACITY, size - _HEADER_BYTES):
             return capacity, mark
     raise RingError("is no ring, was switched off, or its header is damaged")

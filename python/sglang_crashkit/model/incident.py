@@ -100,6 +100,8 @@ class LastSteps:
     in_step: InStep | None  # the step that it was in; None where it was in none
     #: All requests of these steps, by number, of which the above have the first few. Not in the JSON.
     rids: dict[int, list[str]] = field(default_factory=dict)
+    #: The ids of SGLang's own health checks among its requests, by the journals. Not in the JSON.
+    checks: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -297,14 +299,14 @@ class Incident:
             if not process.control:
                 del entry["control"]
             if entry["steps"] is not None:
-                del entry["steps"]["rids"]
+                del entry["steps"]["rids"], entry["steps"]["checks"]
             entry["looks"] = [_look(sample) for sample in process.samples]
         document["timeline"].sort(key=lambda entry: entry["time"])
         return {"schema_version": document.pop("schema_version"), **document}
 
 
 def _in_short(process: ProcessReport) -> ProcessReport:
-    return replace(process, samples=[], steps=process.steps and replace(process.steps, rids={}))
+    return replace(process, samples=[], steps=process.steps and replace(process.steps, rids={}, checks=frozenset()))
 
 
 def _look(sample: Sample) -> dict[str, Any]:

@@ -7,7 +7,6 @@ enters or leaves it was begun or has ended. A dictionary that notes this stands 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import marshal
 import operator
@@ -20,7 +19,7 @@ from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, to_json, weigh
-from sglang_crashkit.redact import REDACTED, is_secret_name
+from sglang_crashkit.model.step import MAX_RID, short_rid
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
 from sglang_crashkit.srt.hooks import hand_over, never_raises
 
@@ -63,15 +62,15 @@ _WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
 _VARYING = frozenset({"rid", "bootstrap_room", "sampling_params"})
 #: So many values are remembered, each so long at most, in characters of JSON.
 _REMEMBERED, _MAX_REMEMBERED = 4, 1024
-_MAX_RID = 256
+#: What a client chose as a number may have any length.
+_MAX_BITS = 64
+_MAX_ERROR = 200
 
 #: Of the few classes of requests that there are.
 _defaults: dict[type, dict[str, Any]] = {}
 
 #: Those of this process.
 _opened: list[weakref.ref[JournaledStates]] = []
-
-_is_secret_name = functools.lru_cache(maxsize=1024)(is_secret_name)
 
 
 def open_journal() -> JournalWriter | None:
@@ -113,7 +112,12 @@ class JournaledStates(dict[str, Any]):
         super().__init__()
         self._journal: JournalWriter | None = journal
         self._reader = RequestReader(prompts)
-        self._numbers: dict[str, int] = {}
+        #: The number of each request under way, by the identity of its state: clients may give several the same id.
+        self._numbers: dict[int, int] = {}
+        #: States whose place here another request of the same id took, by number, and the numbers of those that are
+        #: gone, which are noted with the next change: Python collects garbage anywhere.
+        self._replaced: dict[int, weakref.ref[Any]] = {}
+        self._gone: deque[int] = deque()
         self._warned = False
         self.update(states)
         _opened.append(weakref.ref(self))
@@ -127,20 +131,20 @@ class JournaledStates(dict[str, Any]):
     def __delitem__(self, rid: str) -> None:
         state = self.get(rid)
         super().__delitem__(rid)
-        self._note(self._end, rid, state)
+        self._note(self._end, state)
 
     def pop(self, rid: str, *default: Any) -> Any:
         """Remove a request as `dict.pop` does."""
         is_there = rid in self
         state = super().pop(rid, *default)
         if is_there:
-            self._note(self._end, rid, state)
+            self._note(self._end, state)
         return state
 
     def popitem(self) -> tuple[str, Any]:
         """Remove a request as `dict.popitem` does."""
         rid, state = super().popitem()
-        self._note(self._end, rid, state)
+        self._note(self._end, state)
         return rid, state
 
     def __ior__(self, other: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> JournaledStates:  # type: ignore[override,misc]
@@ -149,8 +153,9 @@ class JournaledStates(dict[str, Any]):
 
     def abort(self, rid: str) -> None:
         """Note that a request under way is aborted: its client had gone, or somebody asked for its end."""
-        if rid in self:
-            self._note(self._abort, rid)
+        state = self.get(rid)
+        if state is not None:
+            self._note(self._abort, state)
 
     def retire(self) -> None:
         """Give the journal's memory back; this is an ordinary dictionary from now on."""
@@ -170,6 +175,10 @@ class JournaledStates(dict[str, Any]):
         if journal is None:
             return
         try:
+            while self._gone:
+                number = self._gone.popleft()
+                del self._replaced[number]
+                journal.end(number, finished=False)
             change(journal, *arguments)
             if not self._warned and journal.lost:
                 self._warned = True
@@ -186,20 +195,34 @@ class JournaledStates(dict[str, Any]):
 
     def _begin(self, journal: JournalWriter, rid: str, earlier: Any, state: Any) -> None:
         if earlier is not None:
-            self._end(journal, rid, earlier)
+            self._replace(journal, earlier)
         try:
             request = self._reader.read(state.obj)
         except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
-            request = {"rid": rid, "omitted": {"request": f"{type(error).__name__}: {error}"}}, None, None
-        self._numbers[rid] = journal.begin(*request)
+            why = f"{type(error).__name__}: {str(error)[:_MAX_ERROR]}"
+            request = {"rid": short_rid(rid), "omitted": {"request": why}}, None, None
+        self._numbers[id(state)] = journal.begin(*request)
 
-    def _abort(self, journal: JournalWriter, rid: str) -> None:
-        number = self._numbers.get(rid)
+    def _replace(self, journal: JournalWriter, state: Any) -> None:
+        """Follow a request whose place another one of the same id took, until nobody waits for its answer."""
+        number = self._numbers.get(id(state))
+        if number is None or getattr(state, "finished", False):
+            self._end(journal, state)
+            return
+        try:
+            self._replaced[number] = weakref.ref(state, lambda _state: self._gone.append(number))
+        except TypeError:
+            self._end(journal, state)
+        else:
+            del self._numbers[id(state)]
+
+    def _abort(self, journal: JournalWriter, state: Any) -> None:
+        number = self._numbers.get(id(state))
         if number is not None:
             journal.abort(number)
 
-    def _end(self, journal: JournalWriter, rid: str, state: Any) -> None:
-        number = self._numbers.pop(rid, None)
+    def _end(self, journal: JournalWriter, state: Any) -> None:
+        number = self._numbers.pop(id(state), None)
         if number is not None:
             journal.end(number, finished=bool(getattr(state, "finished", False)))
 
@@ -276,7 +299,7 @@ class _KnownFields:
             Exception: what a comparison with a value of the user's raises.
         """
         rid, room, params = values["rid"], values.get("bootstrap_room"), values.get("sampling_params")
-        is_plain = type(rid) is str and len(rid) <= _MAX_RID and (room is None or type(room) is int)
+        is_plain = type(rid) is str and len(rid) <= MAX_RID and (room is None or type(room) is int)
         if not is_plain or any(map(operator.is_not, self._others(values), self._defaults)):
             return None
         text = self._memo.find(self._kept(values))
@@ -290,7 +313,7 @@ class _KnownFields:
             if told is None:
                 if type(params) is not dict or weigh(params, _MAX_REMEMBERED) > _MAX_REMEMBERED:
                     return None
-                told = to_json(_without_secrets(params))
+                told = to_json(params)
                 self._params.add(params, told)
             text += f',"sampling_params":{told}'
         return (text + "}").encode()
@@ -308,7 +331,8 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
     """Return what is kept of one request, a ``GenerateReqInput`` or ``EmbeddingReqInput``, its text, and its token ids.
 
     Fields with their default value are left out. Images and other large inputs, and fields that this release has and
-    the kit does not know, are described below ``omitted``, and so is what `prompts` keeps back; secrets are taken out.
+    the kit does not know, are described below ``omitted``, and so is what `prompts` keeps back. Nothing is searched for
+    secrets here, where a client could make that long: the crash handler does so before it writes anything to a disk.
     """
     kind, values = type(request), vars(request)
     fields: dict[str, Any] = {"kind": kind.__name__}
@@ -323,7 +347,9 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
             # An empty list of images is none.
             if type(value) not in _EMPTIABLE or value:
                 omitted[name] = describe(value)
-        elif type(value) in _SCALARS:
+        elif name == "rid":
+            fields[name] = short_rid(value)
+        elif type(value) in _SCALARS and (type(value) is not int or value.bit_length() <= _MAX_BITS):
             fields[name] = value
         elif name == _PROGRAM and values.get("no_logs"):
             omitted[name] = _WITHHELD
@@ -336,7 +362,7 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
                 omitted[name] = describe(value)
             else:
                 room -= weight
-                fields[name] = _without_secrets(value) if type(value) is dict else value
+                fields[name] = value
     text, input_ids = values.get("text"), values.get("input_ids")
     if values.get("no_logs"):
         omitted |= {name: _WITHHELD for name in ("text", "input_ids") if values.get(name) is not None}
@@ -360,14 +386,3 @@ def _defaults_of(kind: type) -> dict[str, Any]:
         found = {name: value for base in bases for name, value in vars(base).items() if value is not None}
         _defaults[kind] = found
     return found
-
-
-def _without_secrets(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping with another value in place of each secret."""
-    result: dict[Any, Any] = {}
-    for name, value in mapping.items():
-        if isinstance(name, str) and value is not None and _is_secret_name(name):
-            result[name] = REDACTED
-        else:
-            result[name] = _without_secrets(value) if type(value) is dict else value
-    return result

@@ -50,6 +50,8 @@ def incident(
         InStep(9, "extend", "forward_begun", 0.1, len(rids) if size is None else size, list(rids)) if rids else None
     )
     rank.steps = LastSteps([*(last or []), *([step(9, *rids, ended=False)] if rids else [])], in_step)
+    # By the journals; another one has only its name.
+    rank.steps.checks = frozenset({"HEALTH_CHECK_1"})
     made.processes = [rank]
     made.verdict = Verdict("exception", Failure(7, rank.title), "established", "It raised.")
     if message:
@@ -96,6 +98,7 @@ def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, 
         (incident("b", last=[step(8, "a", ended=False)]), {}, [("b", "unknown"), ("a", "unknown")]),
         (incident("HEALTH_CHECK_1", "a"), {}, [("a", "supported")]),
         (incident("HEALTH_CHECK_1"), {}, []),
+        (incident("HEALTH_CHECK_2"), {}, [("HEALTH_CHECK_2", "supported")]),
         # A check when nothing runs finds what they left.
         (incident(last=[step(7, "z"), step(8, "a", "HEALTH_CHECK_1"), step(9)]), {}, [("a", "unknown")]),
         (incident(last=[step(8, "a", "b")]), {"b": 1}, [("b", "supported"), ("a", "unknown")]),

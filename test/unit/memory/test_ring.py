@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import random
 import signal
@@ -12,11 +13,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_crashkit.memory import ring
+from sglang_crashkit.memory.heartbeat import LOOP_TIME, HeartbeatWriter
 from sglang_crashkit.memory.ring import (
     MAX_BLOB_BYTES,
     LogRecord,
@@ -368,3 +372,84 @@ def test_the_last_records_are_there_however_long_they_are(log: LogWriter, text: 
 def test_a_record_is_read_as_it_was_written(log: LogWriter) -> None:
     log.note(1.5, logging.ERROR, "sglang.srt", "what\nhappened \udcff")
     assert read_log(log.fd, 200) == [LogRecord(1.5, logging.ERROR, "sglang.srt", "what\nhappened \\udcff")]
+
+
+def crafted(capacity: int, step: int, length: int, payload: bytes = b"") -> RingWriter:
+    """Return a ring in which a record of that length is claimed at every `step` bytes."""
+    writer = RingWriter(capacity)
+    checksum = zlib.crc32(ring._COVERED.pack(1, length, 0), zlib.crc32(payload)) if payload else 0
+    frame = ring._FRAME.pack(writer._mark, 1, length, 0, checksum)
+    os.pwrite(writer.fd, (frame + payload)[:step].ljust(step, b"\0") * (writer.capacity // step), 4096)
+    return writer
+
+
+@given(
+    st.sampled_from([8, 32, 64, 4096]),
+    st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, MAX_PAYLOAD, 1 << 20, 2**31])),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_a_ring_claims_does_not_size_the_work(step: int, length: int, is_whole: bool) -> None:
+    payload = bytes(step - ring._FRAME_BYTES) if is_whole and step > 32 else b""
+    writer = crafted(4 << 20, step, len(payload) or length, payload)
+    read = 0
+
+    def counting(descriptor: int, size: int, offset: int) -> bytes:
+        nonlocal read
+        read += size
+        return os.pread(descriptor, size, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "os", SimpleNamespace(pread=counting, fstat=os.fstat))
+        reader = RingReader(writer.fd)
+        found = sum(1 for _record in reader.records())
+    writer.close()
+    assert read <= 5 * (4 << 20) + (1 << 20)
+    assert found == (writer.capacity // step if payload else 0)
+    assert reader.torn <= ring._MAX_MISSES + 1
+
+
+def test_a_reader_keeps_its_deadline() -> None:
+    writer = crafted(4 << 20, 64, 32, bytes(32))
+    reader = RingReader(writer.fd, deadline=time.monotonic())
+    assert (list(reader.records()), reader.is_cut) == ([], True)
+    writer.close()
+
+
+def test_a_header_that_claims_more_than_there_is_makes_no_ring() -> None:
+    writer = RingWriter(SIZE)
+    head = ring._HEADER.pack(ring._MAGIC, 1 << 30, writer._mark)
+    os.pwrite(writer.fd, head + ring._CHECKSUM.pack(zlib.crc32(head)), 0)
+    with pytest.raises(RingError):
+        RingReader(writer.fd)
+    writer.close()
+
+
+def test_of_a_large_log_the_newest_records_alone_are_held(log: LogWriter) -> None:
+    odd = RingWriter(8 << 20, "log")
+    for number in range(1000):
+        odd.append(ring._LOG_HEAD.pack(math.nan if number == 998 else number, 20) + b"x" * ring.MAX_LOG_BYTES)
+        # Longer than any that the kit writes.
+        odd.append(ring._LOG_HEAD.pack(number, 20) + b"y" * 8000)
+    assert [record.seconds for record in read_log(odd.fd, 3)] == [997.0, 0.0, 999.0]
+    odd.close()
+
+
+def test_a_child_writes_elsewhere() -> None:
+    with new_ring() as writer:
+        writer.append(b"parent's")
+        beat = HeartbeatWriter()
+        words = beat.words
+        if (pid := os.fork()) == 0:
+            try:
+                for _ in range(200):
+                    writer.append(b"child's")
+                words[LOOP_TIME] = 0.0
+                os._exit(0 if words[LOOP_TIME] == 0.0 else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        writer.append(b"parent's, too")
+        assert payloads(writer.fd) == [b"parent's", b"parent's, too"]
+        assert beat.words[LOOP_TIME] > 0
+        beat.close()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -44,6 +45,14 @@ class GenerateReqInput:
     watermark: Any = None
     custom_logit_processor: str | None = None
     brand_new: Any = field(default=None)
+
+
+@dataclass
+class State:
+    """A request's state, which something may hold."""
+
+    obj: GenerateReqInput
+    finished: bool = False
 
 
 def state(rid: str, **fields: Any) -> SimpleNamespace:
@@ -139,10 +148,34 @@ def test_a_journal_that_breaks_is_switched_off_with_one_warning(
     assert caplog.text.count("the request journal is switched off") == 1
 
 
+def test_two_requests_of_one_id_are_two(states: JournaledStates, journal: JournalWriter) -> None:
+    # As 0.5.9 has it: the first is not found by its id any more, and runs on.
+    first, second = State(GenerateReqInput(rid="a", text="1")), State(GenerateReqInput(rid="a", text="2"))
+    states["a"], states["a"] = first, second
+
+    def found() -> list[tuple[str, str]]:
+        reader = JournalReader(journal.fd)
+        ends = {True: "finished", False: "dropped"}
+        return sorted(
+            ((reader.load(one) or {})["text"], ends[one.finished] if one.ended else "unfinished")
+            for one in reader.requests
+        )
+
+    assert found() == [("1", "unfinished"), ("2", "unfinished")]
+    second.finished = True
+    del states["a"]
+    assert found() == [("1", "unfinished"), ("2", "finished")]
+    del first
+    states["b"] = State(GenerateReqInput(rid="b", text="3"))
+    assert found() == [("1", "dropped"), ("2", "finished"), ("3", "unfinished")]
+    assert not states._replaced
+
+
 def test_a_request_of_another_shape_does_not_hide_the_others(states: JournaledStates, journal: JournalWriter) -> None:
     states["a"] = object()
-    states["b"] = state("b")
-    assert told(journal) == {"a": "unfinished", "b": "unfinished"}
+    states["b"] = state("b", routed_experts_start_len=10**5000, sampling_params={"seed": 10**5000})
+    states["c"] = state("c")
+    assert told(journal) == dict.fromkeys("abc", "unfinished")
 
 
 def test_requests_without_room_are_warned_of_once(
@@ -189,7 +222,6 @@ def test_a_request_like_an_earlier_one_reads_the_same(prompts: Prompts) -> None:
         *({"bootstrap_room": room} for room in (5, "room", True)),
         {"text": "private", "input_ids": [1]},
         {"text": "private", "no_logs": True},
-        {"sampling_params": {"api_key": "s3cret"}},
         {"sampling_params": {"deep": {}}, "image_data": Incomparable()},
         {"token_ids_logprob": [1, 2]},
         {"watermark": "unknown"},
@@ -273,15 +305,56 @@ def test_a_large_or_private_logit_processor_is_described(
     assert ("custom_logit_processor" in fields) is (told is None)
 
 
-def test_secrets_are_taken_out() -> None:
-    params = {"max_new_tokens": 3, "watermark_key": "s3cret", "custom_params": {"api_key": "s3cret", "seed": 1}}
-    request = GenerateReqInput(
-        sampling_params=params, external_trace_header={"x": "s3cret"}, watermark={"key": "s3cret"}
-    )
+def test_what_a_client_sizes_costs_a_bounded_number_of_steps_and_bytes(
+    states: JournaledStates, journal: JournalWriter
+) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    odd: dict[str, dict[str, Any]] = {
+        "names": {"sampling_params": {f"api_key_{number}": 1 for number in range(100_000)}},
+        "a name": {"sampling_params": {"aB" * 500_000: 1}},
+        "numbers": {"sampling_params": {str(number): 10**4000 for number in range(500)}},
+        "a number": {"routed_experts_start_len": 10**5000, "sampling_params": {"seed": 10**5000}},
+        "deep": {"sampling_params": {"custom_params": deep}},
+        "text": {"text": "\N{SNOWMAN}" * 1_000_000},
+        "ids": {"input_ids": list(range(1_000_000))},
+        "no ids": {"input_ids": [deep]},
+        "r" * 1_000_000: {},
+    }
+    steps = 0
+
+    def count(frame: Any, event: str, _argument: object) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes = False
+        steps += event == "line"
+        return count
+
+    for rid, fields in odd.items():
+        made, before = state(rid, **fields), (journal._head, steps)
+        sys.settrace(count)
+        try:
+            states[rid] = made
+        finally:
+            sys.settrace(None)
+        # Lines of Python, and bytes in the ring: of a request of a million parts as of any.
+        assert steps - before[1] < 25_000
+        assert journal._head - before[0] <= journal.max_payload + 96
+    reader = JournalReader(journal.fd)
+    kept = [reader.load(request) or {} for request in reader.requests]
+    assert reader.lost + len(kept) == len(odd)
+    assert kept[-1]["rid"] == f"{'r' * 96}...{'r' * 16}/1000000"
+    # Nothing of it stays but the dictionary's own.
+    states.clear()
+    assert not states._numbers
+
+
+def test_secrets_are_left_to_the_reader() -> None:
+    params = {"max_new_tokens": 3, "watermark_key": "s3cret"}
+    request = GenerateReqInput(sampling_params=params, external_trace_header={"x": "s3cret"}, watermark={"k": "s3cret"})
     fields = read_request(request)[0]
-    assert "s3cret" not in json.dumps(fields)
-    assert fields["sampling_params"]["custom_params"] == {"api_key": "<redacted>", "seed": 1}
-    assert params["watermark_key"] == "s3cret"
+    assert fields["sampling_params"] == params
+    assert "s3cret" not in json.dumps(fields | {"sampling_params": {}})
 
 
 @pytest.mark.parametrize(

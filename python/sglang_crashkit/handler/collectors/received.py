@@ -26,7 +26,7 @@ from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.memory.ring import LogRecord, RingError, is_ring, read_blob, read_log
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
 from sglang_crashkit.model import incident
-from sglang_crashkit.model.incident import MAX_RIDS, Evidence, InStep, iso_time
+from sglang_crashkit.model.incident import MAX_RIDS, Evidence, EvidenceKind, InStep, iso_time
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.protocol import Message
 from sglang_crashkit.redact import redact_prompts, redact_text, secrets_of_arguments, secrets_of_mapping
@@ -42,7 +42,7 @@ _KEPT_SECS, _KEPT_SHARE = 3.0, 0.25
 OFF = "switched off by SGLANG_CRASHKIT_LOG_RECORDS"
 _WITHHELD = "<withheld: it could not be searched for secrets in time>"
 #: As many prompts as are compared, and so much of the file with them is read for each, in bytes.
-_MAX_PROMPTS, _MAX_LINE = 256, 4 << 20
+_MAX_PROMPTS, _MAX_LINE, _MAX_TEXTS, _MAX_COMPARED = 256, 4 << 20, 16, 4096
 #: So much is compared with the prompts at a time, in characters.
 _AT_A_TIME = 16_384
 _BETWEEN = "\0"
@@ -128,6 +128,15 @@ class Received:
         """Give all of it back."""
         for part in (self._journals, self._steps, self._logs, self.environment):
             part.close()
+
+
+def _guarded(kind: EvidenceKind, gather: Callable[..., Evidence], *arguments: Any) -> Evidence:
+    """Return a piece of evidence; what is odd about one process costs no other one its own."""
+    try:
+        return gather(*arguments)
+    except Exception as error:
+        logger.exception("the %s of a process cannot be read", kind)
+        return Evidence(kind, "failed", reason=f"it cannot be read: {type(error).__name__}")
 
 
 @dataclass(eq=False)
@@ -231,11 +240,12 @@ class RequestJournals(HeldMemory):
         began = time.time() - (time.monotonic() - run.opened)
         journals = [(held.process.pid, held.descriptor) for held in self.held]
         secs = max(0.0, deadline - time.monotonic())
-        told = export_requests(journals, run.path, secs, run.folder.charge, began)
+        checks: dict[str, bool] = {}
+        told = export_requests(journals, run.path, secs, run.folder.charge, began, checks)
         if self.dropped:
             words = f"the journals of {self.dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words
-        run.set_journal(told)
+        run.set_journal(told, frozenset(rid for rid, are_all in checks.items() if are_all))
         self.taken = dead
 
 
@@ -255,7 +265,8 @@ class StepRecords(HeldMemory):
         for process in processes:
             held = self._of(process)
             if held is not None or process.role == "scheduler":
-                set_piece(run.report(process), self._piece_of(process, held, run, deadline))
+                piece = _guarded("steps", self._piece_of, process, held, run, deadline)
+                set_piece(run.report(process), piece)
 
     def _problem_of(self, descriptor: int) -> str:
         try:
@@ -308,7 +319,8 @@ class ProcessLogs(HeldMemory):
         prompts = _prompts_in(run.path / REQUESTS)
         for process in tree:
             if process.matters:
-                set_piece(run.report(process), self._piece_of(process, run, prompts, deadline))
+                piece = _guarded("log", self._piece_of, process, run, prompts, deadline)
+                set_piece(run.report(process), piece)
         self.taken = [held for held in self.held if held.is_of_dead]
 
     def _piece_of(self, process: TrackedProcess, run: IncidentRun, prompts: Sequence[str], deadline: float) -> Evidence:
@@ -318,7 +330,9 @@ class ProcessLogs(HeldMemory):
             return Evidence("log", "skipped", reason=reason)
         name = f"logs/{titles.label_of(process.title, process.pid)}.log"
         try:
-            lines = format_log(read_log(held.descriptor, self._most), prompts, deadline)
+            lines = format_log(
+                read_log(held.descriptor, self._most, share_of(deadline, time.monotonic())), prompts, deadline
+            )
         except (OSError, CrashkitError) as error:
             return Evidence("log", "failed", reason=f"{name}: {error}")
         if not lines:
@@ -371,7 +385,7 @@ def _prompts_in(path: Path) -> list[str]:
             with contextlib.suppress(ValueError, AttributeError, RecursionError):
                 text = json.loads(line).get("text")
                 texts = text if isinstance(text, list) else [text]
-                found += [one for one in texts if isinstance(one, str)]
+                found += [one[:_MAX_COMPARED] for one in texts[:_MAX_TEXTS] if isinstance(one, str)]
     return found
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,12 +18,24 @@ from sglang_crashkit.kernel.private_files import create_private, make_private_fo
 from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
 from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
+from sglang_crashkit.redact import REDACTED, is_secret_name
+
+logger = logging.getLogger(__name__)
 
 #: See `IncidentFolder.charge`.
 Charge = Callable[[str, int], None]
 
-#: How the ids of SGLang's own health checks begin, in all releases; each is a request of one token.
-_HEALTH_CHECK = "HEALTH_CHECK"
+#: What SGLang's own health checks are in all releases: the start of the id, which any client may choose, too, and all
+#: else that they ask for.
+_HEALTH_CHECK = "HEALTH_CHECK_"
+_OF_HEALTH_CHECK = frozenset(
+    ("kind", "rid", "sampling_params", "log_metrics", "input_ids", "omitted", "bootstrap_host", "bootstrap_room")
+)
+_CHECKED_PARAMS = ({"max_new_tokens": 1, "temperature": 0.0}, {"max_new_tokens": 0, "temperature": 0.0})
+#: What is there is counted even without time to write it; one journal is looked at for so long then, in seconds.
+_LEAST_SECS = 0.2
+#: So many ids of health checks are kept.
+_MAX_CHECKS = 4096
 #: The file is counted in steps of this many bytes.
 _AT_A_TIME = 256 * 1024
 
@@ -33,6 +46,7 @@ def export_requests(
     timeout_secs: float,
     charge: Charge,
     seconds: float,
+    checks: dict[str, bool] | None = None,
 ) -> JournaledRequests:
     """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
@@ -48,24 +62,35 @@ def export_requests(
         timeout_secs: what is not written within this time, in seconds, is left out and counted.
         charge: is told the file's name and how long it will be, in bytes, before it grows; what it raises `NoRoomError`
             for is left out and counted.
+        checks: gets the ids of health checks, and false where another request has the same one.
         seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out.
     """
     deadline = time.monotonic() + timeout_secs
-    result = JournaledRequests()
+    result, found = JournaledRequests(), checks if checks is not None else {}
     readers: list[tuple[int, JournalReader]] = []
     problems = []
-    for pid, descriptor in journals:
+    for place, (pid, descriptor) in enumerate(journals):
+        now = time.monotonic()
         try:
-            readers.append((pid, JournalReader(descriptor)))
+            # One that is made to be read slowly leaves time for the others.
+            share_secs = max(_LEAST_SECS, (deadline - now) / 2 / (len(journals) - place))
+            reader = JournalReader(descriptor, now + share_secs)
         except RingError as error:
             problems.append(f"the journal of process {pid} {error.message}")
+        except Exception as error:
+            logger.warning("the journal of process %d cannot be read", pid, exc_info=True)
+            problems.append(f"the journal of process {pid} cannot be read: {type(error).__name__}")
+        else:
+            readers.append((pid, reader))
+            if reader.is_cut:
+                problems.append(f"the journal of process {pid} was not read to its end")
     result.lost = sum(reader.lost for _pid, reader in readers)
     result.torn = sum(reader.torn for _pid, reader in readers)
     try:
         make_private_folder((folder / REQUESTS).parent)
         (folder / REQUESTS).unlink(missing_ok=True)
         with create_private(folder / REQUESTS) as file:
-            _write_all(_in_order(readers, seconds - KEPT_SECS), _Metered(file, charge), result, deadline)
+            _write_all(_in_order(readers, seconds - KEPT_SECS), _Metered(file, charge), result, deadline, found)
             file.flush()
             os.fsync(file.fileno())
         result.path = REQUESTS
@@ -113,6 +138,7 @@ def _write_all(
     file: _Metered,
     result: JournaledRequests,
     deadline: float,
+    checks: dict[str, bool],
 ) -> None:
     for pid, reader, request in requests:
         if time.monotonic() > deadline:
@@ -120,9 +146,9 @@ def _write_all(
             continue
         state = "finished" if request.finished else "unfinished" if request.ended is None else "dropped"
         try:
-            line = _line_of(reader, request, state, pid)
-        except (ValueError, RecursionError, RingError):
-            # What a user sent may be nested as deep as its writer could just follow.
+            line = _line_of(reader, request, state, pid, checks)
+        except Exception as error:  # noqa: BLE001 - what one client sent, or one process noted, costs no other request
+            logger.debug("a request of process %d cannot be read: %s", pid, error)
             result.left_out += 1
             continue
         if line is not None and not file.write(line):
@@ -132,18 +158,54 @@ def _write_all(
             result.unfinished += state == "unfinished"
 
 
-def _line_of(reader: JournalReader, request: JournaledRequest, state: str, pid: int) -> bytes | None:
+def _line_of(
+    reader: JournalReader, request: JournaledRequest, state: str, pid: int, checks: dict[str, bool]
+) -> bytes | None:
     fields = reader.load(request)
-    # A server that lives may have overwritten it meanwhile. What SGLang takes no metrics of it does not keep either.
-    if fields is None or (request.ended is not None and fields.get("log_metrics") is False):
+    # A server that lives may have overwritten it meanwhile.
+    if fields is None:
         return None
-    if str(fields.get("rid")).startswith(_HEALTH_CHECK):
+    rid = fields.get("rid")
+    if isinstance(rid, str) and rid.startswith(_HEALTH_CHECK) and (rid in checks or len(checks) < _MAX_CHECKS):
+        checks[rid] = is_health_check(fields) and checks.get(rid, True)
+    if is_health_check(fields):
         return None
     ended = None if request.ended is None else iso_time(request.ended)
     head = {"rid": fields.pop("rid", None), "state": state, "arrived": iso_time(request.arrived), "ended": ended}
     if request.aborted is not None:
         head["aborted"] = iso_time(request.aborted)
-    return json.dumps({**head, "pid": pid, **fields}).encode() + b"\n"
+    return json.dumps({**head, "pid": pid, **_without_secrets(fields)}).encode() + b"\n"
+
+
+def is_health_check(fields: Mapping[str, Any]) -> bool:
+    """Say whether a request is one of SGLang's own health checks, by all that it is."""
+    withheld = fields.get("omitted", {})
+    has_ids = fields.get("input_ids") == [0] or (
+        isinstance(withheld, dict)
+        and withheld.keys() == {"input_ids"}
+        and str(withheld["input_ids"]).endswith("list of 1")
+    )
+    return (
+        str(fields.get("rid")).startswith(_HEALTH_CHECK)
+        and has_ids
+        and fields.get("log_metrics") is False
+        and fields.get("sampling_params") in _CHECKED_PARAMS
+        and fields.keys() <= _OF_HEALTH_CHECK
+    )
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return what a request asked for with another value in place of each secret."""
+    if isinstance(value, dict):
+        return {
+            name: REDACTED if item is not None and is_secret_name(name) else _without_secrets(item)
+            for name, item in value.items()
+        }
+    return list(map(_without_secrets, value)) if isinstance(value, list) and not _is_flat(value) else value
+
+
+def _is_flat(values: list[Any]) -> bool:
+    return not any(kind in (dict, list) for kind in set(map(type, values)))
 
 
 def _in_order(

@@ -108,7 +108,7 @@ class Run:
     def charge(self, _name: str, _size: int) -> None:
         return
 
-    def set_journal(self, told: JournaledRequests) -> None:
+    def set_journal(self, told: JournaledRequests, _checks: frozenset[str]) -> None:
         self.told = told
 
     def rids(self) -> set[str]:
@@ -238,19 +238,89 @@ def test_what_was_given_up_says_so(tmp_path: Path) -> None:
     }
 
 
-def test_health_checks_and_answers_without_metrics_are_left_out(tmp_path: Path) -> None:
-    # The ids of health checks are of the time, or of a random number, by release.
+#: As the server makes them, by release.
+CHECK = {"kind": "GenerateReqInput", "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "log_metrics": False}
+PAIRED = CHECK | {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+EMBEDDING = CHECK | {"kind": "EmbeddingReqInput", "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
+WITHHELD = CHECK | {"omitted": {"input_ids": "withheld by SGLANG_CRASHKIT_PROMPTS=none: list of 1"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ids"),
+    [(CHECK, [0]), (PAIRED, [0]), (EMBEDDING, [0]), (WITHHELD, None)],
+    ids=["", "pair", "embed", "no"],
+)
+def test_health_checks_are_left_out_and_told_apart(
+    tmp_path: Path, fields: dict[str, Any], ids: list[int] | None
+) -> None:
+    writer, checks = ring(), dict[str, bool]()
+    writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_1763780000.5"}, None, ids), finished=True)
+    writer.begin(fields | {"rid": "HEALTH_CHECK_0f3c"}, None, ids)
+    writer.begin({"rid": "users", "log_metrics": False})
+    told = export_requests([(7, writer.fd)], tmp_path, 60, lambda _name, _size: None, time.time(), checks)
+    assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 1, 0, None)
+    assert [line["rid"] for line in lines(tmp_path)] == ["users"]
+    assert checks == dict.fromkeys(("HEALTH_CHECK_1763780000.5", "HEALTH_CHECK_0f3c"), True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "ids"),
+    [
+        ({}, "kill it", None),
+        (CHECK, "kill it", None),
+        (CHECK, None, [0, 1]),
+        (CHECK | {"sampling_params": {"max_new_tokens": 2, "temperature": 0.0}}, None, [0]),
+        (CHECK | {"lora_path": "x"}, None, [0]),
+        (CHECK | {"omitted": {"image_data": "list of 1"}}, None, None),
+    ],
+)
+def test_a_client_hides_no_request_behind_a_name(
+    tmp_path: Path, fields: dict[str, Any], text: str | None, ids: list[int] | None
+) -> None:
+    writer, checks = ring(), dict[str, bool]()
+    writer.begin(CHECK | {"rid": "HEALTH_CHECK_1"}, None, [0])
+    writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_1"}, text, ids), finished=True)
+    writer.end(writer.begin(fields | {"rid": "HEALTH_CHECK_2"}, text, ids), finished=True)
+    told = export_requests([(7, writer.fd)], tmp_path, 60, lambda _name, _size: None, time.time(), checks)
+    assert (told.finished, told.unfinished) == (2, 0)
+    assert sorted(line["rid"] for line in lines(tmp_path)) == ["HEALTH_CHECK_1", "HEALTH_CHECK_2"]
+    assert checks == {"HEALTH_CHECK_1": False, "HEALTH_CHECK_2": False}
+
+
+def test_secrets_below_any_container_are_taken_out(tmp_path: Path) -> None:
     writer = ring()
-    check = {"log_metrics": False}
-    writer.end(writer.begin(check | {"rid": "answered"}), finished=True)
-    writer.begin(check | {"rid": "under way"})
-    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780000.5"}), finished=True)
-    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780001.5"}), finished=False)
-    writer.begin(check | {"rid": "HEALTH_CHECK_0f3c"})
-    writer.begin({"rid": "users"})
-    told = export([(7, writer.fd)], tmp_path)
-    assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 2, 0, None)
-    assert [line["rid"] for line in lines(tmp_path)] == ["under way", "users"]
+    writer.begin(
+        {
+            "rid": "a",
+            "sampling_params": {"watermark_key": "s3cret", "stop": ["x"], "custom": [{"api_key": "s3cret", "seed": 1}]},
+        }
+    )
+    export([(7, writer.fd)], tmp_path)
+    (line,) = lines(tmp_path)
+    assert "s3cret" not in json.dumps(line)
+    assert line["sampling_params"]["custom"] == [{"api_key": "<redacted>", "seed": 1}]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        journal._BEGIN.pack(1, False, 0, 4, 0, 0, 1, 1e300) + b"[{}]",
+        journal._BEGIN.pack(1, False, 0, 4, 0, 0, 1, 5.0) + b"[{}]",
+        journal._BEGIN.pack(1, False, 3, 2, 0, 9, 1, 5.0) + b"{}123456789",
+        journal._BEGIN.pack(1, True, 0, 2, 2**31, 0, 1, 5.0) + b"{}\xff",
+        journal._BEGIN.pack(1, False, 0, 11, 0, 0, 1, math.nan) + b'{"rid":"a"}',
+        journal._END.pack(2, True, 1, math.inf, 0.0),
+        journal._END.pack(2, True, 2, 5.0, math.nan),
+    ],
+)
+def test_an_odd_record_costs_no_other_request(tmp_path: Path, odd: bytes) -> None:
+    writer, other = ring(), ring()
+    writer.append(odd)
+    writer.end(writer.begin({"rid": "own"}), finished=True)
+    other.begin({"rid": "other"})
+    told = export([(7, writer.fd), (8, other.fd)], tmp_path)
+    assert sorted(line["rid"] for line in lines(tmp_path)) in (["other", "own"], ["other"])
+    assert told.unfinished == 1
 
 
 def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
