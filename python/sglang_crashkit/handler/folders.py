@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import ProcessTree
@@ -137,42 +136,6 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
     except OSError as error:
         return str(error.strerror)
     return ""
-
-
-def start_alone(work: Callable[[], bytes]) -> tuple[int, int]:
-    """Have a child do the work; return its pid, and the descriptor from which what came of it can be read.
-
-    Raises:
-        OSError: no process, or no descriptor, is to be had.
-    """
-    ours, theirs = os.pipe()
-    try:
-        pid = os.fork()
-    except OSError:
-        # At the limit of processes every descriptor is needed.
-        os.close(ours)
-        os.close(theirs)
-        raise
-    if pid == 0:
-        _run_alone(theirs, work)
-    os.close(theirs)
-    return pid, ours
-
-
-def _run_alone(answer: int, work: Callable[[], bytes]) -> NoReturn:
-    """Do the work, say what came of it, and end this process: a child, which holds nothing of its parent's.
-
-    It may stand still for long, and nobody is to take it for the handler.
-    """
-    said = b""
-    try:
-        os.closerange(0, answer)
-        os.closerange(answer + 1, _MAX_DESCRIPTORS)
-        said = work()
-    finally:
-        with contextlib.suppress(OSError):
-            os.write(answer, said)
-        os._exit(0)
 
 
 def _make_each(*folders: Path) -> None:

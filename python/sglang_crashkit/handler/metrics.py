@@ -14,22 +14,20 @@ import functools
 import json
 import logging
 import os
-import signal
 import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import setproctitle
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.folders import start_alone
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.incident.store import is_finished, parse_name
+from sglang_crashkit.kernel.forked import ForkedCall, is_reaped
 from sglang_crashkit.model.checked_json import mapping_of
 
 logger = logging.getLogger(__name__)
@@ -44,7 +42,6 @@ _LAST_SECS = 3.0
 #: So many incidents are read for their cause at a time; the rest follow.
 _MAX_READ = 100
 _MAX_KNOWN = 10_000
-_MAX_BYTES = 1 << 20
 _UNREAD = "unread"
 _PREFIX = "sglang_crashkit_"
 
@@ -154,7 +151,9 @@ class MetricsPublisher:
         self._file = os.environ.get(FILE, "").strip()
         self._port = ""
         self._causes: dict[str, str] = {}
-        self._child: tuple[int, int] | None = None  # pid, and the descriptor of what it says
+        self._call: ForkedCall | None = None
+        self._problem = ""  # why the last one failed
+        self._late = 0  # the pid of one that did not answer in time, until it has ended
         # The server tells of its arguments, by which it is named, within this time.
         self._due = time.monotonic() + _FIRST_SECS if self._file or os.environ.get(SHARED) else float("inf")
 
@@ -167,21 +166,23 @@ class MetricsPublisher:
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + INTERVAL_SECS
-        if not self._reap():
+        self._take_answer(0.0)
+        if self._late and not is_reaped(self._late):
             return
         arguments = self._session.received.environment.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
         # A server without metrics leaves the variable to other programs.
         is_shown = bool(os.environ.get(SHARED) and arguments.get("enable_metrics"))
         if is_shown or self._file:
-            self._publish(self._measure(), is_shown=is_shown)
+            self._call = ForkedCall(functools.partial(self._publish, self._measure(), is_shown=is_shown))
 
     def close(self) -> None:
         """Say in the file that the handler is at work no more; nobody asks the server itself by now."""
-        self._reap(kill=True)
+        self._take_answer(0.0)
         if self._file and self._port:
-            self._publish(Measured(self._port, False, time.time()), is_shown=False)
-            self._reap(_LAST_SECS, kill=True)
+            gone = Measured(self._port, False, time.time())
+            self._call = ForkedCall(functools.partial(self._publish, gone, is_shown=False))
+            self._take_answer(_LAST_SECS)
 
     def _measure(self) -> Measured:
         now, clock = time.time(), time.monotonic()
@@ -193,68 +194,33 @@ class MetricsPublisher:
                 signs[rank] = now - clock + sign.at
         return Measured(self._port, True, now, signs)
 
-    def _publish(self, measured: Measured, *, is_shown: bool) -> None:
-        """Have a child look at the disk, show the gauges and write the file."""
-        self._child = start_alone(functools.partial(self._say, measured, is_shown=is_shown))
-        os.set_blocking(self._child[1], False)
+    def _publish(self, measured: Measured, *, is_shown: bool) -> bytes:
+        """Look at the disk, show the gauges and write the file, in a child; return the causes that are new."""
+        setproctitle.setproctitle("crashkit_metrics")
+        for _standard in range(3):
+            os.open(os.devnull, os.O_RDWR)
+        causes = causes_in(self._incidents, self._causes)
+        gauges = gauges_of(measured, causes)
+        if is_shown:
+            self._show(gauges)
+        if self._file:
+            write_metrics_file(Path(self._file), gauges, measured.port)
+        new = {name: cause for name, cause in (causes or {}).items() if name not in self._causes and cause != _UNREAD}
+        return json.dumps(new).encode()
 
-    def _say(self, measured: Measured, *, is_shown: bool) -> bytes:
-        said: dict[str, Any] = {}
+    def _take_answer(self, wait_secs: float) -> None:
+        """Take in what the child said; one that did not answer by now, as its disk does not, is killed."""
+        call, self._call = self._call, None
+        if call is None:
+            return
         try:
-            setproctitle.setproctitle("crashkit_metrics")
-            for _standard in range(3):
-                os.open(os.devnull, os.O_RDWR)
-            causes = causes_in(self._incidents, self._causes)
-            gauges = gauges_of(measured, causes)
-            new = {name: cause for name, cause in (causes or {}).items() if name not in self._causes}
-            said["causes"] = {name: cause for name, cause in new.items() if cause != _UNREAD}
-            if is_shown:
-                self._show(gauges)
-            if self._file:
-                write_metrics_file(Path(self._file), gauges, measured.port)
-        except (CrashkitError, ImportError) as error:
-            said["never"] = str(error)
-        except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
-            said["problem"] = f"{type(error).__name__}: {error}"[:500]
-        return json.dumps(said).encode()
-
-    def _reap(self, wait_secs: float = 0.0, *, kill: bool = False) -> bool:
-        """Take in what the child said, and say whether there is none any more."""
-        if self._child is None:
-            return True
-        pid, pipe = self._child
-        deadline = time.monotonic() + wait_secs
-        while not (has_ended := _has_ended(pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not has_ended:
-            # The disk does not answer.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            if not kill:
-                return False
-        self._child = None
-        try:
-            said = json.loads(os.read(pipe, _MAX_BYTES) or b"{}")
-        except (OSError, ValueError):
-            said = {}
-        finally:
-            os.close(pipe)
-        self._take(said)
-        return True
-
-    def _take(self, said: Mapping[str, Any]) -> None:
-        if said.get("problem"):
-            logger.warning("metrics could not be published: %s", said["problem"])
-        if said.get("never"):
-            logger.warning("%s is not written: %s", FILE, said["never"])
-            self._file = ""
-        if isinstance(said.get("causes"), dict):
-            self._causes = dict(list((self._causes | said["causes"]).items())[-_MAX_KNOWN:])
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        # Whoever started the server ignores SIGCHLD, so that the kernel reaps.
-        return True
+            causes = json.loads(call.wait(wait_secs))
+        except (OSError, ValueError) as error:
+            words = getattr(error, "strerror", None) or str(error)
+            if words != self._problem:
+                logger.warning("metrics could not be published: %s", words)
+            self._problem = words
+            self._late = call.pid if isinstance(error, TimeoutError) else 0
+        else:
+            self._late, self._problem = 0, ""
+            self._causes = dict(list((self._causes | causes).items())[-_MAX_KNOWN:])

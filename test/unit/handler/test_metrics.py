@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_crashkit.handler import metrics
 from sglang_crashkit.handler.metrics import FILE, SHARED, Gauge, MetricsPublisher, causes_in
+from sglang_crashkit.kernel.forked import is_reaped
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from unit.support.server_driver import Server
 from unit.support.stored import make_incident
@@ -92,7 +93,7 @@ def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def publish(publisher: MetricsPublisher) -> None:
     publisher.act_on_time()
-    assert publisher._reap(LONG)
+    publisher._take_answer(LONG)
 
 
 def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
@@ -141,15 +142,18 @@ def test_a_file_that_cannot_be_written_costs_nothing(
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(
-    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(metrics, "causes_in", lambda *_arguments: time.sleep(600))
     made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
     began = time.monotonic()
     made.act_on_time()
-    assert not made._reap()
-    wait_until(made._reap, "the child is gone")
+    made.act_on_time()
     assert time.monotonic() - began < LONG
+    assert "metrics could not be published" in caplog.text
+    assert made._late
+    # No other child is started until it is gone.
+    wait_until(lambda: is_reaped(made._late), "the child is gone")
 
 
 def test_a_refused_process_costs_no_descriptor(
@@ -167,20 +171,11 @@ def test_a_refused_process_costs_no_descriptor(
     assert len(list(Path("/proc/self/fd").iterdir())) == len(before)
 
 
-def test_a_child_that_the_kernel_reaped_has_ended(publisher: Make, tmp_path: Path) -> None:
-    made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
-    made.act_on_time()
-    pid, _pipe = made._child or (0, 0)
-    os.waitpid(pid, 0)
-    assert made._reap(LONG)
-    assert (tmp_path / "kit.prom").is_file()
-
-
 def test_nothing_is_done_where_nobody_asks(publisher: Make) -> None:
     made = publisher({"enable_metrics": True})
     assert made.next_due() == float("inf")
     made.act_on_time()
-    assert made._child is None
+    assert made._call is None
 
 
 def test_causes_are_read_once_and_bit_by_bit(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +203,7 @@ def test_what_is_no_file_is_not_replaced_and_told_once(
     publish(made)
     publish(made)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{FILE} is not written: {path} is there and is no file"
+        f"metrics could not be published: {path} is there and is no file"
     ]
     assert not path.is_file()
 
