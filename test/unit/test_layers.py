@@ -60,7 +60,6 @@ ALLOWED = {
     "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings"},
     "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
-    "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
     "replay": {"errors", "incident", "kernel", "redact", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},
     "cli": {
@@ -79,7 +78,6 @@ ALLOWED = {
         "settings",
         "replay",
         "visible",
-        "watch",
     },
     "__main__": {"cli"},
 }

@@ -26,7 +26,6 @@ COMMANDS = {
     "steps": "print the last steps of the ranks in an incident side by side, and where they diverged",
     "core": "say which kernels a GPU core shows, and what failed",
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
-    "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",
 }
 _MODULES = {"revert": "apply"}
 #: Commands of earlier versions, and what is there in their place.
@@ -34,6 +33,7 @@ _GONE = {
     "bisect": "replay INCIDENT --bisect --serve COMMAND",
     "fleet": "incidents DIR ... --by fault",
     "quarantine": "replay INCIDENT --bisect --serve COMMAND says which request it is; block it at the gateway",
+    "watch": "collect --when-unhealthy URL",
 }
 _EXAMPLES = """\
 examples:

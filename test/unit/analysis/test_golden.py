@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.explain import explain, judge_silence
+from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
 from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger
@@ -58,15 +58,6 @@ def expected(name: str) -> dict[str, list[Any]]:
     return document
 
 
-#: In these a rank asks for requests again and again: by its stack alone it goes on, and is given time.
-ASKS = frozenset({"BROADCAST", "DETOKENIZE", "ON_IDLE", "RECEIVE"})
-
-
-def watch_answers() -> Iterator[tuple[str, str]]:
-    for name, rows in scenarios():
-        yield name, judge_silence(rounds(*rows), "S").outcome
-
-
 def summed(answers: Iterator[tuple[str, list[Any]]]) -> dict[str, list[Any]]:
     return {name: [*said[:3], f"{zlib.crc32(said[3].encode()):08x}"] for name, said in answers}
 
@@ -77,11 +68,3 @@ def test_collect_says_what_it_said() -> None:
 
 def test_an_incident_says_what_it_said() -> None:
     assert summed(incident_answers()) == expected("incident")
-
-
-def test_watch_takes_the_same_for_a_hang() -> None:
-    golden = json.loads((GOLDEN / "watch.json").read_text())
-    for name, outcome in watch_answers():
-        if name in golden:
-            asks = set(name.split()) - {"7", "x", "alone", "once"} <= ASKS
-            assert outcome == ("patience" if asks else golden[name]), name

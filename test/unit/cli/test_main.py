@@ -60,7 +60,7 @@ def test_what_makes_no_sense_is_said_with_the_usage(command: str, capsys: pytest
 
 
 #: What takes long to load; a command does it when it runs.
-HEAVY = ("psutil", "yaml", "jinja2", "sglang_crashkit.analysis", "sglang_crashkit.capture", "sglang_crashkit.watch")
+HEAVY = ("psutil", "yaml", "jinja2", "sglang_crashkit.analysis", "sglang_crashkit.capture")
 
 
 def test_no_command_loads_much_before_it_runs() -> None:
@@ -146,7 +146,6 @@ ARGUMENTS = {
     "steps": ["CRASH", "--json"],
     "core": ["/absent", "--json"],
     "collect": ["--pid", NOBODY, "--json"],
-    "watch": ["--pid", NOBODY, "--once", "--json"],
 }
 #: Each command in a process of its own, whose output nobody reads.
 UNREAD = """

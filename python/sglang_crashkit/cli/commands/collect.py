@@ -34,6 +34,7 @@ _EXAMPLES = """\
 examples:
   sglang-crashkit collect
   sglang-crashkit collect --pid 4711 --native -o hang
+  sglang-crashkit collect --when-unhealthy http://127.0.0.1:30000 --wait 86400
   sglang-crashkit collect --slurm-job 1234 --container-name sglang_{job_id}_{node} -o hang
   sglang-crashkit collect --via "kubectl exec {host} -c sglang --" --hosts sglang-0,sglang-0-1
   sglang-crashkit collect --via "ssh {host}" --hosts-file nodes.txt --remote-command /opt/sglang/bin/sglang-crashkit
@@ -54,7 +55,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     whose.add_argument("--user", metavar="NAME", help="of this user instead of your own")
     whose.add_argument("--any-user", action="store_true", help="of every user")
     when = parser.add_argument_group("when, and how often")
-    when.add_argument("--wait-seconds", metavar="N", type=seconds, help="wait before (0)")
+    when.add_argument(
+        "--when-unhealthy", metavar="URL", help="once the server there fails its health check, or does not answer it"
+    )
+    when.add_argument(
+        "--wait",
+        "--wait-seconds",
+        metavar="SECONDS",
+        dest="wait_seconds",
+        type=seconds,
+        help="wait before (0); with --when-unhealthy at most so long, and collect nothing then (for ever)",
+    )
     when.add_argument("--snapshots", metavar="K", type=positive, default=3, help="Python stacks of K moments (3)")
     when.add_argument("--interval", metavar="S", type=seconds, default=5.0, help="seconds between them (5)")
     when.add_argument(
@@ -174,10 +185,14 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         return find_processes(pid=args.pid, user=user, everything=args.all, here=here)
 
     several = args.pid is not None or args.all_servers or args.config is not None or here is not None
-    if wait_secs and not several:
-        # Better told before a long wait than after it.
-        _require_one_server(find())
-    _wait(wait_secs, lambda: _overview(find()))
+    if args.when_unhealthy is not None:
+        args.pid = _wait_until_unhealthy(args, wait_secs, is_one=not several) or args.pid
+        several = several or args.pid is not None
+    else:
+        if wait_secs and not several:
+            # Better told before a long wait than after it.
+            _require_one_server(find())
+        _wait(wait_secs, lambda: _overview(find()))
     found = find()
     for line in _passed_over(found):
         _say(line)
@@ -237,7 +252,9 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     transport = _transport(args)
     command = _remote_command(args, transport)
     # What is wrong with it is better told before a long wait than after it.
-    if wait_secs:
+    if args.when_unhealthy is not None:
+        _wait_until_unhealthy(args, wait_secs, is_one=False)
+    elif wait_secs:
         _wait(wait_secs, lambda: transport.title)
         transport = transport if args.via is not None else _transport(args)
     names = ", ".join(transport.nodes[:_MAX_TITLES])
@@ -369,6 +386,28 @@ def _wait(seconds: float, overview: Callable[[], str]) -> None:
         time.sleep(min(left, _REDRAW_SECS))
     if is_terminal and seconds:
         say("", error=True)
+
+
+def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one: bool) -> int | None:
+    """Wait until the server of ``--when-unhealthy`` is.
+
+    Returns:
+        The process that listens there, where the server that it belongs to is the only one that `is_one` asks for.
+    """
+    from sglang_crashkit.collect.unhealthy import process_at, wait_until_unhealthy
+    from sglang_crashkit.kernel.server_address import Address
+
+    address = Address.parse(args.when_unhealthy)
+    if is_one and not address.is_here:
+        raise UsageError(f"{address} is on another host", next_step="run it there, or name that by --via and --hosts")
+    is_limited = args.wait_seconds is not None or args.config is not None
+    reason = wait_until_unhealthy(address, wait_secs if is_limited else float("inf"), _say)
+    if not reason:
+        raise NothingToDoError(
+            f"{address} was not unhealthy within {wait_secs:g} s, so nothing is collected", next_step="a longer --wait"
+        )
+    _say(f"{address} is unhealthy: {reason}")
+    return process_at(address) if is_one else None
 
 
 def _overview(found: Discovery) -> str:

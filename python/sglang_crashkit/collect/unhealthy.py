@@ -1,0 +1,62 @@
+"""Wait until a server is unhealthy: its health check fails, or is not answered.
+
+``/health_generate`` sends a request through the schedulers. It answers 200 after a second or more, 503 after
+``SGLANG_HEALTH_CHECK_TIMEOUT`` (20 s) without a sign of them, and 503 at once while the server starts or ends. A server
+that hangs may answer nothing at all; questions would pile up in it, so one is asked at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from sglang_crashkit.errors import UsageError
+from sglang_crashkit.kernel.server_address import Address, holders_of, listening_at
+
+_PATH = "/health_generate"
+#: All in seconds: how long an answer may take, more than the server takes to give up; from an answer to the next
+#: question; and an answer that comes sooner is of a server that starts or ends.
+ASK_SECS, _PAUSE_SECS, _AT_ONCE_SECS = 30.0, 5.0, 2.0
+#: A check that fails once, as one connection may, is repeated.
+_FAILURES = 2
+
+
+def wait_until_unhealthy(address: Address, most_secs: float, say: Callable[[str], object]) -> str:
+    """Return why a server is unhealthy, a sentence; empty where it is not by `most_secs` seconds from now.
+
+    Before its first answer, a server that refuses is taken to start. `say` is called with a line for each change.
+
+    Raises:
+        UsageError: there is no health check at the address.
+    """
+    deadline, is_ready, failures, said = time.monotonic() + most_secs, False, 0, ""
+    while time.monotonic() < deadline:
+        began = time.monotonic()
+        try:
+            status = address.ask(_PATH, ASK_SECS)
+            problem = f"its health check is answered with status {status}" if status != 200 else ""
+            is_start = status >= 500 and time.monotonic() < began + _AT_ONCE_SECS
+        except TimeoutError:
+            # It was asked for longer than a failing check takes.
+            return f"its health check is not answered within {ASK_SECS:g} s"
+        except OSError as error:
+            status, problem, is_start = 0, f"its health check cannot be asked: {error}", True
+        if 400 <= status < 500:
+            raise UsageError(f"{address}{_PATH}: {problem}", next_step="name an SGLang server, as http://HOST:PORT")
+        is_ready = is_ready or not problem
+        failures = failures + 1 if problem and (is_ready or not is_start) else 0
+        if failures >= _FAILURES:
+            return problem
+        state = problem or "it is healthy"
+        if state != said:
+            say(f"{address}: {state}{'' if is_ready or failures else '; waiting until it is ready'}")
+            said = state
+        time.sleep(max(0.0, min(_PAUSE_SECS, deadline - time.monotonic())))
+    return ""
+
+
+def process_at(address: Address) -> int | None:
+    """Return the process of this host that listens at an address; None where none is seen, as another user's."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - a process is no path
+    return next(iter(holders_of(listening_at(address.port), pids).values()), None)

@@ -1,1 +1,0 @@
-"""Watching one server from outside."""
