@@ -63,6 +63,8 @@ VARIABLES = {
     "SGLANG_CRASHKIT_KEEP_FREE_MB": _SECONDS,
     "SGLANG_CRASHKIT_MAX_INCIDENT_MB": _SECONDS,
     "SGLANG_CRASHKIT_MAX_CORE_MB": _SECONDS,
+    "SGLANG_CRASHKIT_MAX_INCIDENTS": _NUMBER,
+    "SGLANG_CRASHKIT_MAX_AGE_DAYS": _SECONDS,
     "SGLANG_CRASHKIT_FULL_PER_FAULT": _NUMBER,
     "SGLANG_CRASHKIT_JOURNAL": _TRUTH,
     "SGLANG_CRASHKIT_JOURNAL_MB": _SECONDS,
@@ -140,18 +142,28 @@ class DiskLimits:
             and at most a twentieth of it.
         max_incident: ``SGLANG_CRASHKIT_MAX_INCIDENT_MB``; one incident, without what lies beside it. 256 MB by default.
         max_core: ``SGLANG_CRASHKIT_MAX_CORE_MB``; one GPU core. 4096 MB by default.
+        max_count: ``SGLANG_CRASHKIT_MAX_INCIDENTS``; how many finished incidents of a host stay. 1000 by default, 0 for
+            any number.
+        max_age_secs: ``SGLANG_CRASHKIT_MAX_AGE_DAYS``, in seconds; older ones go when a new one comes. By default 0,
+            for any age.
     """
 
     max_use: int | None = None
     keep_free: int | None = None
     max_incident: int = 256 * MB
     max_core: int = 4096 * MB
+    max_count: int = 1000
+    max_age_secs: float = 0.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
         """Read them from `environ`; a value that cannot be read counts as unset."""
         sizes = {name.lower(): read_seconds(environ, f"SGLANG_CRASHKIT_{name}_MB", -1.0) for name in _LIMITS}
-        return cls(**{name: int(megabytes * MB) for name, megabytes in sizes.items() if megabytes >= 0})
+        return cls(
+            **{name: int(megabytes * MB) for name, megabytes in sizes.items() if megabytes >= 0},
+            max_count=read_number(environ, "SGLANG_CRASHKIT_MAX_INCIDENTS", cls.max_count),
+            max_age_secs=86400 * read_seconds(environ, "SGLANG_CRASHKIT_MAX_AGE_DAYS", cls.max_age_secs / 86400),
+        )
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,6 @@ SENDERS = {
     "capture/gpu_facts.py",
     "replay/server.py",
     "handler/reporting.py",
-    "handler/metrics.py",
     "test/plugin.py",
     "test/evidence.py",
 }

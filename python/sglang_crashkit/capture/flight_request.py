@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_crashkit.capture.responder import COLLECTIVES, Conversation
-from sglang_crashkit.kernel.private_files import FifoError, write_private, write_to_fifo
+from sglang_crashkit.kernel.private_files import FifoError, read_json, write_private, write_to_fifo
 from sglang_crashkit.kernel.procfs import open_files, owner_of
 from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_dump, read_bytes
 
@@ -67,8 +67,7 @@ class FlightPlace:
     def read(cls, runtime: Path, pid: int, start_ticks: int) -> FlightPlace | None:
         """Return what process `pid` said, None where it said nothing."""
         try:
-            with cls.file_of(runtime, pid, start_ticks).open("rb") as file:
-                document = json.loads(file.read(_MAX_BYTES))
+            document = read_json(cls.file_of(runtime, pid, start_ticks), _MAX_BYTES)
             place = cls(str(document["pipe_stem"]), str(document["dump_stem"]), document["is_own"] is True)
         except (OSError, ValueError, KeyError, TypeError):
             return None

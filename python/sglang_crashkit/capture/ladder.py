@@ -30,6 +30,7 @@ from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import open_pidfd, signal_pidfd
+from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks, read_stack_hooks
 from sglang_crashkit.model.sample import Frame, Sample, Thread, are_whole
 
@@ -202,8 +203,8 @@ def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
     if question.size == 0 and not is_last:
         return None
     text = ""
-    with contextlib.suppress(OSError), question.file.open("rb") as file:
-        text = file.read(_MAX_BYTES).decode(errors="replace")
+    with contextlib.suppress(OSError):
+        text = read_regular(question.file, _MAX_BYTES).decode(errors="replace")
     hooks = question.hooks
     output = parse_faulthandler(text, hooks.pid, hooks.main_thread, hooks.roots)
     stands_still = question.size > 0 and now - question.grown_at >= _STILL_SECS

@@ -25,7 +25,7 @@ from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import termination_log
-from sglang_crashkit.incident.retention import limits_on, use_of
+from sglang_crashkit.incident.retention import limits_on, size_of
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.forked import call_within
@@ -227,7 +227,7 @@ def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
     space, (max_use, keep_free) = os.statvfs(there), limits_on(there, limits)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     needed = min(limits.max_incident, max_use)
-    used = sum(use_of(incidents) for incidents in {*path.glob("incidents"), *path.glob("*/incidents")})
+    used = size_of(path)
     words = f"{path} ({kind or 'unknown'}), {_size(free)} of {_size(total)} free"
     if free < max(needed // 16, _LEAST_INCIDENT):
         yield Result(False, f"{words}: an incident has no room", f"du -xsh {quoted}")

@@ -33,6 +33,7 @@ from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.request_fingerprint import fingerprint_of, parameters_of
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
+from sglang_crashkit.kernel.private_files import open_regular, read_json, read_regular
 from sglang_crashkit.model.incident import Incident, Suspect
 from sglang_crashkit.model.step import Step
 
@@ -44,7 +45,7 @@ _MAX_UNANSWERED = 2000
 #: most is told as it is.
 _LOOK_SECS, _MAX_VALUE = 1.0, 24
 #: A record holds every thread's stack, and is still short of this.
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = _MAX_LINE = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
@@ -199,8 +200,8 @@ def _fields_of(rids: Collection[str], path: Path, deadline: float = math.inf) ->
 
 def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
     """Yield state, id and line of each request in a file; one with an overlong id, or none, is left out."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file:
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        for line in iter(lambda: file.readline(_MAX_LINE), b""):
             # The prompts may be long.
             told = _LINE.match(line)
             if told is not None:
@@ -305,8 +306,7 @@ def _logs(incident: Incident, folder: Path) -> dict[int, list[str]]:
     if failure is None or path is None:
         return {}
     try:
-        with (folder / path).open(errors="replace") as file:
-            return {failure.pid: file.read(_MAX_BYTES).splitlines()}
+        return {failure.pid: read_regular(folder / path, _MAX_BYTES).decode(errors="replace").splitlines()}
     except OSError:
         return {}
 
@@ -322,8 +322,7 @@ def _paths(incident: Incident, kind: str) -> dict[int, str]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with path.open() as file:
-            document = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError):
+        document = read_json(path, _MAX_BYTES)
+    except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -281,8 +281,7 @@ class Place:
         server = int(pid) if pid.isdecimal() else 0
         for folder in (self.host_folder, fallback_folder()):
             try:
-                elsewhere = [other / "incidents" for other in self.earlier() if other != folder]
-                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, elsewhere, server)
+                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, server)
             except (OSError, CrashkitError) as error:
                 problems.append(f"no incident can be written below {folder}: {error}")
                 logger.error("%s", problems[-1])

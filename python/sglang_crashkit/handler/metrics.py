@@ -26,8 +26,9 @@ import setproctitle
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
-from sglang_crashkit.incident.store import is_finished, parse_name
+from sglang_crashkit.incident.store import MAX_JSON, is_finished, parse_name
 from sglang_crashkit.kernel.forked import ForkedCall, is_reaped
+from sglang_crashkit.kernel.private_files import read_json
 from sglang_crashkit.model.checked_json import mapping_of
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def causes_in(incidents: Path, known: Mapping[str, str]) -> dict[str, str] | Non
 
 def _cause_of(incident: Path) -> str:
     try:
-        document = json.loads((incident / "incident.json").read_bytes())
+        document = read_json(incident / "incident.json", MAX_JSON)
     except (OSError, ValueError, RecursionError):
         return "unknown"
     return str(mapping_of(mapping_of(document).get("cause")).get("class") or "unknown")

@@ -6,7 +6,6 @@ incident's folder, its standard input ``summary.md``. What came of it is noted i
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.kernel.private_files import FolderLock, write_json
+from sglang_crashkit.kernel.private_files import FolderLock, open_regular, read_json, write_json
 from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.redact import redact_text
 from sglang_crashkit.settings import read_seconds
@@ -70,7 +69,7 @@ def _run(folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         words = shlex.split(environ.get(COMMAND, ""))
     except ValueError as error:
         return {"done": False, "reason": f"{COMMAND} cannot be split into words: {error}"}
-    with (folder / "summary.md").open("rb") as summary:
+    with open_regular(folder / "summary.md") as summary:
         run = run_tool(
             [*words, str(folder)],
             deadline_secs(environ),
@@ -89,7 +88,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     try:
         if run_command(folder):
-            outcome = json.loads((folder / OUTCOME).read_bytes())
+            outcome = read_json(folder / OUTCOME, _MAX_OUTPUT)
             if not outcome["done"]:
                 sys.stderr.write(f"{COMMAND} failed for {folder}: {outcome['reason']}\n")
     except (OSError, CrashkitError) as error:

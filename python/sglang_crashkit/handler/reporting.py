@@ -249,7 +249,7 @@ class HtmlPage:
         self._made = run.incident.id
         try:
             # It counts as any other file of the incident does.
-            run.folder.charge(PAGE, _MAX_BYTES)
+            run.folder.charge(_MAX_BYTES)
             self._maker = Child([*_PROGRAM, str(run.path), str(run.path / PAGE)], _PAGE_SECS)
         except (OSError, CrashkitError) as error:
             logger.warning("no page of incident %s: %s", run.path, error)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.incident.store import PARTIAL, parse_name
-from sglang_crashkit.kernel.private_files import FolderLock, write_json
+from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_json
 from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _SCHEMA_VERSION = 1
 _LOCK_SECS = 0.2
 #: An incident kept in full counts for this long, in seconds: evidence of another day is worth its room.
 _DAY_SECS = 86400.0
-_MAX_FAULTS = 200
+_MAX_FAULTS, _MAX_INDEX = 200, 64 << 20
 _MAX_FRAMES = 4
 #: So many suspects of an incident are counted; and so many of each fault are known again, so that one large batch does
 #: not have those before it forgotten.
@@ -185,7 +185,7 @@ def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
     """
     path = incidents / INDEX
     try:
-        index = json.loads(path.read_text())
+        index = read_json(path, _MAX_INDEX)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -22,18 +22,21 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident.retention import FULL, Ledger, NoRoomError
+from sglang_crashkit.incident.retention import FULL, NoRoomError, Retention
 from sglang_crashkit.incident.store import PARTIAL, IncidentName, parse_name
 from sglang_crashkit.kernel.private_files import (
     FolderLock,
+    OwnFolder,
     create_private,
     encode_json,
     make_private_folder,
+    read_regular,
     sync_folder,
     write_private,
 )
@@ -46,6 +49,8 @@ MAX_REASON = 1000
 #: Twice what ``incident.json`` and ``summary.md`` of a few dozen processes take: each is written anew beside its elder.
 _RESERVE_BYTES = 512 * 1024
 _LEAST_RESERVE_BYTES = 16 * 1024
+#: What a failing rank wrote of itself, or a flight recorder.
+_MAX_ADOPTED = 256 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -58,12 +63,12 @@ class IncidentFolder:
         incident_id: its id.
         seconds: when it was opened, since the epoch.
         limits: what it may take of the disk; the oldest incidents make room for it.
-        elsewhere: other folders of incidents of this host, which count as well.
         server: the pid of the server that it happened to.
 
     Attributes:
         id: its id.
-        path: where it is now.
+        path: where it is now, for others; it is written to by `opened`.
+        opened: a way to it that is good in this process whatever is put in its place; see `OwnFolder`.
         problem: why what is written to it goes nowhere; empty where it does not.
 
     Raises:
@@ -81,19 +86,22 @@ class IncidentFolder:
         incident_id: str,
         seconds: float,
         limits: DiskLimits | None = None,
-        elsewhere: Sequence[Path] = (),
         server: int = 0,
     ) -> None:
         name = str(IncidentName(seconds, kind, incident_id))
         self.id = incident_id
-        self._final = incidents / name
-        make_private_folder(incidents)
-        self._ledger = Ledger(incidents, name, limits or DiskLimits(), elsewhere, server)
-        self.path = make_private_folder(incidents / f"{PARTIAL}{name}")
-        self._ownership = FolderLock(self.path)
+        self._final, self.path = incidents / name, incidents / f"{PARTIAL}{name}"
+        # A link that is made later changes nothing: what is in the host's folder, and below, is reached by descriptors.
+        self._host = OwnFolder(incidents.parent)
+        self._incidents = OwnFolder(incidents, within=self._host)
+        place = (self._incidents.path, self._host.path)
+        self._retention = Retention(*place, incident_id, limits or DiskLimits(), server)
+        self._folder = OwnFolder(self.path, within=self._incidents)
+        self.opened = self._folder.path
+        self._ownership = FolderLock(self._incidents.path / self.path.name)
         self._ownership.acquire()
         if not self._hold_reserve():
-            self._ledger.make_room(_LEAST_RESERVE_BYTES)
+            self._retention.make_room(_LEAST_RESERVE_BYTES)
             if not self._hold_reserve():
                 self.discard()
                 raise NoRoomError(errno.ENOSPC, FULL)
@@ -113,7 +121,6 @@ class IncidentFolder:
         name = parse_name(self.name)
         assert name is not None
         self._final = self._final.with_name(str(replace(name, kind=kind)))
-        self._ledger.rename(self.name)
 
     def write_text(self, name: str, text: str) -> str:
         """Write a file below the folder and return its name relative to it.
@@ -130,13 +137,14 @@ class IncidentFolder:
 
     def write_bytes(self, name: str, data: bytes) -> str:
         """Write `data`; see `write_text`."""
-        path = self.path / name
-        self._ledger.charge(name, len(data))
+        path, growth = self.opened / name, len(data) - self._size_of(name)
+        self._retention.take(growth)
         try:
-            make_private_folder(path.parent)
+            if path.parent != self.opened:
+                make_private_folder(path.parent)
             write_private(path, data)
         except OSError as error:
-            self._ledger.forget(name)
+            self._retention.take(-growth)
             if error.errno in _NO_SPACE:
                 raise NoRoomError(error.errno, FULL) from error
             raise
@@ -148,22 +156,26 @@ class IncidentFolder:
         Raises:
             OSError: the folder may not be written any more.
         """
-        (self.path / name).unlink(missing_ok=True)
-        self._ledger.forget(name)
+        size = self._size_of(name)
+        (self.opened / name).unlink(missing_ok=True)
+        self._retention.take(-size)
 
     def adopt(self, source: Path, name: str) -> str:
         """Move a file of this user's into the folder and return its name relative to it; see `write_text`."""
-        self.write_bytes(name, source.read_bytes())
+        self.write_bytes(name, read_regular(source, _MAX_ADOPTED))
         source.unlink()
         return name
 
-    def charge(self, name: str, size: int) -> None:
-        """Count a file of `size` bytes that is written by somebody else, and make room for it; see `Ledger.charge`."""
-        self._ledger.charge(name, size)
+    def charge(self, growth: int) -> None:
+        """Count so many more bytes, which somebody else writes below `opened`, and make room; see `Retention.take`."""
+        self._retention.take(growth)
 
     def make_room_beside(self, folder: Path, size: int) -> str:
-        """Make room in another folder; see `Ledger.make_room_beside`."""
-        return self._ledger.make_room_beside(folder, size)
+        """Make room in another folder; see `Retention.make_room`."""
+        try:
+            return self._retention.make_room(size, folder)
+        except OSError as error:
+            return f"{folder} cannot be written to: {error.strerror}"
 
     def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
         """Write ``incident.json`` and ``summary.md`` as they are now, for which room is kept.
@@ -183,30 +195,33 @@ class IncidentFolder:
         """Give the folder its final name and return it."""
         if self.path != self._final:
             self._release_reserve()
-            self.path.rename(self._final)
+            (self._incidents.path / self.path.name).rename(self._incidents.path / self._final.name)
             self.path = self._final
-            sync_folder(self._final.parent)
+            sync_folder(self._incidents.path)
             self._ownership.release()
             # For what the essential files took beyond the limits.
-            self._ledger.make_room(0)
+            self._retention.make_room(0)
         return self.path
 
     def discard(self) -> None:
         """Remove the folder and what is in it."""
-        for folder, _folders, files in os.walk(self.path, topdown=False):
-            for name in files:
-                (Path(folder) / name).unlink()
-            Path(folder).rmdir()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._incidents.path / self.path.name)
         self._ownership.release()
 
+    def _size_of(self, name: str) -> int:
+        with contextlib.suppress(OSError):
+            return (self.opened / name).lstat().st_size
+        return 0
+
     def _write_essential(self, name: str, data: bytes, *, sync: bool = False) -> None:
-        self._ledger.charge(name, len(data), essential=True)
+        self._retention.take(len(data) - self._size_of(name), essential=True)
         try:
-            write_private(self.path / name, data, sync=sync)
+            write_private(self.opened / name, data, sync=sync)
         except OSError as error:
             if error.errno not in _NO_SPACE or not self._release_reserve():
                 raise
-            write_private(self.path / name, data, sync=sync)
+            write_private(self.opened / name, data, sync=sync)
             self._hold_reserve()
 
     def _hold_reserve(self) -> bool:
@@ -214,26 +229,27 @@ class IncidentFolder:
 
         It is less where there is not enough for all of it, and none where the limits do not allow it.
         """
-        size = min(_RESERVE_BYTES, self._ledger.share)
+        size = min(_RESERVE_BYTES, self._retention.share)
         if size < _LEAST_RESERVE_BYTES:
             return True
         self._release_reserve()
-        with contextlib.suppress(OSError), create_private(self.path / RESERVE) as file:
+        with contextlib.suppress(OSError), create_private(self.opened / RESERVE) as file:
             while size >= _LEAST_RESERVE_BYTES:
                 with contextlib.suppress(OSError):
                     os.posix_fallocate(file.fileno(), 0, size)
-                    self._ledger.charge(RESERVE, size, essential=True)
+                    self._retention.take(size, essential=True)
                     return True
                 os.ftruncate(file.fileno(), 0)
                 size //= 2
         return False
 
     def _release_reserve(self) -> bool:
+        size = self._size_of(RESERVE)
         try:
-            (self.path / RESERVE).unlink()
+            (self.opened / RESERVE).unlink()
         except OSError:
             return False
-        self._ledger.forget(RESERVE)
+        self._retention.take(-size)
         return True
 
 
@@ -245,7 +261,7 @@ class NullFolder(IncidentFolder):
 
     def __init__(self, reason: str) -> None:
         self.id = new_id()
-        self.path = self._final = Path("nowhere")
+        self.path = self._final = self.opened = Path("nowhere")
         self.problem = reason[:MAX_REASON]
 
     def rename(self, kind: str) -> None:

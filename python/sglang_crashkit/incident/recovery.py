@@ -6,7 +6,6 @@ What is there stays as it is, the incident says that it is not complete and why,
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -16,11 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import RESERVE
-from sglang_crashkit.incident.store import PARTIAL, REMOVING, parse_name
+from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.private_files import FolderLock, sync_folder, write_json, write_private
+from sglang_crashkit.kernel.private_files import (
+    FolderLock,
+    OwnFolder,
+    read_json,
+    sync_folder,
+    write_json,
+    write_private,
+)
 from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
@@ -36,7 +43,7 @@ _WORDS = "The crash handler was killed before it was done."
 #: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
 _AGE_SECS = 10.0
 #: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
-_AGE_WITHOUT_LOCKS_SECS = 300.0
+_AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
 MAX_FINISHED = 100
 
 
@@ -47,15 +54,20 @@ def finish_abandoned(incidents: Path) -> list[Path]:
     left alone, and so is what is not this user's.
     """
     finished = []
-    for folder in _own_folders(incidents):
+    try:
+        opened = OwnFolder(incidents, 2) if incidents.is_dir() else None
+    except (OSError, CrashkitError) as error:
+        logger.warning("the unfinished incidents in %s stay as they are: %s", incidents, error)
+        return []
+    for folder in _own_folders(opened.path) if opened is not None else ():
         try:
             if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
-            elif _finish(folder):
-                finished.append(folder.with_name(folder.name.removeprefix(PARTIAL)))
-        except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+            elif _finish(folder, final := incidents / folder.name.removeprefix(PARTIAL)):
+                finished.append(final)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             # The last ones for a document of another shape than any kit writes.
-            logger.warning("the unfinished incident %s stays as it is: %s", folder, error)
+            logger.warning("the unfinished incident %s stays as it is: %s", incidents / folder.name, error)
     return finished
 
 
@@ -72,9 +84,9 @@ def _own_folders(incidents: Path) -> Iterator[Path]:
                 yield incidents / name
 
 
-def _finish(folder: Path) -> bool:
-    """Finish one incident unless somebody writes it; say whether it is finished."""
-    lock, final = FolderLock(folder), folder.with_name(folder.name.removeprefix(PARTIAL))
+def _finish(folder: Path, final: Path) -> bool:
+    """Finish one incident unless somebody writes it; say whether it is finished, and called `final` then."""
+    lock = FolderLock(folder)
     state = lock.acquire()
     try:
         document = _read(folder)
@@ -89,7 +101,7 @@ def _finish(folder: Path) -> bool:
             write_json(folder / "incident.json", document, sync=True)
             summary = format_summary(document, final)
             write_private(folder / "summary.md", summary.encode(errors="backslashreplace"))
-        folder.rename(final)
+        folder.rename(folder.with_name(final.name))
         sync_folder(folder.parent)
     finally:
         lock.release()
@@ -98,7 +110,7 @@ def _finish(folder: Path) -> bool:
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        document = json.loads((folder / "incident.json").read_text())
+        document = read_json(folder / "incident.json", MAX_JSON)
     except FileNotFoundError:
         return None
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
@@ -113,6 +125,9 @@ def _is_abandoned(folder: Path, document: dict[str, Any] | None, *, has_locks: b
     if has_locks:
         return True
     handler = mapping_of(document.get("handler"))
+    if mapping_of(document.get("server")).get("pid_namespace") not in (None, procfs.own_namespace()):
+        # Of another container, or an earlier one: its processes cannot be seen.
+        return age > _AGE_UNSEEN_SECS
     writer = procfs.read_stat(handler["pid"]) if isinstance(handler.get("pid"), int) else None
     is_alive = writer is not None and writer.start_ticks == handler.get("start_ticks")
     return not is_alive and age > _AGE_WITHOUT_LOCKS_SECS

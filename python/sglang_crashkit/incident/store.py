@@ -21,7 +21,7 @@ from typing import Any
 from sglang_crashkit import settings
 from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.kernel import titles
-from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.kernel.private_files import open_regular, read_regular
 from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.step import Step
@@ -38,7 +38,9 @@ STEPS_SUFFIX = ".steps.jsonl"
 #: An incident gets another name when it is finished, and is gone when it is removed; whoever meets that looks again.
 _LOOKS = 5
 #: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
-_MAX_BYTES = 64 << 20
+MAX_JSON = 64 << 20
+#: Of one step, with the requests in it.
+_MAX_LINE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def _what_else_tells(incident: Path) -> str:
 def _read(path: Path, keep: Keep | None) -> StoredIncident:
     finished = not path.absolute().name.startswith(PARTIAL)
     try:
-        document = json.loads(read_regular(path / "incident.json", _MAX_BYTES))
+        document = json.loads(read_regular(path / "incident.json", MAX_JSON))
     except FileNotFoundError:
         return StoredIncident(path, finished, None, "has no incident.json")
     except (OSError, ValueError, RecursionError) as error:
@@ -325,8 +327,8 @@ def _read_steps(path: Path, number: int | None) -> StoredSteps:
     found, unread = {}, 0
     wanted = b"" if number is None else f'{{"number": {number},'.encode()
     # A line at a time: those of a thousand steps of hundreds of requests take tens of megabytes.
-    with path.open("rb") as lines:
-        for line in lines:
+    with open_regular(path) as lines:
+        for line in iter(lambda: lines.readline(_MAX_LINE), b""):
             if not line.startswith(wanted):
                 continue
             try:

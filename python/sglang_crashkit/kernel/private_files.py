@@ -6,6 +6,7 @@ there, so links are never followed for the last component.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -30,32 +31,68 @@ LockState = Literal["held", "taken", "unsupported"]
 _POLL_SECS = 0.01
 
 
-def make_private_folder(folder: Path) -> Path:
-    """Create `folder` with mode 0700; parents that are missing too.
+class OwnFolder:
+    """A folder of this user's, opened once: what is done below `path` is done in it, whatever its name leads to later.
 
-    A folder that is there already is accepted when it is a real folder of this user.
+    It is made with mode 0700 where it is missing, as are those above it.
+
+    Args:
+        folder: its last components must be folders of this user, and no links; what is above is the user's choice.
+        own: how many, 1 or more.
+        within: the folder that `folder` is in, where that is open.
+
+    Attributes:
+        path: a way to it that no name is on; good in this process, and as long as this object is there.
+
+    Raises:
+        CrashkitError: one of them is a link, a file, or another user's.
+        OSError: it cannot be created or opened.
+    """
+
+    path: Path
+
+    def __init__(self, folder: Path, own: int = 1, within: OwnFolder | None = None) -> None:
+        own = min(own, len(folder.parents))
+        above = folder.parents[own - 1]
+        # Not `parents=True`: the folders that it makes have the mode that the umask leaves.
+        for parent in reversed((above, *above.parents)) if within is None else ():
+            if not parent.exists():
+                parent.mkdir(mode=0o700, exist_ok=True)
+        self._descriptor = os.open(within.path if within else above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for name in folder.parts[-own:]:
+            self._enter(name, above := above / name)
+        self.path = Path(f"/proc/self/fd/{self._descriptor}")
+
+    def _enter(self, name: str, folder: Path) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=self._descriptor)
+        try:
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._descriptor)
+        except NotADirectoryError:
+            raise CrashkitError(
+                f"{folder} is not a folder",
+                next_step=f"remove it, or name another folder: ls -ld {folder}",
+            ) from None
+        os.close(self._descriptor)
+        self._descriptor = inner
+        if (owner := os.fstat(inner).st_uid) != os.geteuid():
+            raise CrashkitError(f"{folder} belongs to user {owner}", next_step="name a folder of your own")
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._descriptor)
+
+
+def make_private_folder(folder: Path) -> Path:
+    """Create `folder` with mode 0700, parents that are missing too, and return it.
+
+    A folder that is there already is accepted when it is a real folder of this user; see `OwnFolder`.
 
     Raises:
         CrashkitError: it is a link, a file, or another user's.
         OSError: it cannot be created.
     """
-    # Not `parents=True`: the folders that it makes have the mode that the umask leaves.
-    for parent in reversed(folder.parents):
-        if not parent.exists():
-            parent.mkdir(mode=0o700, exist_ok=True)
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            raise CrashkitError(
-                f"{folder} is not a folder",
-                next_step=f"remove it, or name another folder: ls -ld {folder}",
-            ) from None
-        if status.st_uid != os.geteuid():
-            raise CrashkitError(
-                f"{folder} belongs to user {status.st_uid}", next_step="name a folder of your own"
-            ) from None
+    OwnFolder(folder)
     return folder
 
 
@@ -148,23 +185,46 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
-    """Return at most so many bytes of a file that may be anybody's: no pipe is waited for, and no link followed.
-
-    With `from_end` they are its last ones.
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a file that may be anybody's for reading: no pipe is waited for, and no link followed but with `follow`.
 
     Raises:
         OSError: it is missing, no regular file, or cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    file = os.fdopen(os.open(path, flags), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return file
+
+
+def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
+    """Return at most so many bytes of a file that may be anybody's; with `from_end` its last ones. See `open_regular`.
+
+    Raises:
+        OSError: it is missing, no regular file, or cannot be read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if from_end:
-            file.seek(max(0, found.st_size - most))
+            file.seek(max(0, size - most))
         # Room is made for as much as is asked for. A size of 0 says nothing, as that of a file in /proc.
-        return file.read(min(most, found.st_size) or most)
+        return file.read(min(most, size) or most)
+
+
+def read_json(path: Path, most: int) -> Any:
+    """Return the JSON value in a file that may be anybody's, of at most so many bytes; see `open_regular`.
+
+    Raises:
+        OSError: it is missing, no regular file, too long, or cannot be read.
+        ValueError: it holds no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    data = read_regular(path, most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+    return json.loads(data)
 
 
 class FifoError(Exception):
@@ -213,11 +273,13 @@ class FolderLock:
         folder: what to lock; a link in its place is not followed.
         shared: others may have it too, unless they want it for themselves alone.
         file: the name of a file in the folder to lock in its place; it is made, and stays.
+        follow: follow a link after all, such as `OwnFolder.path`.
     """
 
-    def __init__(self, folder: Path, *, shared: bool = False, file: str = "") -> None:
+    def __init__(self, folder: Path, *, shared: bool = False, file: str = "", follow: bool = False) -> None:
         self._path = folder / file
-        self._flags = os.O_RDWR | os.O_CREAT if file else os.O_RDONLY | os.O_DIRECTORY
+        self._flags = (os.O_RDWR | os.O_CREAT if file else os.O_RDONLY | os.O_DIRECTORY) | os.O_CLOEXEC
+        self._flags |= 0 if follow else os.O_NOFOLLOW
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor = -1
 
@@ -228,7 +290,7 @@ class FolderLock:
             OSError: there is no such folder, or it may not be read.
         """
         deadline = time.monotonic() + timeout_secs
-        self._descriptor = os.open(self._path, self._flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(self._path, self._flags, 0o600)
         while True:
             try:
                 fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.kernel.private_files import read_json, read_regular, write_private
 
 #: In the middle of the real-time signals: programs take theirs from either end, systemd takes 34 to 40 and 47 to 64.
 DEFAULT_SIGNAL = 45
@@ -70,11 +70,10 @@ def describe(folder: Path, hooks: StackHooks) -> None:
 def read_stack_hooks(folder: Path, pid: int, start_ticks: int) -> StackHooks | None:
     """Return what the process `pid` that started at `start_ticks` installed, None where that is nothing."""
     try:
-        with HookFiles.of(folder, pid, start_ticks).description.open("rb") as file:
-            document = json.loads(file.read(MAX_BYTES))
+        document = read_json(HookFiles.of(folder, pid, start_ticks).description, MAX_BYTES)
         roots = tuple(map(str, document["roots"]))
         hooks = StackHooks(pid, start_ticks, int(document["main_thread"]), int(document["signal"]), roots)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
     return hooks if is_usable(hooks.signal) else None
 
@@ -87,7 +86,7 @@ def is_usable(signum: int) -> bool:
 def read_handler_pid(folder: Path) -> int | None:
     """Return the pid of the crash handler whose runtime folder this is, None where it has not said."""
     try:
-        pid = int((folder / HANDLER_PID).read_text())
+        pid = int(read_regular(folder / HANDLER_PID, MAX_BYTES))
     except (OSError, ValueError):
         return None
     return pid if pid > 0 else None

@@ -15,6 +15,7 @@ from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.request_fingerprint import redacted_in
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.incident.summary import mapping_of
+from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.redact import REDACTED
 
 #: What stands in a journal's line beside the request itself, or concerns the server that took it.
@@ -88,7 +89,7 @@ def read_requests(incident: StoredIncident) -> list[StoredRequest]:
 
 
 def _lines_of(path: Path) -> Iterator[StoredRequest]:
-    with path.open("rb") as lines:
+    with open_regular(path, follow=True) as lines:
         for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), b""), 1):
             try:
                 fields = json.loads(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -16,11 +15,14 @@ from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel.private_files import OwnFolder, write_json
 from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, never_raises, request, shorten
 from sglang_crashkit.srt.redaction import redact
 
+#: The spool, the folder of incidents that it is in, and the host's.
+_OWN_FOLDERS = 3
 _MAX_REQUESTS = 64
 _MAX_MESSAGE = 4000
 #: Of an exception as Python prints it, with those that led to it, the last of so many characters.
@@ -94,11 +96,8 @@ def tell_exception(gpu: str | None = None) -> None:
 
 def _write_record(message: str, trace: TracebackType | None, printed: str) -> Path | None:
     spool = os.environ.get(SPOOL_VARIABLE)
-    if not spool:
+    if not spool or not Path(spool).parent.is_dir():
         return None
-    with contextlib.suppress(OSError):
-        # Another server's crash handler removes it where this one's was killed.
-        Path(spool).mkdir(mode=0o700)
     path = Path(spool) / f"exception-{os.getpid()}.json"
     record = {
         "pid": os.getpid(),
@@ -111,8 +110,10 @@ def _write_record(message: str, trace: TracebackType | None, printed: str) -> Pa
         "threads": _threads(),
     }
     try:
-        write_json(path, record)
-    except OSError:
+        # Made anew where another server's crash handler removed it, as this one's was killed.
+        folder = OwnFolder(Path(spool), _OWN_FOLDERS)
+        write_json(folder.path / path.name, record)
+    except (OSError, CrashkitError):
         return None
     return path
 

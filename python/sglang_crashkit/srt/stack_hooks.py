@@ -34,6 +34,7 @@ from typing import Any
 from sglang_crashkit.capture.responder import COLLECTIVES, EXIT, STACKS, peer_of
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import wait_status_of
+from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
     FAULT,
@@ -149,8 +150,7 @@ def report_faults() -> None:
         if path in _reported or not path.stat().st_size:
             continue
         _reported.add(path)
-        with path.open("rb") as file:
-            text = file.read(_MAX_BYTES)
+        text = read_regular(path, _MAX_BYTES)
         heading = f"crash kit: process {path.name.partition('-')[0]} of this server wrote before it died:\n"
         say(heading.encode() + text)
 

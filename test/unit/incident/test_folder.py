@@ -92,3 +92,19 @@ def test_evidence_is_refused_with_the_reason_and_nothing_else(tmp_path: Path) ->
     folder.discard()
     assert folder.problem == "no folder took it"
     assert len(folder.id) == 8
+
+
+@pytest.mark.parametrize("what", ["host", "host/incidents"])
+def test_a_link_made_after_the_start_takes_nothing_elsewhere(tmp_path: Path, what: str) -> None:
+    incidents, elsewhere = tmp_path / "host" / "incidents", tmp_path / "elsewhere"
+    (elsewhere / "incidents").mkdir(parents=True)
+    folder = IncidentFolder(incidents, "killed", new_id(), NOON)
+    (tmp_path / what).rename(tmp_path / "moved")
+    (tmp_path / what).symlink_to(elsewhere)
+    folder.write_text("requests/requests.jsonl", "a prompt")
+    folder.save({"schema_version": 1}, "summary")
+    folder.publish()
+    assert list((tmp_path / "moved").rglob("requests.jsonl"))
+    with pytest.raises(CrashkitError, match="is not a folder"):
+        IncidentFolder(incidents, "killed", new_id(), NOON)
+    assert [path for path in elsewhere.rglob("*") if path.name != "incidents"] == []

@@ -4,16 +4,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.incident import recovery
+from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import private_files, procfs
+from sglang_crashkit.kernel.private_files import FolderLock
 from unit.support.killing import kill_at_file_operation
 from unit.support.stored import NOON, make_incident
 from unit.support.waiting import LONG, child
@@ -226,3 +229,25 @@ def recover_and_kill(incidents: Path, step: int) -> bool:
         finish_abandoned(incidents)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def test_pipes_in_place_of_files_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
+    incidents = tmp_path / "host" / "incidents"
+    folder = abandon(incidents)
+    (folder / "incident.json").unlink()
+    for path in (folder / "incident.json", incidents / "faults.json"):
+        os.mkfifo(path)
+    assert finish_abandoned(incidents) == []
+    assert read_faults(incidents) == {}
+    assert folder.exists()
+
+
+@pytest.mark.parametrize(("age_secs", "is_finished"), [(600.0, False), (7200.0, True)])
+def test_without_locks_the_writer_of_another_container_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_secs: float, is_finished: bool
+) -> None:
+    monkeypatch.setattr(FolderLock, "acquire", lambda *_args: "unsupported")
+    folder = abandon(tmp_path / "host" / "incidents", server={"pid": 1, "start_ticks": 1, "pid_namespace": 1})
+    os.utime(folder, (time.time() - age_secs,) * 2)
+    assert bool(finish_abandoned(folder.parent)) is is_finished

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import clock, procfs, titles
+from sglang_crashkit.kernel.private_files import read_json, read_regular
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_stack_hooks
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Exit, ProcessReport, iso_time
 from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
@@ -35,6 +35,8 @@ _RESPONDER = ("_answer_all", "sglang_crashkit/srt/stack_hooks.py")
 #: On these faulthandler writes the stacks of the process that they end.
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _MAX_FAULT_BYTES = 4 << 20
+#: Of what a rank wrote of itself, and of the stacks of one process.
+_MAX_RECORD = 16 << 20
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
@@ -118,8 +120,8 @@ def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) ->
         The frames of its traceback, innermost first.
     """
     try:
-        record = json.loads(source.read_text())
-    except (OSError, ValueError):
+        record = read_json(source, _MAX_RECORD)
+    except (OSError, ValueError, RecursionError):
         record = None
     record = record if isinstance(record, dict) else {}
     name = f"ranks/{titles.label_of(report.title, report.pid)}.exception"
@@ -232,7 +234,7 @@ def quote_anew(report: ProcessReport, folder: IncidentFolder) -> None:
             # What it holds already is right, if not told first.
             with contextlib.suppress(OSError, CrashkitError, ValueError, KeyError, TypeError):
                 name = str(Path(piece.path).with_suffix(""))
-                document = json.loads((folder.path / f"{name}.json").read_text())
+                document = read_json(folder.path / f"{name}.json", _MAX_RECORD)
                 threads = [
                     Thread(**{**thread, "frames": tuple(Frame(**frame) for frame in thread["frames"])})
                     for thread in document["threads"]
@@ -318,8 +320,7 @@ def _sample_of(pid: int) -> Sample:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return file.read(_MAX_FAULT_BYTES).decode(errors="replace")
+        return read_regular(path, _MAX_FAULT_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

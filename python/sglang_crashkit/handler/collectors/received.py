@@ -23,6 +23,7 @@ from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.kernel import clock, procfs, titles
+from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.memory.ring import LogRecord, RingError, is_ring, read_blob, read_log
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
 from sglang_crashkit.model import incident
@@ -241,7 +242,9 @@ class RequestJournals(HeldMemory):
         journals = [(held.process.pid, held.descriptor) for held in self.held]
         secs = max(0.0, deadline - time.monotonic())
         checks: dict[str, bool] = {}
-        told = export_requests(journals, run.path, secs, run.folder.charge, began, checks)
+        with contextlib.suppress(OSError):
+            run.folder.remove(REQUESTS)
+        told = export_requests(journals, run.folder.opened, secs, run.folder.charge, began, checks)
         if self.dropped:
             words = f"the journals of {self.dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words
@@ -379,7 +382,7 @@ def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: flo
 def _prompts_in(path: Path) -> list[str]:
     """Return the prompts of the first requests in an incident's file, those under way first."""
     found = []
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_regular(path) as file:
         for line in islice(iter(lambda: file.readline(_MAX_LINE), b""), _MAX_PROMPTS):
             # The last one may be cut off where the disk is full.
             with contextlib.suppress(ValueError, AttributeError, RecursionError):

@@ -23,7 +23,7 @@ from sglang_crashkit.redact import REDACTED, is_secret_name
 logger = logging.getLogger(__name__)
 
 #: See `IncidentFolder.charge`.
-Charge = Callable[[str, int], None]
+Charge = Callable[[int], None]
 
 #: What SGLang's own health checks are in all releases: the start of the id, which any client may choose, too, and all
 #: else that they ask for.
@@ -58,10 +58,10 @@ def export_requests(
 
     Args:
         journals: the pid of each writer and a descriptor of its journal.
-        folder: the incident's folder.
+        folder: the incident's folder; see `IncidentFolder.opened`.
         timeout_secs: what is not written within this time, in seconds, is left out and counted.
-        charge: is told the file's name and how long it will be, in bytes, before it grows; what it raises `NoRoomError`
-            for is left out and counted.
+        charge: is told by how many bytes the file will grow, before it does; what it raises `NoRoomError` for is left
+            out and counted.
         checks: gets the ids of health checks, and false where another request has the same one.
         seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out.
     """
@@ -126,7 +126,7 @@ class _Metered:
 
     def _may_take(self, size: int) -> bool:
         try:
-            self._charge(REQUESTS, size)
+            self._charge(size - self._charged)
         except NoRoomError:
             return False
         self._charged = size

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.private_files import create_private, make_private_folder
+from sglang_crashkit.kernel.private_files import OwnFolder, create_private, make_private_folder
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
@@ -191,7 +191,9 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
         OSError: it cannot be written; nothing is left behind.
     """
     redact_dump(data)
-    path = safe_folder(Path(filename).parent) / Path(filename).name
+    folder = safe_folder(Path(filename).parent)
+    opened = OwnFolder(folder)
+    path = opened.path / Path(filename).name
     stat = procfs.read_stat(os.getpid())
     # The folder may be another server's, too, whose process has the same pid.
     key = server_key(os.getpid(), stat.start_ticks if stat is not None else 0)
@@ -202,7 +204,7 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
             yield file
             file.flush()
             os.fsync(file.fileno())
-        final = give_name(temporary, path)
+        final = folder / give_name(temporary, path).name
     finally:
         temporary.unlink(missing_ok=True)
     setattr(manager, _SAVED, str(final))
