@@ -89,7 +89,7 @@ class Fault:
     first: str | None
     status: int
     kinds: tuple[str, ...] = ("killed",)
-    end: tuple[str, str] | None = None
+    end: tuple[str, str | None] | None = None
     stopped: tuple[str, ...] = ()
     dp: int = 1
     tp: int = 2
@@ -187,7 +187,15 @@ FAULTS = (
     # What SGLang does not catch, and what nobody can.
     Fault("panic", send(TP1, PANIC_SIGNAL), TP1, ServerExit.RAISED, ("exception",)),
     Fault("sys-exit", send(TP1, EXIT_SIGNAL), TP1, ServerExit.RAISED, ("exception",), rare=True),
-    Fault("os-exit", send(TP1, VANISH_SIGNAL), TP1, ServerExit.EXITED, ("exited",), rare=True),
+    Fault(
+        "os-exit",
+        send(TP1, VANISH_SIGNAL),
+        TP1,
+        ServerExit.EXITED,
+        ("exited",),
+        end=("exit_status", None),
+        rare=True,
+    ),
     Fault("detokenizer", send(DETOKENIZER, signal.SIGKILL), DETOKENIZER, ServerExit.KILLED, end=SIGKILLED, tp=1),
     Fault(
         "controller", send(CONTROLLER, signal.SIGKILL), CONTROLLER, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True

@@ -117,7 +117,7 @@ ADVICE: dict[str, Advice] = {
     "transfer_stuck": Advice(
         "a KV transfer between prefill and decode failed or does not end",
         "unknown",
-        "see whether the other server still runs: `sglang-crashkit incidents` on its host tells why it is gone",
+        "`sglang-crashkit incidents` on the other server's host says why that is gone, where it is",
         "where it runs, look at the network of the transfer (--disaggregation-ib-device, MC_FORCE_TCP=1 for a test "
         "without RDMA), and compare both servers' logs by the request's room, which this incident names",
     ),
@@ -225,7 +225,12 @@ ADVICE: dict[str, Advice] = {
         "search upstream's issues for the exception and its innermost frames, in ranks/",
     ),
     "exception": Advice("a process raised an exception", "unknown", _EXCEPTION),
-    "exited": Advice("a process ended by itself", "unknown", "read the last lines of its log"),
+    "exited": Advice(
+        "a process ended by itself",
+        "unknown",
+        f"`sglang-crashkit show {INCIDENT} --steps` has its last steps, and logs/ of the incident what it logged last",
+        "look in the server's log for what it printed: os._exit, or exit() of a C library, leaves no traceback",
+    ),
     "busy": Advice("the ranks are at work", "no", "wait; raise SGLANG_CRASHKIT_HANG_SECS where this is usual"),
     "no_progress": Advice("nobody made progress, and nothing tells why", "yes", *_COMPARE_RANKS),
     "unknown": Advice(
