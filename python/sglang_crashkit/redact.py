@@ -121,14 +121,6 @@ def redact_shared(text: str, prompts: Sequence[str]) -> str:
     return _without(text, hidden)
 
 
-def redact_spans(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Return `text` without these places; those that touch are taken for one."""
-    hidden = bytearray(len(text))
-    for start, end in spans:
-        hidden[start:end] = b"\1" * (end - start)
-    return _without(text, hidden)
-
-
 def _without(text: str, hidden: bytearray) -> str:
     """Return `text` without the characters at whose places there is a 1."""
     parts, done = [], 0

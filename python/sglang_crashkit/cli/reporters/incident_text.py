@@ -28,6 +28,7 @@ _MAX_EVENT = 200
 #: A parameter of a request, and all of them, are no longer than this.
 _MAX_PARAMETER, _MAX_PARAMETERS = 60, 400
 _SAMPLING = "sampling_params."
+_FRAME = re.compile(r' +File "[^"]+", line \d+, in [\w<>.]+')
 #: What SGLang takes where a request does not say; OpenAI's API writes these down.
 _DEFAULTS: Mapping[str, object] = {
     **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "n": 1},
@@ -36,13 +37,16 @@ _DEFAULTS: Mapping[str, object] = {
 }
 
 
-def stack_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the exception of the first failure, and the main threads, those that agree once; innermost frame first."""
+def stack_lines(folder: Path, document: Mapping[str, Any], *, messages: bool = True) -> Iterator[str]:
+    """Yield the exception of the first failure, and the main threads, those that agree once; innermost frame first.
+
+    Without `messages` of the exception only its frames.
+    """
     names = Names(document)
     pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
     for path in sorted(folder.glob(f"ranks/*-{pid}.exception.txt")):
         yield f"{names.short({'pid': pid})} raised:"
-        yield from (f"    {line}" for line in _read(path).splitlines())
+        yield from (f"    {line}" for line in _read(path).splitlines() if messages or _FRAME.fullmatch(line))
         yield ""
     groups: dict[tuple[bool, bool, str, tuple[str, ...]], list[str]] = {}
     for process in mappings_of(document.get("processes")):
@@ -175,12 +179,12 @@ _TICKS = re.compile(r"`{3,}")
 _MAX_SECTION = 12_000
 
 
-def report_of(folder: Path, document: Mapping[str, Any]) -> str:
-    """Return the report, which has more of the stacks and the environment than the document."""
-    return visible("\n".join(_lines(folder, document)) + "\n")
+def report_of(folder: Path, document: Mapping[str, Any], *, messages: bool = True) -> str:
+    """Return the report, which has more of the stacks and the environment than the document; see `stack_lines`."""
+    return visible("\n".join(_lines(folder, document, messages=messages)) + "\n")
 
 
-def _lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
+def _lines(folder: Path, document: Mapping[str, Any], *, messages: bool) -> Iterator[str]:
     server, verdict, cause = (mapping_of(document.get(name)) for name in ("server", "verdict", "cause"))
     yield f"### SGLang {server.get('sglang_version')}: {first_screen(document, wraps=False)[0]}"
     yield ""
@@ -196,7 +200,7 @@ def _lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
             yield f"It looks like {', '.join(issues)}."
         yield ""
     yield from _folded("Environment", _environment(folder, document))
-    yield from _folded("Stacks, innermost frame first", stack_lines(folder, document))
+    yield from _folded("Stacks, innermost frame first", stack_lines(folder, document, messages=messages))
     yield from _folded("Timeline", timeline_lines(document))
 
 
