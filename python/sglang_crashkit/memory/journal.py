@@ -27,9 +27,8 @@ from sglang_crashkit.model.step import short_rid
 #: much in memory (``TokenizerManager.record_request_for_crash_dump``).
 KEPT_SECS = 300.0
 #: Of more token ids, or characters (wide: in a text with any beyond ASCII), than this the first and the last half of it
-#: are kept. About as much as a model with
-#: a context of 128 k tokens takes, and a third of the time that noting one request may take.
-MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 524_288, 131_072
+#: are kept: as many tokens as a context of 128 k holds, and what is noted within a millisecond.
+MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 262_144, 81_920
 
 _BEGUN, _ENDED, _ABORTED = 1, 2, 3
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
@@ -43,7 +42,7 @@ _MAX_REQUESTS = 100_000
 _LONG = 256
 _SCALARS = frozenset({bool, int, float, type(None)})
 #: What `weigh` counts for one value, whatever it is.
-_VALUE_WEIGHT = 32
+_VALUE_WEIGHT = 64
 #: How heavy the fields of a request may be together; they take a quarter of a millisecond then.
 MAX_WEIGHT = 64 * 1024
 #: What ``omitted`` and ``truncated`` may say of the prompt, in bytes.
@@ -371,10 +370,10 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
     if not isinstance(input_ids, (list, tuple)):
         return b"", 0
     count, half = len(input_ids), MAX_IDS // 2
-    kept = input_ids if count <= MAX_IDS else [*input_ids[:half], *input_ids[-half:]]
+    kept = (input_ids,) if count <= MAX_IDS else (input_ids[:half], input_ids[-half:])
     for size, code in _ID_CODES.items():
         try:
-            packed = array(code, kept).tobytes()
+            packed = b"".join([array(code, part).tobytes() for part in kept])
         except (TypeError, OverflowError):
             continue
         half = len(packed) // size // 2 * size
