@@ -65,7 +65,7 @@ class JournalWriter(RingWriter):
         #: When those under way were aborted, by number.
         self._aborted: dict[int, float] = {}
 
-    def begin(self, fields: Mapping[str, Any] | bytes, text: object = None, input_ids: object = None) -> int:
+    def begin(self, fields: Mapping[str, Any], text: object = None, input_ids: object = None) -> int:
         """Note a request that arrived; see `encode_begin`.
 
         Returns:
@@ -81,7 +81,7 @@ class JournalWriter(RingWriter):
             record = encode_begin(self._number, now, fields, text, input_ids, self.max_payload)
         except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
             why = {"request": f"it cannot be encoded: {type(error).__name__}"}
-            kept = {"rid": short_rid(_as_mapping(fields).get("rid")), "omitted": why}
+            kept = {"rid": short_rid(fields.get("rid")), "omitted": why}
             record = encode_begin(self._number, now, kept, None, None, self.max_payload)
         self.append(record, hold=self._number)
         return self._number
@@ -216,7 +216,7 @@ class Head(NamedTuple):
 
 
 def encode_begin(
-    number: int, seconds: float, fields: Mapping[str, Any] | bytes, text: object, input_ids: object, most: int
+    number: int, seconds: float, fields: Mapping[str, Any], text: object, input_ids: object, most: int
 ) -> bytes:
     """Return the record of a request that arrived.
 
@@ -226,15 +226,14 @@ def encode_begin(
     ``omitted``.
 
     The fields are what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
-    descriptions. Or that as JSON, of a kilobyte at most. The record has `most` bytes at most, 4096 or more.
+    descriptions. The record has `most` bytes at most, 4096 or more.
     """
     if text is not None and not isinstance(text, str):
-        fields = _as_mapping(fields)
         # A pair of texts that are compared.
         is_light = weigh(text, MAX_WEIGHT) <= MAX_WEIGHT
         more = {"text": text} if is_light else {"omitted": {**fields.get("omitted", {}), "text": describe(text)}}
         fields, text = {**fields, **more}, None
-    encoded = fields if isinstance(fields, bytes) else _encode_fields(fields, {}, {}, most // 2)
+    encoded = _encode_fields(fields, {}, {}, most // 2)
     room = most - _BEGIN.size - len(encoded) - _NOTES_BYTES
     encoded_text, ids, id_size = b"", b"", 0
     omitted: dict[str, str] = {}
@@ -246,7 +245,7 @@ def encode_begin(
         if not id_size:
             omitted["input_ids"] = describe(input_ids)
     if omitted or truncated:
-        encoded = _encode_fields(_as_mapping(fields), omitted, truncated, most // 2 + _NOTES_BYTES)
+        encoded = _encode_fields(fields, omitted, truncated, most // 2 + _NOTES_BYTES)
     sizes = len(encoded), len(encoded_text), len(ids)
     head = _BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
@@ -389,10 +388,6 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
 
 #: Returns a value as JSON without spaces.
 to_json = json.JSONEncoder(skipkeys=True, separators=(",", ":"), default=describe).encode
-
-
-def _as_mapping(fields: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
-    return json.loads(fields) if isinstance(fields, bytes) else fields
 
 
 def _encode_fields(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import marshal
 import operator
 import os
 import weakref
@@ -18,8 +17,8 @@ from itertools import compress
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, to_json, weigh
-from sglang_crashkit.model.step import MAX_RID, short_rid
+from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, weigh
+from sglang_crashkit.model.step import short_rid
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
 from sglang_crashkit.srt.hooks import hand_over, never_raises
 
@@ -58,10 +57,6 @@ _EMPTIABLE = frozenset({str, list, dict})
 _WITHHELD = "withheld: the request asks for no logs"
 _WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
 
-#: What most requests differ in, beside their prompts.
-_VARYING = frozenset({"rid", "bootstrap_room", "sampling_params"})
-#: So many values are remembered, each so long at most, in characters of JSON.
-_REMEMBERED, _MAX_REMEMBERED = 4, 1024
 #: What a client chose as a number may have any length.
 _MAX_BITS = 64
 _MAX_ERROR = 200
@@ -111,7 +106,7 @@ class JournaledStates(dict[str, Any]):
     def __init__(self, states: Mapping[str, Any], journal: JournalWriter, prompts: Prompts = "full") -> None:
         super().__init__()
         self._journal: JournalWriter | None = journal
-        self._reader = RequestReader(prompts)
+        self._prompts: Prompts = prompts
         #: The number of each request under way, by the identity of its state: clients may give several the same id.
         self._numbers: dict[int, int] = {}
         #: States whose place here another request of the same id took, by number, and the numbers of those that are
@@ -197,7 +192,7 @@ class JournaledStates(dict[str, Any]):
         if earlier is not None:
             self._replace(journal, earlier)
         try:
-            request = self._reader.read(state.obj)
+            request = read_request(state.obj, self._prompts)
         except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
             why = f"{type(error).__name__}: {str(error)[:_MAX_ERROR]}"
             request = {"rid": short_rid(rid), "omitted": {"request": why}}, None, None
@@ -225,106 +220,6 @@ class JournaledStates(dict[str, Any]):
         number = self._numbers.pop(id(state), None)
         if number is not None:
             journal.end(number, finished=bool(getattr(state, "finished", False)))
-
-
-class RequestReader:
-    """Reads requests as `read_request` does, and faster where a request differs from an earlier one in little."""
-
-    def __init__(self, prompts: Prompts = "full") -> None:
-        self._prompts = prompts
-        self._known: dict[type, _KnownFields] = {}
-
-    def read(self, request: Any) -> tuple[Mapping[str, Any] | bytes, object, object]:
-        """Return what is kept of a request, also as JSON, its text, and its token ids."""
-        kind, values = type(request), vars(request)
-        known = self._known.get(kind)
-        if known is None:
-            known = self._known[kind] = _KnownFields(kind)
-        text = values.get("text")
-        if self._prompts == "full" or (self._prompts == "ids" and text is None):
-            try:
-                encoded = known.find(values)
-            except Exception:  # noqa: BLE001 - a value of the user's that cannot be compared; the other way does not
-                encoded = None
-            if encoded is not None:
-                return encoded, text, values.get("input_ids")
-        found = read_request(request, self._prompts)
-        known.remember(values, found[0])
-        return found
-
-
-class _Memo:
-    """The JSON of values that were met lately, all of them light.
-
-    To compare a value with those costs little, however heavy it is itself.
-    """
-
-    def __init__(self) -> None:
-        self._met: deque[Any] = deque(maxlen=_REMEMBERED)
-        #: Of each of these what it is exactly, since 1 == True, and the JSON.
-        self._told: deque[tuple[bytes, str]] = deque(maxlen=_REMEMBERED)
-
-    def find(self, value: Any) -> str | None:
-        """Return its JSON; None where it was not met. Raises what a comparison with a value of the user's raises."""
-        try:
-            exact, text = self._told[self._met.index(value)]
-        except ValueError:
-            return None
-        return text if marshal.dumps(value, 2) == exact else None
-
-    def add(self, value: Any, text: str) -> None:
-        """Have `find` know a value; one that is no plain data is not known."""
-        if len(text) <= _MAX_REMEMBERED:
-            with contextlib.suppress(ValueError):
-                self._told.append((marshal.dumps(value, 2), text))
-                self._met.append(value)
-
-
-class _KnownFields:
-    """The fields of requests of one class as they were met lately."""
-
-    def __init__(self, kind: type) -> None:
-        names = [name for name in getattr(kind, "__dataclass_fields__", ()) if name not in _INTERNAL | _VARYING]
-        kept, others = ([name for name in names if (name in _KEPT) is is_kept] for is_kept in (True, False))
-        self._is_usable = len(kept) > 1 < len(others)
-        if self._is_usable:
-            self._kept, self._others = operator.itemgetter(*kept), operator.itemgetter(*others)
-        self._defaults = tuple(map(_defaults_of(kind).get, others))
-        self._memo, self._params = _Memo(), _Memo()
-
-    def find(self, values: dict[str, Any]) -> bytes | None:
-        """Return the JSON of a request's fields; None where `read_request` has to look at them.
-
-        Raises:
-            Exception: what a comparison with a value of the user's raises.
-        """
-        rid, room, params = values["rid"], values.get("bootstrap_room"), values.get("sampling_params")
-        is_plain = type(rid) is str and len(rid) <= MAX_RID and (room is None or type(room) is int)
-        if not is_plain or any(map(operator.is_not, self._others(values), self._defaults)):
-            return None
-        text = self._memo.find(self._kept(values))
-        if text is None:
-            return None
-        text += f',"rid":{to_json(rid)}'
-        if room is not None:
-            text += f',"bootstrap_room":{room}'
-        if params is not None:
-            told = self._params.find(params)
-            if told is None:
-                if type(params) is not dict or weigh(params, _MAX_REMEMBERED) > _MAX_REMEMBERED:
-                    return None
-                told = to_json(params)
-                self._params.add(params, told)
-            text += f',"sampling_params":{told}'
-        return (text + "}").encode()
-
-    def remember(self, values: dict[str, Any], fields: Mapping[str, Any]) -> None:
-        """Have `find` know the fields of a request, unless some of it is left out."""
-        if not self._is_usable or "omitted" in fields or fields.get("no_logs"):
-            return
-        with contextlib.suppress(KeyError, ValueError, TypeError, RecursionError):
-            encoded = to_json({name: value for name, value in fields.items() if name not in _VARYING})
-            self._memo.add(self._kept(values), encoded[:-1])
 
 
 def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any], object, object]:

@@ -17,7 +17,6 @@ from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from sglang_crashkit.srt.request_journal import (
     JournaledStates,
-    RequestReader,
     open_journal,
     read_request,
     retire_journals,
@@ -204,51 +203,6 @@ def test_defaults_are_left_out_and_the_rest_is_kept() -> None:
         "routed_experts_start_len": 3,
     }
     assert read_request(GenerateReqInput(log_metrics=False))[0] == {"kind": "GenerateReqInput", "log_metrics": False}
-
-
-class Incomparable:
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError("no bool")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("prompts", ["full", "ids", "none"])
-def test_a_request_like_an_earlier_one_reads_the_same(prompts: Prompts) -> None:
-    plain: dict[str, Any] = {"rid": "a", "sampling_params": {"top_p": 1, "seed": None}, "stream": True}
-    different: list[dict[str, Any]] = [
-        *({"sampling_params": {"top_p": value, "seed": None}} for value in (1, 1.0, True, "1", Incomparable())),
-        *({"rid": rid} for rid in ("b", 'quoted "€', "long" * 100, None, 7)),
-        *({"bootstrap_room": room} for room in (5, "room", True)),
-        {"text": "private", "input_ids": [1]},
-        {"text": "private", "no_logs": True},
-        {"sampling_params": {"deep": {}}, "image_data": Incomparable()},
-        {"token_ids_logprob": [1, 2]},
-        {"watermark": "unknown"},
-    ]
-    reader = RequestReader(prompts)
-    found_fast = 0
-    for more in different * 2:
-        request = GenerateReqInput(**plain | more)
-        fields, *prompt = reader.read(request)
-        expected, *expected_prompt = read_request(request, prompts)
-        found_fast += isinstance(fields, bytes)
-        told = json.loads(fields) if isinstance(fields, bytes) else fields
-        assert repr(sorted(told.items())) == repr(sorted(expected.items()))
-        assert prompt == expected_prompt
-    assert bool(found_fast) == (prompts != "none")
-
-
-def test_a_journal_tells_remembered_fields_of_a_truncated_prompt(
-    states: JournaledStates, journal: JournalWriter
-) -> None:
-    for rid, text in (("a", "short"), ("b", "x" * 200_000)):
-        states[rid] = state(rid, text=text, sampling_params={"top_p": 0.5})
-    reader = JournalReader(journal.fd)
-    short, long = (reader.load(request) or {} for request in reader.requests)
-    assert short == {"kind": "GenerateReqInput", "rid": "a", "sampling_params": {"top_p": 0.5}, "text": "short"}
-    assert (long["rid"], long["sampling_params"]) == ("b", {"top_p": 0.5})
-    assert long["truncated"]["text"]["of"] == 200_000
 
 
 @pytest.mark.parametrize(
