@@ -16,7 +16,7 @@ from typing import Any
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.kernel.private_files import FolderLock, open_regular, read_json, write_json
+from sglang_crashkit.kernel.private_files import FolderLock, open_regular, write_json
 from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.redact import redact_text
 from sglang_crashkit.settings import read_seconds
@@ -36,11 +36,11 @@ def deadline_secs(environ: Mapping[str, str] = os.environ) -> float:
     return read_seconds(environ, COMMAND_SECS, _DEFAULT_SECS)
 
 
-def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
+def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
     """Run the command that `environ` names for a finished incident, to its end or its deadline.
 
     Returns:
-        Whether it was run now; it is not where it was before, or another process is at it.
+        What came of it; None where it was run before, or another process is at it.
 
     Raises:
         OSError: the folder is gone, or cannot be written to.
@@ -48,18 +48,17 @@ def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
     """
     lock = FolderLock(folder)
     if lock.acquire() == "taken":
-        return False
+        return None
     try:
-        if (folder / OUTCOME).exists():
-            return False
-        document = find_incidents(folder)[0].document
+        document = None if (folder / OUTCOME).exists() else find_incidents(folder)[0].document
         if document is None or document.get("kind") in QUIET_KINDS:
-            return False
+            return None
         if mapping_of(document.get("verdict")).get("kind") == "busy":
             # It is withdrawn where the server goes on.
-            return False
-        write_json(folder / OUTCOME, {"schema_version": 1} | _run(folder, environ))
-        return True
+            return None
+        outcome = {"schema_version": 1} | _run(folder, environ)
+        write_json(folder / OUTCOME, outcome)
+        return outcome
     finally:
         lock.release()
 
@@ -84,17 +83,14 @@ def _run(folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run it; why it could not be run is said in the crash handler's log, as is what it did not do."""
-    folder = Path(sys.argv[1])
+    """Run it; what the crash handler's log says of a failure goes to the standard error."""
     try:
-        if run_command(folder):
-            outcome = read_json(folder / OUTCOME, _MAX_OUTPUT)
-            if not outcome["done"]:
-                sys.stderr.write(f"{COMMAND} failed for {folder}: {outcome['reason']}\n")
+        outcome = run_command(Path(sys.argv[1]))
+        problem = "" if outcome is None or outcome["done"] else outcome["reason"]
     except (OSError, CrashkitError) as error:
-        sys.stderr.write(f"{COMMAND} was not run for {folder}: {error}\n")
-        return 1
-    return 0
+        problem = str(error)
+    sys.stderr.write(problem)
+    return 1 if problem else 0
 
 
 if __name__ == "__main__":

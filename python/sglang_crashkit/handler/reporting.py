@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler import on_incident
 from sglang_crashkit.handler.incident import IncidentRun
@@ -43,8 +41,8 @@ _RECENT_SECS = 3600.0
 _MAX_AT_ONCE = 4
 #: What comes before the command and after it takes no longer than this, in seconds, also on a busy machine.
 _AROUND_COMMAND_SECS = 30.0
-#: A killed child is gone a moment later, in seconds; one in uninterruptible sleep is left to the end of this process.
-_REAP_SECS = 1.0
+#: A child that is killed is gone a moment later, in seconds; one in uninterruptible sleep is left alone.
+_REAP_SECS, _LOOK_SECS = 1.0, 0.02
 PAGE = "incident.html"
 #: Makes a page of the folder that comes behind it, in the file behind that.
 _PROGRAM = (sys.executable, "-m", "sglang_crashkit.cli.reporters.html")
@@ -53,6 +51,8 @@ _MAX_BYTES = 8 << 20
 #: Of 512 ranks it takes two seconds of processor time. It gives way to all others: where two processes for each core
 #: keep a machine busy, each of those seconds takes two minutes.
 _PAGE_SECS = 300.0
+#: What these programs print is a line or two, in bytes.
+_MAX_OUTPUT = 1 << 20
 
 
 class Answers:
@@ -138,60 +138,12 @@ class ServerLog:
             logger.warning("the server's own log does not report it: %s", error)
 
 
-class Child:
-    """A program in a session of its own; what it prints goes where this process's own log goes.
-
-    Args:
-        argv: the program and its arguments.
-        deadline_secs: the longest that it may take, in seconds; without end where it has deadlines of its own.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-
-    def __init__(self, argv: Sequence[str], deadline_secs: float = math.inf) -> None:
-        self._process = subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, start_new_session=True)
-        self._deadline_secs = deadline_secs
-        self._deadline = time.monotonic() + deadline_secs
-        #: Why it did not do what it was to do; empty as long as it is at work, and where it did.
-        self.problem = ""
-
-    def has_ended(self) -> bool:
-        """Say whether it is at work no more; at its deadline it is killed."""
-        status = self._process.poll()
-        if status is None and time.monotonic() >= self._deadline:
-            self.kill()
-            self.problem = f"did not end within {self._deadline_secs:g} s"
-            return True
-        if status:
-            self.problem = f"ended with status {status}"
-        return status is not None
-
-    def wait(self) -> None:
-        """Wait for its end, until its deadline."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, self._deadline - time.monotonic()))
-
-    def kill(self) -> None:
-        """Kill it, and all that it started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_REAP_SECS)
-        self.leave()
-
-    def leave(self) -> None:
-        """Let it work on, and never wait for it."""
-        # Otherwise it would be a ResourceWarning.
-        self._process.returncode = self._process.poll() or 0
-
-
 class Commands:
     """Runs the user's command for each incident that is whole, where there is one."""
 
     def __init__(self) -> None:
         self._is_wanted = bool(os.environ.get(on_incident.COMMAND, "").strip())
-        self._children: list[Child] = []
+        self._running: list[tuple[Path, BackgroundTool[ToolRun]]] = []
         self._waiting: list[Path] = []
 
     def begin(self, folder: Path) -> None:
@@ -200,18 +152,22 @@ class Commands:
             self._waiting.insert(0, folder)
 
     def act_on_time(self) -> None:
-        """Start what waits, the newest incident first, as far as there is room; what cannot be started is logged."""
-        self._children = [child for child in self._children if not child.has_ended()]
-        while self._waiting and len(self._children) < _MAX_AT_ONCE:
-            self._start(self._waiting.pop(0))
-
-    def _start(self, folder: Path) -> None:
-        argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
-        try:
+        """Start what waits, the newest incident first, as far as there is room; what fails is logged."""
+        self._running, before = [], self._running
+        for folder, tool in before:
+            run = tool.look()
+            if run is None:
+                self._running.append((folder, tool))
+            elif run.reason:
+                logger.error("%s for incident %s: %s", on_incident.COMMAND, folder, _words_of(run))
+        while self._waiting and len(self._running) < _MAX_AT_ONCE:
+            folder = self._waiting[0]
+            argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
             # It has a deadline of its own for the command, and none for a disk that does not answer.
-            self._children.append(Child(argv, on_incident.deadline_secs() + _AROUND_COMMAND_SECS))
-        except OSError as error:
-            logger.error("%s is not run for incident %s: %s", on_incident.COMMAND, folder, error)
+            secs = on_incident.deadline_secs() + _AROUND_COMMAND_SECS
+            self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, _as_it_is, _MAX_OUTPUT)))
+            # Only now: there may be no thread to be had.
+            self._waiting.pop(0)
 
     def catch_up(self, incidents: Path) -> None:
         """Have it run for the incidents of the last hour in a folder for which it was not."""
@@ -226,12 +182,6 @@ class Commands:
                 if is_recent and is_finished(path.name) and not (path / on_incident.OUTCOME).exists():
                     self.begin(path)
 
-    def close(self) -> None:
-        """Start what there is room for, and leave those alone that are at work: each has a deadline of its own."""
-        self.act_on_time()
-        for child in self._children:
-            child.leave()
-
 
 class HtmlPage:
     """Makes the page of one incident at a time, where it is wanted."""
@@ -239,7 +189,7 @@ class HtmlPage:
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
         self._made = ""
-        self._maker: Child | None = None
+        self._maker: BackgroundTool[ToolRun] | None = None
 
     def begin(self, run: IncidentRun, *, again: bool = False) -> None:
         """Have the page of a finished incident made; `again`, as something was added, also where it is there."""
@@ -250,25 +200,39 @@ class HtmlPage:
         try:
             # It counts as any other file of the incident does.
             run.folder.charge(_MAX_BYTES)
-            self._maker = Child([*_PROGRAM, str(run.path), str(run.path / PAGE)], _PAGE_SECS)
         except (OSError, CrashkitError) as error:
             logger.warning("no page of incident %s: %s", run.path, error)
+            return
+        argv = [*_PROGRAM, str(run.path), str(run.path / PAGE)]
+        self._maker = BackgroundTool("crashkit-page", argv, _PAGE_SECS, _as_it_is, _MAX_OUTPUT)
 
     def act_on_time(self) -> None:
         """Take in that the page is made, or that the time for it is over."""
-        if self._maker is not None and self._maker.has_ended():
-            if self._maker.problem:
-                logger.warning("no page of incident %s: its program %s", self._made, self._maker.problem)
+        made = self._maker.look() if self._maker is not None else None
+        if made is not None:
             self._maker = None
+            if made.reason:
+                logger.warning("no page of incident %s: its program %s", self._made, _words_of(made))
 
     def wait(self) -> None:
         """Wait until the page is made, or the time for it is over."""
-        if self._maker is not None:
-            self._maker.wait()
+        while self._maker is not None:
+            time.sleep(_LOOK_SECS)
             self.act_on_time()
 
     def cancel(self) -> None:
         """End what makes a page, where something does."""
         if self._maker is not None:
-            self._maker.kill()
+            self._maker.cancel()
+            deadline = time.monotonic() + _REAP_SECS
+            while self._maker.look() is None and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECS)
             self._maker = None
+
+
+def _as_it_is(run: ToolRun) -> ToolRun:
+    return run
+
+
+def _words_of(run: ToolRun) -> str:
+    return "; ".join([run.reason, *run.errors.strip().splitlines()[-1:]])

@@ -378,7 +378,7 @@ class Session:
             self.page.begin(run, again=True)
         self.received.close()
         self.gpus.close()
-        self.commands.close()
+        self.commands.act_on_time()
 
     def on_exiting(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.

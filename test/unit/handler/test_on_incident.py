@@ -47,8 +47,9 @@ def outcome_of(incident: Path) -> Callable[..., dict[str, Any]]:
     """Run a command for the incident, and return what is noted of it."""
 
     def run(command: str, **environ: str) -> dict[str, Any]:
-        assert run_command(incident, dict(os.environ) | {COMMAND_SECS: str(LONG), COMMAND: command} | environ)
-        outcome: dict[str, Any] = json.loads((incident / OUTCOME).read_text())
+        outcome = run_command(incident, dict(os.environ) | {COMMAND_SECS: str(LONG), COMMAND: command} | environ)
+        assert outcome == json.loads((incident / OUTCOME).read_text())
+        assert outcome is not None
         return outcome
 
     return run
@@ -134,7 +135,7 @@ def notes(path: Path) -> str:
 def work_off(commands: Commands) -> None:
     def is_done() -> bool:
         commands.act_on_time()
-        return not commands._waiting and not commands._children
+        return not commands._waiting and not commands._running
 
     wait_until(is_done, "all have ended")
 
@@ -162,8 +163,8 @@ def test_where_it_cannot_be_started_the_rest_goes_on(
     monkeypatch.setattr("sys.executable", "/nonexistent")
     commands = Commands()
     commands.begin(incident)
-    commands.close()
-    assert f"{COMMAND} is not run for incident {incident}" in caplog.text
+    work_off(commands)
+    assert f"{COMMAND} for incident {incident}: /nonexistent: No such file or directory" in caplog.text
 
 
 def test_a_crash_runs_it_and_waits_for_nothing(start_server: Callable[..., Server], tmp_path: Path) -> None:
@@ -173,6 +174,17 @@ def test_a_crash_runs_it_and_waits_for_nothing(start_server: Callable[..., Serve
     wait_until((incident.path / OUTCOME).exists, "the command was run")
     assert json.loads((incident.path / OUTCOME).read_text())["done"] is True
     assert (tmp_path / "told").read_text().split() == [str(incident.path)]
+
+
+def test_a_failure_is_said_in_the_handlers_log(
+    incident: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(COMMAND, "sh -c 'echo no route; exit 7'")
+    commands = Commands()
+    commands.begin(incident)
+    work_off(commands)
+    assert f"{COMMAND} for incident {incident}: " in caplog.text
+    assert "ended with status 7; no route" in caplog.text
 
 
 # -- the recipes

@@ -16,7 +16,7 @@ from sglang_crashkit import protocol
 from sglang_crashkit.handler import reporting
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.reporting import PAGE, Answers, Child, HtmlPage, ServerLog
+from sglang_crashkit.handler.reporting import PAGE, Answers, HtmlPage, ServerLog
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
 from sglang_crashkit.protocol import Mailbox, Message
@@ -153,41 +153,6 @@ def test_lines_of_the_start_wait_until_somebody_listens(short_folder: Path) -> N
     assert said == [("say", "3 crashes in the last hour"), ("say", "12 segments")]
 
 
-#: Starts another, and waits for it.
-WAITS = """
-import subprocess, sys
-other = subprocess.Popen(["sleep", "600"])
-open(sys.argv[1], "w").write(str(other.pid))
-other.wait()
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "problem"), [("pass", ""), ("raise SystemExit(3)", "ended with status 3")], ids=["well", "failed"]
-)
-def test_how_it_ended_is_known(code: str, problem: str) -> None:
-    child = Child([sys.executable, "-c", code])
-    child.wait()
-    assert child.has_ended()
-    assert child.problem == problem
-
-
-def test_at_its_deadline_all_that_it_started_is_killed(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    child = Child([sys.executable, "-c", WAITS, str(file)], 3.0)
-    wait_until(lambda: file.exists() and file.read_text(), "it has started another")
-    child.wait()
-    assert child.has_ended()
-    assert child.problem == "did not end within 3 s"
-    wait_until(lambda: not Path(f"/proc/{file.read_text()}").exists(), "that is gone, too")
-
-
-def test_one_that_is_left_works_on(tmp_path: Path) -> None:
-    file = tmp_path / "done"
-    Child([sys.executable, "-c", "import sys; open(sys.argv[1], 'w')", str(file)]).leave()
-    wait_until(file.exists, "it is done")
-
-
 #: Says who it is in the file that it is to write, and hangs.
 HANGS = (sys.executable, "-c", "import os, sys, time; open(sys.argv[2], 'w').write(str(os.getpid())); time.sleep(1000)")
 FAILS = (sys.executable, "-c", "raise SystemExit('out of paper')")
@@ -251,12 +216,12 @@ def test_one_that_hangs_is_killed_at_its_deadline(
 
 
 def test_one_that_fails_is_logged_and_no_more(
-    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reporting, "_PROGRAM", FAILS)
     make_page(run)
     assert "ended with status 1" in caplog.text
-    assert "out of paper" in capfd.readouterr().err
+    assert "out of paper" in caplog.text
 
 
 @pytest.mark.usefixtures("hangs")
