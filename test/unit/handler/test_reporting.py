@@ -167,7 +167,7 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path) -> Any:
     """What the page needs of an incident that is finished."""
     path = make_incident(tmp_path)
-    folder = SimpleNamespace(charge=lambda name, size: None)
+    folder = SimpleNamespace(charge=lambda size: None)
     return SimpleNamespace(finished=True, problem="", path=path, folder=folder, incident=SimpleNamespace(id="0123abcd"))
 
 
@@ -241,7 +241,7 @@ def test_it_is_made_once_unless_something_was_added(run: Any) -> None:
 
 @pytest.mark.usefixtures("hangs")
 def test_without_room_there_is_none(run: Any, caplog: pytest.LogCaptureFixture) -> None:
-    def charge(name: str, size: int) -> None:
+    def charge(size: int) -> None:
         raise OSError("there is no room")
 
     run.folder.charge = charge
