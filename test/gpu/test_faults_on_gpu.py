@@ -72,19 +72,6 @@ def test_the_core_is_private_and_lacks_the_gpus_memory(hung):
     assert core.stat().st_size < 1 << 30
 
 
-def test_cuda_gdb_gets_the_time_left_after_the_core(hung, findings):
-    piece = hung.evidence(SCHEDULER, "gpu_stack")
-    findings["cuda-gdb on a hung scheduler"] = piece
-    if find_cuda_gdb() is None:
-        assert piece["status"] == "skipped"
-        return
-    # How long it takes to read the symbols of torch is not known; what it printed by its deadline is kept.
-    assert piece["source"] == "cuda-gdb"
-    assert piece["status"] == "captured" or "did not end within" in piece["reason"]
-    events = [entry["event"] for entry in hung.incident["timeline"]]
-    assert events.index("cuda_cores_asked") < events.index("gpu_stacks")
-
-
 def test_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, findings, read_core):
     env = write_site(tmp_path / "site")
 

@@ -26,7 +26,6 @@ EvidenceKind = Literal[
     "exception",
     "cuda_core",
     "gpu_kernels",
-    "gpu_stack",
     "flight_recorder",
     "steps",
     "log",

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -254,38 +254,3 @@ def test_whoever_stops_is_named_and_nobody_else(ranks: set[int], finished: int, 
     else:
         ((kind, named, level),) = [(one.kind, one.named, one.level) for one in found]
         assert (kind, named, level) == ("behind", (stopped,), "supported" if absent else "established")
-
-
-OPERATIONS = st.sampled_from(["all_reduce", "broadcast", "barrier", "send 0->1", "recv 1<-0", "send 9->8", "outlier"])
-
-
-@st.composite
-def anything(draw: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Entries in no order and with no sense."""
-    return [
-        entry(
-            draw(st.integers(0, 9)),
-            draw(st.integers(0, 4)),
-            draw(OPERATIONS),
-            group=draw(st.sampled_from([("0", "default_pg"), ("1", ""), ("", "")])),
-            state=draw(st.sampled_from(["scheduled", "started", "completed"])),
-            sizes=draw(st.lists(st.lists(st.integers(0, 4), max_size=2), max_size=2)),
-            is_message=draw(st.booleans()),
-            retired=draw(st.booleans()),
-        )
-        for _ in range(draw(st.integers(0, 6)))
-    ]
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), anything()), max_size=4), st.permutations(range(4)))
-def test_the_findings_do_not_depend_on_the_dumps_order(
-    dumps: list[tuple[int, list[dict[str, Any]]]], order: Sequence[int]
-) -> None:
-    records = [record(rank, entries, (0, 1, 2), _1=(0, 2)) for rank, entries in dict(dumps).items()]
-    findings = judge_collectives(records)
-    for finding in findings:
-        assert finding.statement.endswith(".")
-        assert set(finding.processes) <= {one.name for one in records}
-        json.dumps(finding.to_json())
-    shuffled = judge_collectives([records[place] for place in order if place < len(records)])
-    assert [one.kind for one in shuffled] == [one.kind for one in findings]

@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet, Scope, group_of, rank_of, scope_of, server_of, split_replicas
 from unit.analysis.real_stacks import process
-
-NUMBERS = st.sets(st.integers(0, 5000), max_size=40)
 
 
 def tp(*numbers: int, scope: Scope = ()) -> list[Rank]:
@@ -37,17 +32,6 @@ STAGES = [rank for stage in range(4) for rank in tp(*range(8), scope=scope_of({"
 )
 def test_a_set_reads_as_a_person_would_write_it(ranks: list[Rank], text: str) -> None:
     assert str(RankSet(ranks)) == text
-
-
-@given(NUMBERS, NUMBERS)
-def test_a_union_reads_as_both_without_touching_ranges(first: set[int], second: set[int]) -> None:
-    ranks, other = RankSet(tp(*first)), RankSet(tp(*second))
-    ranks.update(other)
-    assert (len(ranks), str(other)) == (len(first | second), str(RankSet(tp(*second))))
-    text = str(ranks).removeprefix("TP") if first | second else ""
-    bounds = [tuple(map(int, part.split("-"))) for part in text.split(",") if part]
-    assert {n for some in bounds for n in range(some[0], some[-1] + 1)} == first | second
-    assert all(a[-1] + 1 < b[0] for a, b in itertools.pairwise(bounds))
 
 
 def test_what_goes_without_saying_and_small_scopes_are_left_out() -> None:

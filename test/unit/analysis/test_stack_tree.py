@@ -51,15 +51,6 @@ def test_common_calls_are_one_node_with_all_ranks_below() -> None:
     assert str(tree.everyone()) == "TP0-1"
 
 
-def test_ranks_at_different_lines_of_a_function_stay_together() -> None:
-    tree = PrefixTree()
-    for number in range(5):
-        add(tree, number, "main", "spin", line=number)
-    spin = only_child(only_child(tree.root))
-    assert spin.lines == {0, 1, 2, 3, 4}
-    assert str(spin.ranks) == "TP0-4"
-
-
 def test_a_very_deep_stack_is_taken() -> None:
     tree = PrefixTree()
     add(tree, 0, *(f"f{depth}" for depth in range(5000)))
@@ -123,7 +114,3 @@ def test_it_ends_with_how_much_was_left_out() -> None:
     lines = list(format_tree(tree, max_lines=10))
     assert len(lines) == 11
     assert lines[-1] == "... and 41 more branches"
-
-
-def test_without_stacks_there_is_nothing_to_tell() -> None:
-    assert list(format_tree(PrefixTree())) == []

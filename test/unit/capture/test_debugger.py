@@ -5,7 +5,6 @@ import itertools
 import re
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from sglang_crashkit.capture.debugger import (
     parse_stacks,
     substitute,
 )
-from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Frame
 from unit.support.targets import SLEEPER, functions_of, settle, settle_in_sleep, start_ticks, state_of
@@ -84,18 +82,6 @@ def test_gdb_reads_the_symbols_of_libraries_on_the_stacks(tmp_path: Path) -> Non
 
 
 @needs_gdb
-def test_gdb_finds_the_libraries_by_these_names() -> None:
-    gdb = Debugger("gdb", shutil.which("gdb") or "")
-    with child("import ctypes; ctypes.CDLL('libstdc++.so.6')\n" + SLEEPER) as process:
-        command = command_of(gdb, process.pid, ["libc.so", "libstdc++.so"])
-        run = run_tool([*command, "-ex", "info sharedlibrary"], 4 * LONG)
-    rows = [line.split() for line in run.text.splitlines() if ".so" in line and line.startswith("0x")]
-    # From, to, whether symbols were read (with a star where the file has none for source lines), path.
-    read = {Path(row[-1]).name.split(".so")[0] for row in rows if row[2].startswith("Yes")}
-    assert read == {"libc", "libstdc++"}
-
-
-@needs_gdb
 def test_gdb_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEBUGINFOD_URLS", "http://127.0.0.1:9/")
     tool = stand_in(tmp_path, 'echo "servers: $DEBUGINFOD_URLS"', "cuda-gdb")
@@ -106,16 +92,6 @@ def test_gdb_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeyp
     assert (debugged.tool, debugged.problem) == ("gdb", "")
     assert debugged.text.startswith("servers: \n\n== cuda-gdb printed no stack; gdb:\n")
     assert any("nanosleep" in function for function in functions_of(debugged.threads))
-
-
-def test_gdb_takes_the_stacks_where_cuda_gdb_does_not_start(tmp_path: Path) -> None:
-    broken = stand_in(tmp_path, "echo 'libpython3.11.so.1.0: cannot open shared object file'; exit 127", "cuda-gdb")
-    gdb = stand_in(tmp_path, "echo 'Thread 1 (LWP 5):'; echo '#0  0x1 in nanosleep ()'")
-    with child(SLEEPER) as process:
-        debugger = Debugger("cuda-gdb", broken.path, gdb.path)
-        debugged = debug(debugger, process.pid, start_ticks(process.pid), LONG)
-    assert (debugged.tool, debugged.problem) == ("gdb", "")
-    assert functions_of(debugged.threads) == ["nanosleep"]
 
 
 def test_without_gdb_it_is_said_that_there_is_no_stack(tmp_path: Path) -> None:
@@ -133,16 +109,6 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
         debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
         wait_until(lambda: runs_on(process.pid), "it runs on")
     assert debugged.problem == "gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
-
-
-def test_what_cuda_gdb_left_stopped_is_told_with_gdbs_stacks(tmp_path: Path) -> None:
-    script = "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1"
-    broken = Debugger("cuda-gdb", stand_in(tmp_path, script, "cuda-gdb").path)
-    gdb = stand_in(tmp_path, "echo 'Thread 1 (LWP 5):'; echo '#0  0x1 in nanosleep ()'")
-    with child(SLEEPER) as process:
-        debugged = debug(replace(broken, gdb=gdb.path), process.pid, start_ticks(process.pid), LONG)
-    problem = "cuda-gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
-    assert debugged.text.startswith(f"\n== {problem}; gdb:\n")
 
 
 @pytest.mark.wide
@@ -176,8 +142,16 @@ def test_without_permission_the_next_step_is_named(tmp_path: Path) -> None:
     ("names", "found", "missing"),
     [
         (("cuda-gdb", "gdb"), "cuda-gdb", ""),
-        (("gdb",), "gdb", "cuda-gdb is not installed, so CUDA kernels are not listed; next: install cuda-gdb"),
-        ((), None, "neither cuda-gdb nor gdb is installed; next: apt-get install gdb, or install cuda-gdb"),
+        (
+            ("gdb",),
+            "gdb",
+            "cuda-gdb is not installed, so CUDA kernels are not listed; next: apt-get install cuda-gdb-13-0",
+        ),
+        (
+            (),
+            None,
+            "neither cuda-gdb nor gdb is installed; next: apt-get install gdb, or apt-get install cuda-gdb-13-0",
+        ),
     ],
 )
 def test_cuda_gdb_comes_first_and_what_is_missing_is_said(
@@ -189,14 +163,6 @@ def test_cuda_gdb_comes_first_and_what_is_missing_is_said(
     monkeypatch.setattr("os.environ", {"PATH": str(tmp_path)})
     debugger, said = find_debugger()
     assert (debugger.name if debugger else None, said.startswith(missing)) == (found, True), said
-
-
-def test_cuda_gdb_is_found_in_the_toolkits_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    stand_in(tmp_path / "bin", "", "cuda-gdb")
-    monkeypatch.setattr("os.environ", {"PATH": "/nonexistent", "CUDA_HOME": str(tmp_path)})
-    debugger, _missing = find_debugger()
-    assert debugger == Debugger("cuda-gdb", str(tmp_path / "bin" / "cuda-gdb"))
 
 
 def test_without_a_debugger_py_spy_takes_native_stacks() -> None:

@@ -160,14 +160,6 @@ def test_a_link_in_place_of_the_dump_is_not_followed(start: Start, tmp_path: Pat
         request.look()
 
 
-def test_a_place_is_read_as_it_was_written(tmp_path: Path) -> None:
-    place = FlightPlace("/run/1-2.nccl-", "/crash/1-2-rank", is_own=True)
-    assert FlightPlace.read(tmp_path, 1, 2) is None
-    place.write(tmp_path, 1, 2)
-    assert FlightPlace.read(tmp_path, 1, 2) == place
-    assert FlightPlace.read(tmp_path, 1, 3) is None
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipe_stem": "a", "dump_stem": "", "is_own": true}', "\x00"])
 def test_a_place_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
     FlightPlace.file_of(tmp_path, 1, 2).write_text(text)

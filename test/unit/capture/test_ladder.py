@@ -6,18 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from sglang_crashkit.capture import ladder
 from sglang_crashkit.capture.ladder import ask_faulthandler, capture_all, parse_faulthandler
-from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks
-from sglang_crashkit.model.sample import Frame, Sample
+from sglang_crashkit.model.sample import Frame
 from unit.support.targets import (
     LOCK_HOLDER,
     SLEEPER,
@@ -76,29 +72,6 @@ def test_every_process_gets_its_stack_in_time_despite_py_spy(runtime: Path, use_
     assert "hold_the_lock" in functions_of(second.threads)
     assert (first.gil, second.gil) == ("", "taken")
     assert descriptors().items() <= fds.items()
-
-
-def test_a_machine_that_stood_still_does_not_cost_the_stacks(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN a round of py-spy that took the time of all, and a process that is slow to answer
-    late = 0.0
-
-    def stand_still(pids: list[int], deadline_secs: float) -> list[Sample]:
-        nonlocal late
-        late = 3 * deadline_secs
-        return [Sample(pid=pid, problem="py-spy did not end", seconds=deadline_secs) for pid in pids]
-
-    def answer_late(sockets: dict[int, Path], deadline_secs: float) -> list[Sample]:
-        time.sleep(0.05)
-        return ask_responders(sockets, deadline_secs - 0.05)
-
-    monkeypatch.setattr(ladder, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late, sleep=time.sleep))
-    monkeypatch.setattr(ladder, "sample_all", stand_still)
-    monkeypatch.setattr(ladder, "ask_responders", answer_late)
-    with hooked(runtime, SLEEPER) as free, hooked(runtime, LOCK_HOLDER) as held:
-        settle_in_lock(held.pid)
-        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
-    # THEN there are two ways left
-    assert (first.source, second.source) == ("in-process", "faulthandler"), (first.problem, second.problem)
 
 
 def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) -> None:
@@ -162,14 +135,6 @@ def test_a_traced_process_is_captured_beside_its_tracer(runtime: Path) -> None:
     assert (sample.source, sample.problem) == ("py-spy", "")
 
 
-def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> None:
-    use_tool("echo Error: no such process >&2; exit 1")
-    with hooked(runtime, SLEEPER) as target:
-        pass
-    (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert sample == dataclasses.replace(sample, threads=(), problem="no such process", source="py-spy")
-
-
 EXEC = """
 ready()
 os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(120)"])
@@ -181,33 +146,6 @@ signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
 
 def ask(folder: Path, *targets: StackHooks, secs: float = LONG):
     return ask_faulthandler(targets, {target.pid: folder for target in targets}, secs)
-
-
-def test_a_lock_held_in_c_does_not_hide_any_thread(runtime: Path) -> None:
-    with hooked(runtime, LOCK_HOLDER) as target:
-        settle_in_lock(target.pid)
-        (sample,) = ask(runtime, target)
-        assert state_of(target.pid) == "S"
-    assert (sample.problem, sample.source) == ("", "faulthandler")
-    assert sample.threads
-    (main,) = [thread for thread in sample.threads if thread.native_id == target.pid]
-    assert [frame.function for frame in main.frames] == ["hold_the_lock", "<module>"]
-    # The kit's own is among them.
-    assert len(sample.threads) == 2
-
-
-@pytest.mark.wide
-def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
-    fds = descriptors()
-    with hooked(runtime, LOCK_HOLDER) as target:
-        settle_in_lock(target.pid)
-        for _ in range(20):
-            (sample,) = ask(runtime, target)
-            assert sample.threads
-            assert functions_of(sample.threads).count("hold_the_lock") == 1
-        # What it wrote before is gone: the file does not grow.
-        assert HookFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
-    assert descriptors().items() <= fds.items()
 
 
 def test_a_traced_process_is_not_asked(runtime: Path) -> None:
@@ -291,18 +229,6 @@ def test_the_error_the_threads_and_their_frames_are_read() -> None:
     assert (other.name, other.native_id, other.active) == ("", None, False)
 
 
-def test_the_thread_that_hit_the_error_comes_first() -> None:
-    output = parse(WHOLE, main=OTHER)
-    assert [thread.native_id for thread in output.threads] == [None, 100]
-    assert [thread.active for thread in output.threads] == [True, False]
-
-
-def test_paths_are_shortened_by_the_longest_folder_of_modules() -> None:
-    text = WHOLE.replace("/site/", "/checkout/env/site/")
-    (frame, *_rest) = parse(text, roots=("/checkout", "", "/checkout/env/site/")).threads[0].frames
-    assert frame.file == "sglang/srt/managers/scheduler.py"
-
-
 @pytest.mark.parametrize("length", range(0, len(WHOLE), 7))
 def test_what_was_cut_off_is_read_as_far_as_possible(length: int) -> None:
     output = parse(WHOLE[:length])
@@ -312,12 +238,6 @@ def test_what_was_cut_off_is_read_as_far_as_possible(length: int) -> None:
     frames = [frame for thread in output.threads for frame in thread.frames]
     known = [frame for thread in whole.threads for frame in thread.frames]
     assert all(frame in known for frame in frames)
-
-
-def test_a_stack_deeper_than_it_prints_is_whole() -> None:
-    text = f"Thread 0x{MAIN:016x} (most recent call first):\n" + '  File "/x.py", line 1 in f\n' * 100
-    assert not parse(text).is_whole
-    assert parse(text + "  ...\n").is_whole
 
 
 def test_names_of_later_pythons_and_unknown_lines_are_taken() -> None:

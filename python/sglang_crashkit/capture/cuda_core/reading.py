@@ -150,7 +150,9 @@ def read_cuda_core(
         reason = run.reason or (refused[1][:_MAX_NAME] if refused else "it lists no GPU")
         if run.status is not None and run.status < 0:
             reason = f"it died by {signal.Signals(-run.status).name}, as on a damaged core"
-        raise CudaCoreError(f"{path} cannot be read by cuda-gdb: {reason}", next_step="take another core")
+        raise CudaCoreError(
+            f"{path} cannot be read by cuda-gdb: {reason}", next_step="take a cuda-gdb as new as the driver"
+        )
     return core
 
 

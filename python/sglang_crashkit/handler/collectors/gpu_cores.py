@@ -3,11 +3,6 @@
 The server's end waits for them, so they have what `Settings.exit_secs` leaves, however they grow. A core that takes
 more of the disk than it may is not waited for: the end of the server cuts it short. Each that is whole is read by a
 process of its own while the handler goes on.
-
-Of a server that hangs cuda-gdb then says what the kernels and the native stacks of a scheduler are. It is the last of
-all that is taken: it stops a process for as long as it reads, and no core can be written while it is attached. So it
-comes only to a process of which a core was written, within what is left of the incident's time, and a process that it
-did not let go of is let go on; see `capture.debugger`.
 """
 
 from __future__ import annotations
@@ -15,16 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeVar
 
 from sglang_crashkit.capture.cuda_core.reading import CudaCore, core_in_lines, read_cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
-from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, debug, find_debugger, max_at_once
+from sglang_crashkit.capture.debugger import find_cuda_gdb, max_at_once
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.incident import IncidentRun
@@ -34,8 +27,6 @@ from sglang_crashkit.model.incident import Evidence, ProcessReport
 from sglang_crashkit.settings import MAX_CORE, MB, Settings
 
 logger = logging.getLogger(__name__)
-
-_Answer = TypeVar("_Answer")
 
 #: A core under way is looked at this often, in seconds.
 _LOOK_SECS = 0.1
@@ -47,18 +38,12 @@ _MAX_KERNELS = 4
 _CORE_BYTES = 256 << 20
 #: When its core is written, the driver ends the process whose GPU failed; so long may it take to, in seconds.
 _LAST_CORE_SECS = 60.0
-#: What is left of the incident's time for writing it, in seconds.
-_WRITING_SECS = 1.0
 #: Of the time that the server's end has, the share that is left when the cores are read, and the one for reading them.
 _LAST_SHARE, _READING_SHARE = 0.1, 0.25
-#: Incidents of a server that hangs, as long as no rank of it is dead.
-_HANGS = frozenset({"child_failure", "hang"})
-#: To attach and to let go alone takes cuda-gdb seconds.
-_LEAST_SECS = 3.0
 
 
 class Cores:
-    """The cores of one incident; of a server that hangs, after them what cuda-gdb says of who wrote one.
+    """The cores of one incident, and what cuda-gdb says of them.
 
     While one is written, whoever waits for the incident is told to wait on: the end of the server would cut it short.
 
@@ -87,14 +72,12 @@ class Cores:
         self._last_write = self._end_at - min(READ_SECS, _READING_SHARE * self._exit_secs)
         self._grown_at = self._began
         self._written: dict[int, int] = {}
-        self._cuda_gdb = CudaGdb(run, temporary, self._end_at)
+        self._temporary = temporary
+        self._cuda_gdb = find_cuda_gdb()
+        self._pool = ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
+        self._readings: list[tuple[Future[CudaCore], Path, ProcessReport, float]] = []
         self._under_way: dict[int, tuple[TrackedProcess, CoreRequest, ProcessReport]] = {}
         self._expected_bytes = 0
-        self._to_debug: list[TrackedProcess] = []
-        self._wants_stacks = run.incident.kind in _HANGS and not dead and settings.stacks
-        # Who set it so wants no process stopped.
-        self._wants_stacks &= settings.native is not False
-        self._stacks_end = min(run.opened + settings.budget_secs - _WRITING_SECS, self._end_at)
         self._earlier = run.incident_with_core() if living and settings.cores else None
         for process in living:
             self._ask(process, run.report(process), settings)
@@ -106,18 +89,17 @@ class Cores:
     @property
     def are_done(self) -> bool:
         """Whether nothing is waited for."""
-        return not self._under_way and not self._to_debug and self._cuda_gdb.is_done
+        return not self._under_way and not self._readings
 
     @property
     def writing(self) -> frozenset[int]:
-        """The processes of which a core is written now, or that a debugger holds: a signal may spoil it."""
-        return frozenset(self._under_way) | self._cuda_gdb.attached
+        """The processes of which a core is written now: a signal may spoil it."""
+        return frozenset(self._under_way)
 
     @property
     def deadline(self) -> float:
         """When the wait ends, unless a core grows on, by the monotonic clock."""
-        end = min(self._wait_end + READ_SECS, self._end_at)
-        return max(end, self._stacks_end) if self._wants_stacks else end
+        return min(self._wait_end + READ_SECS, self._end_at)
 
     def next_due(self) -> float:
         """Return when `look` has something to do, by the monotonic clock."""
@@ -134,8 +116,6 @@ class Cores:
                 if path is not None:
                     self._keep(path, report, round(time.monotonic() - self._began, 3))
                     del self._under_way[pid]
-                    if self._wants_stacks:
-                        self._to_debug.append(process)
                     continue
             except (NoCoreError, OSError) as error:
                 reason = str(error)
@@ -146,18 +126,14 @@ class Cores:
             if reason:
                 self._end(pid, report, Evidence("cuda_core", "failed", reason=reason))
         self._see_to_the_disk()
-        self._cuda_gdb.look()
-        if self._to_debug and not self._under_way and self._cuda_gdb.is_done:
-            for process in self._to_debug:
-                self._cuda_gdb.attach(process, self._stacks_end)
-            self._to_debug.clear()
+        for reading in [one for one in self._readings if one[0].done()]:
+            self._readings.remove(reading)
+            self._take(*reading)
 
     def give_up(self, reason: str) -> None:
         """Wait no longer for what is not whole yet, for a reason that is noted."""
         for pid, (_process, request, report) in list(self._under_way.items()):
             self._end(pid, report, Evidence("cuda_core", "failed", reason=f"{reason}: {request.leftover()}"))
-        self._to_debug.clear()
-        self._cuda_gdb.let_go()
 
     @property
     def _wait_end(self) -> float:
@@ -264,60 +240,20 @@ class Cores:
         os.chmod(path, 0o600)  # noqa: PTH101
         relative = os.path.relpath(path, self._run.path)
         report.evidence.append(Evidence("cuda_core", "captured", path=relative, seconds=seconds))
-        self._cuda_gdb.read(path, report)
+        self._read(path, report)
 
     def _end(self, pid: int, report: ProcessReport, piece: Evidence) -> None:
         piece.seconds = round(time.monotonic() - self._began, 3)
         report.evidence.append(piece)
         del self._under_way[pid]
 
-
-class CudaGdb:
-    """What cuda-gdb says in one incident: of cores, and of the processes that wrote them. It is run beside the handler.
-
-    Args:
-        run: the incident; evidence goes into its reports.
-        temporary: where it gets a folder for its own files.
-        end_at: when the last core is to be read, by the monotonic clock.
-    """
-
-    def __init__(self, run: IncidentRun, temporary: Path, end_at: float) -> None:
-        self._run = run
-        self._temporary = temporary
-        self._end_at = end_at
-        self._letting_go = threading.Event()
-        self._attached: set[int] = set()
-        self._pool = ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
-        self._under_way: list[Callable[[], bool]] = []
-        debugger, _missing = find_debugger()
-        self._debugger = debugger if debugger is not None and debugger.name == "cuda-gdb" else None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is waited for."""
-        return not self._under_way
-
-    @property
-    def attached(self) -> frozenset[int]:
-        """The processes that it may hold now."""
-        return frozenset(self._attached)
-
-    def look(self) -> None:
-        """Take in what there is by now."""
-        self._under_way = [is_taken for is_taken in self._under_way if not is_taken()]
-
-    def let_go(self) -> None:
-        """Leave the processes, because they end."""
-        self._letting_go.set()
-
-    def read(self, path: Path, report: ProcessReport) -> None:
-        """Begin to read the core of a process, where cuda-gdb is installed and there is time."""
-        began, command = time.monotonic(), f"sglang-crashkit core {shlex.quote(str(path))}"
-        reason = ""
-        if self._debugger is None:
-            reason = f"cuda-gdb is not installed; next, where it is: {command}"
+    def _read(self, path: Path, report: ProcessReport) -> None:
+        """Begin to read a core, where cuda-gdb is installed and there is time."""
+        began, reason = time.monotonic(), ""
+        if self._cuda_gdb is None:
+            reason = f"cuda-gdb is not installed; next, where it is: {_command(path)}"
         elif began >= self._end_at:
-            reason = f"no time was left for it; next: {command}"
+            reason = f"no time was left for it; next: {_command(path)}"
         if reason:
             report.evidence.append(Evidence("gpu_kernels", "skipped", reason=reason))
             return
@@ -326,77 +262,28 @@ class CudaGdb:
             seconds = min(READ_SECS, self._end_at - time.monotonic())
             return read_cuda_core(path, seconds, with_threads=False, folder=self._temporary)
 
-        def take(core: CudaCore | Exception) -> None:
-            seconds = round(time.monotonic() - began, 3)
-            if isinstance(core, Exception):
-                why = core.message if isinstance(core, CrashkitError) else f"{type(core).__name__}: {core}"
-                piece = Evidence("gpu_kernels", "failed", reason=f"{why}; next: {command}", seconds=seconds)
-            else:
-                # What it says in short is in the incident even where there is no room for the file.
-                report.gpu = list(core_in_lines(core, _MAX_KERNELS))
-                name = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.txt"
-                how = {"reason": core.problem or None, "source": "cuda-gdb"}
-                piece = write_piece("gpu_kernels", self._run.folder.write_text, name, core.text, seconds=seconds, **how)
-            report.evidence.append(piece)
-
-        self._start(read, take)
-
-    def attach(self, process: TrackedProcess, end_at: float) -> None:
-        """Begin to take the stacks of a process that wrote a core, until `end_at` by the monotonic clock."""
-        report, debugger = self._run.report(process), self._debugger
-        reason = ""
-        if debugger is None:
-            reason = f"cuda-gdb is not installed; next: {GET_CUDA_GDB}"
-        elif end_at - time.monotonic() < _LEAST_SECS:
-            reason = "SGLANG_CRASHKIT_BUDGET_SECS leaves no time for cuda-gdb"
-        if reason or debugger is None:
-            report.evidence.append(Evidence("gpu_stack", "skipped", reason=reason))
-            return
-
-        def read() -> Debugged:
-            seconds = end_at - time.monotonic()
-            if seconds < _LEAST_SECS:
-                return Debugged(debugger.name, problem="the others took all the time that there was")
-            return debug(debugger, process.pid, process.handle.start_ticks, seconds, self._letting_go)
-
-        def take(answer: Debugged | Exception) -> None:
-            self._attached.discard(process.pid)
-            if isinstance(answer, Exception):
-                answer = Debugged(debugger.name, problem=f"{type(answer).__name__}: {answer}")
-            status: Literal["captured", "failed"] = "captured" if answer.threads or answer.kernels else "failed"
-            piece = Evidence(
-                "gpu_stack", status, reason=answer.problem or None, seconds=answer.seconds, source=answer.tool
-            )
-            if answer.text:
-                name = f"gpu/{titles.label_of(report.title, report.pid)}.cuda-gdb.txt"
-                written = write_piece("gpu_stack", self._run.folder.write_text, name, answer.text)
-                piece.path = written.path
-                if written.status != "captured":
-                    piece = written
-            report.evidence.append(piece)
-            # What the core said is told with its places; these are names alone.
-            report.gpu = report.gpu or [f"kernel {name}, by cuda-gdb" for name in answer.kernels]
-            if not self._attached:
-                self._run.note(clock.now(), "gpu_stacks")
-
-        self._attached.add(process.pid)
-        self._start(read, take)
-
-    def _start(self, work: Callable[[], _Answer], take: Callable[[_Answer | Exception], None]) -> None:
-        """Have `work` done by a thread, and `take` called with its answer by `look`."""
         try:
-            future = self._pool.submit(work)
+            self._readings.append((self._pool.submit(read), path, report, began))
         except RuntimeError as error:
             # The system gives no thread.
-            take(error)
+            report.evidence.append(Evidence("gpu_kernels", "failed", reason=f"{error}; next: {_command(path)}"))
+
+    def _take(self, reading: Future[CudaCore], path: Path, report: ProcessReport, began: float) -> None:
+        seconds = round(time.monotonic() - began, 3)
+        try:
+            core = reading.result()
+        except Exception as error:  # noqa: BLE001 - cuda-gdb is a help, and the incident is not to be lost
+            why = error.message if isinstance(error, CrashkitError) else f"{type(error).__name__}: {error}"
+            reason = f"{why}; next: {_command(path)}"
+            report.evidence.append(Evidence("gpu_kernels", "failed", reason=reason, seconds=seconds))
             return
+        # What it says in short is in the incident even where there is no room for the file.
+        report.gpu = list(core_in_lines(core, _MAX_KERNELS))
+        name, write = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.txt", self._run.folder.write_text
+        how = {"reason": core.problem or None, "source": "cuda-gdb"}
+        piece = write_piece("gpu_kernels", write, name, core.text, seconds=seconds, **how)
+        report.evidence.append(piece)
 
-        def is_taken() -> bool:
-            if not future.done():
-                return False
-            error = future.exception()
-            # cuda-gdb is a help, and the incident is not to be lost.
-            take(future.result() if error is None else error if isinstance(error, Exception) else RuntimeError(error))
-            return True
 
-        self._under_way.append(is_taken)
+def _command(path: Path) -> str:
+    return f"sglang-crashkit core {shlex.quote(str(path))}"

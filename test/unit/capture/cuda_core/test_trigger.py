@@ -81,16 +81,6 @@ def test_what_is_written_of_a_core_grows(tmp_path: Path) -> None:
     assert sizes == sorted(set(sizes)), "each of the steps is seen, also where a hole is filled"
 
 
-def test_several_processes_write_their_cores_side_by_side(start: Start, tmp_path: Path) -> None:
-    requests = [start(seconds=0.5) for _ in range(3)]
-    for request in requests:
-        wait_until((tmp_path / f"corepipe.{request.pid}").exists, "each driver made its pipe")
-    for request in requests:
-        request.send()
-    paths = {wait_until(request.look, "the core is whole") for request in requests}
-    assert len(paths) == 3
-
-
 @pytest.mark.parametrize(
     ("there", "outcome", "why"),
     [
@@ -125,17 +115,6 @@ def test_a_pipe_that_an_earlier_process_left_is_passed_over(start: Start, tmp_pa
     assert wait_until(request.look, "the core is whole")
 
 
-def test_a_core_that_the_driver_began_is_waited_for(start: Start, tmp_path: Path) -> None:
-    asked = start(seconds=1.0)
-    (tmp_path / f"core.cuda.1.{asked.pid}").write_bytes(core_bytes())
-    assert not asked.join()
-    asked.send()
-    other = CoreRequest(asked.pid, ENABLED | {"CUDA_COREDUMP_FILE": str(tmp_path / "core.cuda.%t.%p")})
-    wait_until(other.join, "the core has begun")
-    path = wait_until(other.look, "the core is whole")
-    assert path.name != f"core.cuda.1.{asked.pid}"
-
-
 def test_nothing_more_of_an_ended_process_is_waited_for(tmp_path: Path) -> None:
     template = {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%p")}
     request, path = CoreRequest(os.getpid(), template), tmp_path / f"core.{os.getpid()}"
@@ -166,13 +145,6 @@ def test_an_earlier_core_is_not_taken_for_the_new_one(start: Start, tmp_path: Pa
     old.write_bytes(core_bytes())
     request.send()
     assert wait_until(request.look, "the core is whole") != old
-
-
-def test_a_driver_that_gives_up_midway_leaves_no_core(start: Start) -> None:
-    request = start(seconds=0.1, fraction=0.6)
-    request.send()
-    with pytest.raises(NoCoreError, match=r"core\.cuda\.\d+\.\d+ is no whole core \(\d+ bytes\)"):
-        wait_until(request.look, "the driver gives up")
 
 
 def test_a_file_that_is_held_open_is_waited_for(start: Start, tmp_path: Path) -> None:

@@ -332,17 +332,6 @@ def test_without_a_crash_folder_nothing_is_asked(start_server: Start) -> None:
     )
 
 
-def test_a_rank_without_an_answer_is_given_up_in_time(start_recording: Start, record: Record) -> None:
-    server = start_recording()
-    record(server, 0, pickled(WAITING), how="deaf")
-    told = crash(server)
-    piece = piece_of(told, "scheduler_TP0")
-    assert (piece["status"], piece["reason"]) == ("failed", "not whole within 3.5 s: no file appeared")
-    assert told["collectives"]["findings"] == []
-    assert piece["reason"] in " ".join(told["collectives"]["missing"])
-    assert "budget_spent" not in events_of(told)
-
-
 def test_the_budget_of_the_incident_holds(start_recording: Start, record: Record) -> None:
     server = start_recording(SGLANG_CRASHKIT_BUDGET_SECS="2")
     record(server, 0, pickled(WAITING), how="deaf")

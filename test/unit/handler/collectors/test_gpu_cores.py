@@ -9,36 +9,24 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
-from sglang_crashkit.handler.collectors.gpu_cores import Cores
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.model.incident import ProcessReport
-from sglang_crashkit.settings import Settings
 from unit.capture.cuda_core.synthetic_core import failed_core
 from unit.support.flight_dumps import document, entry, pickled
 from unit.support.server_driver import HOST, Server, events_of, piece_of, report_of
 from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
+Behaves = Callable[[str], object]
 WAIT = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS"
 
 
-#: What cuda-gdb prints of a process that hangs, as its manual has it, and of a core, as 12.4 does.
-LISTING = """
-== info cuda kernels
-  Kernel Parent Dev Grid Status   SMs Mask GridDim BlockDim Invocation
-*      0      -   0   27 Active 0x00000001 (1,1,1) (32,1,1) spin_until(flag=0x7f0000000000)
-== thread apply all bt
-
-Thread 1 (Thread 0x7f9043fff6c0 (LWP 7359) "sglang::schedul"):
-#0  0x00007f91bef01d3e in cuStreamSynchronize () from /lib/libcuda.so.1
-"""
+#: What cuda-gdb 12.4 prints of a core.
 CORE = """Opening GPU coredump: core
 
 CUDA Exception: Warp Illegal Address
@@ -59,40 +47,20 @@ FAILURE = (
 )
 
 
-class CudaGdb:
-    """A stand-in for cuda-gdb, which notes the processes that it attached to and what cores there were by then."""
+@pytest.fixture
+def cuda_gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
+    """A stand-in for cuda-gdb, which tells of a core; return what has it do something else."""
+    program = tmp_path / "cuda" / "bin" / "cuda-gdb"
+    program.parent.mkdir(parents=True)
+    (tmp_path / "told").write_text(CORE)
 
-    def __init__(self, folder: Path, cores: Path) -> None:
-        self.folder = folder / "cuda"
-        self._bin = self.folder / "bin"
-        self._bin.mkdir(parents=True)
-        self._cores = cores
-        (self.folder / "listing").write_text(LISTING)
-        (self.folder / "core").write_text(CORE)
-        self.behaves("cat $HERE/listing")
-
-    def behaves(self, script: str, on_core: str = "cat $HERE/core") -> None:
-        """Have it do this for process ``$PID``, and for a core."""
-        program = self._bin / "cuda-gdb"
-        program.write_text(
-            f'#!/bin/sh\nHERE={self.folder}\ncase "$*" in *"target cudacore"*) {on_core}; exit;; esac\n'
-            'while [ "$1" != -p ]; do shift; done; PID=$2\n'
-            f"cat {self._cores}/core.cuda.* | wc -c > $HERE/$PID.cores\n{script}\n"
-        )
+    def behaves(script: str) -> None:
+        program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
 
-    def ran_on(self) -> dict[int, int]:
-        """Return the bytes of all cores that there were when it was attached, by process."""
-        return {int(path.stem): int(path.read_text()) for path in self.folder.glob("*.cores")}
-
-
-@pytest.fixture
-def cuda_gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaGdb:
-    cores = tmp_path / "crash" / HOST
-    cores.mkdir(parents=True, exist_ok=True)
-    made = CudaGdb(tmp_path, cores)
-    monkeypatch.setenv("CUDA_HOME", str(made.folder))
-    return made
+    behaves(f"cat {tmp_path}/told")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    return behaves
 
 
 def crash(server: Server, status: int = ServerExit.KILLED) -> StoredIncident:
@@ -123,6 +91,7 @@ def core_of(server: Server, stored: StoredIncident, title: str) -> dict[str, Any
         ({}, "0.2 0.5", "failed", ".*is no whole core"),
         ({}, "0.2 0.5 die", "failed", ".*(no whole core|it ended while its core)"),
         ({}, "", "skipped", ".*CUDA was not initialised"),
+        ({WAIT: "0"}, "60 1", "skipped", f"{WAIT} leaves no time for it$"),
         ({}, "stopped", "skipped", "it is stopped, so that nobody reads its pipe$"),
         ({"SGLANG_CRASHKIT_KEEP_FREE_MB": "1e12"}, "60 1", "skipped", "there is no room for 256 MB in "),
         (
@@ -165,7 +134,7 @@ def test_a_core_is_waited_for_or_the_reason_is_said(
         assert "cuda_cores_asked" not in events_of(stored.document)
 
 
-def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start, cuda_gdb: CudaGdb) -> None:
+def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start, cuda_gdb: Behaves) -> None:
     # Longer than the whole budget of the incident, and than what the server waits for by itself.
     server = start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="4", SGLANG_CRASHKIT_END_SECS="1")
     assert server.ask("tell scheduler_TP0 cuda 5 1") == "listening"
@@ -194,7 +163,7 @@ def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start, 
 @pytest.mark.story
 @pytest.mark.parametrize("raises", [False, True])
 def test_the_core_of_a_rank_whose_gpu_failed_is_read(
-    start_gpu_server: Start, cuda_gdb: CudaGdb, tmp_path: Path, raises: bool
+    start_gpu_server: Start, cuda_gdb: Behaves, tmp_path: Path, raises: bool
 ) -> None:
     server = start_gpu_server()
     pid = server.ranks["scheduler_TP1"]
@@ -212,16 +181,16 @@ def test_the_core_of_a_rank_whose_gpu_failed_is_read(
 
 
 @pytest.mark.parametrize(
-    ("on_core", "why"),
+    ("script", "why"),
     [
         ("kill -SEGV $$", "cannot be read by cuda-gdb: it died by SIGSEGV, as on a damaged core"),
         ("sleep 600 & sleep 600", "cannot be read by cuda-gdb: cuda-gdb did not end within "),
     ],
 )
 def test_a_core_that_cuda_gdb_does_not_bear_costs_no_more_than_its_account(
-    start_gpu_server: Start, cuda_gdb: CudaGdb, on_core: str, why: str
+    start_gpu_server: Start, cuda_gdb: Behaves, script: str, why: str
 ) -> None:
-    cuda_gdb.behaves("exit 3", on_core)
+    cuda_gdb(script)
     server = start_gpu_server(SGLANG_CRASHKIT_EXIT_SECS="12")
     assert server.ask("tell scheduler_TP0 cuda 0.1 1") == "listening"
     stored = crash(server)
@@ -231,7 +200,7 @@ def test_a_core_that_cuda_gdb_does_not_bear_costs_no_more_than_its_account(
     assert "; next: sglang-crashkit core /" in piece["reason"]
 
 
-def test_a_core_of_the_drivers_own_is_waited_for(start_gpu_server: Start, cuda_gdb: CudaGdb, tmp_path: Path) -> None:
+def test_a_core_of_the_drivers_own_is_waited_for(start_gpu_server: Start, cuda_gdb: Behaves, tmp_path: Path) -> None:
     server = start_gpu_server()
     assert server.ask("tell scheduler_TP0 cuda 5 1 - failed") == "listening"
     # As where the GPU of one rank failed, and the end of another one is noticed before it has written its core.
@@ -306,32 +275,6 @@ def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None
     assert time.monotonic() - before < LONG
 
 
-class Run:
-    """What cores use of an incident that began long ago."""
-
-    path = Path()
-
-    def __init__(self) -> None:
-        self.opened = time.monotonic() - 1.0
-        self.incident = SimpleNamespace(kind="killed")
-        self.said = ProcessReport(os.getpid(), "sglang::scheduler_TP0", "scheduler", {"tp": 0})
-
-    def incident_with_core(self) -> None:
-        return None
-
-    def report(self, _process: Any) -> ProcessReport:
-        return self.said
-
-
-def test_without_time_for_a_core_none_is_asked_for() -> None:
-    settings = Settings.from_environ({"SGLANG_CRASHKIT_EXIT_SECS": "0.1"})
-    run: Any = Run()
-    living: Any = SimpleNamespace(pid=os.getpid())
-    assert Cores(run, [living], [], settings, Path()).are_done
-    (piece,) = run.said.evidence
-    assert (piece.status, piece.reason) == ("skipped", "SGLANG_CRASHKIT_EXIT_SECS (0.1 s) leaves no time for it")
-
-
 def test_a_core_that_grows_too_long_is_cut_short(start_gpu_server: Start) -> None:
     server = start_gpu_server(SGLANG_CRASHKIT_MAX_CORE_MB="0.00195313")
     assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
@@ -356,89 +299,3 @@ def test_the_end_of_the_server_ends_the_wait(start_gpu_server: Start, tmp_path: 
     piece = core_of(server, server.wait_for_the_end(), "scheduler_TP0")
     assert piece["status"] == "failed"
     assert "ended" in piece["reason"]
-
-
-def hang(server: Server) -> StoredIncident:
-    """Have a rank's watchdog end the server, and return the incident."""
-    assert server.ask("tell scheduler_TP0 cuda 0.5 1") == "listening"
-    # It says who took the stacks, which is upstream's py-spy where the handler takes none.
-    assert server.ask("tell scheduler_TP0 watchdog hard") in ("the handler", "upstream's")
-    assert server.line() == "sigquit"
-    server.process.wait(2 * LONG)
-    stored = server.wait_for_the_end()
-    assert stored.document["complete"]
-    return stored
-
-
-def pieces_of(stored: StoredIncident, title: str, kind: str = "gpu_stack") -> list[dict[str, Any]]:
-    report = report_of(stored.document or {}, title)
-    return [piece for piece in report["evidence"] if piece["kind"] == kind]
-
-
-def test_what_it_prints_is_in_the_incident_of_a_hang(
-    start_gpu_server: Start, cuda_gdb: CudaGdb, tmp_path: Path
-) -> None:
-    server = start_gpu_server()
-    stored = hang(server)
-    (piece,) = pieces_of(stored, "scheduler_TP0")
-    assert (piece["status"], piece["reason"], piece["source"]) == ("captured", None, "cuda-gdb")
-    assert (stored.path / piece["path"]).read_text() == LISTING
-    assert (stored.path / piece["path"]).stat().st_mode & 0o077 == 0
-    # It saw the whole core, and the rank that wrote none was left alone.
-    (core,) = (tmp_path / "crash" / HOST).glob("core.cuda.*")
-    assert cuda_gdb.ran_on() == {server.ranks["scheduler_TP0"]: core.stat().st_size}
-    assert pieces_of(stored, "scheduler_TP1") == []
-    events = [entry["event"] for entry in stored.document["timeline"]]
-    assert events.index("cuda_cores_asked") < events.index("gpu_stacks") < events.index("incident_finished")
-
-
-def test_one_that_does_not_end_is_killed_in_time(start_gpu_server: Start, cuda_gdb: CudaGdb) -> None:
-    cuda_gdb.behaves("head -4 $HERE/listing; kill -STOP $PID; sleep 600")
-    stored = hang(start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="10"))
-    (piece,) = pieces_of(stored, "scheduler_TP0")
-    # What it had printed by then is kept, and the process that it had stopped could end by itself.
-    assert piece["status"] == "captured"
-    assert "cuda-gdb did not end within" in piece["reason"]
-    assert "it left the process stopped, which was sent SIGCONT" in piece["reason"]
-    # It is late on a busy machine, and its debugger sleeps for 600 s.
-    assert piece["seconds"] <= LONG
-    assert "spin_until" in (stored.path / piece["path"]).read_text()
-
-
-def test_one_that_prints_nothing_is_told_of(
-    start_gpu_server: Start, cuda_gdb: CudaGdb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_gdb.behaves("exit 3")
-    # gdb, which takes over, does no better.
-    gdb = tmp_path / "gdb"
-    gdb.write_text("#!/bin/sh\nexit 1\n")
-    gdb.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    (piece,) = pieces_of(hang(start_gpu_server()), "scheduler_TP0")
-    assert (piece["status"], piece["path"]) == ("failed", None)
-    assert piece["reason"] == "cuda-gdb ended with status 3"
-
-
-def test_without_time_it_is_not_run(start_gpu_server: Start, cuda_gdb: CudaGdb) -> None:
-    (piece,) = pieces_of(hang(start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="2")), "scheduler_TP0")
-    assert (piece["status"], cuda_gdb.ran_on()) == ("skipped", {})
-    assert piece["reason"] == "SGLANG_CRASHKIT_BUDGET_SECS leaves no time for cuda-gdb"
-
-
-@pytest.mark.parametrize("switch", ["SGLANG_CRASHKIT_NATIVE", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"])
-def test_where_no_process_may_be_stopped_it_is_not_run(start_gpu_server: Start, cuda_gdb: CudaGdb, switch: str) -> None:
-    stored = hang(start_gpu_server(**{switch: "0"}))
-    assert (pieces_of(stored, "scheduler_TP0"), cuda_gdb.ran_on()) == ([], {})
-    assert [piece["status"] for piece in pieces_of(stored, "scheduler_TP0", "cuda_core")] == ["captured"]
-
-
-@pytest.mark.story
-def test_a_server_that_was_killed_ends_without_it(start_gpu_server: Start, cuda_gdb: CudaGdb) -> None:
-    server = start_gpu_server()
-    assert server.ask("tell scheduler_TP0 cuda 0.5 1") == "listening"
-    server.kill("scheduler_TP1", signal.SIGKILL)
-    server.process.wait(2 * LONG)
-    stored = server.wait_for_the_end()
-    assert stored is not None
-    assert [piece["status"] for piece in pieces_of(stored, "scheduler_TP0", "cuda_core")] == ["captured"]
-    assert (pieces_of(stored, "scheduler_TP0"), cuda_gdb.ran_on()) == ([], {})
