@@ -70,6 +70,8 @@ _VALUES = re.compile(r"(?:\((?:[^()]|\([^()]*\))*\)| parms=.*)\s*$")
 #: gdb prints a frame's arguments in parentheses behind its function's name, which may hold some itself.
 _ARGUMENTS = re.compile(r" \((?:.*)\)$")
 MAX_NAME = 200
+#: Names of templates are long, and what else is longer is hostile.
+_MAX_LINE = 2000
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:
 
 
 def _names_of(paths: Iterable[str]) -> set[str]:
-    matches = (_LIBRARY.match(Path(path).name) for path in paths)
+    matches = (_LIBRARY.match(Path(path).name[:_MAX_LINE]) for path in paths)
     return {match[1] for match in matches if match}
 
 
@@ -267,6 +269,7 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
     threads: list[tuple[str, int, list[Frame]]] = []
     is_inside = False
     for line in text.splitlines():
+        line = line[:_MAX_LINE]
         if started := _THREAD.match(line):
             threads.append((started[2] or "", int(started[1]), []))
         elif is_inside and (found := _FRAME.match(line)):
@@ -285,6 +288,6 @@ def _frame(text: str) -> Frame:
 
 def parse_kernels(text: str) -> tuple[str, ...]:
     """Return the kernels in the output of ``info cuda kernels``, each once, without the values of their arguments."""
-    rows = (_KERNEL.match(line) for line in text.splitlines())
+    rows = (_KERNEL.match(line[:_MAX_LINE]) for line in text.splitlines())
     names = (_VALUES.sub("", row[1]).strip()[:MAX_NAME] for row in rows if row)
     return tuple(dict.fromkeys(name for name in names if name))

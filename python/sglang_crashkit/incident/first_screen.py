@@ -32,9 +32,9 @@ _MAX_NAMES, _MAX_RID, _MAX_MODEL = 36, 40, 40
 #: Behind a character that takes two columns.
 _SECOND_COLUMN = "\0"
 #: Where a C++ library says that its own source raised an exception; a path on the machine that built it.
-_BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
+_BUILD_PATH = re.compile(r"\[?/[^\s\]]{1,200}\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 #: Where a container's counter lies, of which the last part tells.
-_COUNTER_FOLDER = re.compile(r"/\S+/(?=memory\.)")
+_COUNTER_FOLDER = re.compile(r"/\S{1,200}/(?=memory\.)")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
 _REPLAY = f"{_OWN_COMMAND}replay"

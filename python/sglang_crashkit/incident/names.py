@@ -10,7 +10,7 @@ from typing import Any
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _TITLE = re.compile(r"\bsglang::(?:scheduler_(?=\w))?")
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_NUMBERED = re.compile(r"(.*?)(\d{1,9})")
 
 
 def short_name(title: object, role: object = "") -> str:

@@ -121,7 +121,11 @@ def _write_record(message: str, trace: TracebackType | None, printed: str) -> Pa
 @never_raises
 def _printed(error: BaseException, trace: TracebackType | None) -> str:
     """Return the exception as Python prints it, with those that led to it."""
-    return _redacted("".join(traceback.format_exception(type(error), error, trace))[-_MAX_PRINTED:], trace)
+    printed = "".join(traceback.format_exception(type(error), error, trace))
+    if len(printed) > _MAX_PRINTED:
+        # In a line that is cut a secret has lost its name.
+        printed = printed[-_MAX_PRINTED:].partition("\n")[2] or printed[-_MAX_PRINTED:]
+    return _redacted(printed, trace)
 
 
 def _redacted(message: str, trace: TracebackType | None) -> str:

@@ -21,7 +21,9 @@ from sglang_crashkit.model.incident import Level
 from sglang_crashkit.model.step import DIVERGED
 
 _ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?::\s?(?P<text>.*))?", re.DOTALL)
-_FRAME = re.compile(r"(?P<function>.*) \((?P<path>.*?)(?::\d+)?\)")
+_LINE = re.compile(r":\d{1,9}$")
+#: What an exception is, and says, and a frame of it, are longer in none but a hostile one.
+_MAX_TYPE, _MAX_TEXT, _MAX_FRAME = 200, 8000, 400
 #: A server that has not served yet says one of these of its ranks.
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Through these a scheduler passes while it starts, and never later.
@@ -89,18 +91,23 @@ def are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
 
 def place_of(frame: str) -> str:
     """Return a frame without its line, folder and class, such as ``writing_check (hiradix_cache.py)``."""
-    found = _FRAME.fullmatch(frame)
-    if found is None:
-        return frame
+    function, path = _parts_of(frame)
     # Stacks name the class where the Python is new enough; what an exception came through does not.
-    return f"{found['function'].rpartition('.')[2]} ({found['path'].rpartition('/')[2]})"
+    return f"{function.rpartition('.')[2]} ({path.rpartition('/')[2]})" if path else function
+
+
+def _parts_of(frame: str) -> tuple[str, str]:
+    """Return the function and the path of a frame; the whole of it and none where it is written in another way."""
+    frame = frame[:_MAX_FRAME]
+    function, paren, place = frame.rpartition(" (")
+    return (function, _LINE.sub("", place[:-1])) if paren and place.endswith(")") else (frame, "")
 
 
 def parse_error(pid: int, message: str, frames: Sequence[str] = ()) -> Raised:
     """Return an exception from its message as Python writes it, and its frames, innermost first."""
-    found = _ERROR.fullmatch(message.strip())
-    kind, text = (found["type"], found["text"] or "") if found else ("", message)
-    paths = tuple(match["path"] for frame in frames if (match := _FRAME.fullmatch(frame)))
+    found = _ERROR.fullmatch(message[:_MAX_TEXT].strip())
+    kind, text = (found["type"][:_MAX_TYPE], found["text"] or "") if found else ("", message[:_MAX_TEXT])
+    paths = tuple(filter(None, (_parts_of(frame)[1] for frame in frames)))
     return Raised(pid, kind, text, tuple(place_of(frame) for frame in frames), paths)
 
 

@@ -34,7 +34,7 @@ _THREADS = {"threads": "info cuda lanes device all sm all warp all lane all"}
 _MARK = "== "
 
 #: ``*   0        1b:00.0 NVIDIA H200       GH100   sm_90   132 ...``
-_DEVICE = re.compile(r"[* ] +(\d+) +\S+ +(\S.*?) +\S+ +(sm_\w+) +(\d+) +\d+ +\d+ +\d+ +0x\w+ *$")
+_DEVICE = re.compile(r"[* ] +(\d+) +\S+ +(\S.{0,80}?) +\S+ +(sm_\w+) +(\d+) +\d+ +\d+ +\d+ +0x\w+ *$")
 #: ``*      0      -   0    7 Active 0x00000001 (2,1,1) (32,1,1) spin_kernel(flag=0x7f)``, with a cluster in some.
 _KERNEL = re.compile(
     r"[* ] +\d+ +\S+ +(?P<device>\d+) +(?P<grid_id>\d+) +(?P<status>\w+) +0x\w+ +"
