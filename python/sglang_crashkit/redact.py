@@ -1,13 +1,18 @@
 """Take keys, passwords and prompts out of what is written as evidence.
 
-A secret is known by the name that it stands beside (an option, a variable, a field, a header) or by its value, once
-that was seen beside such a name. Upstream's word for what was taken out is used.
+A secret is known by its form (a token that says what it is, what stands before the host of an address), by the name
+that it stands beside (an option, a variable, a field, a header), or by its value, once that was seen beside such a
+name. What only looks random stays: the ids of requests, commits and files do. Upstream's word for what was taken out is
+used. All patterns take linear time.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 REDACTED = "<redacted>"
 
@@ -16,28 +21,93 @@ _MIN_VALUE = 6
 #: A run of this many characters that a text shares with a prompt is taken for the prompt's.
 _RUN = 24
 _MAX_PROMPTS, _MAX_PROMPT_CHARS = 64, 4096
+#: What is nested deeper is left out.
+_MAX_DEPTH = 100
 
 _WORD_BREAK = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
-_ALWAYS = frozenset({"authorization", "credential", "credentials", "passphrase", "passwd", "password", "secret"})
-_LAST = frozenset({"apikey", "key", "token"})
-#: Fields of upstream's that end like a secret and are none.
-_HARMLESS = ("first_token", "routing_key", "extra_key", "pair_key")
+_ALWAYS = frozenset(
+    {"authorization", "cookie", "credential", "credentials", "passphrase", "passwd", "password", "secret", "secrets"}
+)
+#: What a secret is called by the last word of its name, `_SELDOM` where there is another one before it.
+_LAST = frozenset({"apikey", "apikeys", "key", "passwords", "token"})
+_SELDOM = frozenset({"auth", "pwd"})
+#: As the whole of a name these are rather any key, and a token of a text.
+_AMBIGUOUS = frozenset({"key", "token"})
+_OF_KEYS = frozenset({"access", "api", "private", "secret"})
+#: What such a word follows where it is no secret: the tokens of a model, and the keys of tables.
+_HARMLESS = frozenset(
+    (
+        *("bos", "cached", "cls", "eos", "first", "image", "audio", "video", "inter", "last", "mask", "new", "next"),
+        *("output", "pad", "per", "prompt", "sep", "special", "stop", "unk"),
+        *("cache", "dict", "extra", "group", "hash", "lora", "node", "page", "pair", "primary", "public", "routing"),
+        *("sort", "store", "transfer"),
+    )
+)
 
-_USER_INFO = re.compile(r"(://)[^/\s:@]{0,200}:[^/\s@]{1,200}@")
-#: In a sentence of any kind: "Bearer token missing" holds no token.
-_BEARER = re.compile(r"\b(Bearer\s+)(?=\S*\d)[^\s\"',;]{8,}", re.IGNORECASE)
+#: What tells that a form may be there, the form, and what takes its place.
+_FORMS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+    (needle, re.compile(pattern), instead)
+    for needle, pattern, instead in (
+        ("PRIVATE KEY", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)", REDACTED),
+        # The user of Git's own addresses says nothing.
+        ("@", r"(://)(?!git@)[^/\s\"'<>]{1,400}@", rf"\1{REDACTED}@"),
+        ("=", r"([?&](?:X-\w{1,8}-)?(?:[Ss]ig|[Ss]ignature|[Kk]ey|[Tt]oken)=)[^&\s\"'<>]+", rf"\1{REDACTED}"),
+        ("/services/", r"(hooks\.slack\.com/services/)[\w/]+", rf"\1{REDACTED}"),
+        ("hf_", r"\bhf_[A-Za-z0-9]{20,}", REDACTED),
+        ("sk-", r"(?<![\w-])sk-(?=[A-Za-z_-]{0,64}\d)[\w-]{20,}", REDACTED),
+        ("k_", r"\b[rs]k_(?:live|test)_\w{10,}", REDACTED),
+        ("gh", r"\bgh[oprsu]_[A-Za-z0-9]{20,}", REDACTED),
+        ("github_pat_", r"\bgithub_pat_\w{20,}", REDACTED),
+        ("glpat-", r"\bglpat-[\w-]{16,}", REDACTED),
+        ("xox", r"\bxox[abeoprs]-[\w-]{10,}", REDACTED),
+        ("IA", r"\bA(?:K|S)IA[A-Z0-9]{16}(?![a-z0-9])", REDACTED),
+        ("AIza", r"\bAIza[\w-]{30,}", REDACTED),
+        ("nvapi-", r"\bnvapi-[\w-]{20,}", REDACTED),
+        ("npm_", r"\bnpm_[A-Za-z0-9]{30,}", REDACTED),
+        ("pypi-", r"\bpypi-[\w-]{30,}", REDACTED),
+        ("SG.", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", REDACTED),
+        ("eyJ", r"(?<![\w-])eyJ[\w-]{5,}\.[\w-]{3,}(?:\.[\w-]*)?", REDACTED),
+        ("earer", r"\b([Bb]earer\s{1,4})(?=[^\s\d]{0,400}\d)[^\s\"',;]{8,}", rf"\1{REDACTED}"),
+        ("Secret", r"\b(Secret(?:Str|Bytes)\(b?)(?:'[^'\n]*'?|\"[^\"\n]*\"?)", rf"\1'{REDACTED}'"),
+        ("login", r"\b(login\s{1,4}\S{1,200}\s{1,4}password\s{1,4})\S+", rf"\1{REDACTED}"),
+        ("-u", r"(?<!\S)((?:-u|--user|--proxy-user)[ =])[^\s:'\"]{1,200}:[^\s'\"]+", rf"\1{REDACTED}"),
+    )
+)
+_BASIC = re.compile(r"\b([Bb]asic\s{1,4})([A-Za-z0-9+/]{8,}={0,2})")
+#: A pair of a header, or of any name and value.
+_PAIR = re.compile(
+    r"""([(\[]\s?b?\\{0,3}["'](?P<name>[A-Za-z_][\w.-]{0,100})\\{0,3}["'],\s{0,4})
+        (?P<value>b?\\{0,3}(?P<sign>["'])(?:(?!(?P=sign))[^\n])*(?P=sign))(?=\s?[)\]])""",
+    re.VERBOSE,
+)
 #: An option and the space or sign behind it, or a field (quoted or not) and the sign behind it.
 _NAMED = re.compile(
     r"""(?<![\w.-])(?:(?P<option>--?[A-Za-z][\w-]{0,100})(?:=|[ ]{1,4})
-      |(?P<field>[A-Za-z][\w.-]{0,100})\\{0,3}["']?\s{0,4}[:=]\s{0,4})""",
+      |(?P<field>[A-Za-z_][\w.-]{0,100})(?P<quoted>\\{0,3}["']?)\s{0,4}(?:=>?|:|->)\s{0,4})""",
     re.VERBOSE,
 )
+#: A quoted text, in the constructor of its class or not; a list or an object; or what has no space in it.
 _VALUE = re.compile(
-    r"""(?:(?:basic|bearer)\s+)?
-        (?:(?P<quote>\\{0,3}(?P<sign>["'])).*?(?:(?P=quote)|\Z)|[^\s,;&"'}\])\\]+)""",
+    r"""(?:(?:basic|bearer)\s{1,4})?
+        (?:(?:\w{1,40}\(\s?)?b?(?P<quote>\\{0,3}(?P<sign>["'])).*?(?:(?P=quote)|\Z)
+          |[\[{][^\]}]{0,2000}[\]}]?
+          |(?:[^\s"'&\\]|\\(?!["'\\nrt]))+)""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
-_NUMBERS = re.compile(r"\d+(?:,\s?\d+){15,}")
+#: What a field has that is not set.
+_NOTHING = frozenset({"", "None", "null", "True", "False", "true", "false"})
+#: The whole of a line of these is the value where it is not quoted.
+_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie"})
+_LINE = re.compile(r"digest\s[^\n]+|[^\n\"'\\]+", re.IGNORECASE)
+_NUMBERS = re.compile(r"(?<!\d)\d{1,20}(?:,\s?\d{1,20}){15,}")
+
+#: What is secret by its value in this process; see `learn`.
+_learned: set[str] = set()
+
+
+def learn(values: Iterable[str]) -> None:
+    """Have `redact_text` take these values out from now on wherever they stand; those that are too short are not."""
+    _learned.update(_telling(values))
 
 
 def is_secret_name(name: str) -> bool:
@@ -48,9 +118,15 @@ def is_secret_name(name: str) -> bool:
     words = [word.lower() for word in _WORD_BREAK.split(name) if word]
     if words and len(words) > 1 and len(words[-1]) == 1:
         words.pop()
-    if not words or "_".join(words[-2:]) in _HARMLESS:
+    if not words or (len(words) > 1 and words[-2] in _HARMLESS):
         return False
-    return words[-1] in _LAST or not _ALWAYS.isdisjoint(words)
+    last, before = words[-1], words[-2:-1]
+    return (
+        last in _LAST
+        or bool(before and (last in _SELDOM or (last == "keys" and before[0] in _OF_KEYS)))
+        or not _ALWAYS.isdisjoint(words)
+        or last.endswith(("password", "passwd"))
+    )
 
 
 def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
@@ -74,24 +150,126 @@ def _telling(values: Iterable[str]) -> set[str]:
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Return `text`, such as a message, JSON or a command line, without secrets; `secrets` wherever they stand."""
-    for value in sorted(secrets, key=len, reverse=True):
+    for value in sorted({*secrets, *_learned}, key=len, reverse=True):
         text = text.replace(value, REDACTED)
-    text = _BEARER.sub(rf"\1{REDACTED}", _USER_INFO.sub(rf"\1{REDACTED}@", text))
+    for needle, pattern, instead in _FORMS:
+        if needle in text:
+            text = pattern.sub(instead, text)
+    if "asic" in text:
+        text = _BASIC.sub(_without_credentials, text)
+    text = _PAIR.sub(_without_second, text)
     parts, done = [], 0
     for match in _NAMED.finditer(text):
         # One whose own value has just been taken out is passed over.
-        found = _VALUE.match(text, match.end()) if match.start() >= done and _names_secret(match) else None
-        if found is not None and not found[0].startswith("--"):
-            quote = found["quote"] or ""
-            parts += [text[done : found.start()], f"{quote}{REDACTED}{quote}"]
-            done = found.end()
+        span = _span_of_value(text, match) if match.start() >= done else None
+        if span is not None:
+            parts += [text[done : span[0]], REDACTED]
+            done = span[1]
     return "".join(parts) + text[done:]
 
 
-def _names_secret(match: re.Match[str]) -> bool:
-    name = match["option"] or match["field"]
+def _without_credentials(match: re.Match[str]) -> str:
+    # In a sentence "Basic authentication" holds none.
+    try:
+        is_pair = b":" in base64.b64decode(match[2] + "=" * (-len(match[2]) % 4))
+    except binascii.Error:
+        is_pair = False
+    return f"{match[1]}{REDACTED}" if is_pair else match[0]
+
+
+def _without_second(match: re.Match[str]) -> str:
+    if not is_secret_name(match["name"]):
+        return match[0]
+    begin, sign = match["value"].find(match["sign"]), match["sign"]
+    return f"{match[1]}{match['value'][:begin]}{sign}{REDACTED}{match['value'][:begin].lstrip('b')}{sign}"
+
+
+def _span_of_value(text: str, match: re.Match[str]) -> tuple[int, int] | None:
+    """Return where the value of what `_NAMED` found begins and ends, without its quotes; None where it is no secret."""
+    name = (match["option"] or match["field"]).lower()
+    found = (
+        _VALUE.match(text, match.end()) if is_secret_name(match["option"] or match["field"]) or name == "auth" else None
+    )
+    if found is None or found[0].startswith("--"):
+        return None
+    quote = found["quote"]
     # In a sentence "key: value" speaks of any key; as the name of a secret it has more words.
-    return is_secret_name(name) and (match["option"] is not None or name.lower() not in _LAST)
+    if match["option"] is None and (name in _AMBIGUOUS or (name == "auth" and not (quote and match["quoted"]))):
+        return None
+    if quote is None:
+        if name in _HEADERS and (line := _LINE.match(text, match.end())):
+            found = line
+        # What ends a list, a call or a sentence is not taken for its own.
+        value = found[0].rstrip(" ,;)]}.")
+        return (match.end(), match.end() + len(value)) if value not in _NOTHING else None
+    begin = found.end("quote")
+    return begin, found.end() - len(quote) if found[0][begin - found.start() :].endswith(quote) else found.end()
+
+
+def redact_json(value: Any, *, is_users: bool = False) -> Any:
+    """Return a JSON value without secrets, by the names of fields and in every text, however deep.
+
+    Args:
+        value: what `json.dumps` takes.
+        is_users: fields that are called ``key`` and ``token`` are secrets, too.
+    """
+    texts: list[str] = []
+    # Most have none; all texts at once are searched a hundred times as fast.
+    if not _has_secret_field(value, is_users, texts) and redact_text(told := "\n".join(texts)) == told:
+        return value
+    return _without_secrets(value, is_users, 0)
+
+
+def _has_secret_field(value: Any, is_users: bool, texts: list[str]) -> bool:
+    """Say whether a field may be a secret by its name, or is nested too deep; collect all texts."""
+    rest = [(value, 0)]
+    while rest:
+        one, depth = rest.pop()
+        if isinstance(one, str):
+            texts.append(one)
+        elif isinstance(one, (dict, list, tuple)):
+            if depth > _MAX_DEPTH or (not isinstance(one, dict) and _is_pair(one, is_users)):
+                return True
+            if isinstance(one, dict):
+                texts += (name for name in one if isinstance(name, str))
+                if any(_is_secret_field(name, each, is_users) for name, each in one.items()):
+                    return True
+                one = one.values()
+            rest += ((each, depth + 1) for each in one)
+    return False
+
+
+def _without_secrets(value: Any, is_users: bool, depth: int) -> Any:
+    if isinstance(value, str):
+        return redact_text(value)
+    if not isinstance(value, (dict, list, tuple)):
+        return value
+    if depth > _MAX_DEPTH:
+        return REDACTED
+    if isinstance(value, dict):
+        return {
+            redact_text(name) if isinstance(name, str) else name: REDACTED
+            if _is_secret_field(name, one, is_users)
+            else _without_secrets(one, is_users, depth + 1)
+            for name, one in value.items()
+        }
+    return (
+        [value[0], REDACTED]
+        if _is_pair(value, is_users)
+        else [_without_secrets(one, is_users, depth + 1) for one in value]
+    )
+
+
+def _is_secret_field(name: object, value: object, is_users: bool) -> bool:
+    # A number, and what is not set, is none.
+    if not isinstance(name, str) or not value or isinstance(value, (bool, int, float)):
+        return False
+    return is_secret_name(name) and (is_users or name.lower() not in _AMBIGUOUS)
+
+
+def _is_pair(value: Sequence[Any], is_users: bool) -> bool:
+    """Say whether it is a header, or another name and its secret."""
+    return len(value) == 2 and isinstance(value[1], str) and _is_secret_field(value[0], value[1], is_users)
 
 
 def redact_prompts(text: str, prompts: Iterable[str]) -> str:

@@ -38,6 +38,7 @@ from sglang_crashkit.kernel.private_files import FolderLock, write_private
 from sglang_crashkit.kernel.procfs import key_of
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, read_handler_pid
 from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.redact import learn, redact_text, secrets_of_arguments, secrets_of_mapping
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.visible import visible
 
@@ -47,6 +48,7 @@ logger = logging.getLogger("sglang_crashkit.handler")
 _FIRST_CHILD_SECS = 5.0
 #: A server that crashes at every start writes a few lines each time, and what fails every second, one each second.
 _MAX_LOG_BYTES = 1 << 20
+_MAX_RECORD = 1 << 16
 
 
 def main() -> int:
@@ -90,6 +92,8 @@ def main() -> int:
 
 
 def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
+    # What has them in an option or a variable of the server is written nowhere.
+    learn(secrets_of_mapping(os.environ) | secrets_of_arguments(procfs.read_cmdline(args.server_pid)))
     stat = procfs.read_stat(args.server_pid)
     start_ticks = stat.start_ticks if stat is not None else 0
     folders = make_work_folders(
@@ -171,7 +175,7 @@ class LogFile(logging.Handler):
         """Write a record."""
         try:
             # Nothing in a record passes for another one.
-            text = visible(self.format(record)).replace("\n", "\n    ")
+            text = visible(redact_text(self.format(record)[:_MAX_RECORD])).replace("\n", "\n    ")
             self._written += sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
             if self._written > _MAX_LOG_BYTES:

@@ -29,6 +29,7 @@ from sglang_crashkit.incident.first_screen import LOG_LINES, failed_at_start, fi
 from sglang_crashkit.incident.store import is_finished, parse_name
 from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
 from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message, notify
+from sglang_crashkit.redact import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ def log_lines(run: IncidentRun, ends_with: int | None = None) -> list[str]:
     if ends_with is not None and failed_at_start(document):
         ends_with = while_starting(ends_with)
     where = "" if run.problem else shlex.quote(str(run.path.absolute()))
-    return first_screen(document, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]
+    lines = first_screen(document, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]
+    return [redact_text(line) for line in lines]
 
 
 class ServerLog:

@@ -23,13 +23,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.retention import FULL, NoRoomError, Retention
 from sglang_crashkit.incident.store import PARTIAL, IncidentName, parse_name
+from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.private_files import (
     FolderLock,
     OwnFolder,
@@ -40,6 +41,7 @@ from sglang_crashkit.kernel.private_files import (
     sync_folder,
     write_private,
 )
+from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.settings import DiskLimits
 
 RESERVE = ".reserve"
@@ -51,6 +53,9 @@ _RESERVE_BYTES = 512 * 1024
 _LEAST_RESERVE_BYTES = 16 * 1024
 #: What a failing rank wrote of itself, or a flight recorder.
 _MAX_ADOPTED = 256 << 20
+#: So many characters are searched for secrets in 30 ms; longer texts in a child, within so many seconds.
+_AT_ONCE, _SEARCH_SECS = 256 * 1024, 10.0
+WITHHELD = "<withheld: it could not be searched for secrets: {}>\n"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -123,17 +128,28 @@ class IncidentFolder:
         self._final = self._final.with_name(str(replace(name, kind=kind)))
 
     def write_text(self, name: str, text: str) -> str:
-        """Write a file below the folder and return its name relative to it.
+        """Write a file below the folder, without secrets, and return its name relative to it.
+
+        What cannot be searched for secrets is withheld.
 
         Raises:
             NoRoomError: there is no room for it.
             OSError: the folder is gone.
         """
-        return self.write_bytes(name, text.encode(errors="backslashreplace"))
+        try:
+            searched = _searched(len(text), lambda: redact_text(text))
+        except OSError as error:
+            searched = WITHHELD.format(error)
+        return self.write_bytes(name, searched.encode(errors="backslashreplace"))
 
     def write_json(self, name: str, value: Any) -> str:
         """Write `value` as JSON; see `write_text`."""
-        return self.write_bytes(name, json.dumps(value, indent=1, default=str).encode())
+        text = json.dumps(value, indent=1, default=str)
+        try:
+            searched = _searched(len(text), lambda: json.dumps(redact_json(json.loads(text)), indent=1))
+        except OSError as error:
+            searched = json.dumps({"withheld": WITHHELD.format(error)})
+        return self.write_bytes(name, searched.encode())
 
     def write_bytes(self, name: str, data: bytes) -> str:
         """Write `data`; see `write_text`."""
@@ -162,7 +178,11 @@ class IncidentFolder:
 
     def adopt(self, source: Path, name: str) -> str:
         """Move a file of this user's into the folder and return its name relative to it; see `write_text`."""
-        self.write_bytes(name, read_regular(source, _MAX_ADOPTED))
+        data = read_regular(source, _MAX_ADOPTED)
+        try:
+            self.write_json(name, json.loads(data))
+        except (ValueError, RecursionError):
+            self.write_text(name, data.decode(errors="backslashreplace"))
         source.unlink()
         return name
 
@@ -188,7 +208,10 @@ class IncidentFolder:
         Raises:
             OSError: there is no room even so, or the folder is gone; what was there before is still there.
         """
-        self._write_essential("incident.json", encode_json(document), sync=sync)
+        data = encode_json(document)
+        text = _searched(len(data), lambda: encode_json(redact_json(json.loads(data))).decode())
+        self._write_essential("incident.json", text.encode(), sync=sync)
+        summary = _searched(len(summary), lambda: redact_text(summary))
         self._write_essential("summary.md", summary.encode(errors="backslashreplace"))
 
     def publish(self) -> Path:
@@ -284,6 +307,22 @@ class NullFolder(IncidentFolder):
     def write_bytes(self, name: str, data: bytes) -> str:
         """Refuse it."""
         raise NoRoomError(errno.ENOSPC, f"{self.problem} ({name} would take {len(data)} bytes)")
+
+
+def _searched(size: int, search: Callable[[], str]) -> str:
+    """Return the text that `search` makes of one of `size` characters, a long one in a child, within a deadline.
+
+    Raises:
+        OSError: it came to no end.
+    """
+    if size <= _AT_ONCE:
+        try:
+            return search()
+        except (ValueError, RecursionError) as error:
+            raise OSError(errno.EIO, f"it cannot be searched: {error}") from error
+    most = 2 * size + _AT_ONCE
+    found = call_within(_SEARCH_SECS, lambda: search().encode(errors="surrogatepass"), most)
+    return found.decode(errors="surrogatepass")
 
 
 def new_id() -> str:

@@ -25,6 +25,7 @@ from sglang_crashkit.incident.names import Names, join_names, stopped_state, wit
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 from sglang_crashkit.model.checked_json import seconds_of, texts_of
+from sglang_crashkit.redact import redact_text
 from sglang_crashkit.visible import visible
 
 #: Of so many requests the ids are told.
@@ -47,7 +48,7 @@ def format_summary(document: Mapping[str, Any], folder: Path | None = None) -> s
     Commands name an incident by its finished `folder`: its id alone is found nowhere but where the server runs.
     """
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
-    return visible("\n".join(_lines(document, where)) + "\n")
+    return visible(redact_text("\n".join(_lines(document, where)) + "\n"))
 
 
 def headline(document: Mapping[str, Any]) -> str:
@@ -97,7 +98,8 @@ def format_termination_message(document: Mapping[str, Any], path: str) -> str:
     trigger, verdict = mapping_of(document.get("trigger")), mapping_of(document.get("verdict"))
     text = f"{verdict.get('text')} ({verdict.get('level')})" if verdict else headline(document)
     requests = requests_in_words(mapping_of(document.get("requests")))
-    return f"{text}\nincident {path}, {trigger.get('time')}, requests: {requests}\n"
+    told = visible(redact_text(text))
+    return f"{told}\nincident {path}, {trigger.get('time')}, requests: {requests}\n"
 
 
 def _lines(document: Mapping[str, Any], where: str) -> Iterator[str]:

@@ -88,8 +88,10 @@ class ForkedCall:
             os.close(theirs)
         os.set_blocking(self._pipe, False)
 
-    def wait(self, secs: float) -> bytes:
+    def wait(self, secs: float, most: int = MAX_ANSWER) -> bytes:
         """Return what `work` returned, within so many seconds; after them the child is killed. To be called once.
+
+        An answer has `most` bytes at most.
 
         Raises:
             TimeoutError: it did not answer in time.
@@ -99,7 +101,7 @@ class ForkedCall:
         poller = select.poll()
         poller.register(self._pipe, select.POLLIN)
         try:
-            while len(said) <= MAX_ANSWER:
+            while len(said) <= most:
                 if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                     raise TimeoutError(errno.ETIMEDOUT, f"it did not answer within {secs:g} s")
                 chunk = os.read(self._pipe, 1 << 16)
@@ -111,7 +113,7 @@ class ForkedCall:
             if not is_reaped(self.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
-        if said[:1] == _DONE and len(said) <= MAX_ANSWER:
+        if said[:1] == _DONE and len(said) <= most:
             return bytes(said[1:])
         words = said[1:].decode(errors="replace") if said[:1] == _FAILED else "the process that tried died"
         raise OSError(errno.EIO, words)
@@ -129,6 +131,6 @@ def _answer(descriptor: int, work: Callable[[], bytes]) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def call_within(secs: float, work: Callable[[], bytes]) -> bytes:
+def call_within(secs: float, work: Callable[[], bytes], most: int = MAX_ANSWER) -> bytes:
     """Return what `work` returns in a child; see `ForkedCall.wait`."""
-    return ForkedCall(work).wait(secs)
+    return ForkedCall(work).wait(secs, most)

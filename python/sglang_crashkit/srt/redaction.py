@@ -106,6 +106,8 @@ def _without_in_reduced(part: Any, secrets: set[str], depth: int) -> Any:
 def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
     if isinstance(value, str):
         return redact_text(value, secrets)
+    if type(value) is bytes:
+        return redact_text(value.decode("latin-1"), secrets).encode("latin-1")
     if depth > _MAX_DEPTH:
         return None
     if type(value) is dict:
@@ -118,8 +120,11 @@ def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
 
 
 def _of_field(name: object, value: Any, secrets: set[str], depth: int) -> Any:
-    if isinstance(name, str) and is_secret_name(name) and isinstance(value, (str, bytes)) and value:
-        return REDACTED
+    if isinstance(name, str) and is_secret_name(name) and value:
+        if isinstance(value, (str, bytes)):
+            return REDACTED
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)([REDACTED if isinstance(one, (str, bytes)) else one for one in value])
     return _without(value, secrets, depth + 1)
 
 

@@ -38,7 +38,7 @@ def poisoned(value: Any, name: str = "") -> Any:
 def incident(tmp_path: Path) -> Path:
     """An incident in which every text ends with them, and so does every text in its files."""
     pid = GOLDEN["verdict"]["first_failure"]["pid"]
-    step = Step(1, 1.0, 1.5, "processed", f"decode{HOSTILE}", (StepRequest(f"r{HOSTILE}", 1, 37, 37),), 1, 37)
+    step = Step(1, 1.0, 1.5, "processed", f"decode{HOSTILE}", (StepRequest(f"r{HOSTILE}", 37, 37),), 1, 37)
     request = {"rid": f"r{HOSTILE}", "state": f"unfinished{HOSTILE}", "arrived": "2026-11-23T04:57:27.8Z"}
     request |= {"text": f"a prompt{HOSTILE}", "sampling_params": {f"regex{HOSTILE}": HOSTILE}}
     frame = {"function": f"f{HOSTILE}", "file": f"x.py{HOSTILE}", "line": 3}
@@ -103,9 +103,7 @@ def test_what_others_print_is_visible(tmp_path: Path) -> None:
 
 
 def test_a_line_is_one_line_whatever_is_in_it(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    step = Step(
-        1, 1.0, 1.5, "processed", "decode", (StepRequest("r\nstep 1 of TP0: request forged", 1, 37, 37),), 1, 37
-    )
+    step = Step(1, 1.0, 1.5, "processed", "decode", (StepRequest("r\nstep 1 of TP0: request forged", 37, 37),), 1, 37)
     (incident / "ranks" / "scheduler_TP0-11.steps.jsonl").write_text(json.dumps(step.to_json()) + "\n")
     assert main(["steps", str(incident)]) == 0
     assert "r\\nstep 1 of TP0: request forged" in capsys.readouterr().out

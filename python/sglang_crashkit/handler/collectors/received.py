@@ -30,7 +30,7 @@ from sglang_crashkit.model import incident
 from sglang_crashkit.model.incident import MAX_RIDS, Evidence, EvidenceKind, InStep, iso_time
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.protocol import Message
-from sglang_crashkit.redact import redact_prompts, redact_text, secrets_of_arguments, secrets_of_mapping
+from sglang_crashkit.redact import redact_prompts, redact_text, secrets_of_arguments
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -348,10 +348,9 @@ def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: f
 
     What is not searched before `deadline`, by the monotonic clock, is withheld.
     """
-    secrets = secrets_of_mapping(os.environ)
     # What was said last tells most, and is searched first.
     newest = records[::-1]
-    said = [redact_text(one.text, secrets) if time.monotonic() < deadline else _WITHHELD for one in newest]
+    said = [redact_text(one.text) if time.monotonic() < deadline else _WITHHELD for one in newest]
     if prompts:
         said = _without_prompts(said, prompts, deadline)
     lines = (
@@ -507,7 +506,7 @@ class ServerEnvironment:
 
 def _command_line(root: TrackedProcess) -> str:
     words = procfs.read_cmdline(root.pid)
-    return redact_text(shlex.join(words), secrets_of_arguments(words) | secrets_of_mapping(os.environ))
+    return redact_text(shlex.join(words), secrets_of_arguments(words))
 
 
 def _versions(told: Mapping[str, Any], driver: str | None) -> dict[str, str]:

@@ -18,7 +18,7 @@ from sglang_crashkit.kernel.private_files import create_private, make_private_fo
 from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
 from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
-from sglang_crashkit.redact import REDACTED, is_secret_name
+from sglang_crashkit.redact import redact_json
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ _CHECKED_PARAMS = ({"max_new_tokens": 1, "temperature": 0.0}, {"max_new_tokens":
 _LEAST_SECS = 0.2
 #: So many ids of health checks are kept.
 _MAX_CHECKS = 4096
+#: What users of the server wrote, which is kept as it is.
+_PROMPTS = ("text", "input_ids")
 #: The file is counted in steps of this many bytes.
 _AT_A_TIME = 256 * 1024
 
@@ -174,7 +176,9 @@ def _line_of(
     head = {"rid": fields.pop("rid", None), "state": state, "arrived": iso_time(request.arrived), "ended": ended}
     if request.aborted is not None:
         head["aborted"] = iso_time(request.aborted)
-    return json.dumps({**head, "pid": pid, **_without_secrets(fields)}).encode() + b"\n"
+    prompt = {name: fields.pop(name) for name in _PROMPTS if name in fields}
+    # The hook looks at few of a request's fields, in little time.
+    return json.dumps({**head, "pid": pid, **redact_json(fields, is_users=True), **prompt}).encode() + b"\n"
 
 
 def is_health_check(fields: Mapping[str, Any]) -> bool:
@@ -192,20 +196,6 @@ def is_health_check(fields: Mapping[str, Any]) -> bool:
         and fields.get("sampling_params") in _CHECKED_PARAMS
         and fields.keys() <= _OF_HEALTH_CHECK
     )
-
-
-def _without_secrets(value: Any) -> Any:
-    """Return what a request asked for with another value in place of each secret."""
-    if isinstance(value, dict):
-        return {
-            name: REDACTED if item is not None and is_secret_name(name) else _without_secrets(item)
-            for name, item in value.items()
-        }
-    return list(map(_without_secrets, value)) if isinstance(value, list) and not _is_flat(value) else value
-
-
-def _is_flat(values: list[Any]) -> bool:
-    return not any(kind in (dict, list) for kind in set(map(type, values)))
 
 
 def _in_order(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit import redact
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import format_log, gathering_deadline, in_short, secs_before, share_of
 from sglang_crashkit.memory.ring import LogRecord
@@ -160,7 +161,7 @@ def record(text: str, level: int = logging.ERROR) -> LogRecord:
 def test_a_log_is_told_without_secrets_and_prompts(
     monkeypatch: pytest.MonkeyPatch, text: str, level: int, expected: str
 ) -> None:
-    monkeypatch.setenv("OTHER_TOKEN", "canary-of-the-environment")
+    monkeypatch.setattr(redact, "_learned", {"canary-of-the-environment"})
     (line,) = format_log([record(text, level)], [PROMPT], time.monotonic() + 60)
     assert line == f"1970-01-01T00:00:00.000000Z {logging.getLevelName(level)} sglang: {expected}\n"
 
