@@ -21,8 +21,10 @@ import signal
 import struct
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+
+from sglang_crashkit.kernel.forked import fork_apart, is_reaped
 
 #: The longest that one read may take, in seconds; it takes some 50 us otherwise.
 DEADLINE_SECS = 0.25
@@ -32,9 +34,6 @@ _LEAST_SECS = 0.03
 _SKIP_SECS, _MAX_SKIP_SECS = 5.0, 60.0
 #: What is longer is not read: the maps of a process with 65,530 mappings take 8 MB.
 _MAX_BYTES = 32 << 20
-#: More than a crash handler ever has. The limit of this process may be 2**30, each closed by a call of its own where
-#: there is no close_range(2).
-_MAX_DESCRIPTORS = 1 << 16
 #: Helpers that even SIGKILL did not end yet, as where a page of the target comes from a disk that hangs.
 _MAX_STUCK = 8
 _MAX_SKIPPED = 1024
@@ -119,7 +118,7 @@ class GuardedReader:
         self._deadline_secs = max(_LEAST_SECS, self._deadline_secs / 2)
 
     def _start_helper(self) -> None:
-        self._stuck = [pid for pid in self._stuck if not _is_reaped(pid)]
+        self._stuck = [pid for pid in self._stuck if not is_reaped(pid)]
         if len(self._stuck) >= _MAX_STUCK:
             raise OSError(errno.EAGAIN, f"{_MAX_STUCK} reads that were given up have not ended yet")
         self._helper = _Helper()
@@ -130,7 +129,7 @@ class GuardedReader:
         pid = self._helper.end()
         self._helper = None
         deadline = time.monotonic() + _REAP_SECS
-        while not _is_reaped(pid):
+        while not is_reaped(pid):
             if time.monotonic() >= deadline:
                 self._stuck.append(pid)
                 return
@@ -153,15 +152,13 @@ class _Helper:
         self._answers, answers = os.pipe()
         self._owner = os.getpid()
         try:
-            self.pid = os.fork()
+            self.pid = fork_apart(partial(_serve, requests, answers, self._owner), [requests, answers])
         except OSError:
-            for descriptor in (requests, self._requests, self._answers, answers):
-                os.close(descriptor)
+            self.close()
             raise
-        if self.pid == 0:
-            _serve(requests, answers, self._owner)
-        os.close(requests)
-        os.close(answers)
+        finally:
+            os.close(requests)
+            os.close(answers)
         os.set_blocking(self._answers, False)
 
     @property
@@ -231,44 +228,27 @@ def _is_runnable(pid: int) -> bool:
     return line[line.rfind(b")") + 2 :][:1] == b"R"
 
 
-def _is_reaped(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
-
-
-def _serve(requests: int, answers: int, owner: int) -> NoReturn:
+def _serve(requests: int, answers: int, owner: int) -> None:
     """Answer requests until the other end is closed or `owner` ends."""
-    status = 1
-    try:
-        # Here alone: it takes a megabyte, which its owner does not need.
-        import ctypes
+    # Here alone: it takes a megabyte, which its owner does not need.
+    import ctypes
 
-        # A collection would write to the pages that both share.
-        gc.disable()
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_NAME, _NAME, 0, 0, 0)
-        # While it waits for a process, it cannot notice that the pipe is closed.
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        # What its owner holds, a lock on a folder for one, is given back by the owner's end alone.
-        first, second = sorted((requests, answers))
-        os.closerange(0, first)
-        os.closerange(first + 1, second)
-        os.closerange(second + 1, _MAX_DESCRIPTORS)
-        while os.getppid() == owner and (head := os.read(requests, 4)):
-            path = os.read(requests, struct.unpack("=I", head)[0])
-            number, data = 0, b""
-            try:
-                data = _read_whole(path)
-            except OSError as error:
-                number = error.errno or errno.EIO
-            answer = memoryview(_ANSWER.pack(number, len(data)) + data)
-            while answer:
-                answer = answer[os.write(answers, answer) :]
-        status = 0
-    finally:
-        os._exit(status)
+    # A collection would write to the pages that both share.
+    gc.disable()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NAME, _NAME, 0, 0, 0)
+    # While it waits for a process, it cannot notice that the pipe is closed.
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    while os.getppid() == owner and (head := os.read(requests, 4)):
+        path = os.read(requests, struct.unpack("=I", head)[0])
+        number, data = 0, b""
+        try:
+            data = _read_whole(path)
+        except OSError as error:
+            number = error.errno or errno.EIO
+        answer = memoryview(_ANSWER.pack(number, len(data)) + data)
+        while answer:
+            answer = answer[os.write(answers, answer) :]
 
 
 def _read_whole(path: bytes) -> bytes:

@@ -157,7 +157,7 @@ def test_after_a_fork_each_process_has_its_own(reader: GuardedReader, tmp_path: 
 def test_readers_that_outlive_a_kill_are_limited(
     reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarded_read, "_is_reaped", lambda _pid: False)
+    monkeypatch.setattr(guarded_read, "is_reaped", lambda _pid: False)
     for number in range(8):
         with pytest.raises(BlockedReadError):
             reader.read(fifo(tmp_path / str(number)))
