@@ -9,53 +9,45 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.slurm import (
-    ERRORS,
-    Job,
-    Limits,
-    NodeRun,
-    find_job,
-    find_steps,
-    run_steps,
-    step_command,
-    step_name,
-)
+from sglang_crashkit.collect.gather import Limits, NodeRun, Transport
+from sglang_crashkit.collect.via import job_via
 from sglang_crashkit.errors import NothingToDoError
 from slurm.cluster import LONG_S, NODES, Cluster
 from unit.support.waiting import wait_until
 
 pytestmark = pytest.mark.live
 
-STEP = "crashkit-test"
 #: Long enough for a node that answers, on a loaded machine; longer than is waited for what a step does meanwhile.
 ENOUGH_SECS = 2 * LONG_S
 
 
-def commands_for(job: Job, script: str) -> dict[str, list[str]]:
-    return {node: step_command(job, node, ["bash", "-c", script], step=STEP) for node in job.nodes}
-
-
 def run_all(
-    job: Job, folder: Path, commands: dict[str, list[str]], *, node_secs: float = ENOUGH_SECS, at_once: int = 8
+    job: Transport, folder: Path, script: str, *, node_secs: float = ENOUGH_SECS, at_once: int = 8
 ) -> dict[str, NodeRun]:
-    """Return what became of each node, in the order in which they ended."""
+    """Run a script on each node; return what became of it, in the order in which they ended."""
     runs: list[NodeRun] = []
-    run_steps(job, commands, runs.append, step=STEP, output=folder, limits=Limits(at_once, node_secs))
-    assert sorted(run.node for run in runs) == sorted(commands)
+    job.run({node: ["bash", "-c", script] for node in job.nodes}, runs.append, folder, Limits(at_once, node_secs))
+    assert sorted(run.node for run in runs) == sorted(job.nodes)
     return {run.node: run for run in runs}
 
 
+def wait_until_gone(cluster: Cluster, job: str, node: str) -> None:
+    wait_until(
+        lambda: not [step for step in cluster.steps(job) if step.endswith(f"-{node}")], "its step is gone", LONG_S
+    )
+
+
 def test_the_nodes_of_a_job_are_found(job: str) -> None:
-    assert find_job(job) == Job(job, job, NODES)
+    assert job_via(job).nodes == NODES
 
 
 def test_a_missing_or_ended_job_is_nothing_to_do(cluster: Cluster) -> None:
     with pytest.raises(NothingToDoError, match="Slurm knows no job 99999, or no longer"):
-        find_job("99999")
+        job_via("99999")
     job = cluster.allocate()
     cluster.cancel(job)
     with pytest.raises(NothingToDoError, match=f"job {job} does not run: CANCELLED") as error:
-        find_job(job)
+        job_via(job)
     assert error.value.next_step == f"scontrol show job {job}"
 
 
@@ -65,34 +57,33 @@ def test_nodes_are_asked_beside_a_step_with_all_their_resources(cluster: Cluster
     everything = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--mem=0", "--exclusive"]
     with cluster.start(["srun", f"--jobid={job}", *everything, "bash", "-c", work]):
         wait_until(lambda: all(path.exists() for path in ready), "the workers run", LONG_S)
-        found = find_job(job)
+        found = job_via(job)
         script = "echo $SLURMD_NODENAME; echo to the log >&2; exit $SLURM_NTASKS"
-        runs = run_all(found, tmp_path, commands_for(found, script))
+        runs = run_all(found, tmp_path, script)
     assert {node: (run.status, run.output.split()) for node, run in runs.items()} == {
         node: (1, [node]) for node in NODES
     }
     for node in NODES:
-        assert "to the log" in (tmp_path / node / ERRORS).read_text()
+        assert "to the log" in (tmp_path / node / found.log).read_text()
 
 
 def test_no_more_than_asked_for_run_at_once(job: str, tmp_path: Path) -> None:
-    found = find_job(job)
+    found = job_via(job)
     script = f"mkdir {tmp_path}/alone && sleep 0.5 && rmdir {tmp_path}/alone"
-    runs = run_all(found, tmp_path, commands_for(found, script), at_once=1)
+    runs = run_all(found, tmp_path, script, at_once=1)
     assert [run.status for run in runs.values()] == [0, 0]
 
 
 def test_what_does_not_end_in_time_is_ended_remotely(cluster: Cluster, job: str, tmp_path: Path) -> None:
-    found = find_job(job)
+    found = job_via(job)
     # One ends and the other never does, whatever it is asked.
-    script = "trap '' TERM INT; echo $$ >$0/$SLURMD_NODENAME.pid; [ $SLURMD_NODENAME = n1 ] || sleep 600"
-    commands = {node: [*argv, str(tmp_path)] for node, argv in commands_for(found, script).items()}
-    runs = run_all(found, tmp_path, commands, node_secs=30)
+    script = f"trap '' TERM INT; echo $$ >{tmp_path}/$SLURMD_NODENAME.pid; [ $SLURMD_NODENAME = n1 ] || sleep 600"
+    runs = run_all(found, tmp_path, script, node_secs=30)
     assert (runs["n1"].status, runs["n1"].late) == (0, False)
     assert (runs["n2"].status, runs["n2"].late, runs["n2"].problem) == (None, True, "no answer within 30 s")
     pid = int((tmp_path / "n2.pid").read_text())
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the process on n2 is gone", LONG_S)
-    wait_until(lambda: find_steps(found, step_name(STEP, "n2")) == [], "its step is gone", LONG_S)
+    wait_until_gone(cluster, job, "n2")
 
 
 @pytest.mark.matrix
@@ -100,10 +91,10 @@ def test_what_does_not_end_in_time_is_ended_remotely(cluster: Cluster, job: str,
 def test_a_node_without_a_slurmd_that_answers_delays_no_other(
     cluster: Cluster, job: str, tmp_path: Path, number: signal.Signals
 ) -> None:
-    found = find_job(job)
+    found = job_via(job)
     cluster.stop_node("n2", number)
     try:
-        runs = run_all(found, tmp_path, commands_for(found, "echo here"), node_secs=15)
+        runs = run_all(found, tmp_path, "echo here", node_secs=15)
     finally:
         cluster.start_node("n2")
     assert (runs["n1"].status, runs["n1"].output) == (0, "here\n")
@@ -114,7 +105,7 @@ def test_a_node_without_a_slurmd_that_answers_delays_no_other(
 
 
 def test_an_interruption_ends_what_runs_and_keeps_what_was_had(cluster: Cluster, job: str, tmp_path: Path) -> None:
-    found = find_job(job)
+    found = job_via(job)
     script = f"echo $SLURMD_NODENAME; touch {tmp_path}/$SLURMD_NODENAME.ready; [ $SLURMD_NODENAME = n1 ] || sleep 600"
 
     def interrupt() -> None:
@@ -124,16 +115,10 @@ def test_an_interruption_ends_what_runs_and_keeps_what_was_had(cluster: Cluster,
     had: dict[str, NodeRun] = {}
     thread = threading.Thread(target=interrupt)
     thread.start()
-    interrupted = run_steps(
-        found,
-        commands_for(found, script),
-        lambda run: had.update({run.node: run}),
-        step=STEP,
-        output=tmp_path,
-        limits=Limits(8, ENOUGH_SECS),
-    )
+    commands = {node: ["bash", "-c", script] for node in found.nodes}
+    interrupted = found.run(commands, lambda run: had.update({run.node: run}), tmp_path, Limits(8, ENOUGH_SECS))
     thread.join(LONG_S)
     assert interrupted is not None
     assert (had["n1"].status, had["n1"].output) == (0, "n1\n")
     assert (had["n2"].status, had["n2"].problem) == (None, "interrupted")
-    wait_until(lambda: find_steps(found, step_name(STEP, "n2")) == [], "its step is gone", LONG_S)
+    wait_until_gone(cluster, job, "n2")

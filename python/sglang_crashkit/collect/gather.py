@@ -1,9 +1,8 @@
 """Run the collector on every node of a Slurm job, or of a list of hosts, and take in what the nodes answer.
 
 A node's answer is one JSON object, with its snapshots in it. It comes through the standard output of srun, ssh or
-kubectl, so that nothing depends on a file system that all nodes and containers share. Where a node's files cannot be
-seen here, the snapshots are written again, and the texts where the answer has them. Snapshots are merged as the answers
-come, and not kept.
+kubectl, so that nothing depends on a file system that all nodes and containers share: the answer has what is in the
+node's files too, which are written here. Snapshots are merged as the answers come, and not kept.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ _MAX_LINES = 10_000
 _FILE_NAME = re.compile(r"\w[\w.@%+-]{0,254}")
 #: Of what was said beside an answer, the last is kept.
 _MAX_ERRORS = 1 << 20
-#: What has the collector not start, whatever carries its command; see `Transport.reasons`.
-_NOT_STARTED = (
+#: A pattern of what is said, why there is no answer, and what to do about it. In the last two stand ``{said}``,
+#: ``{node}`` and ``{look}``; see `Transport.look`.
+Reason = tuple[str, str, str]
+#: What has the collector not start, whatever carries its command.
+_NOT_STARTED: Reason = (
     r"execve\(\)|command not found|: not found$|executable file not found|No module named '?sglang_crashkit"
     r"|invalid choice: 'collect'|can't open file|unrecognized arguments",
     "the collector cannot be run there: {said}",
@@ -72,15 +74,29 @@ class Transport:
     title: str  # what all of them are, for a person
     identity: Mapping[str, str]  # the same for a program
     log: str  # the name of the file of what is said beside a node's answer
-    returns_files: bool  # the text files are to come with the answer, for the file systems are different ones
-    #: A pattern of what is said, why there is no answer, and what to do about it. The first that fits tells.
-    #: ``{said}``, ``{node}`` and ``{look}`` (see `look`) stand in the last two.
-    reasons: Sequence[tuple[str, str, str]]
+    reasons: Sequence[Reason]  # the first that fits tells
     noise: re.Pattern[str]  # of lines that say nothing
     marks: re.Pattern[str]  # of what stands before each message
     look: Callable[[str], str]  # returns the command that says more of a node that does not answer
-    #: Runs the command of each node, by its name, and notes in the folder what it says; see `run_on_nodes`.
-    run: Callable[[Mapping[str, Sequence[str]], Callable[[NodeRun], None], Path, Limits], KeyboardInterrupt | None]
+    argv: Callable[[str, Sequence[str]], list[str]]  # returns the arguments that run a command on a node
+    environ: Mapping[str, str]  # the environment of the program that carries it there
+    #: Ends what runs on a node, where killing that program does not.
+    give_up: Callable[[str], None] = lambda _node: None
+
+    def run(
+        self, commands: Mapping[str, Sequence[str]], on_end: Callable[[NodeRun], None], output: Path, limits: Limits
+    ) -> KeyboardInterrupt | None:
+        """Run the command of each node; see `run_on_nodes`."""
+        argvs = {node: self.argv(node, command) for node, command in commands.items()}
+        return run_on_nodes(
+            argvs,
+            on_end,
+            output=output,
+            log=self.log,
+            environ=self.environ,
+            limits=limits,
+            give_up=self.give_up,
+        )
 
 
 @dataclass
@@ -89,9 +105,8 @@ class NodeResult:
 
     node: str
     status: int | None  # the collector's exit status there, None where it gave no answer
-    folder: Path  # where its files are, or would be if they could be seen here
-    files: tuple[str, ...] = ()  # names of the files in it
-    visible: bool = True  # whether these files can be seen here
+    folder: Path  # where its files are
+    files: tuple[str, ...] = ()  # their names
     problems: list[Problem] = field(default_factory=list)  # what could not be had, and why
     #: What was seen of each process on it, in the order of their ranks.
     processes: list[SampledProcess] = field(default_factory=list)
@@ -113,9 +128,6 @@ def gather(
     """Run the collector's command on all nodes; each gets a folder of its name in `output`, and adds it to the command.
 
     `tell` is called with a line for a person as each node ends.
-
-    Raises:
-        UsageError: no command for the nodes can be made of this.
     """
     commands = {node: [*command, f"--output-dir={output / node}"] for node in transport.nodes}
     results: dict[str, NodeResult] = {}
@@ -183,7 +195,7 @@ def why_silent(run: NodeRun, transport: Transport) -> Problem:
     return Problem(what, f"{status}{said}", f"read all it said: {run.node}/{transport.log}")
 
 
-def _telling_line(text: str, transport: Transport, reasons: Sequence[tuple[str, str, str]]) -> str:
+def _telling_line(text: str, transport: Transport, reasons: Sequence[Reason]) -> str:
     """Return the line of what was said that tells the most: the first that has a known reason, else the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not transport.noise.search(line)]
     telling = [line for line in lines if any(re.search(pattern, line) for pattern, _why, _next in reasons)]
@@ -202,7 +214,6 @@ def _read(run: NodeRun, transport: Transport, folder: Path) -> tuple[NodeResult,
         result.files = tuple(_files_in(document))
         rounds += (_renamed(snapshot.from_json(entry), run.node) for entry in document.get("rounds", []))
         _write_returned(document, rounds, folder)
-        result.visible = all((folder / file).is_file() for file in result.files)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         result.status = ExitCode.PARTIAL
         result.problems.append(Problem(f"a snapshot of {name}", str(error), "install the same release of the kit"))
@@ -211,8 +222,6 @@ def _read(run: NodeRun, transport: Transport, folder: Path) -> tuple[NodeResult,
     # Where there is nothing to collect, that is the answer.
     if "error" in document and status != ExitCode.NOTHING:
         result.problems.append(Problem(name, str(document["error"]), str(document.get("next") or "")))
-    if not result.visible:
-        result.problems += _write_here(name, rounds, folder, str(document.get("output_dir") or folder))
     return result, rounds
 
 
@@ -223,16 +232,14 @@ def _files_in(document: Mapping[str, Any]) -> list[str]:
 
 
 def _write_returned(document: Mapping[str, Any], rounds: Sequence[NodeSnapshot], folder: Path) -> None:
-    """Write the files of a node whose texts came with its answer.
+    """Write the files of a node that came with its answer.
 
     Raises:
         OSError: it is not possible.
         ValueError: one has no name that a file here may have.
     """
-    texts = document.get("texts")
-    if texts is None:
-        return
-    snapshots = dict(zip(document["snapshots"], rounds, strict=True))
+    texts = document.get("texts", {})
+    snapshots = dict(zip(document.get("snapshots", []), rounds, strict=True))
     for name in (*snapshots, *texts):
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"{name[:_WIDEST]!r} is no name of a file")
@@ -247,23 +254,6 @@ def _renamed(one: NodeSnapshot, node: str) -> NodeSnapshot:
     if one.host == node and all(process.host == node for process in one.processes):
         return one
     return replace(one, host=node, processes=tuple(replace(process, host=node) for process in one.processes))
-
-
-def _write_here(name: str, rounds: Sequence[NodeSnapshot], folder: Path, where: str) -> list[Problem]:
-    """Write the snapshots of a node whose files, in folder `where` on it, cannot be seen here.
-
-    Returns:
-        What is missing nevertheless.
-    """
-    why = f"they are where the collector ran, in {where}, which cannot be seen here"
-    following = "name a folder that the nodes and their containers share with --output-dir"
-    problems = [Problem(f"the text files of {name}", why, following)]
-    try:
-        for number, one in enumerate(rounds, start=1):
-            write_json(folder / f"snapshot.{number}.json", one.to_json())
-    except OSError as error:
-        problems.append(Problem(f"the snapshots of {name}", f"{error}"))
-    return problems
 
 
 def _by_rank(seen: SampledProcess) -> tuple[bool, list[tuple[str, int]], int]:

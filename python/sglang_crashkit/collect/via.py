@@ -7,19 +7,28 @@ blanks and has a shell take them apart, so that for ssh the command is always on
 another command, the template has to say ``{command}``.
 
 Killing such a command does not end what it runs there: the collector ends by itself with its reader.
+
+The nodes of a Slurm job are reached by one more template, ``srun --overlap``. Slurm itself says which nodes there are,
+and ends the step of a node that is given up. Only options and formats that squeue(1), scontrol(1) and srun(1) have had
+since ``srun --overlap`` came (20.11) are used: ``--json`` has another form in every release.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
+import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, run_on_nodes
-from sglang_crashkit.errors import UsageError
+from sglang_crashkit.capture.tools import ToolRun, run_tool
+from sglang_crashkit.collect.gather import Reason, Transport
+from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 
 _HOST, _COMMAND = "{host}", "{command}"
 _EXAMPLE = 'such as --via "kubectl exec {host} -c sglang --" or --via "ssh {host}"'
@@ -33,8 +42,7 @@ _NOISE = re.compile(
     r"^Defaulted container|^Warning: Permanently added|^command terminated with exit code|^Connection to \S+ closed"
 )
 _MARKS = re.compile(r"^(?:error: |Error from server )")
-#: As `gather.Transport.reasons` has them.
-_REASONS = (
+_REASONS: tuple[Reason, ...] = (
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION",
         "its key is not known here, or another one: {said}",
@@ -64,6 +72,48 @@ _REASONS = (
         _BY_HAND,
     ),
 )
+#: A job, a task of an array, or a component of a heterogeneous job.
+_JOB_ID = re.compile(r"\d+(_\d+|\+\d+)?")
+#: One line for each job: the number that srun takes, the one that people see, and the rest.
+_JOB_FORMAT = "%A|%i|%T|%N"
+#: The controller of a busy cluster takes seconds to answer.
+_ASK_SECS = 60.0
+#: Of the variables that a job's environment holds, which srun would take for options, these say where Slurm is.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
+_FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+#: Words with which Slurm only says that something ended.
+_SLURM_NOISE = re.compile(
+    r"Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm"
+)
+#: Before a message: the program, the node, the task, the level.
+_SLURM_MARKS = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?|slurmd(?:-[\w.-]+)?): )?(?:error: |fatal: )?")
+_SLURM_REASONS: tuple[Reason, ...] = (
+    (
+        r"unrecognized option '--container",
+        "this Slurm has no pyxis: {said}",
+        "leave --container-name out, or run it where srun --help names --container-name",
+    ),
+    (
+        r"pyxis|container",
+        "its container cannot be entered: {said}",
+        "srun --overlap --jobid=JOB --nodelist={node} enroot list --fancy",
+    ),
+    (
+        r"Requested node configuration is not available|Invalid node name|DOWN|drained|not in this allocation",
+        "Slurm has no such node for the job: {said}",
+        "{look}",
+    ),
+    (
+        r"launch failed|Communication connection|Unable to contact|timed out|not responding|Connection refused",
+        "it does not answer Slurm: {said}",
+        "{look}",
+    ),
+    (
+        r"step creation temporarily disabled|Unable to create step|nodes are busy",
+        "Slurm starts no step on it: {said}",
+        "squeue --steps --jobs=JOB",
+    ),
+)
 
 
 def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
@@ -82,29 +132,56 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
                 next_step="use letters, digits and _ . : @ % + - [ ], and put what is alike in all names into --via",
             )
     nodes, program = tuple(dict.fromkeys(hosts)), Path(words[0]).name
-    log = f"{program}.log"
-
-    def run(
-        commands: Mapping[str, Sequence[str]], on_end: Callable[[NodeRun], None], output: Path, limits: Limits
-    ) -> KeyboardInterrupt | None:
-        argvs = {host: command_on(words, host, command) for host, command in commands.items()}
-        # Nobody sits there to answer what ssh would ask in a window.
-        environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
-        return run_on_nodes(argvs, on_end, output=output, log=log, environ=environ, limits=limits)
-
     return Transport(
         nodes=nodes,
         noun="host",
         title=f"{len(nodes)} host{'' if len(nodes) == 1 else 's'} by {program}",
         # The words after the first may hold a secret.
         identity={"via": program},
-        log=log,
-        returns_files=True,
+        log=f"{program}.log",
         reasons=_REASONS,
         noise=_NOISE,
         marks=_MARKS,
         look=lambda node: shlex.join(command_on(words, node, ["true"])),
-        run=run,
+        argv=functools.partial(command_on, words),
+        # Nobody sits there to answer what ssh would ask in a window.
+        environ={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
+    )
+
+
+def job_via(name: str, container: str | None = None) -> Transport:
+    """Return the nodes of the running Slurm job with the id `name`, each to be reached by a step of its own.
+
+    Args:
+        name: the job's id, such as ``12`` or ``12_3``.
+        container: a pattern of the name of the pyxis container to run in, with ``{job_id}`` and ``{node}``.
+
+    Raises:
+        UsageError: that is no id, or the id of several jobs, or the pattern has other braces.
+        NothingToDoError: there is no such job, or it does not run.
+        CrashkitError: Slurm is not here or does not answer.
+    """
+    number, nodes = _find_job(name)
+    words = ["srun", "--overlap", f"--jobid={number}", f"--nodelist={_HOST}", "--nodes=1", "--ntasks=1"]
+    if container is not None:
+        # Pyxis runs it inside the container where one of that name runs, in the namespaces of the workers.
+        words.append(f"--container-name={_expand(container, job_id=number, node=_HOST)}")
+    # Two who collect at the same time must not cancel each other's steps, nor one that of another node.
+    step = f"crashkit-{secrets.token_hex(4)}-{_HOST}"
+    return Transport(
+        nodes=nodes,
+        noun="node",
+        title=f"job {name} on {len(nodes)} nodes",
+        identity={"job": name},
+        log="srun.log",
+        reasons=[(pattern, why, following.replace("JOB", number)) for pattern, why, following in _SLURM_REASONS],
+        noise=_SLURM_NOISE,
+        marks=_SLURM_MARKS,
+        look=lambda node: f"scontrol show node {node}",
+        argv=functools.partial(command_on, [*words, f"--job-name={step}"]),
+        environ=client_environ(os.environ),
+        # Killing srun does not end what it has started on a node.
+        give_up=lambda node: _cancel(number, step.replace(_HOST, node)),
     )
 
 
@@ -151,3 +228,74 @@ def _find_joining(words: Sequence[str]) -> str:
     host = next(number for number, word in enumerate(words) if _HOST in word)
     behind = words.index("--") if "--" in words else len(words)
     return next((word for word in (*words[:host], *words[behind:]) if Path(word).name in _JOINING), "")
+
+
+def _find_job(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return the number that srun takes of the running job `name`, and its nodes in Slurm's order; see `job_via`."""
+    if not _JOB_ID.fullmatch(name):
+        raise UsageError(f"{name!r} is not the id of a Slurm job", next_step="squeue --me")
+    done = _ask_slurm("squeue", "--noheader", "--states=all", f"--jobs={name}", f"--format={_JOB_FORMAT}")
+    lines = [line.strip().split("|", 3) for line in done.text.splitlines() if line.count("|") >= 3]
+    if done.status and "Invalid job id" not in done.errors:
+        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.errors)}", next_step="scontrol ping")
+    if not lines:
+        raise NothingToDoError(f"Slurm knows no job {name}, or no longer", next_step="squeue --me")
+    if len(lines) > 1:
+        parts = ", ".join(shown for _number, shown, _state, _nodes in lines[:8])
+        raise UsageError(f"job {name} is {len(lines)} jobs: {parts}", next_step=f"name one: --slurm-job {lines[0][1]}")
+    number, _shown, state, nodes = lines[0]
+    if state != "RUNNING" or not nodes:
+        raise NothingToDoError(f"job {name} does not run: {state}", next_step=f"scontrol show job {name}")
+    # The list of nodes is as in ``n[1-2],m7``.
+    done = _ask_slurm("scontrol", "show", "hostnames", nodes)
+    if done.status or not done.text.split():
+        raise CrashkitError(f"scontrol cannot read the list of nodes {nodes}: {_last_line(done.errors)}")
+    return number, tuple(done.text.split())
+
+
+def _cancel(number: str, step: str) -> None:
+    """Have Slurm kill what runs in a step of a job; a node that does not answer does so when it is back."""
+    with contextlib.suppress(CrashkitError):
+        done = _ask_slurm("squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i|%j")
+        pairs = [line.strip().partition("|") for line in done.text.splitlines()]
+        if steps := [found for found, _bar, its in pairs if its == step]:
+            _ask_slurm("scancel", "--signal=KILL", *steps)
+
+
+def _ask_slurm(*argv: str) -> ToolRun:
+    """Run one of Slurm's clients and return what it printed.
+
+    Raises:
+        CrashkitError: it is not here, or did not answer in time.
+    """
+    done = run_tool(argv, _ASK_SECS, environ=client_environ(os.environ), apart=True)
+    if done.status is None:
+        next_step = "scontrol ping" if shutil.which(argv[0]) else "run it where Slurm's commands are on PATH"
+        raise CrashkitError(f"Slurm does not answer: {done.reason}", next_step=next_step)
+    return done
+
+
+def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without what a job's environment would have Slurm's clients do.
+
+    In a job's script ``SLURM_NTASKS``, ``SLURM_MEM_PER_NODE`` and others are options that the step must not have.
+    """
+    return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_FOREIGN)}
+
+
+def _expand(pattern: str, **values: str) -> str:
+    try:
+        fields = [name for _text, name, _spec, _conversion in string.Formatter().parse(pattern) if name is not None]
+        if not set(fields) <= values.keys():
+            raise ValueError
+        return pattern.format_map(values)
+    except (ValueError, LookupError):
+        raise UsageError(
+            f"{pattern} is not a pattern of a container's name",
+            next_step="use {job_id} and {node} in it, such as sglang_{job_id}_{node}",
+        ) from None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no reason given"

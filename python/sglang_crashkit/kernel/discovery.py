@@ -1,9 +1,8 @@
 """Find the processes of the SGLang servers on this host, without SGLang's help.
 
 SGLang titles its workers (see `titles`). Where no scheduler is titled, because setproctitle is missing or the ranks
-have not got that far, the Python processes that run SGLang are taken, and those that multiprocessing spawned for them.
-What Python runs must be SGLang's, or be called so; the word in another argument says nothing. Whether any scheduler is
-titled is asked for each user and Slurm job: of what others run here, nothing follows.
+have not got that far, the Python processes that run SGLang are taken, with those that multiprocessing spawned for them.
+Whether any scheduler is titled is asked for each user and Slurm job: of what others run here, nothing follows.
 """
 
 from __future__ import annotations
@@ -22,18 +21,13 @@ _TITLE = "sglang::"
 #: The kit's own are no part of the server; its handler watches the server from beside it.
 _HANDLER = "crash_handler"
 
-#: ``python -m MODULE``, ``python FILE`` or the console script that is SGLang's: a file below a folder of that name,
-#: such as a checkout, need not be.
-_MODULE = re.compile(r"sglang(?:\.[\w.]+)?")
-_SCRIPT = re.compile(r"(?:^|/)sglang(?:/(?:launch_server|bench_\w+|srt/.+|cli/.+)\.py)?$")
-#: A module or script of somebody else's with the word in its name.
-_CALLED_SO = re.compile(r"(?<![a-z])sglang(?![a-z])")
-#: These have no model: what passes requests on to servers, and clients.
-_ROUTER = re.compile(r"\bsglang(?:_router\b|\b.*\b(?:launch_router|launch_lb|mini_lb)\b)")
-_CLIENT = re.compile(r"\b(?:bench_serving|check_env)\b")
-#: Words in the name of what is called so and has none either; this kit is one.
+#: In the module or script that Python runs, as in ``sglang.launch_server``, ``dynamo.sglang`` and ``bin/sglang serve``.
+_NAME = re.compile(r"(?<![a-z])sglang(?![a-z])")
+_FILE = re.compile(r"(?:^|/)sglang/(?:launch_server|bench_\w+|srt/.+|cli/.+)\.py$")
+#: Words in the name of what has no model: what passes requests on, clients, tests, and this kit.
 _NO_MODEL = re.compile(
-    r"(?<![a-z])(?:crashkit|router|gateway|proxy|lb|clients?|bench\w*|tests?|eval\w*|check_env)(?![a-z])"
+    r"(?<![a-z])(?:crashkit|router|gateway|proxy|(?:launch_|mini_)?lb|clients?|bench_serving|tests?|eval\w*|check_env)"
+    r"(?![a-z])"
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
 
@@ -96,7 +90,7 @@ def find_processes(
         everything: also the servers' other processes: main process, tokenizers, detokenizer, controller.
         here: leave out what is known to belong to another Slurm job or node.
     """
-    host = _Host.read()
+    host = _Host()
     members = host.members_of(pid) if pid is not None else None
     wanted: dict[int, FoundProcess] = {}
     for candidates in host.groups(members, here):
@@ -125,82 +119,74 @@ class _Entry:
     pid: int
     ppid: int
     start_ticks: int
-    comm: str
     cmdline: list[str]
+    title: str
+    is_titled: bool
+    is_scheduler: bool
+
+    @classmethod
+    def of(cls, stat: procfs.ProcStat) -> _Entry:
+        cmdline = procfs.read_cmdline(stat.pid)
+        title, is_titled = procfs.title_of(cmdline, stat.comm), bool(cmdline) and cmdline[0].startswith(_TITLE)
+        is_scheduler = is_titled and titles.role_of(title) == "scheduler"
+        return cls(stat.pid, stat.ppid, stat.start_ticks, cmdline, title, is_titled, is_scheduler)
 
     @property
-    def is_titled(self) -> bool:
-        return bool(self.cmdline) and self.cmdline[0].startswith(_TITLE)
-
-    @property
-    def is_scheduler(self) -> bool:
-        return self.is_titled and titles.role_of(self.title) == "scheduler"
-
-    @property
-    def title(self) -> str:
-        return procfs.title_of(self.cmdline, self.comm)
-
-    @property
-    def is_spawned(self) -> bool:
+    def is_of_sglang(self) -> bool:
         option, module = _SPAWNED
-        return option in self.cmdline[1:4] and any(module in word for word in self.cmdline[2:5])
+        is_spawned = option in self.cmdline[1:4] and any(module in word for word in self.cmdline[2:5])
+        return is_spawned or self.is_titled or runs_sglang(self.cmdline)
 
 
 class _Host:
     """All processes of this host at one moment."""
 
-    def __init__(self, entries: dict[int, _Entry]) -> None:
-        self._entries = entries
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
         self._children: dict[int, list[int]] = {}
-        for entry in entries.values():
-            self._children.setdefault(entry.ppid, []).append(entry.pid)
-
-    @classmethod
-    def read(cls) -> _Host:
-        entries = {}
         for name in os.listdir("/proc"):  # noqa: PTH208
             stat = procfs.read_stat(int(name)) if name.isdigit() else None
             # The main thread of a process may have ended before the rest of it.
             if stat is not None and (stat.state not in "ZX" or stat.threads > 1):
-                cmdline = procfs.read_cmdline(stat.pid)
-                entries[stat.pid] = _Entry(stat.pid, stat.ppid, stat.start_ticks, stat.comm, cmdline)
-        return cls(entries)
+                self._entries[stat.pid] = _Entry.of(stat)
+                self._children.setdefault(stat.ppid, []).append(stat.pid)
 
     def groups(self, within: set[int] | None, here: Place | None) -> list[list[_Entry]]:
         """Return those that may be of SGLang, by their users and, where these are not `here`, their Slurm jobs."""
         groups: dict[tuple[int | None, Place | None], list[_Entry]] = {}
         for pid, entry in self._entries.items():
-            if (within is None or pid in within) and (entry.is_titled or may_run_sglang(entry.cmdline)):
+            if (within is None or pid in within) and (entry.is_titled or runs_sglang(entry.cmdline)):
                 groups.setdefault((_user_of(pid), other_place_of(pid, here)), []).append(entry)
         return list(groups.values())
 
     def find(self, candidates: Sequence[_Entry], *, everything: bool) -> Iterator[FoundProcess]:
         schedulers = [entry for entry in candidates if entry.is_scheduler]
-        roots = [entry for entry in candidates if not entry.is_titled and runs_sglang(entry.cmdline)]
+        roots = [entry.pid for entry in candidates if not entry.is_titled]
         if not schedulers:
             # Its schedulers may run as another user.
             titled = {self.server_of(pid) for pid, entry in self._entries.items() if entry.is_scheduler}
-            roots += [entry for entry in candidates if self._is_all_there_is(entry)]
-            wanted = (root.pid for root in roots if root.pid not in titled)
-            chosen = {pid for root in wanted for pid in self._tree(root, _is_of_sglang)}
+            chosen = {
+                pid
+                for root in roots
+                if root not in titled
+                for pid in self._tree(root, lambda entry: entry.is_of_sglang)
+            }
             yield from self._describe(chosen, "command line")
             return
         chosen = {entry.pid for entry in schedulers}
         if everything:
-            chosen |= {entry.pid for entry in candidates if entry.is_titled} | {root.pid for root in roots}
-            chosen |= {root for entry in schedulers if (root := self.server_of(entry.pid)) is not None}
+            chosen |= {entry.pid for entry in candidates if entry.is_titled}
+            chosen |= {server for entry in schedulers if (server := self.server_of(entry.pid)) is not None}
         yield from self._describe(chosen, "title")
 
     def server_of(self, pid: int) -> int | None:
         """Return the process that launched the server of `pid`: the highest above it that SGLang runs in.
 
-        That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title, or the
-        nearest one that is called so.
+        That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title.
         """
-        line = [pid, *self._above(pid)]
-        known = [one for one in line if self._is_sglang(self._entries[one])]
+        known = [one for one in (pid, *self._above(pid)) if self._is_sglang(self._entries[one])]
         if not known:
-            return next((one for one in line if may_run_sglang(self._entries[one].cmdline)), None)
+            return None
         top = self._entries[known[-1]]
         if not top.is_titled:
             return top.pid
@@ -211,20 +197,10 @@ class _Host:
         """Return the processes of the server that `pid` belongs to, or of those below it; empty without such a pid."""
         if pid not in self._entries:
             return set()
-        top = self.server_of(pid)
-        if top is None:
-            known = [one for one in [pid, *self._above(pid)] if self._is_sglang(self._entries[one])]
-            top = known[-1] if known else pid
-        return set(self._tree(top))
+        return set(self._tree(self.server_of(pid) or pid))
 
     def _is_sglang(self, entry: _Entry) -> bool:
         return (entry.is_titled and titles.role_of(entry.title) != _HANDLER) or runs_sglang(entry.cmdline)
-
-    def _is_all_there_is(self, entry: _Entry) -> bool:
-        """Say whether a program that is only called so runs no other one that certainly is SGLang's."""
-        if entry.is_titled or runs_sglang(entry.cmdline):
-            return False
-        return not any(runs_sglang(self._entries[one].cmdline) for one in self._tree(entry.pid))
 
     def _above(self, pid: int) -> Iterator[int]:
         seen = {pid}
@@ -259,10 +235,6 @@ class _Host:
             yield FoundProcess(pid, entry.start_ticks, entry.title, role, ranks, server, tuple(arguments), user, way)
 
 
-def _is_of_sglang(entry: _Entry) -> bool:
-    return entry.is_spawned or entry.is_titled or may_run_sglang(entry.cmdline)
-
-
 def _user_of(pid: int) -> int | None:
     """Return the effective user id of `pid`, None when it is gone."""
     words = procfs.read_status(pid).get("Uid", "").split()
@@ -270,20 +242,11 @@ def _user_of(pid: int) -> int | None:
 
 
 def runs_sglang(cmdline: Sequence[str]) -> bool:
-    """Say whether a command line is that of a Python process that runs a server of SGLang: its own module or script."""
-    program = _program_of(cmdline)
-    if program is None or _ROUTER.search(program) or _CLIENT.search(program):
-        return False
-    return bool(_MODULE.fullmatch(program) or _SCRIPT.search(program))
-
-
-def may_run_sglang(cmdline: Sequence[str]) -> bool:
-    """Say whether it does, or is of a Python module or script that is called so, such as ``dynamo.sglang``."""
-    program = _program_of(cmdline)
-    if program is None:
-        return False
+    """Say whether a command line is that of a Python process whose module or script is of SGLang, or called so."""
+    program = _program_of(cmdline) or ""
+    # The folders that a script is in say nothing, but for the package's own.
     name = Path(program).name
-    return runs_sglang(cmdline) or bool(_CALLED_SO.search(name) and not _NO_MODEL.search(name))
+    return bool(_NAME.search(name) or _FILE.search(program)) and not _NO_MODEL.search(name)
 
 
 def _program_of(cmdline: Sequence[str]) -> str | None:
@@ -315,8 +278,7 @@ def place_of(pid: int) -> Place | None:
     seen: set[int] = set()
     while pid > 1 and pid not in seen:
         seen.add(pid)
-        place = Place.of_environ(procfs.read_environ(pid))
-        if place is not None:
+        if (place := Place.of_environ(procfs.read_environ(pid))) is not None:
             return place
         stat = procfs.read_stat(pid)
         pid = stat.ppid if stat is not None else 0

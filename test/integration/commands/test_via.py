@@ -125,7 +125,6 @@ def test_the_verdict_names_the_rank_with_its_host(story: Story) -> None:
 def test_the_files_of_both_hosts_are_here(story: Story) -> None:
     for host, pid in story.ranks.items():
         folder, node = story.both.folder / host, story.both.node(host)
-        assert node["files_visible"] is True
         assert node["problems"] == []
         (text,) = folder.glob(f"pyspy_*_{pid}.txt")
         assert "torch/distributed" in text.read_text() or "event_loop" in text.read_text()

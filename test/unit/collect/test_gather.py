@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.collect.gather import Limits, NodeRun, find_answer, run_on_nodes, why_silent
-from sglang_crashkit.collect.slurm import Job, job_nodes
+from sglang_crashkit.collect.via import job_via
+from sglang_crashkit.errors import CrashkitError, UsageError
 
 #: What the srun of Slurm 22.05 prints, of which the last line never is the reason.
 NO_TOOL = """slurmstepd-n2: error: execve(): sglang-crashkit: No such file or directory
@@ -34,8 +35,25 @@ NO_PYXIS = """srun: unrecognized option '--container-name=x'
 Try "srun --help" for more information
 """
 NO_STEP = "srun: Job 7 step creation still disabled, retrying\n"
-JOB = job_nodes(Job("7", "7", ("n1", "n2")))
+#: Stand-ins for Slurm's clients.
+SLURM = {
+    "squeue": "case $* in *--steps*) cat {0}/steps;; *) echo '7|7|RUNNING|n[1-2]';; esac",
+    "scontrol": "echo n1; echo n2",
+    "scancel": 'echo "$@" >{0}/cancelled',
+}
 LATE = {"status": None, "late": True, "problem": "no answer within 9 s"}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder ahead of all others on PATH, with a Slurm that knows one job."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name, script in SLURM.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script.format(folder)}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -56,13 +74,67 @@ LATE = {"status": None, "late": True, "problem": "no answer within 9 s"}
     ],
 )
 def test_why_a_node_is_silent_is_told_with_what_helps(
-    errors: str, fields: dict[str, object], why: str, following: str
+    slurm: Path, errors: str, fields: dict[str, object], why: str, following: str
 ) -> None:
-    problem = why_silent(NodeRun(**{"node": "n2", "status": 1, "errors": errors, **fields}), JOB)
+    problem = why_silent(NodeRun(**{"node": "n2", "status": 1, "errors": errors, **fields}), job_via("7"))
     assert problem.what == "node n2"
     assert why in problem.why
     assert len(problem.why) < 400
     assert following in problem.next
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        (None, []),
+        ("sglang_{job_id}_{node}", ["--container-name=sglang_7_n2"]),
+        ("sglang:exec", ["--container-name=sglang:exec"]),
+    ],
+)
+def test_a_step_runs_once_on_the_one_node(slurm: Path, container: str | None, expected: list[str]) -> None:
+    job = job_via("7", container)
+    argv = job.argv("n2", ["python3", "collect"])
+    assert (job.nodes, job.identity) == (("n1", "n2"), {"job": "7"})
+    assert argv[:6] == ["srun", "--overlap", "--jobid=7", "--nodelist=n2", "--nodes=1", "--ntasks=1"]
+    (step,) = [word for word in argv if word.startswith("--job-name=crashkit-")]
+    assert step.endswith("-n2")
+    assert [word for word in argv[6:] if word != step] == [*expected, "python3", "collect"]
+
+
+@pytest.mark.parametrize("pattern", ["{rank}", "{}", "{0}", "{node", "node}", "{node.__class__}", "{job_id[0]}"])
+def test_a_container_pattern_with_other_braces_is_refused(slurm: Path, pattern: str) -> None:
+    with pytest.raises(UsageError, match="is not a pattern of a container's name"):
+        job_via("7", pattern)
+
+
+@pytest.mark.parametrize("name", ["", "x", "-1", "12;reboot", "12_", "12 13", "12,13", "--help"])
+def test_what_is_no_job_id_is_never_given_to_slurm(name: str) -> None:
+    with pytest.raises(UsageError, match="is not the id of a Slurm job"):
+        job_via(name)
+
+
+def test_where_there_is_no_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CrashkitError, match="Slurm does not answer: squeue: No such file or directory"):
+        job_via("12")
+
+
+def test_a_jobs_environment_gives_its_options_to_no_step(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SGLANG_X": "1"}
+    foreign = dict.fromkeys(("SLURM_NTASKS", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SQUEUE_FORMAT"), "8")
+    for name, value in (kept | foreign).items():
+        monkeypatch.setenv(name, value)
+    environ = job_via("7").environ
+    assert kept.items() <= environ.items()
+    assert not foreign.keys() & environ.keys()
+
+
+def test_the_step_of_a_node_that_is_given_up_is_cancelled_alone(slurm: Path) -> None:
+    job = job_via("7")
+    steps = {node: job.argv(node, [])[-1].removeprefix("--job-name=") for node in job.nodes}
+    (slurm / "steps").write_text(f"7.1|{steps['n1']}\n7.2|{steps['n2']}\n7.3|another\n")
+    job.give_up("n2")
+    assert (slurm / "cancelled").read_text() == "--signal=KILL 7.2\n"
 
 
 def test_the_answer_is_found_amid_what_a_container_prints() -> None:

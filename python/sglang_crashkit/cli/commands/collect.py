@@ -124,10 +124,9 @@ def _configure_nodes(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help='the kit on the nodes ("python3 -m sglang_crashkit"; in a Slurm job without a container this Python)',
     )
-    # What such a command runs on each node: it ends then, or with its reader, and the debuggers in time for the answer.
+    # What such a command runs on each node: it ends then, or with its reader, and the debuggers in time for the answer,
+    # which has what is in the text files, too.
     nodes.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
-    # With --json: what is in the text files, too, for where its folder cannot be seen from here.
-    nodes.add_argument("--with-texts", action="store_true", help=argparse.SUPPRESS)
 
 
 def _host_names(text: str) -> list[str]:
@@ -218,7 +217,12 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         report.ended()
     else:
         document = collected.as_json(
-            collection, output, status, found, with_snapshots=args.with_snapshots, with_texts=args.with_texts
+            collection,
+            output,
+            status,
+            found,
+            with_snapshots=args.with_snapshots,
+            with_texts=args.gathered_within is not None,
         )
         say_json(document, indent=None if args.with_snapshots else 2)
     return status
@@ -250,7 +254,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
             "--pid names a process of one machine", next_step="leave it out, or leave --slurm-job and --via out"
         )
     transport = _transport(args)
-    command = _remote_command(args, transport)
+    command = _remote_command(args)
     # What is wrong with it is better told before a long wait than after it.
     if args.when_unhealthy is not None:
         _wait_until_unhealthy(args, wait_secs, is_one=False)
@@ -276,13 +280,12 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
 
 def _transport(args: argparse.Namespace) -> Transport:
     """Return the nodes that are meant."""
-    from sglang_crashkit.collect.slurm import find_job, job_nodes
-    from sglang_crashkit.collect.via import hosts_via
+    from sglang_crashkit.collect.via import hosts_via, job_via
 
     if args.slurm_job is not None:
         if args.hosts is not None:
             raise UsageError("a Slurm job has its own hosts", next_step="leave --hosts out, or --slurm-job")
-        return job_nodes(find_job(args.slurm_job), args.container_name)
+        return job_via(args.slurm_job, args.container_name)
     if args.via is None or args.hosts is None:
         missing = "--via" if args.via is None else "--hosts"
         raise UsageError(
@@ -296,7 +299,7 @@ def _transport(args: argparse.Namespace) -> Transport:
     return transport
 
 
-def _remote_command(args: argparse.Namespace, transport: Transport) -> list[str]:
+def _remote_command(args: argparse.Namespace) -> list[str]:
     # A container's or a host's image has a Python of its own; its path is not this one's.
     same_image = args.slurm_job is not None and args.container_name is None
     command = [sys.executable if same_image else "python3", "-m", "sglang_crashkit"]
@@ -310,7 +313,7 @@ def _remote_command(args: argparse.Namespace, transport: Transport) -> list[str]
     command += ["collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
     # In a step of a Slurm job that job says which servers are meant.
     every = args.slurm_job is None and (args.all_servers or args.config is not None)
-    command += [*(["--with-texts"] if transport.returns_files else []), *(["--all-servers"] if every else [])]
+    command += ["--all-servers"] if every else []
     command += [f"--snapshots={args.snapshots}", f"--interval={args.interval:g}"]
     command += [f"--{name.replace('_', '-')}" for name in ("all", "any_user") if getattr(args, name)]
     command += [f"--user={args.user}"] if args.user is not None else []
@@ -471,7 +474,7 @@ def _status_of_nodes(result: Gathered) -> ExitCode:
         return ExitCode.NOTHING
     # A node that nothing of SGLang runs on is no failure: the router may have one of its own.
     if statuses <= {ExitCode.DONE, ExitCode.NOTHING}:
-        return ExitCode.DONE if all(node.visible for node in result.nodes) else ExitCode.PARTIAL
+        return ExitCode.DONE
     return ExitCode.PARTIAL if statuses & {ExitCode.DONE, ExitCode.PARTIAL} else ExitCode.FAILED
 
 

@@ -201,7 +201,6 @@ def nodes_as_json(result: Gathered, explanation: Explanation, output: Path, stat
                 "node": node.node,
                 "exit_code": node.status,
                 "folder": str(node.folder),
-                "files_visible": node.visible,
                 "files": list(node.files),
                 "processes": [
                     {

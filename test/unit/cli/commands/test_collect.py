@@ -159,7 +159,7 @@ def test_where_the_folder_cannot_be_made_the_snapshots_are_printed(
 def test_the_text_files_are_answered_where_there_is_room(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*QUICK, "--json", "--with-snapshots", "--with-texts"]
+    arguments = [*QUICK, "--json", "--with-snapshots", "--gathered-within=300"]
     assert collect(rank, tmp_path, *arguments) == 0
     document = json.loads(capsys.readouterr().out)
     (one,) = document["processes"]
