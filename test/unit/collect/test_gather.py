@@ -205,15 +205,3 @@ def test_an_interruption_ends_what_runs_and_keeps_what_was_had(tmp_path: Path) -
     assert isinstance(interrupt, KeyboardInterrupt)
     assert set(ended) == {"well", "hangs", "waits"}
     assert ended["hangs"].problem == "interrupted"
-
-
-def test_nothing_is_there_to_be_read(tmp_path: Path) -> None:
-    (run,) = run_all({"a": ["cat"]}, tmp_path, Limits()).values()
-    assert (run.status, run.output) == (0, "")
-
-
-def test_a_node_whose_folder_cannot_be_made_is_not_asked(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("a file")
-    (run,) = run_all({"a": ["touch", str(tmp_path / "asked")]}, tmp_path, Limits()).values()
-    assert run.problem.startswith("touch was not started: ")
-    assert not (tmp_path / "asked").exists()

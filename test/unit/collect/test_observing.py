@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.cli.reporters.collected import TextReport
 from sglang_crashkit.collect.collection import Collection, Plan
-from sglang_crashkit.collect.observing import read_steps
 from sglang_crashkit.kernel.discovery import FoundProcess
-from sglang_crashkit.memory.steps import StepWriter
 from sglang_crashkit.model.step import Step
 from unit.support.targets import start_ticks
 from unit.support.waiting import LONG, child
@@ -69,16 +66,3 @@ def test_where_the_ranks_of_a_patched_server_diverged_is_told(
     last = Step.from_json(json.loads((tmp_path / name).read_text().splitlines()[-1]))
     assert (last.number, last.mode) == (3, "extend" if odd else "decode")
     assert not [name for name in collection.collected[2].files if name.startswith("steps_")]
-
-
-def test_who_is_somebody_else_by_now_has_no_steps() -> None:
-    with child(RANK.format(odd=False)) as process:
-        assert read_steps({process.pid: start_ticks(process.pid)}).by_pid.keys() == {process.pid}
-        assert read_steps({process.pid: 1}).by_pid == {}
-    assert read_steps({process.pid: 1}).by_pid == {}
-
-
-def test_memory_in_which_no_step_began_is_passed_over() -> None:
-    writer = StepWriter()
-    assert read_steps({os.getpid(): start_ticks(os.getpid())}).by_pid == {}
-    writer.close()

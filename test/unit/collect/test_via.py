@@ -86,10 +86,6 @@ def test_wrapped_ssh_must_be_told_where_the_command_goes(template: str) -> None:
     hosts_via(f"{template} {{command}}", ["h"])
 
 
-def test_a_host_that_is_named_twice_is_asked_once() -> None:
-    assert hosts_via("ssh {host}", ["b", "a", "b"]).nodes == ("b", "a")
-
-
 @pytest.mark.parametrize(
     ("errors", "why", "following"),
     [
@@ -149,8 +145,3 @@ def test_a_late_host_is_told_with_what_it_said_last() -> None:
     problem = why_silent(run, hosts_via(KUBECTL, ["h"]))
     assert problem.why == "no answer within 9 s: snapshot 2 of 3"
     assert problem.next == "raise --node-timeout, or look at it: kubectl exec h -c sglang -- true"
-
-
-def test_what_a_host_prints_instead_of_an_answer_is_shown() -> None:
-    problem = why_silent(NodeRun("h", 0, output="welcome\n/bin/kit: bad interpreter\n"), hosts_via(KUBECTL, ["h"]))
-    assert problem.why == "the collector ended there with status 0 and without a result: /bin/kit: bad interpreter"

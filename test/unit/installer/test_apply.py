@@ -10,12 +10,10 @@ import stat
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError
-from sglang_crashkit.installer import apply as installer
 from sglang_crashkit.installer.apply import apply, exclusive, revert
 from sglang_crashkit.installer.environment import Kit
 from sglang_crashkit.installer.record import format_row, read_rows
@@ -346,41 +344,6 @@ def test_commands_at_once_take_their_turns(environment, kit, ready, actions):
     assert overall(environment, kit) in {MEANT[action] for action in actions}
     revert(environment, kit.patches, kit.lock)
     assert snapshot(environment.site) == pristine
-
-
-@pytest.mark.parametrize("action", [apply, revert])
-def test_what_another_is_in_the_middle_of_is_read_again(environment, kit, ready, action, monkeypatch):
-    ready(action)
-    reads = []
-
-    def read_between_two_files(*args):
-        tree = read_tree(*args)
-        reads.append(tree)
-        if len(reads) == 1:
-            tree.files.update(dict.fromkeys(tree.files, FileState.FOREIGN))
-        return tree
-
-    read_tree = installer.read_tree
-    monkeypatch.setattr(installer, "read_tree", read_between_two_files)
-    action(environment, kit.patches, kit.lock)
-    assert len(reads) == 2
-    assert overall(environment, kit) is MEANT[action]
-
-
-def test_a_change_on_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
-    now, seconds = 0.0, 45.0
-
-    def sleep(_secs):
-        nonlocal now
-        now += 5.0
-        if now >= seconds:
-            another.close()
-
-    monkeypatch.setattr(installer, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    with contextlib.ExitStack() as another:
-        another.enter_context(exclusive(tmp_path))
-        with exclusive(tmp_path):
-            assert now == seconds
 
 
 def test_a_second_process_gets_an_error_unless_the_first_died(tmp_path):

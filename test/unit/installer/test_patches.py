@@ -41,14 +41,6 @@ def patch_of(*hunks: Hunk, creates: bool = False) -> Patch:
     return Patch("srt/a.py", dict.fromkeys(FIELDS, "text"), creates, hunks)
 
 
-def test_the_header_and_the_hunks_are_read():
-    patch = parse_patch(HEAD + DIFF, source="p")
-    assert (patch.path, patch.creates, patch.calls) == ("x/y.py", False, ("a.b", "c.d"))
-    assert (patch.hunks[0].old_start, patch.hunks[0].old) == (3, [b"one\n", b"two\n"])
-    assert patch.hunks[0].new == [b"one\n", b"2\n"]
-    assert parse_patch(HEADER.format(calls="none") + DIFF, source="p").calls == ()
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -149,18 +141,6 @@ def test_what_does_not_belong_among_the_patches_is_refused(tmp_path, given, why)
         PatchTree.load(tmp_path)
 
 
-def test_a_patch_of_a_differently_named_file_is_refused(tmp_path):
-    write(tmp_path, "0.5.9/srt/a.py.patch")
-    file = tmp_path / "0.5.9/srt/a.py.patch"
-    ref = PatchTree.load(tmp_path).resolve("0.5.9")["srt/a.py"]
-    file.write_text(HEAD + DIFF)
-    with pytest.raises(PatchFormatError, match=r"patches x/y\.py, not the file it is named for"):
-        ref.read()
-    file.write_bytes(b"\xff")
-    with pytest.raises(PatchFormatError, match="is not UTF-8"):
-        ref.read()
-
-
 def test_patches_that_contradict_the_lock_are_refused(kit, other_kit):
     locked = kit.lock.releases["0.5.9"]
     pristine = {"srt/first.py": b"import os\n", "srt/deep/second.py": b""}
@@ -190,19 +170,6 @@ def test_the_lock_loads_as_dumped_and_finds_builds(tmp_path):
         lock.require("0.5.99")
     assert "scripts/port_release 0.5.99" in str(caught.value)
     assert (find_patch_root() / LOCK_NAME).is_file()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{}", "[]", '{"schema_version": 2, "releases": {}}'),
-        *('{"schema_version": 1, "releases": {"0.5.9": {}}}', '{"schema_version": 1, "releases": {"0.5.9": 1}}'),
-    ],
-)
-def test_a_damaged_lock_is_named(tmp_path, text):
-    (tmp_path / LOCK_NAME).write_text(text)
-    with pytest.raises(PatchDataError, match=r"releases\.lock\.json"):
-        load_lock(tmp_path)
 
 
 def test_releases_are_ordered_and_their_builds_are_local_versions():

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from sglang_crashkit.installer.apply import apply, revert
-from sglang_crashkit.installer.record import format_row, rewrite_record
 from sglang_crashkit.installer.status import Overall
 from unit.installer.fake_sglang import overall
 
@@ -30,10 +29,3 @@ def test_any_record_comes_back_with_pips_own_later_additions(environment, kit, c
     record.write_bytes(added + record.read_bytes())
     revert(environment, kit.patches, kit.lock)
     assert record.read_bytes() == added + before
-
-
-def test_a_row_keeps_its_algorithm_and_pips_form_of_hash():
-    assert format_row("a,b", b"x") == '"a,b",sha256=LXEWQrcmsEQBYnyp-6wy9chTD7GQPMTbAiWHF5IaSIE,1\n'
-    rewritten = rewrite_record(b"a,sha512=x,9\r\n", {"a": b""}, {"k": None}, is_kits=lambda _path: False, source="R")
-    assert rewritten.startswith(b"k,,\r\na,sha512=z4PhNX7vuL3xVChQ1m2AB9Yg5AULVxXcg_SpIdNs6c5H0NE8XYXysP-")
-    assert rewritten.endswith(b",0\r\n")

@@ -16,7 +16,6 @@ from sglang_crashkit.installer.patches import sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import Overall, read_tree
 from sglang_crashkit.installer.wheel import (
-    WheelName,
     build_kit_wheel,
     build_patched_wheel,
     cache_folder,
@@ -142,19 +141,6 @@ def test_a_cached_wheel_is_checked_against_the_lock(cache):
     assert "--download" in caught.value.next_step
 
 
-def test_a_wheel_for_another_python_is_left_in_the_cache(cache):
-    write_wheel(cache, tags="cp311-cp311-linux_x86_64")
-    with pytest.raises(NothingToDoError, match="for cp312 in"):
-        find_wheel("0.5.9", {}, download=False, python_tag="cp312")
-    for release, tags in {
-        "0.5.6": "cp312-cp312-win32",
-        "0.5.7": "cp39-abi3-win32",
-        "0.5.8": "py2.py3-none-any",
-    }.items():
-        fitting = write_wheel(cache, release, tags=tags)
-        assert find_wheel(release, {}, download=False, python_tag="cp312") == fitting
-
-
 def test_pip_is_asked_for_the_wheel_named_by_the_lock(cache, tmp_path, monkeypatch):
     made = write_wheel(tmp_path / "registry", tags="cp311-cp311-manylinux_2_34_x86_64")
     pip = tmp_path / "pip"
@@ -182,9 +168,3 @@ def test_a_failed_download_and_a_missing_pip_are_named(cache, monkeypatch):
     monkeypatch.setattr(wheel_module.sys, "executable", "/bin/false")
     with pytest.raises(CrashkitError, match="/bin/false has no pip to download with"):
         find_wheel("0.5.9", {}, download=True)
-
-
-@pytest.mark.parametrize("name", ["sglang-0.5.9.tar.gz", "sglang-0.5.9-1-py3-none-any.whl", "sglang.whl"])
-def test_what_is_not_named_like_a_wheel_is_refused(name):
-    with pytest.raises(RefusedError, match="is not named like a wheel"):
-        WheelName.parse(name)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import http.server
 import os
 import ssl
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lanelib import commands, procs
-from lanelib.commands import NO_END, LaneError, clean_environment, exclusive, run_command, run_in_terminal, run_script
+from lanelib.commands import NO_END, LaneError, clean_environment, run_command, run_in_terminal, run_script
 from unit.support.waiting import LONG, wait_until
 
 
@@ -68,13 +67,6 @@ def test_uv_trusts_what_the_systems_certificates_trust(tmp_path, index_url, monk
     with pytest.raises(LaneError) as caught:
         run_command([*mounted, *uv, "--index-url", index_url, "no-such-package"], timeout_s=LONG)
     assert "no-such-package was not found in the package registry" in caught.value.message, caught.value.message
-
-
-def test_one_holder_at_a_time_has_a_lock(tmp_path):
-    with (tmp_path / "lock").open("a") as other:
-        with exclusive(tmp_path / "lock"), pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_failed_or_missing_program_is_named_with_its_output(programs, capsys):

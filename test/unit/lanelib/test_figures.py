@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,21 +15,11 @@ from lanelib.figures import (
     PAGE,
     README,
     Benchmark,
-    Table,
-    figure,
     measure,
     page,
     with_costs,
-    write_documents,
 )
 from lanelib.paths import ROOT
-
-TABLE = [
-    "which         median    longest",
-    "upstream    51.21 ms   96.75 ms",
-    "kit/upstream    0.01",
-    "on   8  0.37 us",
-]
 
 
 @pytest.fixture
@@ -56,20 +45,6 @@ def test_what_it_printed_is_kept(program: Path) -> None:
     assert run(program, "0") == first
 
 
-def test_what_is_named_is_run_as_it_is_run_alone() -> None:
-    benchmark = Benchmark("faults", ("--release x", 18), alone=("--all", 60))
-    assert [benchmark.arguments(form) for form in ("whole", "alone", "quick")] == [
-        ["--release", "x"],
-        ["--all"],
-        ["--release", "x"],
-    ]
-
-
-def test_a_missed_goal_has_its_reason(program: Path) -> None:
-    found = run(program, "1")
-    assert (found.status, found.why) == (1, "much too slow")
-
-
 @pytest.mark.parametrize(
     ("script", "why"),
     [
@@ -85,46 +60,6 @@ def test_one_that_fails_says_why_and_is_run_again(
     found = run(program, "")
     assert (bool(found.status), found.why) == (True, why)
     assert not (program.parent / "kept.json").exists()
-
-
-def test_one_that_fails_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DATA", "PAGE", "README"):
-        monkeypatch.setattr(figures, name, tmp_path / name)
-    (tmp_path / "README").touch()
-    good = figures.Run("beat", "benchmarks/beat", ("on  1 us",), 1.0, 0, "2026-01-01 00:00")
-    for one in (good, dataclasses.replace(good, lines=(), status=1, why="it printed nothing")):
-        write_documents([one], "2 cores", 1.0)
-    text = (tmp_path / "PAGE").read_text()
-    assert "on  1 us" in text
-    assert "The run after it failed, 2026-01-01 00:00 UTC: it printed nothing." in text
-
-
-@pytest.mark.parametrize(
-    ("as_json", "expected"),
-    [
-        (False, "fault  seconds\nslow       1.5\nseen\n"),
-        (True, '{"fault": "slow", "seconds": "1.5"}\n{"note": "seen"}\n'),
-    ],
-)
-def test_a_table_is_text_or_json(as_json: bool, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table({"fault": 4, "seconds": 5}, as_json=as_json)
-    table.row("slow", "1.5")
-    table.note("seen")
-    assert capsys.readouterr().out == expected
-
-
-@pytest.mark.parametrize(
-    ("beginning", "column", "expected"),
-    [
-        ("upstream", 1, "96.75 ms"),
-        ("upstream", -1, "96.75 ms"),
-        ("kit/upstream", 0, "0.01"),
-        ("on 8", 0, "0.37 us"),
-        ("nobody", 0, None),
-    ],
-)
-def test_a_cell_is_found_by_its_row(beginning: str, column: int, expected: str | None) -> None:
-    assert figure(TABLE, beginning, column) == expected
 
 
 def test_the_documents_say_what_the_last_run_measured() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lanelib.porting import generate_lock, normalise_patches, read_draft, write_drafts
+from lanelib.porting import generate_lock, normalise_patches, read_draft
 from sglang_crashkit.installer.patches import LOCK_NAME, PatchDataError, PatchFormatError, PatchTree, sha256_hex
 from unit.installer.fake_sglang import FILES, PATCHES, FakeKit, make_kit, write_patches, write_wheel
 
@@ -77,18 +77,6 @@ def test_once_the_draft_is_edited_the_lock_has_the_release(port_release, kit):
     assert lock["0.5.10"]["files"]["srt/first.py"]["patch"] == "0.5.10/srt/first.py.patch"
     assert lock["0.5.10"]["files"]["srt/deep/second.py"]["patch"] == "0.5.9/srt/deep/second.py.patch"
     assert "the lock is as it was" in port_release("--lock")[1]
-
-
-def test_what_is_not_a_release_is_refused(port_release):
-    assert port_release("next")[0] == 2
-    assert port_release()[0] == 2
-
-
-def test_a_hunk_that_stands_twice_says_where(kit, tmp_path):
-    twice = FILES | {"srt/first.py": FILES["srt/first.py"] + b"import os\n"}
-    ((_error, draft),) = write_drafts(kit.patches, "0.5.10", write_wheel(tmp_path, "0.5.10", twice)).values()
-    assert "# PORT: its 1 old lines stand at 2 places\n" in draft.read_text()
-    assert "# PORT: the whole hunk stands at lines 1, 6\n" in draft.read_text()
 
 
 def test_a_patch_left_with_lone_hunk_headers_gets_its_numbers(wheel, tmp_path):

@@ -1,41 +1,18 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from lanelib import procs
 from lanelib.commands import LaneError
-from lanelib.lanes import Lane
-from lanelib.servers import ManagedProcess, free_port, greedy, parallel_env
-from unit.support.waiting import LONG, descriptors
-
-
-@pytest.mark.parametrize(
-    ("tp", "dp", "alike", "bound"),
-    [
-        (1, 1, False, None),
-        (3, 1, False, "2|5|2"),
-        (1, 2, False, "2|5"),
-        (1, 2, True, None),
-        (2, 2, True, "2|5"),
-        (2, 2, False, "2|5|2|5"),
-    ],
-)
-def test_parallel_env_binds_each_rank_to_a_core(monkeypatch, tp, dp, alike, bound):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
-    monkeypatch.setattr(Lane, "binds_replicas_alike", lambda lane: alike)
-    lane = Lane("0.5.23", False, Path("root"), None)
-
-    assert parallel_env(lane, tp, dp).get("SGLANG_CPU_OMP_THREADS_BIND") == bound
-
+from lanelib.servers import ManagedProcess, free_port
+from unit.support.waiting import LONG
 
 #: Answers everything; has a child that ignores SIGTERM and an orphan in its session.
 SERVER = textwrap.dedent(
@@ -92,14 +69,6 @@ def test_wait_ready_fails_with_the_log_when_the_process_dies(start):
     assert time.monotonic() - began < LONG
 
 
-def test_a_port_that_was_taken_costs_no_descriptor(monkeypatch):
-    mine, spare = free_port(), random.SystemRandom().randrange(40_000, 50_000)
-    monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [mine] * 20 + list(range(spare, spare + 50)))
-    before = descriptors()
-    assert free_port() >= spare
-    assert len(descriptors()) == len(before) + 1
-
-
 def test_a_port_is_given_to_one_process_only():
     mine = free_port()
     script = "import random, sys; from lanelib.servers import free_port; "
@@ -120,17 +89,6 @@ def test_a_signal_never_hits_a_pid_used_again():
     assert procs.alive([earlier]) == []
 
 
-def test_watchers_of_finds_who_holds_a_pidfd(start):
-    watched = start("import time; time.sleep(60)")
-    watcher = start(f"import os, time; fd = os.pidfd_open({watched.pid}); print('held', flush=True); time.sleep(60)")
-    deadline = time.monotonic() + LONG
-    while "held" not in watcher.log_path.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-    assert [process.pid for process in procs.watchers_of([watched.pid])] == [watcher.pid]
-
-
 @pytest.mark.parametrize("is_killed", [False, True], ids=["running", "its main process is killed"])
 def test_stop_ends_all_of_a_server_and_nothing_else(start, is_killed):
     server, other = start(SERVER), start(SERVER)
@@ -145,18 +103,3 @@ def test_stop_ends_all_of_a_server_and_nothing_else(start, is_killed):
     server.stop(grace_s=0.5)
     assert procs.alive(members) == []
     assert other.processes() == before
-
-
-def test_an_answer_that_never_comes_raises_nothing(start):
-    server = start("import time; time.sleep(60)")
-    asking = server.ask_later("generate", greedy("Hello", 4), LONG)
-    asking.join(LONG)
-    assert not asking.is_alive()
-
-
-def test_what_a_server_lacks_is_named(start):
-    server = start("import time; print('thinking', flush=True); time.sleep(60)")
-    with pytest.raises(LaneError, match="does not answer at http://127"):
-        server.wait_ready(1)
-    with pytest.raises(LaneError, match=r"0 processes titled sglang::scheduler_TP1 in fake: \d+ "):
-        server.pid_of("sglang::scheduler_TP1")

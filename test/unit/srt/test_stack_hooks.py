@@ -73,12 +73,6 @@ def test_a_workers_files_are_private_and_not_inherited(runtime: Path) -> None:
             assert flags & os.O_APPEND
 
 
-def test_arming_twice_is_arming_once(runtime: Path) -> None:
-    with hooked(runtime, "install_in_worker(); install_in_worker()\n" + SLEEPER) as target:
-        assert len([name for name in descriptors(target.pid).values() if name.startswith(str(runtime))]) == 2
-        assert len(procfs.thread_states(target.pid)) == 2
-
-
 def test_stack_hooks_follow_a_new_crash_handler(runtime: Path) -> None:
     (runtime / "next").mkdir()
     again = "os.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\ninstall_in_worker()\n"
@@ -114,17 +108,6 @@ def test_a_signal_that_is_in_use_is_left_alone(runtime: Path, use: str) -> None:
     done = run(runtime, f"{use}\nbefore = signal.getsignal(45)\n{INSTALL}print(signal.getsignal(45) is before)")
     assert done.stdout == "True\n"
     assert "signal 45 is in use here; next: name another in SGLANG_CRASHKIT_STACK_SIGNAL" in done.stderr
-
-
-@pytest.mark.parametrize(("value", "caught"), [("50", 50), ("0", None), ("9", None), ("x", 45), ("", 45)])
-def test_another_signal_can_be_named(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch, value: str, caught: int | None
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_STACK_SIGNAL", value)
-    with hooked(runtime, SLEEPER) as target:
-        assert target.signal == (caught or 0)
-        found = [signum for signum in range(34, 65) if procfs.catches_signal(target.pid, signum)]
-    assert found == ([caught] if caught else [])
 
 
 def test_a_fatal_signal_leaves_its_stacks_and_stays_fatal(runtime: Path) -> None:
@@ -164,13 +147,6 @@ def test_a_forked_child_does_not_touch_its_parents_files(runtime: Path, end: str
             os.kill(forked, signal.SIGKILL)
 
 
-def test_a_forked_child_has_faulthandler_as_upstream_left_it(runtime: Path) -> None:
-    code = "import faulthandler; faulthandler.enable()\n" + INSTALL
-    code += "pid = os.fork()\nif pid == 0: faulthandler._sigsegv()\nos.waitpid(pid, 0)"
-    done = run(runtime, code)
-    assert "Fatal Python error: Segmentation fault" in done.stderr
-
-
 def test_a_full_disk_costs_the_worker_nothing(runtime: Path) -> None:
     # GIVEN a folder in which the worker may create nothing
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
@@ -198,19 +174,6 @@ def test_the_crash_handler_may_trace_it_where_yama_is(runtime: Path, monkeypatch
     assert asked == [(int.from_bytes(b"Yama", "big"), 4711)]
 
 
-def test_a_main_process_lets_trace_it_whom_its_program_chose(runtime: Path) -> None:
-    code = """
-from sglang_crashkit.srt import stack_hooks
-asked = []
-stack_hooks._allow_tracing = asked.append
-stack_hooks.install_in_server()
-print(len(asked), stack_hooks._state is not None)
-stack_hooks._remove()
-"""
-    done = run(runtime, code, **{SOCKET_VARIABLE: str(runtime / "handler.sock")})
-    assert done.stdout == "0 True\n", done.stderr
-
-
 @pytest.fixture
 def own_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The runtime folder of this process, were it a server."""
@@ -229,13 +192,6 @@ def test_the_server_says_once_what_its_dead_wrote(own_folder: Path, capfd: pytes
     assert said.startswith("crash kit: process 11 of this server wrote before it died:\nFatal Python error: Aborted\n")
     assert said.endswith("x" * 10_000 + "\n")
     assert "12" not in said.split("\n")[0]
-    stack_hooks.report_faults()
-    assert capfd.readouterr().err == ""
-
-
-def test_a_worker_says_nothing_of_others(runtime: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    (runtime / "11-1.fault").write_text("Fatal Python error: Aborted\n")
-    monkeypatch.setenv(SOCKET_VARIABLE, str(runtime / "handler.sock"))
     stack_hooks.report_faults()
     assert capfd.readouterr().err == ""
 
@@ -304,45 +260,6 @@ def test_the_server_writes_the_handlers_lines_one_by_one(runtime: Path, capfd: p
     assert len(second) == 4000
 
 
-def test_an_unreachable_server_gets_its_stack_hooks_nevertheless(runtime: Path) -> None:
-    taken = "from pathlib import Path\nfrom sglang_crashkit.kernel import procfs\n"
-    taken += "stat = procfs.read_stat(os.getpid())\n"
-    taken += "Path(sys.argv[1], f'{stat.pid}-{stat.start_ticks}.say').touch()\n"
-    with child(taken + SERVER + SLEEPER, str(runtime)) as server:
-        assert read_stack_hooks(runtime, server.pid, start_ticks(server.pid)) is not None
-
-
-def test_the_hooks_arm_after_what_they_wrap(runtime: Path) -> None:
-    code = """
-from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.stack_hooks import on_configure_logger, on_tokenizer_worker
-os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
-from sglang_crashkit.kernel.procfs import catches_signal
-hooked = lambda: catches_signal(os.getpid(), 45)
-@on_configure_logger
-def configure_logger(arguments, prefix=""): return arguments, prefix, hooked()
-@on_tokenizer_worker
-class Worker:
-    def __init__(self, arguments, ports):
-        setproctitle.setproctitle("sglang::tokenizer_worker:1")
-        self.at_first = arguments, ports, hooked()
-if sys.argv[1].endswith("1"):
-    print(configure_logger(1, prefix="p"), hooked(), configure_logger.__name__)
-else:
-    print(Worker(1, ports=2).at_first, hooked(), Worker.__name__, flush=True)
-    # It is started when the ranks are ready: a crash of its own is no failed start.
-    crash_exit.begin(81, 60.0)
-    crash_exit.end(lambda: None)
-"""
-    for name, title, said, status in (
-        ("1", TITLE, "(1, 'p', False) True configure_logger\n", 0),
-        ("2", "python", "(1, 2, False) True Worker\n", 81),
-    ):
-        (runtime / name).mkdir()
-        done = run(runtime / name, code, title=title)
-        assert (done.stdout, done.returncode) == (said, status), done.stderr
-
-
 def ask(path: Path, question: bytes = b"stacks") -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(LONG)
@@ -378,53 +295,11 @@ def test_all_threads_but_the_asked_one_are_described(path: Path) -> None:
     }
 
 
-def test_it_answers_again_and_others_at_once(path: Path) -> None:
-    # One that asks and never reads is given up; those after it have their answer.
-    with socket.socket(socket.AF_UNIX) as idle:
-        idle.connect(str(path))
-        idle.sendall(b"stacks\n")
-        for _ in range(5):
-            assert parse_pyspy(ask(path).decode())
-
-
 def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(stack_hooks, "describe_threads", lambda: 1 / 0)
         assert ask(path) == b""
     assert parse_pyspy(ask(path).decode())
-
-
-WHO_ASKED_LEAVES = """
-import socket
-from sglang_crashkit.srt import stack_hooks
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-ours, theirs = socket.socketpair()
-theirs.sendall(b"stacks")
-theirs.close()
-stack_hooks._answer(ours)
-print("goes on")
-"""
-ANOTHERS = """
-os.close(2)
-os.execv(sys.executable, [sys.executable, "-c", '''
-import os, sys
-from pathlib import Path
-from sglang_crashkit.srt.hooks import say_line
-database = Path(sys.argv[1], "database").open("wb", buffering=0)
-assert database.fileno() == 2 or os.dup2(database.fileno(), 2)
-say_line("a hang")
-print(database.tell())
-''', sys.argv[1]])
-"""
-
-
-def test_nothing_is_said_where_there_is_no_standard_error(runtime: Path) -> None:
-    assert run(runtime, ANOTHERS).stdout == "0\n"
-
-
-def test_a_program_that_dies_of_sigpipe_goes_on(runtime: Path) -> None:
-    done = run(runtime, WHO_ASKED_LEAVES)
-    assert (done.returncode, done.stdout) == (0, "goes on\n")
 
 
 @pytest.mark.parametrize(("code", "status"), [("exit 3", 3 << 8), ("kill -9 $$", 9), ("kill -37 $$", 37)])
@@ -441,24 +316,8 @@ def test_a_childs_end_is_told_and_left_to_reap(path: Path, code: str, status: in
     assert ask_exit(path, os.getpid(), process.pid, LONG) is None
 
 
-@pytest.mark.parametrize("question", [b"", b"exit", b"exit x", b"other", b"\xff" * 60])
-def test_what_it_does_not_understand_it_does_not_answer(path: Path, question: bytes) -> None:
-    assert ask(path, question) == b""
-    assert parse_pyspy(ask(path).decode())
-
-
 def test_a_taken_path_leaves_no_thread(path: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(OSError, match="Address already in use"):
         start_answering(path)
     assert set(threading.enumerate()) <= before
-
-
-def test_its_thread_ends_with_its_socket(short_folder: Path) -> None:
-    before = set(threading.enumerate())
-    listener = start_answering(short_folder / "another")
-    (thread,) = set(threading.enumerate()) - before
-    stop_answering(listener)
-    thread.join(LONG)
-    assert not thread.is_alive()
-    assert listener.fileno() < 0

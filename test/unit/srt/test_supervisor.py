@@ -22,12 +22,10 @@ from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.entrypoints import engine
 from sglang_crashkit.srt.entrypoints.engine import Following
 from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
-from unit.srt.conftest import Listener
 from unit.support.fake_ranks import FakeClock, FakeRank, WaitsForEverError
 from unit.support.waiting import LONG, child, descriptors, wait_until
 
 TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
-WORKER = "sglang::tokenizer_worker:1"
 JOIN = "from sglang_crashkit.srt.supervisor import join\njoin()\n"
 SLEEPER = "ready(); pause()"
 #: Has a process below it say that it is there, and tells its pid.
@@ -172,17 +170,6 @@ def test_a_kill_for_lack_of_memory_is_told_from_another(
     os.close(mine._writer)
 
 
-def test_a_look_that_fails_is_told_and_tried_again(
-    serving: Serving, ends: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    turns = iter([lambda: 1 / 0, lambda: None, sys.exit])
-    monkeypatch.setattr(serving, "turn", lambda: next(turns)())
-    monkeypatch.setattr(serving.clock, "wait", lambda _descriptors, _seconds: set())
-    with pytest.raises(SystemExit):
-        serving.run()
-    assert "crash kit: the workers could not be looked at: ZeroDivisionError" in capfd.readouterr().err
-
-
 # -- with one
 
 
@@ -242,24 +229,6 @@ def test_who_joins_below_the_server_is_known(serving: Serving, code: str, title:
         assert known(serving) == titles
 
 
-def test_one_that_another_thread_just_read_of_is_known(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, go_on, register = threading.Event(), threading.Event(), serving.register
-
-    def register_late(pid: int, title: str) -> None:
-        read.set()
-        assert go_on.wait(LONG)
-        register(pid, title)
-
-    monkeypatch.setattr(serving, "register", register_late)
-    with child(JOIN + SLEEPER, title=WORKER):
-        other = threading.Thread(target=serving.read_registered)
-        other.start()
-        assert read.wait(LONG)
-        threading.Timer(0.2, go_on.set).start()
-        assert [one.title for one in serving.tokenizer_workers()] == [WORKER]
-        other.join(LONG)
-
-
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
 def test_another_file_of_that_name_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -285,33 +254,6 @@ def test_one_below_a_wrapper_is_known(serving: Serving) -> None:
         finally:
             wrapper.terminate()
             wrapper.wait(LONG)
-
-
-def test_what_the_launch_started_is_known(
-    serving: Serving, listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "_serving", serving)
-    with child("ready(); sys.stdin.read(1)\n" + JOIN + SLEEPER, title=TITLE) as process:
-        supervisor.register([process, object()])
-        (found,) = serving._registered.values()
-        assert listener.heard()["started"] == [[process.pid, found.start_ticks]]
-        assert found.title == ""
-        process.stdin.close()
-        wait_until(lambda: known(serving) == [TITLE], "it said so")
-        assert list(serving._registered.values()) == [found]
-    # Gone, and dropped when the next one comes.
-    with child(SLEEPER) as another:
-        serving.register(another.pid, "sglang::detokenizer")
-        assert known(serving) == ["sglang::detokenizer"]
-
-
-def test_a_fork_does_not_take_it_for_its_own(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_serving", serving)
-    assert supervisor._known() is serving
-    pid = os.fork()
-    if pid == 0:
-        os._exit(supervisor._known() is not None)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 # -- a node of a rank above 0

@@ -15,7 +15,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +28,7 @@ from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.startup import StartupError
 from sglang_crashkit.srt.utils import common as hooks
 from unit.srt.conftest import Listener
-from unit.support.waiting import LONG, child, descriptors, wait_until
+from unit.support.waiting import LONG, child, wait_until
 
 FAMILY = """
 import subprocess
@@ -105,12 +104,6 @@ def test_with_a_wait_all_but_the_spared_are_gone(kill, family, caplog, spares: b
     ]
 
 
-def test_nobody_is_killed_for_a_pid_that_is_gone(kill):
-    with child("ready()") as process:
-        process.wait(LONG)
-    kill(process.pid, wait_timeout=LONG)
-
-
 def test_without_a_pid_the_callers_own_children_are_killed(old_release):
     with child("ready(); pause()") as process:
         # The test's own process may have other children.
@@ -129,26 +122,6 @@ def test_with_all_children_the_engines_journals_go(
     kill = hooks.on_kill_process_tree(lambda parent_pid, include_parent=True: None)
     kill(os.getpid() if pid == 0 else pid, include_parent)
     assert bool(retired) is ends
-
-
-def gone(process: Any, how: str) -> psutil.Process:
-    """Return a process that is known by its pid only: a zombie, or another one of before with the same pid."""
-    known = psutil.Process(process.pid)
-    if how == "a recycled pid":
-        known._ident = (known.pid, 1.0)
-    else:
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert known.status() == psutil.STATUS_ZOMBIE
-    return known
-
-
-@pytest.mark.parametrize("how", ["a zombie", "a recycled pid"])
-def test_what_is_only_known_by_its_pid_is_gone(how: str):
-    with child("ready(); pause()") as process:
-        known = gone(process, how)
-        assert hooks.still_holding_resources([known]) == []
-        hooks.wait_for_reap_or_raise([known], 0.5)
 
 
 @pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), OSError(errno.EINVAL, "Invalid argument")])
@@ -238,61 +211,6 @@ def test_errors_come_from_a_function_of_that_name(old_release, family):
 # -- a sleep that ends with a process
 
 
-def no_nap(seconds: float) -> None:
-    raise AssertionError(f"napped for {seconds} s although a pidfd was to be had")
-
-
-def test_a_sleep_ends_with_the_first_process_without_a_leak():
-    with child("ready(); pause()") as process, child("ready(); pause()") as another:
-        before = descriptors()
-        known = [psutil.Process(process.pid), psutil.Process(another.pid)]
-        began = time.monotonic()
-        hooks._sleep(known, 0.05, no_nap)
-        assert time.monotonic() - began >= 0.045
-        threading.Timer(0.1, process.kill).start()
-        hooks._sleep(known, LONG, no_nap)
-        assert time.monotonic() - began < LONG / 2
-        assert descriptors().items() <= before.items()
-
-
-@pytest.mark.parametrize("code", ["EINVAL", "ESRCH", "ENOSYS", "EPERM", "EMFILE"])
-def test_without_a_pidfd_it_naps(code, monkeypatch):
-    failing = mock.Mock(side_effect=OSError(getattr(errno, code), code))
-    monkeypatch.setattr(os, "pidfd_open", failing)
-    naps = []
-    hooks._sleep([psutil.Process()], 0.1, naps.append)
-    assert naps == [0.1]
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_one_without_a_pidfd_does_not_delay_the_others(place, monkeypatch):
-    with child("ready(); pause()") as process:
-        known = [psutil.Process(process.pid)]
-        known.insert(place, mock.Mock(spec=psutil.Process, pid=os.getpid()))
-        wait = connection.wait
-
-        def end_then_wait(pidfds: list[int], seconds: float) -> list[Any]:
-            process.kill()
-            return wait(pidfds, seconds)
-
-        monkeypatch.setattr(connection, "wait", end_then_wait)
-        began = time.monotonic()
-        hooks._sleep(known, LONG, no_nap)
-        assert time.monotonic() - began < LONG / 2
-
-
-@pytest.mark.parametrize("what", ["a mock", "a recycled pid", "a zombie"])
-def test_what_would_end_no_sleep_or_each_is_not_watched(what):
-    naps = []
-    with child("ready(); pause()") as process:
-        is_mock = what == "a mock"
-        known = mock.Mock(spec=psutil.Process, pid=os.getpid()) if is_mock else gone(process, what)
-        before = descriptors()
-        hooks._sleep([known], 0.1, naps.append)
-        assert descriptors().items() <= before.items()
-    assert naps == [0.1]
-
-
 # -- who is told
 
 
@@ -300,25 +218,6 @@ def test_what_would_end_no_sleep_or_each_is_not_watched(what):
 def plain_kill(parent_pid: int | None, include_parent: bool = True, *rest: Any, **more: Any) -> tuple[Any, ...]:
     """Stand for upstream's function, and tell how it was called."""
     return (parent_pid, include_parent, rest, more)
-
-
-def test_everything_is_passed_through() -> None:
-    assert plain_kill(1) == (1, True, (), {})
-    assert plain_kill(parent_pid=1, include_parent=False) == (1, False, (), {})
-    assert plain_kill(None, False, 3, skip_pid=4) == (None, False, (3,), {"skip_pid": 4})
-    # A pid that is none is upstream's to refuse.
-    for pid in (-1, 0, 2**40, "x", 1.5):
-        assert plain_kill(pid)[0] == pid  # type: ignore[arg-type]
-    assert plain_kill.__doc__ == "Stand for upstream's function, and tell how it was called."
-
-
-def test_what_upstream_raises_is_raised() -> None:
-    @hooks.on_kill_process_tree
-    def broken(parent_pid: int | None) -> None:
-        raise ProcessLookupError(parent_pid)
-
-    with pytest.raises(ProcessLookupError):
-        broken(1)
 
 
 def test_the_handler_is_told_first(listener: Listener) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
 import os
 import signal
 import subprocess
@@ -20,9 +18,6 @@ from sglang_crashkit.srt import server_args
 from sglang_crashkit.srt.utils import cudacore_pyspy_dump_utils as dump_utils
 from unit.srt.conftest import Listener
 from unit.support.waiting import child, wait_until
-
-LOGGER = "sglang.srt.utils.cudacore_pyspy_dump_utils"
-Run = Callable[..., Any]
 
 
 class Process:
@@ -83,11 +78,6 @@ def test_schedulers_are_told_by_their_titles() -> None:
         assert {process.pid for process in dump_utils.collect_scheduler_processes()} == set(pids[:2])
 
 
-@pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), psutil.ZombieProcess(1), OSError()])
-def test_a_process_that_cannot_be_asked_is_none(error: Exception) -> None:
-    assert not dump_utils._is_sglang_scheduler_process(Process(cmdline=error))
-
-
 # -- py-spy
 
 
@@ -102,51 +92,6 @@ def test_without_schedulers_nothing_is_run(
         "No sglang scheduler processes found for py-spy dump.",
         "No live scheduler processes found; skipping py-spy and CUDA coredump.",
     ]
-
-
-def test_each_scheduler_is_dumped_into_sglangs_log(
-    two: list[Process], commands: list[list[str]], caplog: pytest.LogCaptureFixture
-) -> None:
-    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-    assert commands == [["dump", "--native", "--pid", str(process.pid)] for process in two]
-    assert all(record.name == LOGGER and record.levelno == logging.ERROR for record in caplog.records)
-    assert all(f"stack of {process.pid}" in caplog.text for process in two)
-
-
-def test_without_the_flag_it_is_this_process_alone(two: list[Process], commands: list[list[str]]) -> None:
-    dump_utils.pyspy_dump_schedulers()
-    assert [command[-1] for command in commands] == [str(os.getpid())]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        subprocess.CalledProcessError(1, "py-spy", stderr="no permission"),
-        subprocess.TimeoutExpired("py-spy", 5),
-        FileNotFoundError(errno.ENOENT, "no such file"),
-    ],
-)
-def test_where_the_native_stack_fails_the_cheap_one_is_tried(
-    two: list[Process], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
-) -> None:
-    tried = []
-
-    def run(command: list[str], **_options: object) -> None:
-        tried.append(command[2])
-        raise error
-
-    monkeypatch.setattr(subprocess, "run", run)
-    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-    assert tried == ["--native", "--nonblocking"] * 2
-    assert caplog.text.count("All pyspy dump attempts failed") == 2
-
-
-def test_a_stopped_process_is_not_waited_for(
-    two: list[Process], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dump_utils.procfs, "read_stat", lambda pid: SimpleNamespace(state="T"))
-    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-    assert {command[1] for command in commands} == {"--nonblocking"}
 
 
 def test_all_together_have_a_deadline(two: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +146,6 @@ def test_the_handler_is_asked_first(
         handler.process.stdout.close()
     assert upstream == ([] if answer.get("captured") else [True])
     assert len(commands) == (0 if answer.get("captured") else 2)
-
-
-def test_without_a_handler_upstreams_function_runs_as_it_is() -> None:
-    hooked = dump_utils.on_pyspy_dump(lambda *args, **kwargs: (args, kwargs))
-    assert hooked(1, scheduler_only=2) == ((1,), {"scheduler_only": 2})
 
 
 @pytest.mark.parametrize("enabled", ["0", "1"])
@@ -280,23 +220,6 @@ def test_pipes_that_do_not_answer_are_named_one_by_one(
     assert f"CUDA coredump pipe not found {first}. Ensure CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was set" in caplog.text
     assert f"CUDA coredump pipe has no reader {second}" in caplog.text
     assert "CUDA user-triggered coredump is not enabled." in caplog.text
-
-
-def test_a_write_that_fails_leaves_no_descriptor(
-    two: list[Process], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    closed = []
-    monkeypatch.setattr(os, "open", lambda path, flags: 1000)
-    monkeypatch.setattr(os, "close", closed.append)
-
-    def refuse(descriptor: int, data: bytes) -> int:
-        raise OSError(errno.EIO, "broken")
-
-    monkeypatch.setattr(os, "write", refuse)
-    dump_utils.trigger_cuda_user_coredump(scheduler_only=True)
-    assert closed == [1000, 1000]
-    assert caplog.text.count("Failed to trigger CUDA user coredump for PID ") == 2
-    assert caplog.text.count("OSError: [Errno 5] broken") == 2
 
 
 # -- both
