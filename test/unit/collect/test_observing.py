@@ -15,11 +15,11 @@ from unit.support.waiting import LONG, child
 #: A rank that ran three steps a while ago, of which the last one may be its own.
 RANK = """
 import time
-from sglang_crashkit.memory.steps import Facts, StepWriter
+from sglang_crashkit.memory.steps import StepWriter
 writer = StepWriter({{"1": "extend", "2": "decode"}})
 for number in range(1, 4):
     rids, mode = (["ab12"], 1) if number == 3 and {odd} else (["cd34"], 2)
-    writer.schedule(number, time.monotonic() - 1203 + number, mode, rids, [5], [5], 5, Facts(), {{}}, b"")
+    writer.schedule(number, time.monotonic() - 1203 + number, mode, rids, [5], [5], 5, {{}}, 0)
     writer.end(number, time.monotonic())
 ready()
 time.sleep(1000)

@@ -255,7 +255,8 @@ def test_the_server_writes_the_handlers_lines_one_by_one(runtime: Path, capfd: p
             return found if len(found := said.splitlines()) > 1 and said.endswith("\n") else []
 
         first, second = wait_until(lines, "it says both")
-    assert first == "crash kit: a b [31m "
+    assert first.startswith("crash kit: a")
+    assert first.isprintable()
     assert second.startswith("crash kit: xxx")
     assert len(second) == 4000
 
