@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_crashkit import redact
 from sglang_crashkit.handler.collectors import received
-from sglang_crashkit.handler.collectors.received import format_log, gathering_deadline, in_short, secs_before, share_of
+from sglang_crashkit.handler.collectors.received import (
+    StepRecords,
+    format_log,
+    gathering_deadline,
+    in_short,
+    secs_before,
+    share_of,
+)
 from sglang_crashkit.memory.ring import LogRecord
-from sglang_crashkit.memory.steps import STEPS
+from sglang_crashkit.memory.steps import STEPS, StepReader, StepWriter
+from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.support.server_driver import Server, document_of, piece_of, report_of
 from unit.support.waiting import descriptors, wait_until
@@ -243,3 +253,25 @@ def test_a_killed_servers_launch_facts_are_told(start_server: Start) -> None:
     assert "fake_server.py" in json.loads((Path(document["folder"]) / "environment.json").read_text())["command_line"]
     piece = piece_of(report_of(document, "scheduler_TP0"), "log")
     assert (piece["status"], piece["reason"]) == ("skipped", received.OFF)
+
+
+def test_what_is_odd_about_one_rank_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: list[Any] = [
+        SimpleNamespace(pid=pid, title=f"sglang::scheduler_TP{pid}", role="scheduler", exited_at=None)
+        for pid in range(2)
+    ]
+    reports = [ProcessReport(rank.pid, rank.title, rank.role, {"tp": rank.pid}) for rank in ranks]
+    records, writers = StepRecords(), [StepWriter(), StepWriter()]
+    for rank, writer in zip(ranks, writers, strict=True):
+        records.follow(rank, writer.fd)
+    read, turns = StepReader.read, iter((True, False))
+    monkeypatch.setattr(StepReader, "read", lambda reader: 1 / 0 if next(turns) else read(reader))
+    folder = SimpleNamespace(write_text=lambda name, _lines: name)
+    run: Any = SimpleNamespace(
+        report=lambda process: reports[process.pid], folder=folder, add_steps=lambda _process, _steps: None
+    )
+    records.add_to(run, ranks, math.inf)
+    assert [piece.status for report in reports for piece in report.evidence] == ["failed", "captured"]
+    records.close()
+    for writer in writers:
+        writer.close()
