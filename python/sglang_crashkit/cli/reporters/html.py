@@ -85,18 +85,12 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     except ValueError as error:
         problem = str(error)
     css, script = _static("report.css"), _static("report.js")
-    library = _static("d3-hierarchy.min.js")
-    stacks = _part(lambda: _stacks(document, files))
-    data = {
-        "stacks": {key: stacks.get(key, []) for key in ("trees", "sets")},
-        "markdown": cut(_markdown(document), _MAX_MARKDOWN),
-    }
     first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
     parts = {
         "ranks": _part(lambda: view.processes_of(document)),
         "timeline": _part(lambda: view.timeline(document)),
         "steps": _part(lambda: view.steps_of(document, files)),
-        "stacks": stacks,
+        "stacks": _part(lambda: _stacks(document, files)),
         "requests": _part(lambda: view.requests_of(document, files, prompts=prompts)),
         "findings": _part(lambda: view.findings_of(document), list),
         "environment": _part(lambda: view.environment_of(files, document), list),
@@ -109,10 +103,9 @@ def render(folder: Path, *, prompts: bool = False) -> str:
         .get_template("incident.html.j2")
         .render(
             **parts,
-            csp=_policy([css], [library, script]),
+            csp=_policy(css, script),
             # The kit's own files, to the byte that the policy names.
             css=Markup(css),  # noqa: S704
-            d3=Markup(library),  # noqa: S704
             js=Markup(script),  # noqa: S704
             document=document,
             folder=str(folder),
@@ -128,7 +121,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
             count=len(files.listed),
             files_left_out=files.left_out,
             kit=__version__,
-            data=_visible_json(data),
+            markdown=visible(cut(_markdown(document), _MAX_MARKDOWN)),
         )
     )
 
@@ -151,24 +144,13 @@ def _finalize(value: object) -> object:
     return "" if value is None else visible(str(value))
 
 
-def _visible_json(value: Any) -> Any:
-    if isinstance(value, str):
-        return visible(value)
-    if isinstance(value, list):
-        return [_visible_json(one) for one in value]
-    return {key: _visible_json(one) for key, one in value.items()} if isinstance(value, dict) else value
-
-
-def _policy(styles: list[str], scripts: list[str]) -> str:
+def _policy(style: str, script: str) -> str:
     """Return the content security policy: nothing but these."""
-
-    def hashes(texts: list[str]) -> str:
-        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
-
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
+    ours = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*hashes)
     return (
-        f"default-src 'none'; script-src {hashes(scripts)}; style-src {hashes(styles)}; base-uri 'none'; "
-        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        f"default-src 'none'; {ours}; base-uri 'none'; form-action 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     )
 
 
@@ -233,7 +215,8 @@ def _stacks(document: Mapping[str, Any], files: IncidentFiles) -> dict[str, Any]
     first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
     ranks, stacks = ranks_by_pid(document), list(read_stacks(document, files))
     unseen = RankSet({*ranks.values()} - {one.rank for one in stacks})
-    return merge(stacks, ranks.get(first) if isinstance(first, int) else None) | {"unseen": unseen and unseen.format()}
+    trees = merge(stacks, ranks.get(first) if isinstance(first, int) else None)
+    return {"trees": trees, "unseen": unseen and unseen.format()}
 
 
 def _inlined(files: IncidentFiles, first: object, *, prompts: bool) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, lis
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.sample import Frame
 
-#: A tree of more nodes is cut at those of the deepest calls.
-_MAX_NODES, _MAX_DEPTH = 4000, 200
+#: A tree of more nodes is cut at those of the deepest calls, and at those that are thinner, in percent.
+_MAX_NODES, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12
+#: Of more calls in a row the inner ones are drawn as one.
+_LONGEST_RUN = 6
 _MAX_FRAMES, _MAX_THREADS, _MAX_LINE = 400, 2000, 1000
 #: Characters of an enumeration of ranks.
 MAX_NAMES = 60
@@ -77,18 +79,18 @@ def read_stacks(document: Mapping[str, Any], files: IncidentFiles) -> Iterator[S
             yield Stack(rank, scheduler, True, tuple(_frame_of(str(text)) for text in doing[:_MAX_FRAMES]))
 
 
-def merge(stacks: Iterable[Stack], first: Rank | None) -> dict[str, Any]:
-    """Return the trees of the main threads of the ranks, of all processes and of all threads, as JSON values.
+def merge(stacks: Iterable[Stack], first: Rank | None) -> list[dict[str, Any]]:
+    """Return the trees of the main threads of the ranks, of all processes and of all threads, as a page draws them.
 
     Returns:
-        ``trees``: each with its ``name``, the ``root``, its ``text`` and the numbers of its ``sets``, the root's first
-        and the others in order of their size. A node is a list: function, place, number of its set, how
-        many stacks are in it, children. ``sets``: each with ``words``, its ``size``, and whether it is the ``first``
-        failure alone.
+        Of each tree its ``name``; its ``text``; its ``sets``, each with ``colour``, ``words`` and ``size``, that of all
+        first, then the `first` failure alone, then those of the fewest ranks; and ``boxes``: each with ``left`` and
+        ``width`` in percent, ``depth``, ``name``, ``place``, ``colour`` and ``words``; ``height`` is how many are below
+        each other.
     """
     known = list(stacks)
-    sets = _Sets(first)
-    trees: list[tuple[str, PrefixTree, dict[int, RankSet]]] = []
+    alone = RankSet([first]).format() if first is not None else ""
+    shown: list[dict[str, Any]] = []
     before = 0
     for name, chosen in (
         ("ranks", [one for one in known if one.main and one.scheduler]),
@@ -101,35 +103,21 @@ def merge(stacks: Iterable[Stack], first: Rank | None) -> dict[str, Any]:
         tree = PrefixTree()
         for one in chosen:
             tree.add(one.rank, one.frames)
-        trees.append((name, tree, tree.sets()))
-    shown = []
-    for name, tree, found in trees:
-        root = _as_lists(tree, found, sets.number)
+        found = {key: one.format() for key, one in tree.sets().items()}
+        everybody = found[id(tree.root)]
+        sizes = {one.format(): len(one) for one in tree.sets().values()}
+        in_order = sorted(sizes.keys() - {everybody}, key=lambda one: (one != alone, sizes[one], one))
+        # Where all are grey, the failure alone is red.
+        colours = {one: f"c{2 + place % 7}" for place, one in enumerate(in_order)} | {everybody: "c0", alone: "c1"}
+        sets = [
+            {"colour": colours[one], "words": cut_names(one), "size": sizes[one]}
+            for one in [everybody, *in_order][:_MAX_SETS]
+        ]
+        boxes = list(_boxes(tree, found, colours))
         text = "\n".join(cut(line, _MAX_LINE) for line in format_tree(tree))
-        rest = {sets.number(one) for one in found.values()} - {root[2]}
-        in_order = [root[2], *sorted(rest, key=sets.place)][:_MAX_SETS]
-        shown.append({"name": name, "root": root, "text": text, "sets": in_order})
-    return {"trees": shown, "sets": sets.listed}
-
-
-class _Sets:
-    """The sets of ranks that are in the nodes, each with a number."""
-
-    def __init__(self, first: Rank | None) -> None:
-        self.listed: list[dict[str, Any]] = []
-        self._numbers: dict[str, int] = {}
-        self._first = RankSet([first]).format() if first is not None else ""
-
-    def number(self, one: RankSet) -> int:
-        words = one.format()
-        if words not in self._numbers:
-            self._numbers[words] = len(self._numbers)
-            self.listed.append({"words": cut_names(words), "size": len(one), "first": words == self._first})
-        return self._numbers[words]
-
-    def place(self, number: int) -> tuple[bool, int, int]:
-        one = self.listed[number]
-        return not one["first"], one["size"], number
+        height = 1 + max(box["depth"] for box in boxes)
+        shown.append({"name": name, "text": text, "sets": sets, "boxes": boxes, "height": height})
+    return shown
 
 
 def cut_names(names: str) -> str:
@@ -137,22 +125,29 @@ def cut_names(names: str) -> str:
     return names if len(names) < MAX_NAMES else f"{names[:MAX_NAMES].rpartition(',')[0] or names[:MAX_NAMES]},..."
 
 
-def _as_lists(tree: PrefixTree, sets: Mapping[int, RankSet], number: Callable[[RankSet], int]) -> list[Any]:
-    """Return the tree as nested lists; those of its nodes that are nearest to the root, where there are many."""
+def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the calls from the outermost on, each as wide as there are stacks in it; those that are too thin not."""
     values = _values(tree)
-    root: list[Any] = ["", "", number(sets[id(tree.root)]), values[id(tree.root)], []]
-    waiting, left = [(tree.root, root, 0)], _MAX_NODES
-    for node, shown, depth in waiting:
-        children = sorted(node.in_order(), key=lambda child: -values[id(child)])
-        for child in children:
-            if left <= 0 or depth >= _MAX_DEPTH:
-                shown[4].append([f"{len(children)} calls left out", "", shown[2], values[id(node)], []])
-                break
-            left -= 1
-            entry = [cut(child.function, 200), _place_of(child), number(sets[id(child)]), values[id(child)], []]
-            shown[4].append(entry)
-            waiting.append((child, entry, depth + 1))
-    return root
+    waiting, count = [(tree.root, 0.0, 100.0, 0)], 0
+    for node, left, width, depth in waiting:
+        # A run of calls that nothing branches from is told by its first and its last two.
+        run = [node]
+        while len(only := list(run[-1].in_order())) == 1 and sets[id(only[0])] == sets[id(node)]:
+            run += only
+        names: list[tuple[str, str]] = [(each.function or "all stacks", _place_of(each)) for each in run]
+        if len(names) > _LONGEST_RUN:
+            inner = " > ".join(name for name, _place in names[2:-2])
+            names[2:-2] = [(f"{len(names) - 4} calls: {inner}", "")]
+        count_words = f"{values[id(node)]} stack{'s' if values[id(node)] > 1 else ''} of {cut_names(sets[id(node)])}"
+        at = {"left": round(left, 3), "width": round(width, 3), "colour": colours[sets[id(node)]], "words": count_words}
+        for row, (name, place) in enumerate(names):
+            yield at | {"depth": depth + row, "name": cut(name, 400), "place": place}
+        count += len(names)
+        for child in sorted(run[-1].in_order(), key=lambda child: -values[id(child)]):
+            share = width * values[id(child)] / values[id(node)]
+            if share >= _THINNEST and count < _MAX_NODES and depth < _MAX_DEPTH:
+                waiting.append((child, left, share, depth + len(names)))
+            left += share
 
 
 def _values(tree: PrefixTree) -> dict[int, int]:

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_crashkit.cli.reporters import html
 from sglang_crashkit.cli.reporters.html import main, render, write_html
 from unit.cli.reporters.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
 from unit.support.stored import make_incident
@@ -25,8 +24,8 @@ from unit.support.waiting import LONG
 ELEMENTS = frozenset(
     {"html", "head", "meta", "title", "style", "body", "header", "main", "footer", "nav", "section", "div", "span", "p"}
     | {"h1", "h2", "h3", "a", "b", "i", "small", "code", "pre", "ul", "ol", "li", "dl", "dt", "dd", "table", "thead"}
-    | {"tbody", "tr", "th", "td", "details", "summary", "button", "label", "input", "output", "form", "dialog", "kbd"}
-    | {"svg", "line", "circle", "script"}
+    | {"tbody", "tr", "th", "td", "details", "summary", "button", "label", "input", "output"}
+    | {"svg", "line", "circle", "rect", "text", "script"}
 )
 
 
@@ -51,12 +50,6 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join("".join(self.texts).split())
-
-
-def data_of(text: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
 
 
 @pytest.fixture(scope="module")
@@ -94,17 +87,9 @@ def test_the_diverging_step_and_who_differs_in_it_are_marked(ranks: Path) -> Non
 
 
 def test_the_stacks_are_merged_by_the_ranks_in_them(ranks: Path) -> None:
-    stacks = data_of(render(ranks))["stacks"]
-    assert [tree["name"] for tree in stacks["trees"]] == ["ranks", "all processes", "all threads"]
-    tree = stacks["trees"][0]
-    assert [stacks["sets"][number]["words"] for number in tree["sets"][:2]] == ["TP0-7", f"TP{FAULTY}"]
-    assert [one["words"] for one in stacks["sets"] if one["first"]] == [f"TP{FAULTY}"]
-    node, names = tree["root"], []
-    while node[4]:
-        node = node[4][0]
-        names.append(node[0])
-    assert names[3:7] == ["run_scheduler_process", "event_loop_overlap", "run_batch", "forward"]
-    assert tree["root"][3] == 8
+    text = Page(render(ranks)).text
+    assert "all stacks , 8 stacks of TP0-7" in text
+    assert f"1 stack of TP{FAULTY}" in text
 
 
 def test_prompts_are_there_only_where_they_are_asked_for(ranks: Path, tmp_path: Path) -> None:
@@ -127,7 +112,7 @@ def test_what_others_wrote_becomes_text_and_nothing_else(tmp_path: Path) -> None
         href = attrs.get("href")
         assert href is None or href.startswith("#"), (tag, href)
     # The page's own scripts, and its data.
-    assert len(re.findall("<script", text)) == 3
+    assert len(re.findall("<script", text)) == 2
     assert "670592745" not in page.text
     assert "javascript:window.ran" in ALL_HOSTILE
     assert "javascript:window.ran" in page.text
@@ -147,20 +132,10 @@ def test_the_policy_names_what_the_page_has_by_its_hash(ranks: Path) -> None:
     assert (parts["default-src"], parts["base-uri"], parts["form-action"]) == ("'none'",) * 3
     assert "unsafe" not in str(policy)
     own = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
-    assert len(own) == 3
+    assert len(own) == 2
     for kind, content in own:
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in parts[f"{kind}-src"]
-
-
-def test_the_library_is_the_published_one_with_its_licence() -> None:
-    folder = Path(html.__file__).parent / "static"
-    library, notice = (folder / "d3-hierarchy.min.js").read_bytes(), (folder / "NOTICE").read_text()
-    version = re.search(rb"d3-hierarchy/ v([\d.]+) ", library)
-    assert version is not None
-    assert f"d3-hierarchy {version[1].decode()}" in notice
-    assert hashlib.sha256(library).hexdigest() in notice
-    assert "Permission to use, copy, modify" in notice
 
 
 def test_a_link_or_a_pipe_is_never_opened(ranks: Path, tmp_path: Path) -> None:

@@ -49,10 +49,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_nothing_runs_fails_or_leaves(browser: Browser, pages: Callable[[str], Path], name: str) -> None:
     browser.requests()
     browser.open(pages(name))
-    browser.js("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-    for box in browser.all("#icicle div")[:5]:
-        browser.js("arguments[0].dispatchEvent(new MouseEvent('mouseenter'))", box)
-    browser.press("/", "window", Keys.ESCAPE)
+    browser.press("e", "/", "window")
     assert browser.js("return window.ran") is None
     assert browser.log() == []
     assert {url.partition(":")[0] for url in browser.requests()} == {"file"}
@@ -90,81 +87,34 @@ def test_searching_keeps_what_has_the_words(browser: Browser, pages: Callable[[s
     wait_until(lambda: browser.js("return document.getElementById('hits').textContent") == "1", "the one log is found")
     # It was folded.
     assert browser.visible(rest) == browser.visible(".file pre") == 1
-    assert browser.js("return CSS.highlights.get('found').size") == 11
-    browser.press(Keys.ENTER)
-    assert "here" in browser.all(".file:not([hidden])")[0].get_attribute("class")
-    browser.press(Keys.ESCAPE)
-    assert browser.visible(".item") == before
-    browser.press("/")
-    browser.press("topk")
-    wait_until(lambda: browser.all("#icicle .found"), "the icicle marks it, too")
+    browser.press(*[Keys.BACKSPACE] * 11)
+    wait_until(lambda: browser.visible(".item") == before, "all of it is shown again")
 
 
-def test_the_keys_move_open_and_tell(browser: Browser, pages: Callable[[str], Path]) -> None:
+def test_keys_open_all_and_copy_it_as_markdown(browser: Browser, pages: Callable[[str], Path]) -> None:
     browser.open(pages("eight"))
-    names = []
-    for key in "jjk":
-        browser.press(key)
-        names.append(browser.js("return document.activeElement.textContent.split(' ')[0]"))
-    assert names == ["TP3", "Ranks", "TP3"]
-    browser.press("j", "e")
-    assert browser.js("return [...document.querySelectorAll('#ranks details')].every((one) => one.open)")
-    assert not browser.js("return document.querySelector('#files .file').open")
+    opened = "return [...document.querySelectorAll('details')].map((one) => one.open)"
     browser.press("e")
-    assert not browser.js("return [...document.querySelectorAll('#ranks details')].some((one) => one.open)")
-    browser.press("?")
-    assert browser.visible("#keys") == 1
-    browser.press(Keys.ESCAPE)
-    assert browser.visible("#keys") == 0
-
-
-def test_it_is_copied_as_markdown_whole_and_in_parts(browser: Browser, pages: Callable[[str], Path]) -> None:
-    browser.open(pages("eight"))
+    assert all(browser.js(opened))
+    browser.press("e")
+    assert not any(browser.js(opened))
     browser.press("c")
-    wait_until(lambda: browser.visible("#toast.shown"), "it says so")
+    wait_until(lambda: browser.js("return document.getElementById('copy').textContent") == "copied", "it says so")
     assert browser.copied().startswith(
         f"# hang: sglang::scheduler_TP{FAULTY} (pid 1003)\n\n```text\nTP3 decided retract"
     )
-    browser.js("document.querySelector('#steps .copy').click()")
-    part = browser.copied()
-    assert "## Steps\n\nTP3 decided retract on the way to step 38" in part
-    assert "| step | TP0-2,4-7 | TP3 |\n| --- | --- | --- |\n" in part
-    assert "| 38 | decode, 2 req, 2 tok, 20.0 ms | extend, 2 req, 37 tok, retract, 20.0 ms |\n" in part
 
 
-def test_a_call_of_the_icicle_is_seen_alone(browser: Browser, pages: Callable[[str], Path]) -> None:
+def test_the_timeline_is_to_scale_and_the_failure_red(browser: Browser, pages: Callable[[str], Path]) -> None:
     browser.open(pages("eight"))
-    before = browser.all("#icicle div")
-    (box,) = [one for one in before if one.text == "topk"]
-    assert "c1" in box.get_attribute("class")
-    narrow = box.size["width"]
-    browser.js("arguments[0].click()", box)
-    (box,) = [one for one in browser.all("#icicle div") if one.text == "topk"]
-    assert box.size["width"] > 4 * narrow
-    assert f"1 stack of TP{FAULTY}" in browser.js("return document.getElementById('icicle-told').textContent")
-    browser.js("arguments[0].click()", browser.all("#icicle div")[0])
-    assert len(browser.all("#icicle div")) == len(before)
-    every, folded = browser.all("#icicle-bar button")[-1], browser.all("#icicle .folded")
-    browser.js("arguments[0].click()", every)
-    assert len(browser.all("#icicle div")) > len(before)
-    assert folded
-
-
-def test_the_timeline_is_to_scale_and_can_be_drawn_closer(browser: Browser, pages: Callable[[str], Path]) -> None:
-    browser.open(pages("eight"))
-    places = "return [...document.querySelectorAll('#lanes circle')].map((one) => parseFloat(one.getAttribute('cx')))"
+    places = "return [...document.querySelectorAll('.lanes circle')].map((one) => parseFloat(one.getAttribute('cx')))"
     assert browser.js(places) == pytest.approx([*(rank / 75 for rank in range(8)), 100.0], abs=0.01)
-    ticks = "return [...document.querySelectorAll('#axis text')].map((one) => one.textContent)"
-    assert browser.js(ticks) == ["0", "+2", "+4", "+6"]
-    drag = """
-      const lanes = document.getElementById('lanes'), box = document.getElementById('axis').getBoundingClientRect();
-      const at = (part) => ({ clientX: box.left + part * box.width, bubbles: true });
-      lanes.dispatchEvent(new PointerEvent('pointerdown', at(0)));
-      lanes.dispatchEvent(new PointerEvent('pointerup', at(0.5)));
-    """
-    browser.js(drag)
-    assert browser.js(places)[::8] == pytest.approx([0.0, 200.0], abs=1)
-    assert browser.visible("#lanes circle") == 8
+    colour = "return getComputedStyle(arguments[0]).fill"
+    (box,) = [one for one in browser.all(".icicle svg") if one.text == "topk"]
+    (other,) = [one for one in browser.all(".icicle svg") if one.text == "all stacks"]
+    of_box, of_other = (browser.js(colour, one.find_element("css selector", "rect")) for one in (box, other))
+    assert of_box != of_other
+    assert box.size["width"] < other.size["width"]
 
 
 def opening_ms(browser: Browser, path: Path) -> float:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from sglang_crashkit.analysis.ranks import rank_at
@@ -15,18 +13,27 @@ def stack(tp: int, function: str, *, scheduler: bool = True, main: bool = True) 
     return Stack(rank_at({"tp": tp}), scheduler, main, (Frame(function, "x.py", 1), OUTER))
 
 
-def words(merged: dict[str, Any], tree: int = 0) -> list[str]:
-    return [merged["sets"][number]["words"] for number in merged["trees"][tree]["sets"]]
-
-
-def test_each_node_has_the_ranks_in_it() -> None:
-    merged = merge([stack(0, "forward"), stack(1, "forward"), stack(2, "sample")], rank_at({"tp": 2}))
-    (tree,) = merged["trees"]
-    loop = tree["root"][4][0]
-    assert (loop[0], loop[3], sorted(child[0] for child in loop[4])) == ("event_loop", 3, ["forward", "sample"])
+def test_each_call_is_as_wide_as_its_ranks() -> None:
+    (tree,) = merge([stack(0, "forward"), stack(1, "forward"), stack(2, "sample")], rank_at({"tp": 2}))
+    boxes = {
+        box["name"]: (box["depth"], box["left"], box["width"], box["colour"], box["words"]) for box in tree["boxes"]
+    }
+    assert boxes == {
+        "all stacks": (0, 0.0, 100.0, "c0", "3 stacks of TP0-2"),
+        "event_loop": (1, 0.0, 100.0, "c0", "3 stacks of TP0-2"),
+        "forward": (2, 0.0, 66.667, "c3", "2 stacks of TP0-1"),
+        "sample": (2, 66.667, 33.333, "c1", "1 stack of TP2"),
+    }
     # All of them, then the one that failed first.
-    assert words(merged)[:2] == ["TP0-2", "TP2"]
-    assert [one["words"] for one in merged["sets"] if one["first"]] == ["TP2"]
+    assert [one["words"] for one in tree["sets"]] == ["TP0-2", "TP2", "TP0-1"]
+    assert tree["height"] == 3
+
+
+def test_the_inner_calls_of_a_long_run_are_one() -> None:
+    frames = tuple(Frame(f"f{number}", "x.py", number) for number in range(9))
+    (tree,) = merge([Stack(rank_at({"tp": 0}), True, True, frames)], None)
+    names = [box["name"] for box in tree["boxes"]]
+    assert names == ["all stacks", "f8", "6 calls: f7 > f6 > f5 > f4 > f3 > f2", "f1", "f0"]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,7 @@ def test_each_node_has_the_ranks_in_it() -> None:
     ],
 )
 def test_a_tree_that_shows_no_more_is_left_out(more: list[Stack], names: list[str]) -> None:
-    assert [tree["name"] for tree in merge([stack(0, "forward"), *more], None)["trees"]] == names
+    assert [tree["name"] for tree in merge([stack(0, "forward"), *more], None)] == names
 
 
 def test_every_process_has_a_place_among_all() -> None:
