@@ -425,7 +425,8 @@ _own_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _map_pages = ctypes.CDLL(None, use_errno=True).mmap
 _map_pages.restype = ctypes.c_void_p
 _map_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-_MAP_FIXED = 0x10
+#: Of ``asm-generic/mman.h``: in place of what is there, and promised no memory before it is written to.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
 def leave_to_parent(mapping: mmap.mmap) -> None:
@@ -440,7 +441,7 @@ def _detach_child() -> None:
     for mapping in _own_maps:
         if not mapping.closed:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
             _map_pages(address, len(mapping), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     _own_maps.clear()
 
