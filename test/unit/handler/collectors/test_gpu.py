@@ -335,7 +335,10 @@ def test_without_a_crash_folder_nothing_is_asked(start_server: Start) -> None:
 def test_the_budget_of_the_incident_holds(start_recording: Start, record: Record) -> None:
     server = start_recording(SGLANG_CRASHKIT_BUDGET_SECS="2")
     record(server, 0, pickled(WAITING), how="deaf")
-    piece = piece_of(crash(server), "scheduler_TP0")
+    server.kill("scheduler_TP1")
+    # On a busy machine the server's end does not wait for so short an incident.
+    server.process.wait(2 * LONG)
+    piece = piece_of(stored_of(server), "scheduler_TP0")
     assert piece["status"] == "failed"
     within = re.match(r"not whole within (.*) s: no file appeared", piece["reason"])
     assert within is not None, piece
