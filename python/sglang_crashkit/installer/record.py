@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping
 from sglang_crashkit.errors import RefusedError
 from sglang_crashkit.installer.patches import split_lines
 
-_HASH_AND_SIZE = re.compile(r",(sha256|sha384|sha512)=[\w-]+,(\d*)(?=\r?\n?$)")
+_HASH_AND_SIZE = re.compile(r",sha256=[\w-]+,\d+(?=\r?\n?$)")
 
 
 def format_row(path: str, data: bytes | None, *, end: str = "\n") -> str:
     """Return one row with the hash and size of `data`, or without both if it is None."""
     text = io.StringIO()
-    hash_and_size = ["", ""] if data is None else [f"sha256={_digest('sha256', data)}", str(len(data))]
-    csv.writer(text, lineterminator=end).writerow([path, *hash_and_size])
-    return text.getvalue()
+    csv.writer(text, lineterminator="").writerow([path])
+    return f"{text.getvalue()}{_hash_and_size(data)}{end}"
 
 
 def read_rows(record: bytes, *, source: str) -> list[tuple[str, str]]:
@@ -59,17 +58,12 @@ def rewrite_record(
     lines = [format_row(path, data, end=end) for path, data in added.items()]
     for path, line in rows:
         if not is_kits(path):
-            lines.append(_describe(line, contents[path]) if path in contents else line)
+            lines.append(_HASH_AND_SIZE.sub(_hash_and_size(contents[path]), line) if path in contents else line)
     return "".join(lines).encode()
 
 
-def _describe(line: str, data: bytes) -> str:
-    match = _HASH_AND_SIZE.search(line)
-    if match is None:
-        return line
-    size = str(len(data)) if match[2] else ""
-    return f"{line[: match.start()]},{match[1]}={_digest(match[1], data)},{size}{line[match.end() :]}"
-
-
-def _digest(algorithm: str, data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.new(algorithm, data).digest()).rstrip(b"=").decode()
+def _hash_and_size(data: bytes | None) -> str:
+    if data is None:
+        return ",,"
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f",sha256={digest},{len(data)}"

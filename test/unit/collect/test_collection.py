@@ -6,13 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.debugger import MAY_TRACE
+from sglang_crashkit.analysis.explain import explain
+from sglang_crashkit.analysis.member import SampledProcesses
+from sglang_crashkit.capture.debugger import MAY_TRACE, Debugged
 from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.collect.collection import (
     Collection,
     Plan,
+    format_summary,
+    native_stacks,
+    python_stacks,
 )
 from sglang_crashkit.kernel.discovery import FoundProcess
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, parse
 from unit.support.targets import (
     SLEEPER,
@@ -161,3 +167,88 @@ def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, m
     with hooked(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
     assert (asked, seen.processes[0].threads) == ([], ())
+
+
+WAITS = (
+    Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3913),
+    Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 2000),
+)
+RUNS = (Frame("sleeps", "sglang/x.py", 1), *WAITS[1:])
+
+
+def sample(number: int, time: float, frames: tuple[Frame, ...], state: str = "S") -> Sample:
+    thread = Thread("MainThread", 100 + number, False, False, frames)
+    title = f"sglang::scheduler_TP{number}"
+    ranks = {"tp": number}
+    return Sample("node7", 100 + number, 1, title, "scheduler", ranks, time, server=1, state=state, threads=(thread,))
+
+
+OTHER = Sample("node7", 9, 1, "sglang::detokenizer", "detokenizer", server=1, state="S", problem="no")
+
+
+def rounds() -> list[NodeSnapshot]:
+    """Two looks at four ranks, of which one is stopped and the others wait for it."""
+    return [
+        NodeSnapshot(
+            "node7",
+            time,
+            (
+                *(sample(number, time, WAITS) for number in (0, 1, 3)),
+                sample(2, time, RUNS, "T"),
+                replace(OTHER, time=time),
+            ),
+        )
+        for time in (1_700_000_000.0, 1_700_000_005.0)
+    ]
+
+
+def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
+    seen = rounds()
+    lines = list(format_summary(seen, explain(SampledProcesses.of(seen)), None))
+    assert lines[0] == "# outlier (established)"
+    assert "sglang::scheduler_TP2 (pid 102)" in lines[2]
+    assert lines[4] == "- 2 snapshots on node7, 2023-11-14T22:13:20.000000Z to 2023-11-14T22:13:25.000000Z"
+    text = "\n".join(lines)
+    assert "### TP0-1,3: sleeping (S)\n- all_reduce (torch/distributed/distributed_c10d.py:3913)\n" in text
+    assert "### TP2: stopped (T)\n- sleeps (sglang/x.py:1)\n" in text
+    assert "### sglang::detokenizer (pid 9): sleeping (S)\n- no" in text
+
+
+TP1 = "sglang::scheduler_TP1"
+TRACED = FoundProcess(7, 1, TP1, "scheduler", {"tp": 1}, 5, (), 0, "title")
+THREADS = (Thread("MainThread", 7, True, True, (Frame("forward", "scheduler.py", 12),)),)
+
+
+def moment(**fields) -> Sample:
+    return Sample("node7", 7, 1, TP1, "scheduler", {"tp": 1}, 0.0, **fields)
+
+
+def test_every_moment_has_a_section_with_its_time_and_state() -> None:
+    moments = [moment(state="R", cpu_secs=1.5, threads=THREADS), moment(state="T", problem="py-spy failed")]
+    assert python_stacks(TRACED, "node7", moments) == (
+        f"# {TP1} (pid 7) on node7, server 5\n"
+        "\n"
+        "== snapshot 1, 1970-01-01T00:00:00.000000Z: running (R), 1.50 s of CPU time used\n"
+        f"Process 7: {TP1}\n"
+        "\n"
+        'Thread 7 (active+gil): "MainThread"\n'
+        "    forward (scheduler.py:12)\n"
+        "\n"
+        "== snapshot 2, 1970-01-01T00:00:00.000000Z: stopped (T), 0.00 s of CPU time used\n"
+        "no Python stacks: py-spy failed\n"
+    )
+
+
+def test_the_debuggers_output_stands_below_what_is_missing_of_it() -> None:
+    debugged = Debugged("gdb", "Thread 1 ...\n", "gdb did not end within 60 s", 60.0)
+    assert native_stacks(TRACED, "node7", debugged, "cuda-gdb is not installed; next: get it") == (
+        f"# {TP1} (pid 7) on node7, server 5\n"
+        "# cuda-gdb is not installed; next: get it\n"
+        "# gdb: 60.0 s: gdb did not end within 60 s\n"
+        "\n"
+        "Thread 1 ...\n"
+    )
+    assert native_stacks(TRACED, "node7", Debugged("gdb", problem="not run: it has ended"), "").splitlines() == [
+        f"# {TP1} (pid 7) on node7, server 5",
+        "# gdb: not run: it has ended",
+    ]
