@@ -82,25 +82,12 @@ def test_all_requests_of_a_large_batch_are_known(tmp_path: Path) -> None:
     assert second.fault.seen == dict.fromkeys([one.rid for one in second.suspects], 1)
 
 
-def test_what_takes_long_to_look_at_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "_LOOK_SECS", -1.0)
-    made = finish(tmp_path, WITH_ODD)
-    assert {reason for one in made.suspects for reason in one.reasons} == {"it was in the step"}
-
-
 @pytest.mark.parametrize(("left_secs", "is_compared"), [(60.0, True), (-1.0, False)])
 def test_requests_are_compared_while_the_budget_lasts(tmp_path: Path, left_secs: float, is_compared: bool) -> None:
     made, folder = incident(*WITH_ODD), IncidentFolder(tmp_path / "host" / "incidents", "killed", new_id(), NOON)
     folder.write_text(REQUESTS, "".join(line_of(rid, line) for rid, line in WITH_ODD.items()))
     count_repeat(made, folder, 0, left_secs=left_secs)
     assert (made.suspects[0].rid == "odd") is is_compared
-
-
-def test_without_time_a_file_is_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "requests.jsonl"
-    path.write_text("".join(line_of(str(number), REQUEST) for number in range(9)))
-    assert list(findings._asked(["8"], path, 60.0)[0]) == ["8"]
-    assert findings._asked(["8"], path, -1.0) == ({}, False)
 
 
 def test_the_most_suspicious_is_known_again_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,18 +457,6 @@ def end_orphan(pid: int) -> None:
     handle.close()
 
 
-def test_what_is_mapped_is_noted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    with child("ready()\npause()") as process:
-        leftovers = SharedMemory(ProcessTree(process.pid))
-        notes: list[None] = []
-        monkeypatch.setattr(leftovers, "note", lambda: notes.append(None))
-        leftovers.act_on_time()
-        assert notes == []
-        monkeypatch.setattr(folders, "_MAPS_AFTER_A_CHANGE_SECS", 0.0)
-        leftovers.act_on_time()
-        assert notes == [None]
-
-
 @pytest.mark.parametrize(
     ("left", "line"),
     [

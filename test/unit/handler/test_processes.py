@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,7 +23,7 @@ from sglang_crashkit.kernel.pidfd import ProcessHandle
 from unit.support.launching import Case, handling, watched
 from unit.support.locked_memory import locked_process
 from unit.support.targets import INSTALL
-from unit.support.waiting import LONG, child, descriptors, wait_until
+from unit.support.waiting import LONG, child, wait_until
 
 SERVER = """
 import subprocess
@@ -81,19 +80,6 @@ def server() -> Iterator[Server]:
         process.wait(LONG)
 
 
-def test_the_root_is_there_at_once(server: Server) -> None:
-    helper = server.start()
-    tree = ProcessTree(server.pid)
-    assert [process.pid for process in tree] == [server.pid]
-    assert (tree.root.role, tree.root.matters) == ("server", True)
-    assert [process.pid for process in tree.refresh()] == [helper]
-    assert tree.refresh() == []
-    assert helper in tree
-    assert tree.get(helper) in tree.alive()
-    assert tree.get(os.getpid()) is None
-    assert os.getpid() not in tree
-
-
 def test_there_is_no_tree_of_a_process_that_is_gone() -> None:
     process = subprocess.Popen(["true"])
     process.wait(LONG)
@@ -132,56 +118,6 @@ def test_a_workers_child_does_not_matter_whatever_its_title(server: Server) -> N
         end(copy.pid)
 
 
-def test_a_new_title_is_read(server: Server) -> None:
-    code = "import setproctitle, signal, sys; "
-    code += "signal.signal(10, lambda *_: setproctitle.setproctitle('sglang::scheduler_DP1_TP2')); "
-    code += "print(flush=True); sys.stdin.read()"
-    tree = ProcessTree(server.pid)
-    pid = server.start(code)
-    (tracked,) = tree.refresh()
-    assert (tracked.role, tracked.matters) == ("helper", False)
-    os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: tree.refresh() == [] and tracked.title.startswith("sglang::"), "it has a title")
-    tree.register(pid, 0)
-    assert (tracked.matters, tracked.role, tracked.rank) == (True, "scheduler", {"dp": 1, "tp": 2})
-
-
-def test_who_long_has_no_title_is_seldom_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As of a trainer that starts a process every second, beside hundreds that it has.
-    asked: list[int] = []
-    tree, now = ProcessTree(server.pid), 1000.0
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
-    monkeypatch.setattr(tree, "reread_title", lambda process: asked.append(process.pid))
-    pid = server.start()
-    (tracked,) = tree.refresh()
-    tracked.seen_at, tree._reread_at = now, now
-    asked.clear()
-    for now in range(1000, 1200):  # noqa: B007 - what the clock says
-        tree.refresh()
-    # In its first minute each time, then every four seconds.
-    assert asked.count(pid) == 61 + 34
-
-
-def test_a_server_has_started_whatever_its_program_starts_beside_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree, now = ProcessTree(server.pid), time.monotonic()
-    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
-    worker = server.start()
-    tree.refresh()
-    now += 100
-    assert tree.settled
-    tree.register(worker, 0)
-    assert not tree.settled
-    settled = []
-    for _ in range(4):
-        now += 100
-        server.start()
-        tree.refresh()
-        settled.append(tree.settled)
-    assert settled == [False, False, False, True]
-
-
 def test_the_last_title_of_the_dead_is_kept(server: Server) -> None:
     tree = ProcessTree(server.pid)
     pid = server.start()
@@ -192,53 +128,6 @@ def test_the_last_title_of_the_dead_is_kept(server: Server) -> None:
         tree.refresh()
         assert (tracked.handle.has_exited(), tracked.title) == (True, title)
     assert tracked.exit_status().code == 0
-
-
-def test_a_zombie_let_go_of_is_not_taken_up_again(server: Server) -> None:
-    tree = ProcessTree(server.pid)
-    pid = server.start()
-    server.ask(f"end {pid}")
-    (tracked,) = tree.refresh()
-    assert tracked.handle.has_exited()
-    tree.forget(tracked)
-    assert tree.refresh() == []
-    assert pid not in tree
-
-
-def test_letting_go_of_the_dead_keeps_the_living(server: Server) -> None:
-    tree = ProcessTree(server.pid)
-    dead, living = (server.start() for _ in range(2))
-    tree.refresh()
-    before = descriptors()
-    gone = tree.get(dead)
-    gone.exited_at = tree.root.exited_at = 1.0
-    number = gone.handle.fileno()
-    tree.forget_dead()
-    assert {process.pid for process in tree} == {server.pid, living}
-    assert before.keys() - descriptors().keys() >= {number}
-
-
-def test_a_child_of_the_data_parallel_controller_matters(server: Server) -> None:
-    code = "import os, setproctitle, signal, sys; setproctitle.setproctitle('sglang::data_parallel_controller'); "
-    code += "pid = os.fork(); pid or setproctitle.setproctitle('sglang::scheduler_DP1'); "
-    code += "pid and print(flush=True); sys.stdin.read()"
-    tree = ProcessTree(server.pid)
-    server.start(code)
-    tree.refresh()
-
-    def both_are_registered() -> bool:
-        tree.refresh()
-        for pid in sorted(procfs.TreeScanner(server.pid).scan()):
-            process = tree.get(pid)
-            # The main process names the controller, and that one the ranks that it started.
-            if process is not None and not process.is_root and tree.started_by_own(process):
-                tree.register(pid, process.handle.start_ticks)
-        return {"scheduler"} < {process.role for process in tree}
-
-    wait_until(both_are_registered, "both have their titles")
-    roles = {process.role: process.matters for process in tree}
-    assert roles == {"server": True, "data_parallel_controller": True, "scheduler": True}
-    end(next(process.pid for process in tree if process.role == "scheduler"))
 
 
 def test_another_server_that_a_process_started_is_not_this_servers(server: Server) -> None:
@@ -352,21 +241,6 @@ def test_a_process_id_that_is_given_again_is_another_process() -> None:
         pytest.skip("a process id cannot be chosen: no PID namespace is to be had")
     done = subprocess.run([*container, sys.executable, "-c", RECYCLED], capture_output=True, text=True, timeout=LONG)
     assert done.stdout == "all of it\n", done.stderr
-
-
-def test_an_unknown_child_hides_no_other_of_its_pid(server: Server) -> None:
-    tree = ProcessTree(server.pid)
-    pid = server.start()
-    tree.refresh()
-    earlier = tree.get(pid)
-    # GIVEN one that died unknown, and whose pid another one has
-    earlier.handle.close()
-    earlier.exited_at, earlier.title, earlier.is_nameless = 1.0, "python", True
-    earlier.handle.start_ticks -= 1
-    assert earlier.is_unknown
-    (later,) = tree.refresh()
-    assert (later.pid, later.exited_at) == (pid, None)
-    assert tree.refresh() == []
 
 
 def test_a_process_that_cannot_be_read_holds_nothing_up(tmp_path: Path) -> None:
