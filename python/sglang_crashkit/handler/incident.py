@@ -53,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 #: Kinds by which it was opened that say no more than who was heard first.
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
+#: An incident names at most this many lost peers, and of all so many requests that wait.
+_MAX_PEERS, _MAX_WAITING = 64, 1024
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 
@@ -328,17 +330,22 @@ class IncidentRun:
         _skip_stacks(reports, "none are taken for what another server did")
         self._checkpoint()
 
-    def note_peers(self, seconds: float, peers: Sequence[LostPeer]) -> None:
-        """Note that SGLang gave up other servers of the pair; once the incident is finished it is written anew.
-
-        Raises:
-            OSError: the disk is full or the folder is gone.
-        """
-        for peer in peers:
-            self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
+    def add_peer(self, seconds: float, peer: LostPeer) -> bool:
+        """Take in that SGLang gave up another server of the pair, also once it is finished; say whether that is new."""
+        peers = self.incident.peers
+        for known in peers:
+            if (known.role, known.address) == (peer.role, peer.address):
+                known.merge(peer)
+                return False
+        if len(peers) >= _MAX_PEERS:
+            return False
+        peer.requests = peer.requests[: max(0, _MAX_WAITING - sum(len(known.requests) for known in peers))]
+        peers.append(peer)
+        self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
             self._judge_again()
-            self.save()
+            self._try_to_save()
+        return True
 
     def add_requests(self, fields: dict[str, Any]) -> None:
         """Take in what one process says of the requests that it saved; with several tokenizers, each says so.

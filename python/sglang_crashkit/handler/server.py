@@ -144,7 +144,7 @@ class CrashHandler:
             self.session.take(Seen("exiting", members=self._members_of(sender.pid)))
             self.session.on_exiting(message)
         elif event == "peer_lost":
-            self._lost_peers.take(fields, sender.pid)
+            self._lost_peers.take(fields, sender)
         elif event == "member":
             # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
             if self.tree.started_by_own(sender):
@@ -241,7 +241,7 @@ class CrashHandler:
     def _act_on_time(self) -> None:
         if time.monotonic() < self._retry_at:
             return
-        session, others = self.session, (self._lost_peers, self._hangs, self._shared_memory, self._metrics)
+        session, others = self.session, (self._hangs, self._shared_memory, self._metrics)
         parts = (session, *others, session.page, session.commands)
         # All of them, whichever fails.
         went_well = [self._guard(f"what is due of {type(part).__name__}", part.act_on_time) for part in parts]
@@ -252,7 +252,7 @@ class CrashHandler:
         triage = self.session.triage
         if not triage.is_open and triage.shutdown.gone_at is not None:
             return triage.shutdown.gone_at + _LINGER_SECS
-        return min(part.next_due() for part in (self.session, self._hangs, self._lost_peers, self._metrics))
+        return min(part.next_due() for part in (self.session, self._hangs, self._metrics))
 
     def _done(self) -> bool:
         gone_at = self.session.triage.shutdown.gone_at

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 Role = Literal["prefill", "decode"]
@@ -23,7 +23,7 @@ class WaitingRequest:
 
     rid: str  # SGLang's request id
     room: int | None = None  # the bootstrap room, by which both servers know it; None where it has none
-    since: str | None = None  # since when it waits, UTC in ISO 8601; None where SGLang does not say
+    since: str = ""  # since when it waits, UTC in ISO 8601; empty where SGLang does not say
 
 
 @dataclass
@@ -41,32 +41,16 @@ class LostPeer:
     reported_by: list[int] = field(default_factory=list)  # pids of the ranks that gave it up
 
     @classmethod
-    def of(
-        cls, address: str, role: Role, sign: Sign, since: str, reason: str, requests: Sequence[WaitingRequest]
-    ) -> LostPeer:
-        """Return a peer whose requests are counted, and named as far as there is room."""
-        named = [WaitingRequest(_plain(each.rid), each.room, each.since) for each in requests[:MAX_NAMED]]
-        return cls(_plain(address), role, sign, since, _plain(reason), named, len(requests))
-
-    def to_fields(self) -> dict[str, Any]:
-        """Return it as JSON values, of less than 40 kB for one made by `of`."""
-        return asdict(self)
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any], pid: int) -> LostPeer | None:
-        """Return what rank `pid` reported, None where it is no such report."""
-        address, role, sign = (fields.get(name) for name in ("address", "role", "sign"))
-        if not isinstance(address, str) or role not in get_args(Role) or sign not in get_args(Sign):
+    def from_fields(cls, fields: Mapping[str, Any], pid: int) -> LostPeer | None:
+        """Return what rank `pid` reports, in plain letters and of less than 40 kB; None where it is no report."""
+        role, sign, entries, count = (fields.get(name) for name in ("role", "sign", "requests", "count"))
+        address, since, reason = (_plain(fields.get(name)) for name in ("address", "since", "reason"))
+        if not address or role not in get_args(Role) or sign not in get_args(Sign):
             return None
-        since, reason, count = (fields.get(name) for name in ("since", "reason", "count"))
-        entries = fields.get("requests")
-        entries = entries if isinstance(entries, list) else []
-        requests = [_request(entry) for entry in entries if isinstance(entry, dict)]
-        peer = cls.of(address, cast("Role", role), cast("Sign", sign), _plain(since), _plain(reason), requests)
-        if type(count) is int:
-            peer.count = max(peer.count, min(count, _MAX_COUNT))
-        peer.reported_by = [pid]
-        return peer
+        told = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        named = [_request(entry) for entry in told[:MAX_NAMED]]
+        counted = max(len(told), min(count, _MAX_COUNT) if type(count) is int else 0)
+        return cls(address, cast("Role", role), cast("Sign", sign), since, reason, named, counted, [pid])
 
     def merge(self, other: LostPeer) -> None:
         """Take in what another rank reported of the same peer."""
@@ -87,36 +71,29 @@ def describe(peers: Iterable[LostPeer]) -> list[str]:
 
 
 def _sentence(role: Role, sign: Sign, group: Sequence[LostPeer]) -> str:
-    several = len(group) > 1
-    names = ", ".join(peer.address for peer in group[:_MAX_IN_TEXT])
-    if len(group) > _MAX_IN_TEXT:
-        names += f" and {len(group) - _MAX_IN_TEXT} more"
-    servers = f"{role} server{'s' if several else ''} {names}"
-    if sign == "heartbeat":
-        what = f"{servers} missed SGLang's heartbeats"
-    else:
-        what = f"{'KV transfers' if several else 'a KV transfer'} to {servers} failed"
+    plural, whom = ("s", "them") if len(group) > 1 else ("", "it")
+    servers = f"{role} server{plural} {_in_short([peer.address for peer in group], len(group))}"
+    what = f"{servers} missed SGLang's heartbeats" if sign == "heartbeat" else f"KV transfers to {servers} failed"
     waiting = {(request.rid, request.room): request for peer in group for request in peer.requests}
     count = max(len(waiting), *(peer.count for peer in group))
-    whom = "them" if several else "it"
     if not count:
         return f"{what}; no request waits for {whom}."
     # What several servers have beyond the named ones may be the same requests or others.
-    at_least = "at least " if several and any(peer.count > len(peer.requests) for peer in group) else ""
-    rids = ", ".join(rid for rid, _room in list(waiting)[:_MAX_IN_TEXT])
-    more = f" and {count - _MAX_IN_TEXT} more" if count > _MAX_IN_TEXT else ""
+    at_least = "at least " if plural and any(peer.count > len(peer.requests) for peer in group) else ""
     since = min((request.since for request in waiting.values() if request.since), default="")
     how_long = f", the first since {since}" if since else ""
-    return f"{what}; {at_least}{count} request{'s wait' if count > 1 else ' waits'} for {whom}{how_long}: {rids}{more}."
+    rids = _in_short([rid for rid, _room in waiting], count)
+    return f"{what}; {at_least}{count} request{'s wait' if count > 1 else ' waits'} for {whom}{how_long}: {rids}."
 
 
-def _request(entry: dict[str, Any]) -> WaitingRequest:
-    room, since = entry.get("room"), entry.get("since")
-    return WaitingRequest(
-        _plain(entry.get("rid")),
-        room if type(room) is int else None,
-        _plain(since) if isinstance(since, str) else None,
-    )
+def _in_short(names: Sequence[str], count: int) -> str:
+    more = f" and {count - _MAX_IN_TEXT} more" if count > _MAX_IN_TEXT else ""
+    return ", ".join(names[:_MAX_IN_TEXT]) + more
+
+
+def _request(entry: Mapping[str, Any]) -> WaitingRequest:
+    room = entry.get("room")
+    return WaitingRequest(_plain(entry.get("rid")), room if type(room) is int else None, _plain(entry.get("since")))
 
 
 def _plain(value: object) -> str:

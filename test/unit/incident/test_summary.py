@@ -147,7 +147,8 @@ def test_a_summary_names_lost_servers_and_who_waits_for_them() -> None:
     incident = make_incident()
     waiting = [WaitingRequest(str(number), number) for number in range(MAX_NAMED + 5)]
     waiting[0] = WaitingRequest("first", 0, "this morning")
-    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "failed_transfer", "now", "Failed to send", waiting)]
+    named, why = waiting[:MAX_NAMED], "Failed to send"
+    incident.peers = [LostPeer("10.0.0.2:41", "decode", "failed_transfer", "now", why, named, len(waiting))]
     lines = format_summary(incident.to_json()).splitlines()
     assert "### decode server 10.0.0.2:41: failed_transfer, since now" in lines
     assert "- SGLang says: Failed to send" in lines

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -10,23 +11,30 @@ SINCE = "2026-09-01T00:00:00.000000Z"
 ASKED = "2026-08-31T23:59:50.000000Z"
 
 
-def requests(*names: str) -> list[WaitingRequest]:
-    return [WaitingRequest(name, position, SINCE) for position, name in enumerate(names)]
+def requests(*names: str) -> list[dict[str, object]]:
+    return [{"rid": name, "room": position, "since": SINCE} for position, name in enumerate(names)]
+
+
+def lost(role: str, sign: str, address: str, told: list[dict[str, object]], **more: object) -> LostPeer:
+    fields = {"address": address, "role": role, "sign": sign, "since": SINCE, "reason": "x", "requests": told}
+    peer = LostPeer.from_fields(fields | more, pid=7)
+    assert peer is not None
+    return peer
 
 
 def prefill(*names: str, address: str = "10.0.0.1:8998") -> LostPeer:
-    return LostPeer.of(address, "prefill", "heartbeat", SINCE, "2 heartbeats in a row failed", requests(*names))
+    return lost("prefill", "heartbeat", address, requests(*names))
 
 
 def decode(*names: str, address: str = "10.0.0.2:41") -> LostPeer:
-    return LostPeer.of(address, "decode", "failed_transfer", SINCE, f"Failed to send to {address}", requests(*names))
+    return lost("decode", "failed_transfer", address, requests(*names))
 
 
 @pytest.mark.parametrize(
     ("peers", "text"),
     [
         ([prefill()], ["prefill server 10.0.0.1:8998 missed SGLang's heartbeats; no request waits for it."]),
-        ([decode()], ["a KV transfer to decode server 10.0.0.2:41 failed; no request waits for it."]),
+        ([decode()], ["KV transfers to decode server 10.0.0.2:41 failed; no request waits for it."]),
         (
             [prefill("a", "b")],
             [
@@ -35,8 +43,8 @@ def decode(*names: str, address: str = "10.0.0.2:41") -> LostPeer:
             ],
         ),
         (
-            [LostPeer.of("h:1", "decode", "failed_transfer", SINCE, "", [WaitingRequest("a")])],
-            ["a KV transfer to decode server h:1 failed; 1 request waits for it: a."],
+            [lost("decode", "failed_transfer", "h:1", [{"rid": "a"}])],
+            ["KV transfers to decode server h:1 failed; 1 request waits for it: a."],
         ),
         # The ranks of one server have the same requests.
         (
@@ -63,13 +71,12 @@ def test_who_is_lost_and_who_waits_is_said_in_words(peers: list[LostPeer], text:
 
 def test_a_report_fits_a_datagram_whatever_the_requests_are_called() -> None:
     strange = requests(*(chr(0x1F600) * 5000 + str(n) for n in range(1000)), "x\n# y\udcff")
-    peer = LostPeer.of("h" * 9000, "decode", "failed_transfer", SINCE, "r" * 9000, strange)
-    data = json.dumps(peer.to_fields())
+    peer = lost("decode", "failed_transfer", "h" * 9000, strange, reason="r" * 9000)
+    data = json.dumps(asdict(peer))
     assert len(data) < 40_000
-    received = LostPeer.from_fields(json.loads(data), pid=7)
-    assert received is not None
-    assert (received.requests, received.count, received.reported_by) == (peer.requests, 1001, [7])
-    assert LostPeer.of("h:1", "decode", "heartbeat", "", "", requests("x\n# y\udcff")).requests[0].rid == "x?# y?"
+    assert LostPeer.from_fields(json.loads(data), pid=7) == peer
+    assert (len(peer.requests), peer.count) == (64, 1001)
+    assert prefill("x\n# y\udcff").requests[0].rid == "x?# y?"
 
 
 @pytest.mark.parametrize(
@@ -88,10 +95,8 @@ def test_what_is_no_report_is_none(fields: dict[str, object]) -> None:
 
 def test_one_wrong_entry_does_not_lose_the_report() -> None:
     entries = [{"rid": "a", "room": "x", "since": 3}, 3, {}]
-    fields = {"address": "h:1", "role": "prefill", "sign": "heartbeat", "requests": entries, "reason": []}
     for count, counted in (("many", 2), (True, 2), (-1, 2), (9, 9), (10**30, 1_000_000)):
-        peer = LostPeer.from_fields(fields | {"count": count}, pid=7)
-        assert peer is not None
+        peer = lost("prefill", "heartbeat", "h:1", entries, reason=[], count=count)  # type: ignore[arg-type]
         assert (peer.requests, peer.count) == ([WaitingRequest("a"), WaitingRequest("")], counted)
 
 

@@ -1,57 +1,127 @@
-"""Tell the crash handler that SGLang gave up the other server of a prefill and decode pair, and who waits for it."""
+"""Hooks of ``decode.py`` and ``prefill.py`` in ``sglang/srt/disaggregation``: SGLang gives the other server up.
+
+A decode server has a heartbeat for this. A prefill server has none: it learns that a decode server is gone at the next
+KV transfer to it. The kit wraps the two methods of SGLang's ``kv_manager`` by which both go, and sends nothing itself.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import asdict
+from itertools import chain, islice
 from typing import Any
 
 from sglang_crashkit.model.incident import iso_time
-from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, Role, Sign, WaitingRequest
-from sglang_crashkit.srt.hooks import notify
+from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, Role, Sign
+from sglang_crashkit.srt.hooks import before, never_raises, notify
 
 #: No more requests than this are looked at in one of SGLang's queues, so that a look stays short.
-MAX_REQUESTS = 1024
+_MAX_REQUESTS = 1024
 #: A peer is reported once in this time, in seconds: each request that fails with it comes here.
 _AGAIN_SECS = 60.0
-#: Of more peers than this within that time, no more are reported.
+#: No more peers than this are reported in that time.
 _MAX_PEERS = 256
+#: ``KVPoll.Failed``.
+_FAILED = 0
+#: How SGLang's reasons begin for a request that fails without a transfer that failed.
+_NO_TRANSFER = ("Aborted", "Duplicate", "Request ", "follow_bootstrap_room")
 
 
-class LostPeers:
+@never_raises
+def watch_prefill_servers(queue: Any) -> None:
+    """Report each prefill server that the heartbeat of a ``DecodePreallocQueue`` gives up, before its requests fail."""
+    manager, reports = queue.kv_manager, _Reports("prefill", "heartbeat")
+
+    def note(failed_bootstrap_addr: str) -> None:
+        if reports.is_news(failed_bootstrap_addr):
+            interval, failures = (getattr(manager, name, "?") for name in ("heartbeat_interval", "max_failures"))
+            reason = f"{failures} heartbeats in a row failed, one every {interval} s"
+            reports.send(failed_bootstrap_addr, reason, _waiting_for_prefill(queue, failed_bootstrap_addr))
+
+    if hasattr(manager, "_handle_node_failure"):
+        manager._handle_node_failure = before(manager._handle_node_failure, note)
+
+
+@never_raises
+def watch_decode_servers(queue: Any) -> None:
+    """Report each decode server to which a ``PrefillBootstrapQueue`` cannot send.
+
+    Whatever fails a request goes through ``update_status``, with the reason already in ``failure_records``.
+    """
+    manager, reports = queue.kv_manager, _Reports("decode", "failed_transfer")
+
+    def note(bootstrap_room: int, status: int) -> None:
+        if status == _FAILED:
+            reason = str(getattr(manager, "failure_records", {}).get(bootstrap_room, ""))
+            for host, port in _unreachable(manager, bootstrap_room, reason):
+                address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+                if reports.is_news(address):
+                    reports.send(address, reason, _waiting_for_decode(queue, (host, port)))
+
+    if hasattr(manager, "update_status"):
+        manager.update_status = before(manager.update_status, note)
+
+
+class _Reports:
     """What one queue of SGLang's has reported; may be used from any thread."""
 
-    def __init__(self, role: Role) -> None:
-        self._role = role
-        self._reported: dict[str, float] = {}
+    def __init__(self, role: Role, sign: Sign) -> None:
+        self._fields = {"role": role, "sign": sign}
+        self._quiet_until: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def is_news(self, address: str) -> bool:
         """Say whether a peer is to be reported now; it is not again for a minute."""
         now = time.monotonic()
         with self._lock:
-            if address not in self._reported and len(self._reported) >= _MAX_PEERS:
-                self._reported = {each: at for each, at in self._reported.items() if now < at + _AGAIN_SECS}
-                if len(self._reported) >= _MAX_PEERS:
-                    return False
-            if now < self._reported.get(address, float("-inf")) + _AGAIN_SECS:
+            self._quiet_until = {each: until for each, until in self._quiet_until.items() if now < until}
+            if address in self._quiet_until or len(self._quiet_until) >= _MAX_PEERS:
                 return False
-            self._reported[address] = now
-            return True
+            self._quiet_until[address] = now + _AGAIN_SECS
+        return True
 
-    def report(self, address: str, sign: Sign, reason: str, waiting: Iterator[tuple[Any, Any]]) -> None:
+    def send(self, address: str, reason: str, waiting: Iterator[tuple[Any, Any]]) -> None:
         """Report a peer, with the requests that wait, each with SGLang's own sender or receiver of its KV cache."""
-        named = [
-            WaitingRequest(str(request.rid), request.bootstrap_room, _since(connection))
+        requests = [
+            {"rid": request.rid, "room": request.bootstrap_room, "since": _since(connection)}
             for request, connection in islice(waiting, MAX_NAMED)
         ]
-        lost = LostPeer.of(address, self._role, sign, iso_time(time.time()), reason, named)
-        lost.count += sum(1 for _each in waiting)
-        notify("peer_lost", **lost.to_fields())
+        count = len(requests) + sum(1 for _each in waiting)
+        told = {"address": address, "since": iso_time(time.time()), "reason": reason, "requests": requests}
+        lost = LostPeer.from_fields(self._fields | told | {"count": count}, os.getpid())
+        if lost is not None:
+            notify("peer_lost", **asdict(lost))
 
 
-def _since(connection: Any) -> str | None:
+def _since(connection: Any) -> str:
     began = getattr(connection, "init_time", None)
-    return iso_time(began) if isinstance(began, float) else None
+    return iso_time(began) if isinstance(began, float) else ""
+
+
+def _waiting_for_prefill(queue: Any, address: str) -> Iterator[tuple[Any, Any]]:
+    """Yield each request whose KV cache has not come from `address`, with its receiver; a warm-up has no address."""
+    for entry in chain(queue.queue[:_MAX_REQUESTS], queue.transfer_queue.queue[:_MAX_REQUESTS]):
+        if getattr(entry.kv_receiver, "bootstrap_addr", None) == address:
+            yield entry.req, entry.kv_receiver
+
+
+def _waiting_for_decode(queue: Any, rank: tuple[str, int]) -> Iterator[tuple[Any, Any]]:
+    """Yield each request that a decode rank asked for, from then until its KV cache is sent, with its sender."""
+    stages = (getattr(queue.scheduler, name, []) for name in ("waiting_queue", "disagg_prefill_inflight_queue"))
+    for request in chain(queue.queue[:_MAX_REQUESTS], *(stage[:_MAX_REQUESTS] for stage in stages)):
+        asked = queue.kv_manager.transfer_infos.get(request.bootstrap_room)
+        if asked and rank in [(info.endpoint, info.dst_port) for info in list(asked.values())]:
+            yield request, request.disagg_kv_sender
+
+
+def _unreachable(manager: Any, room: int, reason: str) -> set[tuple[str, int]]:
+    """Return host and port of the decode ranks that a request's KV cache could not be sent to."""
+    asked = dict(getattr(manager, "transfer_infos", {}).get(room, ()))
+    given_up = getattr(manager, "failed_sessions", None)
+    if given_up is None:
+        # Only Mooncake notes which one it was; the others have the request's.
+        given_up = () if reason.startswith(_NO_TRANSFER) else asked
+    return {(info.endpoint, info.dst_port) for session, info in asked.items() if session in given_up}

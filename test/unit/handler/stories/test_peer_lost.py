@@ -37,7 +37,7 @@ def test_a_lost_peer_is_an_incident_that_names_it(start_server: Start) -> None:
             "sign": "heartbeat",
             "since": SINCE,
             "reason": "2 heartbeats failed",
-            "requests": [{"rid": rid, "room": room, "since": None} for room, rid in enumerate("abc")],
+            "requests": [{"rid": rid, "room": room, "since": ""} for room, rid in enumerate("abc")],
             "count": 3,
             "reported_by": [rank],
         }
