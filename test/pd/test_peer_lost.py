@@ -131,18 +131,19 @@ def verdict_of(collector: subprocess.Popen[bytes]) -> dict[str, Any]:
 def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting:
     dead, survivor = (pair.prefill, pair.decode) if victim == "prefill" else (pair.decode, pair.prefill)
     pair.generate("Hello", max_new_tokens=4, timeout_s=120)
-    if victim == "prefill":
-        argv = pair.prefill.popen.args
-        addresses = {f"127.0.0.1:{argv[argv.index('--disaggregation-bootstrap-port') + 1]}"}
-    else:
-        addresses = addresses_of(dead)
+    argv = pair.prefill.popen.args
+    port = int(argv[argv.index("--disaggregation-bootstrap-port") + 1])
+    addresses = {f"127.0.0.1:{port}"} if victim == "prefill" else addresses_of(dead)
     assert incidents_below(folder) == []
     members = members_of(dead), members_of(survivor)
     # The other side waits for what a stopped scheduler does not do.
     dead_rank = dead.pid_of("sglang::scheduler")
     os.kill(dead_rank, signal.SIGSTOP)
-    for rid in RIDS:
-        pair.ask_later("generate", greedy(PROMPT, 8, rid=rid), 120.0)
+    for room, rid in enumerate(RIDS, 1000):
+        # As the router does, which would leave both servers when one of them is gone.
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
+        for server in (pair.prefill, pair.decode):
+            server.ask_later("generate", greedy(PROMPT, 8, rid=rid, **where), 120.0)
     waiting = "the requests wait in the other server"
     wait_until(lambda: set(RIDS) <= journaled_rids(survivor.pid), waiting, IN_FLIGHT_S)
     time.sleep(2.0)
