@@ -45,33 +45,30 @@ _HARMLESS = frozenset(
 )
 
 #: What tells that a form may be there, the form, and what takes its place.
-_FORMS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
-    (needle, re.compile(pattern), instead)
-    for needle, pattern, instead in (
-        ("PRIVATE KEY", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)", REDACTED),
-        # The user of Git's own addresses says nothing.
-        ("@", r"(://)(?!git@)[^/\s\"'<>]{1,400}@", rf"\1{REDACTED}@"),
-        ("=", r"([?&](?:X-\w{1,8}-)?(?:[Ss]ig|[Ss]ignature|[Kk]ey|[Tt]oken)=)[^&\s\"'<>]+", rf"\1{REDACTED}"),
-        ("/services/", r"(hooks\.slack\.com/services/)[\w/]+", rf"\1{REDACTED}"),
-        ("hf_", r"\bhf_[A-Za-z0-9]{20,}", REDACTED),
-        ("sk-", r"(?<![\w-])sk-(?=[A-Za-z_-]{0,64}\d)[\w-]{20,}", REDACTED),
-        ("k_", r"\b[rs]k_(?:live|test)_\w{10,}", REDACTED),
-        ("gh", r"\bgh[oprsu]_[A-Za-z0-9]{20,}", REDACTED),
-        ("github_pat_", r"\bgithub_pat_\w{20,}", REDACTED),
-        ("glpat-", r"\bglpat-[\w-]{16,}", REDACTED),
-        ("xox", r"\bxox[abeoprs]-[\w-]{10,}", REDACTED),
-        ("IA", r"\bA(?:K|S)IA[A-Z0-9]{16}(?![a-z0-9])", REDACTED),
-        ("AIza", r"\bAIza[\w-]{30,}", REDACTED),
-        ("nvapi-", r"\bnvapi-[\w-]{20,}", REDACTED),
-        ("npm_", r"\bnpm_[A-Za-z0-9]{30,}", REDACTED),
-        ("pypi-", r"\bpypi-[\w-]{30,}", REDACTED),
-        ("SG.", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", REDACTED),
-        ("eyJ", r"(?<![\w-])eyJ[\w-]{5,}\.[\w-]{3,}(?:\.[\w-]*)?", REDACTED),
-        ("earer", r"\b([Bb]earer\s{1,4})(?=[^\s\d]{0,400}\d)[^\s\"',;]{8,}", rf"\1{REDACTED}"),
-        ("Secret", r"\b(Secret(?:Str|Bytes)\(b?)(?:'[^'\n]*'?|\"[^\"\n]*\"?)", rf"\1'{REDACTED}'"),
-        ("login", r"\b(login\s{1,4}\S{1,200}\s{1,4}password\s{1,4})\S+", rf"\1{REDACTED}"),
-        ("-u", r"(?<!\S)((?:-u|--user|--proxy-user)[ =])[^\s:'\"]{1,200}:[^\s'\"]+", rf"\1{REDACTED}"),
-    )
+FORMS: tuple[tuple[str, str, str], ...] = (
+    ("PRIVATE KEY", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY[\s\S]*?(?:-----END [A-Z ]{0,40}-----|\Z)", REDACTED),
+    # The user of Git's own addresses says nothing.
+    ("@", r"(://)(?!git@)[^/\s\"'<>]{1,400}@", rf"\1{REDACTED}@"),
+    ("=", r"([?&](?:X-\w{1,8}-)?(?:[Ss]ig|[Ss]ignature|[Kk]ey|[Tt]oken)=)[^&\s\"'<>]+", rf"\1{REDACTED}"),
+    ("/services/", r"(hooks\.slack\.com/services/)[\w/]+", rf"\1{REDACTED}"),
+    ("hf_", r"\bhf_[A-Za-z0-9]{20,}", REDACTED),
+    ("sk-", r"(?<![\w-])sk-(?=[A-Za-z_-]{0,64}\d)[\w-]{20,}", REDACTED),
+    ("k_", r"\b[rs]k_(?:live|test)_\w{10,}", REDACTED),
+    ("gh", r"\bgh[oprsu]_[A-Za-z0-9]{20,}", REDACTED),
+    ("github_pat_", r"\bgithub_pat_\w{20,}", REDACTED),
+    ("glpat-", r"\bglpat-[\w-]{16,}", REDACTED),
+    ("xox", r"\bxox[abeoprs]-[\w-]{10,}", REDACTED),
+    ("IA", r"\bA(?:K|S)IA[A-Z0-9]{16}(?![a-z0-9])", REDACTED),
+    ("AIza", r"\bAIza[\w-]{30,}", REDACTED),
+    ("nvapi-", r"\bnvapi-[\w-]{20,}", REDACTED),
+    ("npm_", r"\bnpm_[A-Za-z0-9]{30,}", REDACTED),
+    ("pypi-", r"\bpypi-[\w-]{30,}", REDACTED),
+    ("SG.", r"\bSG\.[\w-]{16,}\.[\w-]{16,}", REDACTED),
+    ("eyJ", r"(?<![\w-])eyJ[\w-]{5,}\.[\w-]{3,}(?:\.[\w-]*)?", REDACTED),
+    ("earer", r"\b([Bb]earer\s{1,4})(?=[^\s\d]{0,400}\d)[^\s\"',;]{8,}", rf"\1{REDACTED}"),
+    ("Secret", r"\b(Secret(?:Str|Bytes)\(b?)(?:'[^'\n]*'?|\"[^\"\n]*\"?)", rf"\1'{REDACTED}'"),
+    ("login", r"\b(login\s{1,4}\S{1,200}\s{1,4}password\s{1,4})\S+", rf"\1{REDACTED}"),
+    ("-u", r"(?<!\S)((?:-u|--user|--proxy-user)[ =])[^\s:'\"]{1,200}:[^\s'\"]+", rf"\1{REDACTED}"),
 )
 _BASIC = re.compile(r"\b([Bb]asic\s{1,4})([A-Za-z0-9+/]{8,}={0,2})")
 #: A pair of a header, or of any name and value.
@@ -96,6 +93,8 @@ _VALUE = re.compile(
 )
 #: What a field has that is not set.
 _NOTHING = frozenset({"", "None", "null", "True", "False", "true", "false"})
+#: How many tokens there are, and the place of a key.
+_COUNT = re.compile(r"\d{1,12}(?:\.\d{1,9})?")
 #: The whole of a line of these is the value where it is not quoted.
 _HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie"})
 _LINE = re.compile(r"digest\s[^\n]+|[^\n\"'\\]+", re.IGNORECASE)
@@ -152,9 +151,10 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Return `text`, such as a message, JSON or a command line, without secrets; `secrets` wherever they stand."""
     for value in sorted({*secrets, *_learned}, key=len, reverse=True):
         text = text.replace(value, REDACTED)
-    for needle, pattern, instead in _FORMS:
+    for needle, pattern, instead in FORMS:
         if needle in text:
-            text = pattern.sub(instead, text)
+            # Compiled when it is needed: the hooks are to be imported at once.
+            text = re.sub(pattern, instead, text)
     if "asic" in text:
         text = _BASIC.sub(_without_credentials, text)
     text = _PAIR.sub(_without_second, text)
@@ -201,6 +201,8 @@ def _span_of_value(text: str, match: re.Match[str]) -> tuple[int, int] | None:
             found = line
         # What ends a list, a call or a sentence is not taken for its own.
         value = found[0].rstrip(" ,;)]}.")
+        if name.endswith(("key", "token")) and _COUNT.fullmatch(value):
+            return None
         return (match.end(), match.end() + len(value)) if value not in _NOTHING else None
     begin = found.end("quote")
     return begin, found.end() - len(quote) if found[0][begin - found.start() :].endswith(quote) else found.end()

@@ -133,6 +133,7 @@ INNOCENT = [
     "Fatal Python error: Segmentation fault; thread 0x00007f1c2d3e4f50 (most recent call first):",
     "signature: forward(Tensor q, Tensor k) -> Tensor",
     "bootstrap_room: 8412398741234987123, bootstrap_host=10.0.0.3, transfer_key=None",
+    "total_token=37, max_token: 5, prefix_key=12, accept_token: 2.75",
     "ServerArgs(api_key=None, admin_api_key=None, hf_token=null)",
     "",
 ]

@@ -16,7 +16,6 @@ from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt import exception_record
 from sglang_crashkit.srt.exception_record import (
     find_batch,
-    find_configuration,
     find_prompts,
     tell_exception,
     tell_uncaught,
@@ -297,15 +296,6 @@ def test_the_batch_at_work_comes_before_the_decoded(name: str) -> None:
     assert find_prompts(trace_of(scheduler.work)) == ["new"]
     idle = Worker(**{"running_batch": decode, name: None})
     assert find_batch(trace_of(idle.work)) == (idle, decode)
-
-
-def test_the_configuration_is_an_argument_or_an_objects() -> None:
-    def run_scheduler_process(server_args: object) -> None:
-        raise ValueError("x")
-
-    assert find_configuration(trace_of(lambda: run_scheduler_process("args"))) == "args"
-    assert find_configuration(trace_of(Worker(server_args="its own").work)) == "its own"
-    assert find_configuration(trace_of(Worker().work)) is None
 
 
 def test_prompts_are_of_batch_queue_and_tokenizer() -> None:

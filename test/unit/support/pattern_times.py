@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import sglang_crashkit
+from sglang_crashkit import redact
 
 # A quadratic one takes ten times as long.
 SIZE, MOST_SECS = 60_000, 1.0
@@ -22,16 +23,10 @@ parse = re._parser if hasattr(re, "_parser") else re.sre_parse
 found, compiled = {}, re.compile
 
 
-def note(pattern, flags=0, origin=None):
-    frame = sys._getframe(2)
-    path = Path(origin or frame.f_code.co_filename)
-    if ROOT in path.parents:
-        key = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-        found.setdefault((key, int(flags)), path)
-
-
 def record(pattern, flags=0):
-    note(pattern, flags)
+    path = Path(sys._getframe(1).f_code.co_filename)
+    if ROOT in path.parents and not isinstance(pattern, re.Pattern):
+        found.setdefault((pattern, int(flags)), path)
     return compiled(pattern, flags)
 
 
@@ -39,13 +34,9 @@ re.compile = record
 for module in pkgutil.walk_packages([str(ROOT)], "sglang_crashkit."):
     if not module.name.endswith(("__main__", ".probe")):
         importlib.import_module(module.name)
-try:
-    from sglang_crashkit.analysis.causes.known_issues import load_known_issues
-
-    load_known_issues()
-except ImportError:
-    pass
 re.compile = compiled
+for _needle, form, _instead in redact.FORMS:
+    found[form, 0] = Path(redact.__file__)
 # By which methods each is used: by those called on its name; without one, by those called in its file.
 named, used = {}, {}
 for path in ROOT.rglob("*.py"):
