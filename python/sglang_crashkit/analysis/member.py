@@ -104,17 +104,6 @@ class Member:
             return "gone"
         return next((manner for kind, manner in _BY_KERNEL.items() if self.always(kind)), None) or self.motion()
 
-    def stands(self) -> bool:
-        """Say whether it does not go on: held by the kernel, or at one line all the time, at rest or busy.
-
-        One that is in its loop for requests goes on, as far as can be seen.
-        """
-        if self.manner() in ("gone", "stopped", "traced", "asleep"):
-            return True
-        if len({moment.frames for moment in self.seen}) != 1 or any(is_for_requests(moment) for moment in self.seen):
-            return False
-        return self.rests() or self.motion() == "spinning"
-
     def innermost(self) -> frozenset[tuple[str, str]]:
         """Return the innermost function, with its file, of each sample that has one."""
         return frozenset((moment.frames[0].function, moment.frames[0].file) for moment in self.seen if moment.frames)

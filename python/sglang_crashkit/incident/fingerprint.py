@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,8 @@ _NAMED = re.compile(r"(?:DP(?P<dp>\d+) )?Rank (?P<tp>\d+) scheduler")
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Ranks that load are elsewhere each time.
 _STARTING = "(the server was starting)"
+#: Of a rank that hangs, so many of the innermost functions tell where it does.
+_HUNG_FRAMES = 2
 #: How far a server that starts looks back, in seconds.
 RECENT_SECS = 3600.0
 #: Kinds of incidents of servers that went on.
@@ -260,3 +262,46 @@ def recent_crashes(incidents: Path, now: float | None = None) -> str:
     if fault and now - (seconds_of(latest.get("last")) or 0.0) < RECENT_SECS:
         text += f"; the latest: {fault.get('what')} of {fault.get('who')}, seen {latest.get('count')} times in all"
     return f"{text}; next: sglang-crashkit incidents {incidents.parent.parent}"
+
+
+def words_of(document: Mapping[str, Any]) -> str:
+    """Return in one line how the server of an incident failed."""
+    return str(mapping_of(document.get("verdict")).get("text") or document.get("kind"))
+
+
+def is_same_fault(some: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether two incidents, given as their documents, are of one fault.
+
+    The fingerprint, but for what depends on the moment: which of several ranks that do the same was first, and, where
+    the one that failed left no frames, where the others stood. Of a hang also the line, and what was called just then.
+    """
+    if all(mapping_of(one.get("verdict")).get("kind") == "hang" for one in (some, other)):
+        return _is_same_hang(_hung(some), _hung(other))
+    one, two = fault_of(some), fault_of(other)
+    if one is None or two is None:
+        return False
+    if (one.kind, one.what, one.who.split(" ")[0]) != (two.kind, two.what, two.who.split(" ")[0]):
+        return False
+    return one.frames == two.frames or not _first_of(some).get("doing") or not _first_of(other).get("doing")
+
+
+def _first_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
+    return next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid), {})
+
+
+def _hung(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the process that hangs; where no single one is named, all ranks."""
+    first, processes = _first_of(document), mappings_of(document.get("processes"))
+    return [first] if first else [one for one in processes if one.get("role") == "scheduler"]
+
+
+def _is_same_hang(some: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
+    one, two = ({(rank.get("role"), stopped_state(rank)) for rank in ranks} for ranks in (some, other))
+    # What was called just then depends on the moment.
+    ones, twos = (
+        {_LINE.sub(")", str(frame)) for rank in ranks for frame in (rank.get("doing") or ())[:_HUNG_FRAMES]}
+        for ranks in (some, other)
+    )
+    # Where nobody was seen, that it hangs is all there is.
+    return bool(one & two) and (not ones or not twos or bool(ones & twos))

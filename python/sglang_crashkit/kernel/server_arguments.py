@@ -30,11 +30,6 @@ def port_of(arguments: Sequence[str]) -> int:
     return int(value) if value.isascii() and value.isdigit() and int(value) < 1 << 16 else _DEFAULT_PORT
 
 
-def serves_tls(arguments: Sequence[str]) -> bool:
-    """Say whether the server answers HTTPS."""
-    return value_of(arguments, "--ssl-certfile") is not None
-
-
 def value_of(arguments: Sequence[str], *names: str) -> str | None:
     """Return what a command line gives for the option that is called one of `names`; None where it gives nothing."""
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.fingerprint import words_of
+from sglang_crashkit.incident.requests import StoredRequest, read_requests
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.incident.summary import mappings_of
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
-from sglang_crashkit.replay.fault import words_of
-from sglang_crashkit.replay.requests import StoredRequest, read_requests
 from sglang_crashkit.replay.server import OwnServer
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_crashkit.incident.requests import StoredRequest
 from sglang_crashkit.kernel.server_address import Address
-from sglang_crashkit.replay.requests import StoredRequest
 
 #: No more requests are under way at once.
 _MAX_AT_ONCE = 512

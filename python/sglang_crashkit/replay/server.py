@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.fingerprint import is_same_fault, words_of
+from sglang_crashkit.incident.requests import StoredRequest
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
 from sglang_crashkit.kernel.server_address import Address, holders_of, listening_at
-from sglang_crashkit.replay.fault import is_same_fault, words_of
-from sglang_crashkit.replay.requests import StoredRequest
 from sglang_crashkit.replay.sender import Answer, send_all
 from sglang_crashkit.settings import unpublished
 

@@ -17,8 +17,8 @@ import pytest
 from sglang_crashkit.cli.argument_types import command as parse_command
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.requests import StoredRequest
 from sglang_crashkit.replay import server
-from sglang_crashkit.replay.requests import StoredRequest
 from sglang_crashkit.replay.server import OwnServer
 from unit.replay.breakable import incident
 from unit.support.waiting import LONG, wait_until

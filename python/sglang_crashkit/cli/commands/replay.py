@@ -14,8 +14,8 @@ from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
+    from sglang_crashkit.incident.requests import StoredRequest
     from sglang_crashkit.incident.store import StoredIncident
-    from sglang_crashkit.replay.requests import StoredRequest
     from sglang_crashkit.replay.sender import Answer
 
 _EXAMPLE = """examples:
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     Returns:
         DONE where all were answered, or found; PARTIAL where not, or where the server of --serve failed.
     """
+    from sglang_crashkit.incident.requests import read_requests
     from sglang_crashkit.kernel.server_address import Address, read_api_key
-    from sglang_crashkit.replay.requests import read_requests
     from sglang_crashkit.replay.sender import send_all
 
     if args.bisect and (args.url is not None or args.only or args.suspects):

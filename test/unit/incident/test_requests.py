@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.errors import NothingToDoError
+from sglang_crashkit.incident.requests import StoredRequest, read_requests
 from sglang_crashkit.incident.store import find_one
-from sglang_crashkit.replay.requests import StoredRequest, read_requests
 from unit.support.stored import make_incident
 
 LINE = {

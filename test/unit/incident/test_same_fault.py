@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.replay.fault import is_same_fault
+from sglang_crashkit.incident.fingerprint import is_same_fault
 
 LOOP = ["spin (model.py:7)", "forward (model.py:3)", "run_batch (scheduler.py:2)", "event_loop (scheduler.py:1)"]
 OUTER = ["main (scheduler.py:9)"]
