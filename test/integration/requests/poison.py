@@ -16,7 +16,6 @@ import time
 NAME = "sglang.srt.managers.tp_worker"
 MARK = [7, 7, 7]
 hoard = []
-began = None
 
 
 def marked(requests):
@@ -36,18 +35,6 @@ def segv(requests):
 def hang(requests):
     while marked(requests):
         time.sleep(0.1)
-
-
-def two(requests):
-    if len(marked(requests)) > 1:
-        raise RuntimeError("two of them in one batch")
-
-
-def of_time(requests):
-    global began
-    began = began or time.monotonic()
-    if time.monotonic() - began > float(os.environ["POISON_SECS"]):
-        raise RuntimeError("it has served too long")
 
 
 def length(requests):

@@ -192,15 +192,6 @@ def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> 
     assert any("worked on update_weights_from_disk, a control request" in one for one in document["cause"]["reasons"])
 
 
-def test_a_fault_of_time_is_not_reproduced(tmp_path: Path) -> None:
-    env = poisoned(tmp_path / "site", "of_time") | {"POISON_SECS": "3"}
-    bodies = [body | {"sampling_params": {"max_new_tokens": 1000}} for body in ordinary(8)]
-    crash(tmp_path / "crash", env, bodies)
-    result = bisect(tmp_path / "crash", tmp_path / "out", env | {"POISON_SECS": "600"}, "--tries", "1")
-    assert not result["reproduced"]
-    assert result["reason"].startswith("not reproduced in 1 tries of 8 requests")
-
-
 def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
     # SGLang looks every four seconds whether a client has gone.
     env = poisoned(tmp_path / "site", "hang") | {"SGLANG_CRASHKIT_HANG_SECS": "12"}
@@ -276,16 +267,3 @@ def test_one_request_that_breaks_it_is_named_and_found(
     result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "10")
     assert result["reproduced"], result
     assert result["rids"] == ["poison"]
-
-
-def test_a_fault_of_two_requests_together_is_found_as_both(tmp_path: Path) -> None:
-    env = poisoned(tmp_path / "site", "two")
-    bodies = [*ordinary(8), guilty("left", 12), guilty("right", 13), *ordinary(16)[8:]]
-    # Long ones meet.
-    for body in bodies:
-        body["sampling_params"] |= {"max_new_tokens": 64, "ignore_eos": True}
-    # All at once, however the threads that send them take their turns.
-    crash(tmp_path / "crash", env, bodies, at_once="32")
-    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "20")
-    assert result["reproduced"], result
-    assert sorted(result["rids"]) == ["left", "right"]
