@@ -57,7 +57,7 @@ ALLOWED = {
         "settings",
         "visible",
     },
-    "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings"},
+    "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "visible"},
     "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "replay": {"errors", "incident", "kernel", "redact", "settings"},

@@ -28,6 +28,7 @@ from sglang_crashkit.incident.store import find_incident_of
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.test import evidence
 from sglang_crashkit.test.evidence import Death
+from sglang_crashkit.visible import visible
 
 if TYPE_CHECKING:
     from sglang_crashkit.test.plugin import FailByName
@@ -259,5 +260,5 @@ def find_runner() -> FailByName | None:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # closed, or a full disk behind it
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{visible(text)}\n")
         sys.stderr.flush()

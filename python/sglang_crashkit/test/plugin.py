@@ -166,11 +166,15 @@ class FailByName:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say who died, and where the evidence is."""
         deaths = [guard.death for guard in self._guards if guard.death is not None]
-        if deaths:
-            terminalreporter.section("processes that ended unexpectedly")
+        if not deaths:
+            return
+        # Most runs have none, and need nothing of the kit.
+        from sglang_crashkit.visible import visible
+
+        terminalreporter.section("processes that ended unexpectedly")
         for death in deaths:
             for line in death.lines():
-                terminalreporter.write_line(line)
+                terminalreporter.write_line(visible(line))
 
     def pytest_unconfigure(self) -> None:
         """End what is left."""
