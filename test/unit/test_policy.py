@@ -95,7 +95,6 @@ SENDERS = {
     "srt/handler_process.py",
     "capture/gpu_facts.py",
     "replay/server.py",
-    "handler/reporting.py",
     "test/plugin.py",
     "test/evidence.py",
 }

@@ -260,13 +260,6 @@ def test_servers_share_the_folders_above(runtime: Path) -> None:
     another.release()
 
 
-def test_a_folder_elsewhere_locks_nothing_above_it(tmp_path: Path) -> None:
-    kept = KeptFolder(tmp_path)
-    assert not may_be_cleaned(tmp_path)
-    assert may_be_cleaned(tmp_path.parent)
-    kept.release()
-
-
 DEAD = f"4194305-1-{own_namespace()}"
 
 
@@ -318,12 +311,6 @@ def test_runtime_folders_of_servers_that_are_gone_are_removed(tmp_path: Path, li
     remove_runtime_folders(tmp_path)
     assert names_in(tmp_path) == {at_work, living, "1-2-3", "notes"}
     lock.release()
-
-
-def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    KeptFolder(tmp_path / "absent").release()
-    remove_empty_spools(tmp_path / "absent")
-    remove_runtime_folders(tmp_path / "absent")
 
 
 def test_an_earlier_server_left_things_in_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

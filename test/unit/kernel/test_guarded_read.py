@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 import time
@@ -81,35 +80,6 @@ def test_who_blocked_a_read_is_left_alone_for_a_while(reader: GuardedReader, tmp
     path.write_bytes(b"x")
     assert reader.read(path) == b"x"
     assert reader._skipped == {}
-
-
-def test_many_that_wait_cost_less_each(tmp_path: Path) -> None:
-    reader = GuardedReader(0.25)
-    deadlines = []
-    for number in range(5):
-        deadlines.append(reader._deadline_secs)
-        with pytest.raises(BlockedReadError):
-            reader.read(fifo(tmp_path / str(number)))
-    assert deadlines == [0.25, 0.125, 0.0625, 0.03125, 0.03]
-    reader.read(Path("/proc/self/stat"))
-    assert reader._deadline_secs == 0.06
-    reader.close()
-
-
-def test_an_answer_that_came_while_nobody_looked_is_taken(
-    reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A busy machine may give the reader no processor until the deadline is over and the helper waits again."""
-
-    def has_answered(_pid: int) -> bool:
-        assert select.select([reader._helper._answers], [], [], LONG)[0]
-        return False
-
-    (tmp_path / "file").write_bytes(b"x")
-    monkeypatch.setattr(guarded_read, "_is_runnable", has_answered)
-    for _time in range(20):
-        monkeypatch.setattr(reader, "_deadline_secs", -1.0)
-        assert reader.read(tmp_path / "file") == b"x"
 
 
 def test_several_threads_may_read(reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

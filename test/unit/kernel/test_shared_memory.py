@@ -225,17 +225,6 @@ def test_a_name_that_was_given_again_is_another_segment(left_behind) -> None:
     assert (FOLDER / segment.name).exists()
 
 
-def test_what_may_not_be_removed_is_told_of(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment, dead = left_behind("torch_PID_3456_1")
-
-    def unlink(_path: Path) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", unlink)
-        assert why(segment, dead) == "it cannot be removed: Operation not permitted"
-
-
 def test_files_with_other_names_are_nobodys_but_their_owners() -> None:
     with child(HOLDS_A_SEGMENT, "weights-PID.safetensors") as process:
         try:

@@ -28,7 +28,6 @@ _WITHOUT_PROMPTS = ("environment.json", "gpu/facts.json", "gpu/*flight_recorder*
 _DOCUMENT = "incident.json"
 _ZSTD = ".tar.zst"
 _LEVEL = 10
-#: So many of the files that are left out are named.
 _MAX_TOLD = 5
 _EXAMPLES = """\
 examples:
@@ -88,13 +87,12 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_json(told | {"prompts": not args.no_prompts, "left_out": left_out})
         return ExitCode.DONE
     prompts, option = ("without the", " --no-prompts") if args.no_prompts else ("with the", "")
-    of_incident = f"{count} files of incident {incident.name[-8:]}"
-    say(f"{path}: {of_incident}, {prompts} prompts of its requests, {size / 1e3:,.0f} kB")
+    say(f"{path}: {count} files, {prompts} prompts of the incident's requests, {size / 1e3:,.0f} kB")
     if left_out:
         more = f" and {len(left_out) - _MAX_TOLD:,} more" if len(left_out) > _MAX_TOLD else ""
         say(f"left out: {', '.join(left_out[:_MAX_TOLD])}{more}")
-    shown = shlex.quote(str(incident.path))
-    say(f"next: sglang-crashkit bundle {shown} --report{option}   # the text of the report, to be pasted")
+    command = f"bundle {shlex.quote(str(incident.path))} --report{option}"
+    say(f"next: sglang-crashkit {command}   # the text of the report, to be pasted")
     return ExitCode.DONE
 
 

@@ -43,7 +43,7 @@ def test_a_bundle_holds_the_folder_and_a_report(
 ) -> None:
     path = tmp_path / "x.tar.zst"
     assert main(["bundle", str(incident), "-o", str(path)]) == 0
-    assert "with the prompts of its requests" in capsys.readouterr().out
+    assert "with the prompts of the incident's requests" in capsys.readouterr().out
     packed = contents(path)
     inside = {"report.md", "incident.json", "summary.md", "environment.json", "stacks/scheduler_TP1-8.txt"}
     assert packed.keys() == inside | {"requests/requests.jsonl"}
