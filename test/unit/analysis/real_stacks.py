@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_crashkit.analysis.member import Member, Moment
-from sglang_crashkit.analysis.waits import of_frames, of_state
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot
 
@@ -123,15 +121,3 @@ def rounds(*looks: Sequence[Sample], host: str = "n1", secs: float = 5.0) -> lis
 
 def _at(one: Sample, time: float, host: str) -> Sample:
     return Sample(**{**vars(one), "time": time, "host": host})
-
-
-def member(
-    *looks: tuple[str, ...], number: int = 0, cpu: float = 0.0, state: str = "S", is_gone: bool = False
-) -> Member:
-    """Return a rank seen at several looks, 5 s apart; so much CPU time was used from each to the next."""
-    stacks = [stack(*frames) for frames in looks]
-    moments = [
-        Moment(state, cpu * at, of_state(state) or of_frames(frames), frames, 100.0 + 5.0 * at)
-        for at, frames in enumerate(stacks)
-    ]
-    return Member(f"TP{number} (pid {10 + number})", tuple(moments), is_gone=is_gone)

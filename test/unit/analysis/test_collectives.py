@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,20 +158,6 @@ def test_what_fell_out_of_a_recorder_counts_as_begun() -> None:
     assert judge_collectives([waiting, record(1, elsewhere)]) == []
 
 
-def test_groups_are_judged_separately_and_the_most_telling_comes_first() -> None:
-    groups: dict[str, Any] = {"_1": (0, 1), "_2": (2, 3), "_10": (0, 2)}
-    own = {
-        0: [entry(9, 1, "broadcast", group=("10", ""))],
-        2: [entry(9, 1, group=("2", ""), state="scheduled"), entry(10, 1, group=("10", ""))],
-    }
-    records = [record(rank, [*done(2), *own.get(rank, [])], (0, 1, 2, 3), **groups) for rank in range(4)]
-    found = judge_collectives(records)
-    assert [(one.kind, one.named, one.group) for one in found] == [
-        ("mismatch", (), "process group 10 (ranks 0,2)"),
-        ("behind", (3,), "process group 2 (ranks 2-3)"),
-    ]
-
-
 def test_replicas_are_not_compared_with_one_another() -> None:
     records = [record(rank, its, world=world) for world, its in (("DP0", done(3)), ("DP1", PENDING)) for rank in (0, 1)]
     assert judge_collectives(records) == []
@@ -216,13 +201,6 @@ def test_nccl_and_gloo_are_one_account_by_sglangs_names() -> None:
         ("behind", "process group tp (gloo 5, ranks 0-1)", (1,), ("rank0",)),
         ("behind", "process group tp (nccl 4, ranks 0-1)", (1,), ("rank0",)),
     ]
-
-
-def test_a_finding_is_json() -> None:
-    finding = judge(record(0, [entry(0, 1, state="scheduled")]), record(1, []))
-    document_ = finding.to_json()
-    assert json.loads(json.dumps(document_)) == document_
-    assert (document_["named"], document_["processes"], document_["level"]) == ([1], ["rank1"], "established")
 
 
 def at_step(rank: int, ranks: Sequence[int], finished: int, *, waits: bool, kept: int) -> RankRecord:

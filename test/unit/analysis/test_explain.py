@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.analysis.explain import explain as explain_sampled
 from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
+from sglang_crashkit.model.snapshot import Problem
 from unit.analysis.real_stacks import (
     ALL_REDUCE,
     BROADCAST,
@@ -68,23 +67,7 @@ def test_waiting_elsewhere_names_nobody_where_somebody_goes_on() -> None:
     assert pids(explain(*rows)) == []
 
 
-def test_nothing_is_claimed_of_nothing() -> None:
-    assert explain().kind == "unclear"
-    assert explain_sampled(SampledProcesses.of([NodeSnapshot("n1", 1.0)])).statement == "No process was seen."
-
-
 # -- groups
-
-
-def two_groups(axis: str, odd: tuple[str, ...] = SPIN) -> list[list[Sample]]:
-    return [
-        [
-            process(10 + 10 * group + tp, odd if (group, tp) == (1, 2) else ALL_REDUCE, tp=tp, **{axis: group})
-            for group in range(2)
-            for tp in range(4)
-        ]
-        for _look in range(3)
-    ]
 
 
 def test_groups_and_servers_are_not_mixed() -> None:
@@ -201,21 +184,7 @@ def test_a_rank_without_a_title_that_spins_is_named() -> None:
     assert "no hang is seen" not in explain(*working).statement
 
 
-def test_it_is_a_rank_again_once_it_has_its_title() -> None:
-    late = [replace(process(10, ALL_REDUCE, tp=0), time=1.0), replace(process(11, SPIN, tp=1), time=1.0)]
-    told = explain([untitled(10, STORE), untitled(11, STORE)], late, late)
-    assert [finding.group for finding in told.findings] == [""]
-    assert told.findings[0].evidence[0].startswith("sglang::scheduler_TP")
-
-
 # -- the whole
-
-
-def test_it_is_the_same_in_whatever_order_snapshots_come() -> None:
-    nodes = rounds(*two_groups("pp")) + rounds(*two_groups("pp", odd=ALL_REDUCE), host="n2")
-    first = explain_sampled(SampledProcesses.of(nodes)).to_json()
-    for order in itertools.islice(itertools.permutations(nodes), 0, 720, 60):
-        assert explain_sampled(SampledProcesses.of(order)).to_json() == first
 
 
 def test_json_and_text_say_who_is_named_and_missing() -> None:

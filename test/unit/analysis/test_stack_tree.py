@@ -1,30 +1,8 @@
 from __future__ import annotations
 
-from typing import Any
-
-from hypothesis import given
-from hypothesis import strategies as st
-
 from sglang_crashkit.analysis.ranks import Rank, scope_of
-from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
+from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
 from sglang_crashkit.model.sample import Frame
-
-Stack = tuple[Rank, tuple[Frame, ...]]
-
-FRAMES = st.builds(Frame, st.sampled_from("fgh"), st.sampled_from(["a.py", "b.py"]), st.integers(0, 3))
-RANKS = st.builds(Rank, st.sampled_from([(), scope_of({"pp": 1})]), st.just("tp"), st.integers(0, 2000))
-STACKS = st.lists(st.tuples(RANKS, st.lists(FRAMES, max_size=4).map(tuple)), max_size=12)
-
-
-def tree_of(stacks: list[Stack]) -> PrefixTree:
-    tree = PrefixTree()
-    for rank, frames in stacks:
-        tree.add(rank, frames)
-    return tree
-
-
-def told(node: Node) -> Any:
-    return node.function, node.file, node.lines, str(node.ranks), [told(child) for child in node.in_order()]
 
 
 def add(tree: PrefixTree, number: int, *names: str, line: int = 1, **places: int | str) -> None:
@@ -33,34 +11,11 @@ def add(tree: PrefixTree, number: int, *names: str, line: int = 1, **places: int
     tree.add(Rank(scope_of(places), "tp", number), frames)
 
 
-def only_child(node: Node) -> Node:
-    (child,) = node.children.values()
-    return child
-
-
-def test_common_calls_are_one_node_with_all_ranks_below() -> None:
-    tree = PrefixTree()
-    add(tree, 0, "main", "loop", "wait")
-    add(tree, 1, "main", "loop", "spin")
-    main = only_child(tree.root)
-    loop = only_child(main)
-    sets = tree.sets()
-    assert (main.function, loop.function) == ("main", "loop")
-    assert str(sets[id(loop)]) == "TP0-1"
-    assert {node.function: str(sets[id(node)]) for node in loop.in_order()} == {"spin": "TP1", "wait": "TP0"}
-    assert str(tree.everyone()) == "TP0-1"
-
-
 def test_a_very_deep_stack_is_taken() -> None:
     tree = PrefixTree()
     add(tree, 0, *(f"f{depth}" for depth in range(5000)))
     assert len(tree.sets()) == 5001
     assert str(tree.everyone()) == "TP0"
-
-
-@given(st.data(), STACKS)
-def test_the_order_of_stacks_does_not_matter(data: st.DataObject, stacks: list[Stack]) -> None:
-    assert told(tree_of(data.draw(st.permutations(stacks))).root) == told(tree_of(stacks).root)
 
 
 # -- as text
@@ -98,13 +53,6 @@ def test_what_is_the_same_for_all_ranks_is_not_repeated() -> None:
     add(tree, 0, "main", server="n1:7", side="decode", pp=0)
     add(tree, 0, "spin", server="n1:7", side="decode", pp=1)
     assert list(format_tree(tree)) == ["PP0 TP0: main (x.py:1)", "PP1 TP0: spin (x.py:1)"]
-
-
-def test_of_many_lines_some_are_named() -> None:
-    tree = PrefixTree()
-    for number in range(9):
-        add(tree, number, "spin", line=number)
-    assert list(format_tree(tree)) == ["TP0-8: spin (x.py:1,2,3,...)"]
 
 
 def test_it_ends_with_how_much_was_left_out() -> None:

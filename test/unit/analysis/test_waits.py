@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, activity_of, informative_caller, of_frames, of_state
-from sglang_crashkit.capture.debugger import parse_stacks
-from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.analysis.waits import of_frames, of_state
+from sglang_crashkit.model.sample import Frame
 from unit.analysis.real_stacks import ALL_REDUCE, BATCH, BROADCAST, INGEST, LOOP, stack
 
 CHECK_BUILD = ("VecISA.check_build (torch/_inductor/cpu_vec_isa.py:128)", *BATCH)
@@ -59,48 +58,7 @@ def test_what_runs_inside_a_function_that_waits_is_no_wait(around: tuple[str, ..
     assert (activity.kind, activity.words) == ("unknown", "was in spin (sitecustomize.py:12)")
 
 
-def test_compiled_code_that_runs_does_not_compile() -> None:
-    run = ("_TorchDynamoContext.__call__.<locals>.compile_wrapper (torch/_dynamo/eval_frame.py:1024)", *BATCH)
-    assert of_frames(stack("call (x.py:1)", *run)).kind == "unknown"
-    assert of_frames(stack("JITFunction.run (triton/runtime/jit.py:700)", *BATCH)).kind == "unknown"
-
-
-def test_passing_on_requests_is_told_from_working_at_a_batch() -> None:
-    reduce, broadcast = of_frames(stack(*ALL_REDUCE)), of_frames(stack(*BROADCAST))
-    assert (reduce.requests, reduce.batch) == (False, True)
-    assert (broadcast.requests, broadcast.batch) == (True, False)
-
-
 # -- native frames; with the patterns of upstream's guide to hangs
-
-NCCL = """
-Thread 1 (Thread 0x7f12 (LWP 10)):
-#0  __futex_abstimed_wait_common ()
-#1  ncclCommInitRank ()
-#2  0x00007f in _PyEval_EvalFrameDefault () from /usr/bin/python3
-"""
-GIL = """
-Thread 1 (Thread 0x7f12 (LWP 10) "python"):
-#0  __lll_lock_wait ()
-#1  PyGILState_Ensure ()
-"""
-
-
-def native(text: str) -> tuple[Frame, ...]:
-    (thread,) = parse_stacks(text)
-    return thread.frames
-
-
-def test_a_hang_in_nccl_is_recognised() -> None:
-    activity = of_frames((), native(NCCL))
-    assert (activity.kind, activity.backend) == ("collective", "NCCL")
-    assert activity.words == "waited in a collective of NCCL in ncclCommInitRank"
-
-
-def test_contention_for_the_interpreter_lock_is_recognised() -> None:
-    activity = of_frames(stack(*ALL_REDUCE), native(GIL))
-    assert activity.kind == "gil_wait"
-    assert activity.kind not in WAITS_FOR_OTHERS
 
 
 def test_a_kernel_that_runs_is_recognised() -> None:
@@ -139,24 +97,6 @@ def test_what_native_functions_say(kind: str, backend: str, function: str) -> No
     assert (activity.kind, activity.backend) == (kind, backend)
 
 
-def test_making_a_gloo_group_is_waiting_in_the_store() -> None:
-    frames = stack(
-        "c10d::detail::UvTcpSocket::wait (libtorch_cpu.so:0)",
-        "gloo::rendezvous::Context::connectFullMesh (libtorch_cpu.so:0)",
-        "c10d::ProcessGroupGloo::ProcessGroupGloo (libtorch_cpu.so:0)",
-    )
-    assert [of_frames((), frames[start:]).kind for start in range(3)] == ["store", "store", "collective"]
-
-
-def test_native_functions_beyond_the_interpreter_say_nothing() -> None:
-    frames = Frame("sum_of", "x.so", 0), Frame("f", "x.py", 3), Frame("gloo::wait", "y.so", 0)
-    assert of_frames(stack("f (x.py:3)"), frames).kind == "unknown"
-
-
-def test_a_lock_inside_a_wait_leaves_it_that_wait() -> None:
-    assert of_frames(stack(*ALL_REDUCE), stack("pthread_cond_wait (libc.so.6:0)")).kind == "collective"
-
-
 # -- the kernel's word
 
 
@@ -180,32 +120,3 @@ def test_one_that_sleeps_in_the_freezer_is_stopped() -> None:
     assert frozen is not None
     assert (frozen.kind, frozen.words) == ("stopped", "was frozen by its cgroup, as a container that is paused")
     assert of_state("R", "do_freezer_trap") is None
-
-
-@pytest.mark.parametrize("state", ["R", "S", "I", ""])
-def test_an_ordinary_state_says_nothing(state: str) -> None:
-    assert of_state(state) is None
-
-
-def process(state: str, *frames: str, owns_gil: bool = False) -> Sample:
-    thread = Thread("MainThread", 10, active=False, owns_gil=owns_gil, frames=stack(*frames))
-    return Sample("n1", 10, 1, "sglang::scheduler_TP0", "scheduler", {}, 0.0, state=state, threads=(thread,))
-
-
-def test_the_state_comes_before_the_stack() -> None:
-    assert activity_of(process("T", *ALL_REDUCE)).kind == "stopped"
-    assert activity_of(process("S", *ALL_REDUCE)).kind == "collective"
-
-
-def test_who_sleeps_with_the_gil_holds_it_in_native_code() -> None:
-    assert "holding the GIL in native code" in activity_of(process("S", "f (x.py:1)", owns_gil=True)).words
-    assert "GIL" not in activity_of(process("R", "f (x.py:1)", owns_gil=True)).words
-
-
-def test_compiling_or_loading_is_told_by_the_innermost_such_caller() -> None:
-    compiles, loads = "compile (torch/_inductor/codecache.py:1)", "load_model (model_runner.py:5)"
-    waits = ("_try_wait (subprocess.py:2004)", "wait (subprocess.py:1264)")
-    told = informative_caller(stack(*waits, compiles, "run (torch/_inductor/compile_fx.py:9)", loads))
-    assert str(told) == compiles
-    assert str(informative_caller(stack(*waits, loads))) == loads
-    assert informative_caller(stack(*waits, *BATCH)) is None
