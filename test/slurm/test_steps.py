@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, Transport
+from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, run_on_nodes
 from sglang_crashkit.collect.via import job_via
 from sglang_crashkit.errors import NothingToDoError
 from slurm.cluster import LONG_S, NODES, Cluster
@@ -26,7 +26,8 @@ def run_all(
 ) -> dict[str, NodeRun]:
     """Run a script on each node; return what became of it, in the order in which they ended."""
     runs: list[NodeRun] = []
-    job.run({node: ["bash", "-c", script] for node in job.nodes}, runs.append, folder, Limits(at_once, node_secs))
+    commands = {node: ["bash", "-c", script] for node in job.nodes}
+    run_on_nodes(job, commands, runs.append, folder, Limits(at_once, node_secs))
     assert sorted(run.node for run in runs) == sorted(job.nodes)
     return {run.node: run for run in runs}
 
@@ -116,7 +117,9 @@ def test_an_interruption_ends_what_runs_and_keeps_what_was_had(cluster: Cluster,
     thread = threading.Thread(target=interrupt)
     thread.start()
     commands = {node: ["bash", "-c", script] for node in found.nodes}
-    interrupted = found.run(commands, lambda run: had.update({run.node: run}), tmp_path, Limits(8, ENOUGH_SECS))
+    interrupted = run_on_nodes(
+        found, commands, lambda run: had.update({run.node: run}), tmp_path, Limits(8, ENOUGH_SECS)
+    )
     thread.join(LONG_S)
     assert interrupted is not None
     assert (had["n1"].status, had["n1"].output) == (0, "n1\n")

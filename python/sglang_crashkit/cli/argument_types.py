@@ -1,4 +1,4 @@
-"""Types for argparse, which say in words what is none of them."""
+"""argparse types with readable error messages; each raises `argparse.ArgumentTypeError`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def positive(text: str) -> int:
-    """Return a whole number of 1 or more.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is none.
-    """
+    """Return a whole number of 1 or more."""
     try:
         number = int(text)
     except ValueError:
@@ -27,11 +23,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a time in seconds.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is none, negative, or longer than some months.
-    """
+    """Return a time in seconds, at most some months."""
     try:
         number = float(text)
     except ValueError:
@@ -42,11 +34,7 @@ def seconds(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """Return how long something is, such as ``90m``, ``12h`` or ``2d``, in seconds; a bare number is of seconds.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is no such time.
-    """
+    """Return how long something is, such as ``90m``, ``12h`` or ``2d``, in seconds; a bare number is of seconds."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
     try:
         return seconds(number) * _UNITS[unit]
@@ -55,11 +43,7 @@ def duration(text: str) -> float:
 
 
 def command(text: str) -> list[str]:
-    """Return the words of a command, as a shell would have them, variables before it among them.
-
-    Raises:
-        argparse.ArgumentTypeError: there are none, or a quote is open.
-    """
+    """Return the words of a command, as a shell would have them, variables before it among them."""
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -42,13 +42,13 @@ def known_folders() -> list[Path]:
     return [folder for folder in dict.fromkeys([*found, settings.fallback_folder()]) if folder.is_dir()]
 
 
-def require_folders(folder: Path | None) -> list[Path]:
-    """Return the folder that was named, or those that are known.
+def require_folders() -> list[Path]:
+    """Return the crash folders that are known.
 
     Raises:
         NothingToDoError: none is.
     """
-    folders = [folder] if folder is not None else known_folders()
+    folders = known_folders()
     if not folders:
         raise NothingToDoError(
             "no server runs here whose crash folder would be known",
@@ -72,7 +72,7 @@ def find_incident(text: str, folder: Path | None) -> StoredIncident:
         incident = find_one(text, folder, unreadable)
         tell_unreadable(unreadable)
         return incident
-    for one in require_folders(None):
+    for one in require_folders():
         with contextlib.suppress(NothingToDoError):
             found.append(find_one(text, one, unreadable))
     if not found:

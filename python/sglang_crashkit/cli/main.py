@@ -28,13 +28,6 @@ COMMANDS = {
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
 }
 _MODULES = {"revert": "apply"}
-#: Commands of earlier versions, and what is there in their place.
-_GONE = {
-    "bisect": "replay INCIDENT --bisect --serve COMMAND",
-    "fleet": "incidents DIR ... --by fault",
-    "quarantine": "replay INCIDENT --bisect --serve COMMAND says which request it is; block it at the gateway",
-    "watch": "collect --when-unhealthy URL",
-}
 _EXAMPLES = """\
 examples:
   sglang-crashkit show latest --folder /var/crash/sglang   it crashed
@@ -110,8 +103,6 @@ def _run(argv: Sequence[str]) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         raise SystemExit(int(ExitCode.USAGE))
-    if argv[0] in _GONE:
-        parser.error(f"there is no command {argv[0]} any more; next: sglang-crashkit {_GONE[argv[0]]}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         # With the command's own usage, which `parse_args` would not show.

@@ -17,7 +17,7 @@ from sglang_crashkit.visible import visible
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_BOLD, _NORMAL, _ERASE_LINE = "\033[1m", "\033[0m", "\r\033[K"
+_BOLD, _NORMAL = "\033[1m", "\033[0m"
 
 
 def say(*lines: object, error: bool = False) -> None:
@@ -42,29 +42,14 @@ def say_title(line: str) -> None:
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         say(line)
         return
-    _control(sys.stdout, _BOLD)
-    sys.stdout.write(visible(line, keep=""))
-    _control(sys.stdout, f"{_NORMAL}\n")
+    write = sys.stdout.control if isinstance(sys.stdout, _Stream) else sys.stdout.write
+    write(f"{_BOLD}{visible(line, keep='')}{_NORMAL}\n")
 
 
 def say_json(value: Any, indent: int | None = None) -> None:
     """Print a JSON value, in which all that is not ASCII is escaped."""
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")
     sys.stdout.flush()
-
-
-def show_progress(line: str) -> None:
-    """Write a line over the last one that this wrote to the standard error, a terminal; an empty one erases it."""
-    _control(sys.stderr, _ERASE_LINE)
-    sys.stderr.write(visible(line, keep=""))
-    sys.stderr.flush()
-
-
-def _control(stream: TextIO, sequence: str) -> None:
-    if isinstance(stream, _Stream):
-        stream.control(sequence)
-    else:
-        stream.write(sequence)
 
 
 class _Stream(io.TextIOWrapper):
@@ -74,9 +59,9 @@ class _Stream(io.TextIOWrapper):
         super().write(visible(text))
         return len(text)
 
-    def control(self, sequence: str) -> None:
-        """Write what a terminal is to act on."""
-        super().write(sequence)
+    def control(self, text: str) -> None:
+        """Write a text with what a terminal is to act on."""
+        super().write(text)
 
 
 class _Output(io.FileIO):

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from sglang_crashkit.analysis.divergence import Divergence
 from sglang_crashkit.analysis.explain import Explanation, explain
@@ -117,7 +116,11 @@ class Collection:
     def _write_account(self) -> None:
         """Write what is known by now for whoever opens the folder first."""
         explanation = self.explain()
-        write_json(self._plan.output / VERDICT, verdict_as_json(self.rounds, explanation, self.divergence))
+        divergence = self.divergence.to_json() if self.divergence is not None else None
+        verdict = {"verdict": explanation.to_json(), "divergence": divergence}
+        times = [iso_time(one.time) for one in self.rounds]
+        document = {"schema_version": _SCHEMA_VERSION, "host": self.host, "times": times, **verdict}
+        write_json(self._plan.output / VERDICT, document)
         text = "".join(f"{line}\n" for line in format_summary(self.rounds, explanation, self.divergence))
         write_private(self._plan.output / SUMMARY, text.encode(errors="backslashreplace"))
 
@@ -243,19 +246,6 @@ def _why_spared(explanation: Explanation) -> str:
     if explanation.kind in ("idle", "moving"):
         return "no hang is seen"
     return "the verdict is established without it" if explanation.level == "established" else ""
-
-
-def verdict_as_json(
-    rounds: Sequence[NodeSnapshot], explanation: Explanation, divergence: Divergence | None
-) -> dict[str, Any]:
-    """Return the verdict on all rounds of one host as JSON values, ``schema_version`` first."""
-    return {
-        "schema_version": _SCHEMA_VERSION,
-        "host": rounds[0].host,
-        "times": [iso_time(one.time) for one in rounds],
-        "verdict": explanation.to_json(),
-        "divergence": divergence.to_json() if divergence is not None else None,
-    }
 
 
 def format_summary(

@@ -83,21 +83,6 @@ class Transport:
     #: Ends what runs on a node, where killing that program does not.
     give_up: Callable[[str], None] = lambda _node: None
 
-    def run(
-        self, commands: Mapping[str, Sequence[str]], on_end: Callable[[NodeRun], None], output: Path, limits: Limits
-    ) -> KeyboardInterrupt | None:
-        """Run the command of each node; see `run_on_nodes`."""
-        argvs = {node: self.argv(node, command) for node, command in commands.items()}
-        return run_on_nodes(
-            argvs,
-            on_end,
-            output=output,
-            log=self.log,
-            environ=self.environ,
-            limits=limits,
-            give_up=self.give_up,
-        )
-
 
 @dataclass
 class NodeResult:
@@ -145,7 +130,7 @@ def gather(
             so_far = f"{len(results)} of {len(transport.nodes)} {transport.noun}s, {run.secs:.0f} s"
             tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
 
-    interrupt = transport.run(commands, take_in, output, limits)
+    interrupt = run_on_nodes(transport, commands, take_in, output, limits)
     for seen in sampled.processes():
         results[seen.process.host].processes.append(seen)
     for result in results.values():
@@ -261,14 +246,11 @@ def _by_rank(seen: SampledProcess) -> tuple[bool, list[tuple[str, int]], int]:
 
 
 def run_on_nodes(
+    transport: Transport,
     commands: Mapping[str, Sequence[str]],
     on_end: Callable[[NodeRun], None],
-    *,
     output: Path,
-    log: str,
-    environ: Mapping[str, str],
     limits: Limits,
-    give_up: Callable[[str], None] = lambda _node: None,
 ) -> KeyboardInterrupt | None:
     """Run the command of each node, from a bounded pool; Ctrl-C ends all that run and starts no more.
 
@@ -276,13 +258,11 @@ def run_on_nodes(
     and is killed, with all that it started, at its deadline. Whatever one of them does, the others' answers are had.
 
     Args:
+        transport: how they are carried to the nodes.
         commands: by the node's name.
         on_end: called for each node in this thread, as it ends; once more where Ctrl-C came in between.
         output: what is said of each node is noted in a folder of the node's name in it.
-        log: the name of the file there.
-        environ: the environment of all commands.
         limits: how many run at the same time, and for how long.
-        give_up: ends what runs on the node of this name, where killing the command here does not.
 
     Returns:
         What ended it before all nodes had answered, None where nothing did.
@@ -296,7 +276,9 @@ def run_on_nodes(
             make_private_folder(output / node)
         except (OSError, CrashkitError) as error:
             return NodeRun(node, None, problem=f"{argv[0]} was not started: {error}")
-        done = run_tool(argv, limits.node_secs, stop, environ=environ, apart=True, max_output=limits.max_output)
+        done = run_tool(
+            argv, limits.node_secs, stop, environ=transport.environ, apart=True, max_output=limits.max_output
+        )
         ended = NodeRun(node, done.status, done.text, done.errors[-_MAX_ERRORS:], secs=done.seconds)
         if stop.is_set():
             ended = replace(ended, status=None, problem="interrupted")
@@ -306,14 +288,14 @@ def run_on_nodes(
             ended = replace(ended, problem=why, late=late)
         # An answer counts for more than what was said beside it.
         with contextlib.suppress(OSError):
-            write_private(output / node / log, ended.errors.encode(errors="backslashreplace"))
+            write_private(output / node / transport.log, ended.errors.encode(errors="backslashreplace"))
         if ended.status is None:
-            give_up(node)
+            transport.give_up(node)
         return ended
 
     interrupt = None
     with ThreadPoolExecutor(max_workers=limits.at_once) as pool:
-        pending = {pool.submit(run, node, argv): node for node, argv in commands.items()}
+        pending = {pool.submit(run, node, transport.argv(node, words)): node for node, words in commands.items()}
         try:
             for future in as_completed(tuple(pending)):
                 on_end(future.result())

@@ -22,7 +22,6 @@ import re
 import secrets
 import shlex
 import shutil
-import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -161,11 +160,16 @@ def job_via(name: str, container: str | None = None) -> Transport:
         NothingToDoError: there is no such job, or it does not run.
         CrashkitError: Slurm is not here or does not answer.
     """
+    if container is not None and set("{}") & set(container.replace("{job_id}", "").replace("{node}", "")):
+        raise UsageError(
+            f"{container} is not a pattern of a container's name",
+            next_step="use {job_id} and {node} in it, such as sglang_{job_id}_{node}",
+        )
     number, nodes = _find_job(name)
     words = ["srun", "--overlap", f"--jobid={number}", f"--nodelist={_HOST}", "--nodes=1", "--ntasks=1"]
     if container is not None:
         # Pyxis runs it inside the container where one of that name runs, in the namespaces of the workers.
-        words.append(f"--container-name={_expand(container, job_id=number, node=_HOST)}")
+        words.append(f"--container-name={container.replace('{job_id}', number).replace('{node}', _HOST)}")
     # Two who collect at the same time must not cancel each other's steps, nor one that of another node.
     step = f"crashkit-{secrets.token_hex(4)}-{_HOST}"
     return Transport(
@@ -281,19 +285,6 @@ def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
     In a job's script ``SLURM_NTASKS``, ``SLURM_MEM_PER_NODE`` and others are options that the step must not have.
     """
     return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_FOREIGN)}
-
-
-def _expand(pattern: str, **values: str) -> str:
-    try:
-        fields = [name for _text, name, _spec, _conversion in string.Formatter().parse(pattern) if name is not None]
-        if not set(fields) <= values.keys():
-            raise ValueError
-        return pattern.format_map(values)
-    except (ValueError, LookupError):
-        raise UsageError(
-            f"{pattern} is not a pattern of a container's name",
-            next_step="use {job_id} and {node} in it, such as sglang_{job_id}_{node}",
-        ) from None
 
 
 def _last_line(text: str) -> str:

@@ -66,10 +66,3 @@ def test_several_known_folders_are_as_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert crash_folder.find_incident("123", None).path == old
     with pytest.raises(UsageError, match="the ids of 2 incidents begin with 12: "):
         crash_folder.find_incident("12", None)
-
-
-def test_where_nothing_is_known_the_next_command_is_named(nothing_known: Path) -> None:
-    with pytest.raises(NothingToDoError) as raised:
-        crash_folder.require_folders(None)
-    assert str(raised.value.next_step).startswith("sglang-crashkit incidents DIR")
-    assert crash_folder.require_folders(Path("/x")) == [Path("/x")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import logging
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import sglang_crashkit.cli
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.step import Step, StepRequest
 from sglang_crashkit.visible import visible
@@ -141,15 +139,3 @@ def test_a_record_in_the_crash_handlers_log_acts_on_nothing(tmp_path: Path, monk
 )
 def test_what_acts_is_escaped_and_the_rest_stays(text: str, shown: str) -> None:
     assert visible(text) == shown
-
-
-def test_only_one_module_of_the_command_line_prints() -> None:
-    wrong = []
-    for path in sorted(Path(sglang_crashkit.cli.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_print = isinstance(node, ast.Name) and node.id == "print"
-            writes = isinstance(node, ast.Attribute) and node.attr == "write"
-            is_stream = writes and ast.unparse(node.value) in ("sys.stdout", "sys.stderr", "sys.__stdout__")
-            if (is_print or is_stream) and path.name != "output.py":
-                wrong.append(f"{path.name}:{node.lineno}")
-    assert wrong == []

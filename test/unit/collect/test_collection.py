@@ -8,14 +8,12 @@ import pytest
 
 from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.analysis.member import SampledProcesses
-from sglang_crashkit.capture.debugger import MAY_TRACE, Debugged
+from sglang_crashkit.capture.debugger import MAY_TRACE
 from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.collect.collection import (
     Collection,
     Plan,
     format_summary,
-    native_stacks,
-    python_stacks,
 )
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -56,17 +54,6 @@ def no_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_crashkit.collect.collection.find_debugger", lambda: (None, missing))
 
 
-def test_a_round_is_a_snapshot_with_what_the_server_is(tmp_path: Path) -> None:
-    with child(SLEEPER) as process:
-        settle_in_sleep(process.pid)
-        _collection, (seen,) = collect(tmp_path, found(process.pid))
-    (one,) = seen.processes
-    assert (one.title, one.server, one.rendezvous, one.side) == (TITLE, 1, "10.0.0.1:5000", "decode")
-    assert (one.state, one.problem, seen.problems) == ("S", "", ())
-    assert "nanosleep" in one.wchan
-    assert "inner_function" in functions_of(one.threads)
-
-
 def test_several_rounds_tell_spinning_from_standing(tmp_path: Path) -> None:
     with child(SLEEPER) as still, child("ready()\nwhile True: pass") as spinning:
         settle_in_sleep(still.pid)
@@ -79,17 +66,6 @@ def test_several_rounds_tell_spinning_from_standing(tmp_path: Path) -> None:
     assert len(rounds) == 3
     assert used[0][0] == 0.0
     assert used[0][1] > 0.0
-
-
-def test_an_ended_process_is_told_and_the_others_are_collected(tmp_path: Path) -> None:
-    with child(SLEEPER) as process, child(SLEEPER) as gone:
-        processes = found(process.pid), found(gone.pid)
-        gone.kill()
-        gone.wait(LONG)
-        collection, (seen,) = collect(tmp_path, *processes)
-    assert [one.has_stacks for one in collection.collected] == [True, False]
-    assert seen.problems[0].why == "it has ended"
-    assert "it had ended" in (tmp_path / collection.collected[1].files[0]).read_text()
 
 
 def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,43 +188,3 @@ def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
     assert "### TP0-1,3: sleeping (S)\n- all_reduce (torch/distributed/distributed_c10d.py:3913)\n" in text
     assert "### TP2: stopped (T)\n- sleeps (sglang/x.py:1)\n" in text
     assert "### sglang::detokenizer (pid 9): sleeping (S)\n- no" in text
-
-
-TP1 = "sglang::scheduler_TP1"
-TRACED = FoundProcess(7, 1, TP1, "scheduler", {"tp": 1}, 5, (), 0, "title")
-THREADS = (Thread("MainThread", 7, True, True, (Frame("forward", "scheduler.py", 12),)),)
-
-
-def moment(**fields) -> Sample:
-    return Sample("node7", 7, 1, TP1, "scheduler", {"tp": 1}, 0.0, **fields)
-
-
-def test_every_moment_has_a_section_with_its_time_and_state() -> None:
-    moments = [moment(state="R", cpu_secs=1.5, threads=THREADS), moment(state="T", problem="py-spy failed")]
-    assert python_stacks(TRACED, "node7", moments) == (
-        f"# {TP1} (pid 7) on node7, server 5\n"
-        "\n"
-        "== snapshot 1, 1970-01-01T00:00:00.000000Z: running (R), 1.50 s of CPU time used\n"
-        f"Process 7: {TP1}\n"
-        "\n"
-        'Thread 7 (active+gil): "MainThread"\n'
-        "    forward (scheduler.py:12)\n"
-        "\n"
-        "== snapshot 2, 1970-01-01T00:00:00.000000Z: stopped (T), 0.00 s of CPU time used\n"
-        "no Python stacks: py-spy failed\n"
-    )
-
-
-def test_the_debuggers_output_stands_below_what_is_missing_of_it() -> None:
-    debugged = Debugged("gdb", "Thread 1 ...\n", "gdb did not end within 60 s", 60.0)
-    assert native_stacks(TRACED, "node7", debugged, "cuda-gdb is not installed; next: get it") == (
-        f"# {TP1} (pid 7) on node7, server 5\n"
-        "# cuda-gdb is not installed; next: get it\n"
-        "# gdb: 60.0 s: gdb did not end within 60 s\n"
-        "\n"
-        "Thread 1 ...\n"
-    )
-    assert native_stacks(TRACED, "node7", Debugged("gdb", problem="not run: it has ended"), "").splitlines() == [
-        f"# {TP1} (pid 7) on node7, server 5",
-        "# gdb: not run: it has ended",
-    ]

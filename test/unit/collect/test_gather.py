@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, find_answer, run_on_nodes, why_silent
-from sglang_crashkit.collect.via import job_via
+from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, find_answer, run_on_nodes, why_silent
+from sglang_crashkit.collect.via import hosts_via, job_via
 from sglang_crashkit.errors import CrashkitError, UsageError
 
 #: What the srun of Slurm 22.05 prints, of which the last line never is the reason.
@@ -154,13 +155,15 @@ FOREVER = "import sys\nwhile True: sys.{stream}.write('x' * 9999)"
 ONE_MIB = 1 << 20
 
 
-def run_all(
-    commands: dict[str, list[str]], output: Path, limits: Limits, given_up: list[str] | None = None
-) -> dict[str, NodeRun]:
+def carrier(given_up: list[str]) -> Transport:
+    """Return a transport that runs each command here."""
+    here = hosts_via("sh {host}", ["n"])
+    return replace(here, argv=lambda _node, command: list(command), give_up=given_up.append)
+
+
+def run_all(commands: dict[str, list[str]], output: Path, limits: Limits, given_up: list[str]) -> dict[str, NodeRun]:
     ended: list[NodeRun] = []
-    noted = [] if given_up is None else given_up
-    arguments = {"log": "sh.log", "environ": {"PATH": os.environ["PATH"]}, "limits": limits}
-    assert run_on_nodes(commands, ended.append, output=output, give_up=noted.append, **arguments) is None
+    assert run_on_nodes(carrier(given_up), commands, ended.append, output, limits) is None
     return {run.node: run for run in ended}
 
 
@@ -199,9 +202,7 @@ def test_an_interruption_ends_what_runs_and_keeps_what_was_had(tmp_path: Path) -
         ended.setdefault(run.node, run)
 
     commands = {"well": WELL, "hangs": ["sleep", "600"], "waits": ["touch", str(tmp_path / "asked")]}
-    environ = {"PATH": os.environ["PATH"]}
-    limits = Limits(at_once=2)
-    interrupt = run_on_nodes(commands, on_end, output=tmp_path, log="sh.log", environ=environ, limits=limits)
+    interrupt = run_on_nodes(carrier([]), commands, on_end, tmp_path, Limits(at_once=2))
     assert isinstance(interrupt, KeyboardInterrupt)
     assert set(ended) == {"well", "hangs", "waits"}
     assert ended["hangs"].problem == "interrupted"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import pytest
 
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.collect import unhealthy
-from sglang_crashkit.collect.unhealthy import process_at, wait_until_unhealthy
+from sglang_crashkit.collect.unhealthy import wait_until_unhealthy
 from sglang_crashkit.errors import UsageError
 from sglang_crashkit.kernel.server_address import Address
 from unit.support.waiting import LONG
@@ -87,12 +86,6 @@ def test_a_server_that_is_gone_is_unhealthy_once_it_was_seen(serve: Serve, monke
 def test_what_has_no_health_check_is_an_error(serve: Serve) -> None:
     with pytest.raises(UsageError, match="answered with status 404"):
         wait_until_unhealthy(serve([(404, 0.0)]), LONG, lambda _line: None)
-
-
-def test_the_process_that_listens_is_found(serve: Serve) -> None:
-    address = serve([(200, 0.0)])
-    assert process_at(address) == os.getpid()
-    assert process_at(Address("http", "127.0.0.1", 1)) is None
 
 
 def test_a_server_that_stays_healthy_leaves_nothing_to_collect(

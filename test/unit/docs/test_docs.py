@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import sglang_crashkit
+from lanelib import figures
 from sglang_crashkit.cli.main import COMMANDS, load_command
 
 KIT = Path(sglang_crashkit.__file__).parent
@@ -69,3 +71,10 @@ def test_the_design_lists_every_package() -> None:
     assert {name for row in rows for name in re.findall(r"\w+", row)} == {
         path.parent.name for path in KIT.glob("*/__init__.py")
     }
+
+
+def test_the_documents_say_what_the_last_run_measured() -> None:
+    document, text = json.loads(figures.DATA.read_text()), figures.README.read_text()
+    assert figures.PAGE.read_text() == figures.page(document)
+    assert figures.BEGIN in text
+    assert figures.with_costs(text, document) == text

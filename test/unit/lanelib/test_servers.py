@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
 from lanelib import procs
-from lanelib.commands import LaneError
 from lanelib.servers import ManagedProcess, free_port
 from unit.support.waiting import LONG
 
@@ -55,29 +52,6 @@ def start(tmp_path):
     yield start_
     for server in started:
         server.stop(grace_s=1)
-
-
-def test_wait_ready_fails_with_the_log_when_the_process_dies(start):
-    server = start("import sys; print('line one'); sys.exit('out of luck')")
-    began = time.monotonic()
-
-    with pytest.raises(LaneError, match="ended with status 1 before it was ready") as caught:
-        server.wait_ready(3 * LONG)
-
-    assert "out of luck" in caught.value.message
-    assert str(server.log_path) in str(caught.value.next_step)
-    assert time.monotonic() - began < LONG
-
-
-def test_a_port_is_given_to_one_process_only():
-    mine = free_port()
-    script = "import random, sys; from lanelib.servers import free_port; "
-    script += "random.SystemRandom.sample = lambda *_: [int(sys.argv[1])]; free_port()"
-    # Where this process finds `lanelib` another one does not look.
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", script, str(mine)]
-    other = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert "no free TCP port" in other.stderr
 
 
 def test_a_signal_never_hits_a_pid_used_again():

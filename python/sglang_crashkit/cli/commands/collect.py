@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import pwd
-import shlex
 import sys
 import tempfile
 import time
@@ -14,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import positive, seconds
-from sglang_crashkit.cli.output import say, say_json, show_progress
+from sglang_crashkit.cli.argument_types import command, positive, seconds
+from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from sglang_crashkit.collect.gather import Gathered, Transport
     from sglang_crashkit.kernel.discovery import Discovery
 
-#: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
-_REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
+#: Seconds between two lines of the overview while it waits.
+_REPEAT_SECS = 60.0
 _MAX_TITLES = 8
 _STDOUT = 1
 #: A list of a hundred thousand hosts is shorter, in characters.
@@ -122,6 +121,7 @@ def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--remote-command",
         metavar="COMMAND",
+        type=command,
         help='the kit on the nodes ("python3 -m sglang_crashkit"; in a Slurm job without a container this Python)',
     )
     # What such a command runs on each node: it ends then, or with its reader, and the debuggers in time for the answer,
@@ -208,7 +208,10 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         collection.take_snapshots()
         if report is not None and args.native:
             report.snapshots_taken()
-        collection.debug(debugger_secs(args.gathered_within, time.monotonic() - began))
+        limit = None
+        if args.gathered_within is not None:
+            limit = max(0.0, _SHARE * args.gathered_within - _END_SECS - (time.monotonic() - began))
+        collection.debug(limit)
     except KeyboardInterrupt as error:
         interrupt = error
         _say("interrupted; what was collected until then is kept")
@@ -226,11 +229,6 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         )
         say_json(document, indent=None if args.with_snapshots else 2)
     return status
-
-
-def debugger_secs(node_secs: float | None, used_secs: float) -> float | None:
-    """Return how long the debuggers may take for all processes, so that a node answers in time; no limit when None."""
-    return None if node_secs is None else max(0.0, _SHARE * node_secs - _END_SECS - used_secs)
 
 
 def _folder_or_substitute(output: Path) -> Path:
@@ -302,15 +300,8 @@ def _transport(args: argparse.Namespace) -> Transport:
 def _remote_command(args: argparse.Namespace) -> list[str]:
     # A container's or a host's image has a Python of its own; its path is not this one's.
     same_image = args.slurm_job is not None and args.container_name is None
-    command = [sys.executable if same_image else "python3", "-m", "sglang_crashkit"]
-    if args.remote_command is not None:
-        try:
-            command = shlex.split(args.remote_command)
-        except ValueError as error:
-            raise UsageError(f"--remote-command {args.remote_command}: {error}") from None
-        if not command:
-            raise UsageError("--remote-command is empty", next_step="leave it out")
-    command += ["collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
+    command = args.remote_command or [sys.executable if same_image else "python3", "-m", "sglang_crashkit"]
+    command = [*command, "collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
     # In a step of a Slurm job that job says which servers are meant.
     every = args.slurm_job is None and (args.all_servers or args.config is not None)
     command += ["--all-servers"] if every else []
@@ -376,19 +367,10 @@ def _user_of(args: argparse.Namespace) -> int | None:
 
 def _wait(seconds: float, overview: Callable[[], str]) -> None:
     """Wait, and say what there is to collect meanwhile."""
-    deadline, said = time.monotonic() + seconds, -_REPEAT_SECS
-    is_terminal = sys.stderr.isatty()
+    deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
-        if is_terminal or time.monotonic() - said >= _REPEAT_SECS:
-            said = time.monotonic()
-            line = f"collecting in {left:.0f} s: {overview()}"
-            if is_terminal:
-                show_progress(line)
-            else:
-                say(line, error=True)
-        time.sleep(min(left, _REDRAW_SECS))
-    if is_terminal and seconds:
-        say("", error=True)
+        _say(f"collecting in {left:.0f} s: {overview()}")
+        time.sleep(min(left, _REPEAT_SECS))
 
 
 def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one: bool) -> int | None:

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.cli.crash_folder import require_folders, tell_unreadable
     from sglang_crashkit.cli.reporters import by_fault
 
-    folders, keep = args.folders or require_folders(None), by_fault.keep_of if args.by else _kept
+    folders, keep = args.folders or require_folders(), by_fault.keep_of if args.by else _kept
     where = ", ".join(map(str, folders))
     unreadable: list[OSError] = []
     try:

@@ -56,33 +56,25 @@ def run(args: argparse.Namespace) -> ExitCode:
         return steps.print_steps(incident)
     if args.html is not None:
         return _page(incident, args)
-    is_part = args.requests or args.stacks or args.timeline or args.env
-    if not is_part:
+    if not (args.requests or args.stacks or args.timeline or args.env):
         head, *rest = screen_lines(incident, args)
         say_title(head)
         say(*rest)
         return ExitCode.DONE
-    lines = list(_part(incident, args))
-    if not lines:
-        what = (
-            "requests" if args.requests else "stacks" if args.stacks else "events" if args.timeline else "environment"
-        )
-        raise nothing_of(what, incident)
-    say(*lines)
-    return ExitCode.DONE
-
-
-def _part(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
     from sglang_crashkit.cli.reporters import incident_text as parts
 
-    document = incident.document or {}
     if args.stacks:
-        return parts.stack_lines(incident.path, document)
-    if args.requests:
-        return parts.request_lines(incident.path, document)
-    if args.timeline:
-        return parts.timeline_lines(document)
-    return parts.environment_lines(incident.path, document)
+        what, lines = "stacks", parts.stack_lines(incident.path, document)
+    elif args.requests:
+        what, lines = "requests", parts.request_lines(incident.path, document)
+    elif args.timeline:
+        what, lines = "events", parts.timeline_lines(document)
+    else:
+        what, lines = "environment", parts.environment_lines(incident.path, document)
+    if not (told := list(lines)):
+        raise nothing_of(what, incident)
+    say(*told)
+    return ExitCode.DONE
 
 
 def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:

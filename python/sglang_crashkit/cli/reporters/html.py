@@ -9,7 +9,6 @@ got in nevertheless would not run, and nothing may be fetched or sent.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import functools
@@ -265,16 +264,6 @@ def _size(size: int) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the page of one incident."""
-    parser = argparse.ArgumentParser(prog="sglang_crashkit.cli.reporters.html", description=__doc__)
-    parser.add_argument("folder", type=Path, help="an incident's folder")
-    parser.add_argument("file", type=Path, help="where the page goes")
-    args = parser.parse_args(argv)
-    write_html(args.folder, args.file)
-    return 0
-
-
 def _step_back() -> None:
     """Give way to a server that may live on: in processor time, in memory, and where the kernel has to end somebody."""
     with contextlib.suppress(OSError):
@@ -288,4 +277,4 @@ def _step_back() -> None:
 
 if __name__ == "__main__":
     _step_back()
-    sys.exit(main())
+    write_html(Path(sys.argv[1]), Path(sys.argv[2]))

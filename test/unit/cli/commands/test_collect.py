@@ -6,18 +6,16 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.cli.reporters import collected
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, Place, find_processes
+from sglang_crashkit.kernel.discovery import find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
-from sglang_crashkit.model.snapshot import from_json, parse
+from sglang_crashkit.model.snapshot import parse
 from unit.cli.conftest import GDB, native_stack
 from unit.support.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
 from unit.support.waiting import LONG, child, wait_until
@@ -133,31 +131,6 @@ def test_a_program_reads_the_same(rank: int, tmp_path: Path, capsys: pytest.Capt
     assert (document["exit_code"], document["verdict"]["named"]) == (0, [])
 
 
-def test_where_the_folder_cannot_be_made_the_snapshots_are_printed(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert collect(rank, Path("/proc/no/folder"), *QUICK, "--json", "--with-snapshots") == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    document = json.loads(line)
-    assert [[one.pid for one in from_json(each).processes] for each in document["rounds"]] == [[rank]] * 2
-    assert Path(document["output_dir"]).parent == tmp_path
-
-
-def test_the_text_files_are_answered_where_there_is_room(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*QUICK, "--json", "--with-snapshots", "--gathered-within=300"]
-    assert collect(rank, tmp_path, *arguments) == 0
-    document = json.loads(capsys.readouterr().out)
-    (one,) = document["processes"]
-    names = ["summary.md", "verdict.json", *one["files"]]
-    assert document["texts"] == {name: (tmp_path / name).read_text() for name in names}
-    monkeypatch.setattr(collected, "_MAX_TEXTS", len((tmp_path / "summary.md").read_bytes()) + 1)
-    assert collect(rank, tmp_path, *arguments) == 0
-    assert list(json.loads(capsys.readouterr().out)["texts"]) == ["summary.md"]
-
-
 def test_a_stopped_process_is_captured_and_left_stopped(
     tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,19 +179,6 @@ def test_without_a_process_nothing_is_written_and_status_is_3(
     assert not (tmp_path / "out").exists()
 
 
-def test_in_a_slurm_shell_processes_of_other_jobs_are_mentioned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = Discovery(elsewhere={Place("8", "n2"): (4711, 4712)})
-    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: found)
-    monkeypatch.chdir(tmp_path)
-    assert main(["collect", *QUICK]) == 3
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "2 processes of Slurm job 8 on n2 left alone (pid 4711, 4712); next: --pid 4711"
-    assert "there are only SGLang processes of other Slurm jobs than this shell's: 2" in lines[1]
-    assert "--pid 4711" in "".join(lines[1:])
-
-
 def job(folder: Path, text: str) -> str:
     (folder / "job.yaml").write_text(text)
     return str(folder / "job.yaml")
@@ -243,51 +203,6 @@ def test_a_jobs_file_asks_for_native_stacks(
     assert collect(rank, tmp_path / "out", *QUICK, "--config", config, "--wait-seconds", "0", *options) == 0
     found = [path.read_text() for path in (tmp_path / "out").glob("cudagdb_*")]
     assert [f"asked for {rank}" in text for text in found] == [True] * runs
-
-
-def scheduler(pid: int, server: int | None, *arguments: str) -> FoundProcess:
-    title = "sglang::scheduler_TP0"
-    return FoundProcess(pid, 1, title, "scheduler", {"tp": 0}, server, arguments, os.geteuid(), "title")
-
-
-TWO = (
-    scheduler(2**22 + 1, 2**22, "python", "-m", "sglang.launch_server", "--api-key", "sk-secret", "--port", "31000"),
-    scheduler(2**22 + 2, 2**22, "python", "-m", "sglang.launch_server", "--api-key", "sk-secret", "--port", "31000"),
-    scheduler(2**22 + 11, 2**22 + 10, "python", "-m", "sglang.launch_server", "--disaggregation-mode=decode"),
-)
-
-
-def test_of_several_servers_one_must_be_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
-    assert main(["collect", *QUICK, "--output-dir", str(tmp_path / "out")]) == 4
-    assert capsys.readouterr().err == (
-        "sglang-crashkit collect: there are 2 SGLang servers on this host, and it is not said which:\n"
-        f"  --pid {2**22}: 2 schedulers, port 31000\n"
-        f"  --pid {2**22 + 10}: 1 scheduler, decode side, port 30000\n"
-        f"  next: sglang-crashkit collect --pid {2**22}, or --all-servers\n"
-    )
-    # A long wait would be in vain.
-    assert main(["collect", *QUICK, "--wait-seconds", "600", "--output-dir", str(tmp_path / "out")]) == 4
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("how", ["--all-servers", "--config", "a Slurm job"])
-def test_all_servers_are_taken_where_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
-) -> None:
-    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
-    arguments = {
-        "--all-servers": ["--all-servers"],
-        "--config": ["--config", job(tmp_path, "debug: {enabled: true, wait_seconds: 0}\n")],
-    }
-    if how == "a Slurm job":
-        monkeypatch.setattr(Place, "of_environ", lambda _environ: Place("8", "n2"))
-    # None of them lives, so that none gives a stack.
-    assert main(["collect", *QUICK, "--json", "--output-dir", str(tmp_path / "out"), *arguments.get(how, [])]) == 1
-    found = json.loads(capsys.readouterr().out)["processes"]
-    assert [one["pid"] for one in found] == [one.pid for one in TWO]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from sglang_crashkit.cli import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
+from sglang_crashkit.model.snapshot import NodeSnapshot
 from unit.support.waiting import LONG
 
 RANK = Sample("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
@@ -140,69 +140,9 @@ def test_a_missing_job_is_told_before_the_wait(
 
 
 @pytest.mark.parametrize(
-    ("document", "why"),
-    [
-        (FOUND | {"rounds": [ROUND.to_json() | {"schema_version": 99}]}, "the snapshot has schema_version 99"),
-        (FOUND | {"rounds": 5}, "not iterable"),
-        (FOUND | {"rounds": [5]}, "not a snapshot"),
-        (FOUND | {"processes": [{}]}, "files"),
-        (FOUND | {"snapshots": ["x" * 9999, "y"]}, "is no name of a file"),
-    ],
-)
-def test_an_answer_not_understood_is_told_and_delays_nothing(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], document: dict[str, object], why: str
-) -> None:
-    slurm.answer(n2=document)
-    assert collect(tmp_path) == ExitCode.PARTIAL
-    lines = capsys.readouterr().out.splitlines()
-    assert "n1  TP0          pid 4711     S  no Python frame" in lines
-    (problem,) = [line for line in lines if line.startswith("a snapshot of node n2: ")]
-    assert why in problem
-
-
-def test_the_snapshots_of_all_nodes_are_explained_as_one(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # GIVEN nodes that name themselves alike, as containers do
-    looks = [replace(RANK, ranks={"tp": 1}, state="T", problem="not allowed", time=time) for time in (1.0, 2.0)]
-    problem = Problem("stacks", "not allowed")
-    rounds = [NodeSnapshot("host", look.time, (look,), (problem,)).to_json() for look in looks]
-    slurm.answer(n2=FOUND | {"rounds": rounds})
-    assert collect(tmp_path) == ExitCode.DONE
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:4] == [
-        "n1  TP0          pid 4711     S  no Python frame",
-        "n2  TP1          pid 4711     T  not allowed",
-        "node n2: stacks: not allowed",
-    ]
-    assert "(pid 4711 on n2) is stopped (state T)" in lines[-1]
-
-
-def test_of_many_lines_some_are_printed_and_all_filed(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks = tuple(replace(RANK, host="n1", pid=pid, ranks={"tp": pid}) for pid in range(300))
-    node = NodeSnapshot("n1", 1.0, ranks, tuple(Problem(f"pid {pid}", "it hides") for pid in range(500)))
-    slurm.answer(n1=FOUND | {"snapshots": ["one.json"], "rounds": [node.to_json()]}, n2=NOTHING)
-    assert collect(tmp_path) == ExitCode.DONE
-    path = tmp_path / "out/explanation.txt"
-    lines, text = capsys.readouterr().out.splitlines(), path.read_text()
-    assert len(lines) == 205
-    assert lines[101] == f"... and 201 lines more in {path}"
-    assert lines[202] == f"... and 400 lines more in {path}"
-    assert lines[203] == f"files: {tmp_path}/out/<node>/, {path}"
-    assert len([line for line in text.splitlines() if line.startswith("n1  TP")]) == 300
-    assert len([line for line in text.splitlines() if line.startswith("node n1: pid")]) == 500
-    assert path.stat().st_mode & 0o777 == 0o600
-    verdict = json.loads((tmp_path / "out/verdict.json").read_text())["verdict"]
-    summary = (tmp_path / "out/summary.md").read_text()
-    assert summary.startswith(f"# {verdict['kind']} ({verdict['level']})\n\n**{verdict['statement']}**\n")
-
-
-@pytest.mark.parametrize(
     "arguments",
-    [["--pid=1"], ["--remote-command="], ["--remote-command='"], ["--container-name={rank}"]],
-    ids=["pid", "no command", "quote", "pattern"],
+    [["--pid=1"], ["--container-name={rank}"]],
+    ids=["pid", "pattern"],
 )
 def test_nonsense_for_a_job_is_refused_before_asking_any_node(
     slurm: Slurm, tmp_path: Path, arguments: list[str]
@@ -390,7 +330,6 @@ def test_hosts_may_be_in_a_file(hosts: Hosts, tmp_path: Path, capsys: pytest.Cap
         (["--via=/no/such {host}", "--hosts=a"], "there is no command /no/such here"),
         (["--via=sh {host}", "--hosts=a", "--pid=1"], "--pid names a process of one machine"),
         (["--via=sh {host}", "--hosts=a", "--container-name=x"], "is for a Slurm job"),
-        (["--via=sh {host}", "--hosts=a", "--remote-command="], "--remote-command is empty"),
         (["--slurm-job=1", "--hosts=a"], "a Slurm job has its own hosts"),
     ],
 )
@@ -411,6 +350,8 @@ def test_what_makes_no_sense_is_refused(
         ([f"--hosts-file={sys.executable}"], f"{sys.executable} is no text"),
         (["--hosts=a", "--hosts-file=/dev/null"], "not allowed with argument"),
         (["--hosts=a", "--slurm-job=1"], "not allowed with argument"),
+        (["--remote-command="], "--remote-command: a command is missing"),
+        (["--remote-command='"], "is no command: No closing quotation"),
     ],
 )
 def test_a_list_that_cannot_be_read_is_refused(

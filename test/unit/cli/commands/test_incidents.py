@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli.commands import incidents
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
 from unit.support import stored
 from unit.support.waiting import LONG
@@ -49,30 +47,6 @@ def test_incidents_are_listed_newest_first(
         [old.name[-8:], "1970-01-01 00:00:01", "killed", "-", "TP1 was killed. [established]", "-", "-"],
         [f"newest: {torn}"],
     ]
-
-
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_what_is_kept_is_all_that_is_told(
-    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents = sorted((Path(__file__).parents[2] / "incident" / "data").glob("*.json"))
-    for number, document in enumerate(documents):
-        path = make_incident(tmp_path, 60.0 * number, "") / "incident.json"
-        path.write_bytes(document.read_bytes())
-    assert main(["incidents", str(tmp_path), *options]) == 0
-    told = capsys.readouterr().out
-    monkeypatch.setattr(incidents, "_kept", None)
-    assert main(["incidents", str(tmp_path), *options]) == 0
-    assert told == capsys.readouterr().out
-    assert "TP1" in told
-
-
-def test_what_the_list_does_not_tell_is_not_kept(tmp_path: Path) -> None:
-    path = make_incident(tmp_path, 1.0, "TP1 was killed.")
-    (whole,), (kept,) = find_incidents(path), find_incidents(path, keep=incidents._kept)
-    assert whole.document is not None
-    assert kept.document is not None
-    assert "timeline" in whole.document.keys() - kept.document.keys()
 
 
 def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,18 +157,6 @@ def test_some_of_them_may_be_asked_for(
     assert [names[Path(one["path"])] for one in json.loads(capsys.readouterr().out)] == expected
     assert status == (0 if expected else 3)
     assert main(["incidents", str(tmp_path), *arguments]) == status
-
-
-@pytest.mark.parametrize("columns", [10, 60, 80, 200])
-def test_a_table_is_as_wide_as_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    make_incident(tmp_path, 1.0, "Words " * 30)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["incidents", str(tmp_path)]) == 0
-    head, row, *_rest = capsys.readouterr().out.splitlines()
-    assert max(len(head), len(row)) <= max(columns, 73)
-    assert row.endswith(" -")
 
 
 def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
@@ -349,15 +311,6 @@ def test_what_all_hosts_have_or_one_host_has_is_not_named(tmp_path: Path, capsys
     make_fault(tmp_path, "c", "SIGILL", driver="590")
     assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 0
     assert [one["common"] for one in json.loads(capsys.readouterr().out)] == [[], [], []]
-
-
-@pytest.mark.parametrize("text", ["{}", '{"verdict": 1, "gpus": [], "environment": {"versions": "x"}, "cause": []}'])
-def test_an_incident_with_gaps_is_a_fault_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    path = make_fault(tmp_path, "a", "SIGSEGV")
-    (path / "incident.json").write_text(text)
-    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert (found["count"], found["hosts"]) == (1, ["a"])
 
 
 def test_one_that_cannot_be_read_is_named_and_the_others_are_counted(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,20 +77,6 @@ def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, capsys: pyt
     assert f"sglang-crashkit show {path} --stacks" in shown(capsys, str(path))
     # A crash folder may have a later one by then.
     assert f"show {path.name[-8:]} --folder {crash_dir} --stacks" in shown(capsys, str(crash_dir))
-
-
-def test_the_screen_starts_without_the_model_of_incidents(tmp_path: Path) -> None:
-    # With several suspects, of which the screen says why they are some.
-    document = json.loads((Path(__file__).parents[2] / "incident" / "data" / "exception.json").read_text())
-    fields = {name: value for name, value in document.items() if name not in ("id", "kind")}
-    path = make_incident(tmp_path / "node7" / "incidents", **fields)
-    code = "import sys\nfrom sglang_crashkit.cli.main import main\nmain(sys.argv[1:])\nprint('loaded', *sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "show", str(path)], capture_output=True, text=True, check=True, timeout=60
-    )
-    loaded = set(done.stdout.splitlines()[-1].split())
-    assert "sglang_crashkit.incident.first_screen" in loaded
-    assert not loaded & {"sglang_crashkit.model.incident", "sglang_crashkit.cli.reporters.incident_text", "hashlib"}
 
 
 def test_ranks_that_agree_have_one_stack(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
