@@ -292,15 +292,6 @@ def test_one_who_does_not_wait_here_is_not_answered(
             sender.recv(100)
 
 
-def test_a_message_arrives_without_room_for_a_reply(
-    path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(protocol, "_numbers", iter([7]))
-    Path(path).with_name(f"reply-{os.getpid()}-7.sock").touch()
-    assert protocol.request(path, "event", LONG) == {}
-    assert receive_one(mailbox).address is None
-
-
 def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailbox: Mailbox) -> None:
     def answer() -> None:
         message = receive_one(mailbox)
@@ -313,14 +304,6 @@ def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailb
     assert protocol.request(path, "exiting", LONG) == {"ack": "clean"}
     thread.join(LONG)
     Path(path).parent.mkdir()
-
-
-def test_a_taken_or_long_path_leaves_no_descriptor(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
-    before = descriptors()
-    for impossible in (Path(path), tmp_path / ("x" * 107), tmp_path / "absent" / "s"):
-        with pytest.raises(OSError, match=r".+"):
-            Mailbox.bind(impossible)
-    assert descriptors().items() <= before.items()
 
 
 def test_a_stopped_handler_is_still_reachable(path: str) -> None:

@@ -117,16 +117,6 @@ def test_a_variable_of_another_version_is_unknown() -> None:
     assert settings.unknown_variables(environ | dict.fromkeys(reversed(unknown), "1")) == unknown
 
 
-def test_the_sockets_address_follows_from_the_process_and_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    first, second = settings.socket_path(4194304, 2**40), settings.socket_path(4194304, 2**40 + 1)
-    assert first != second
-    assert first == settings.runtime_folder(4194304, 2**40) / "handler.sock"
-    assert len(str(first)) <= 107
-
-
 def test_a_temporary_folder_too_deep_for_sockets_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
     path = settings.socket_path(1, 2)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ from sglang_crashkit.incident.exit_status import (
     TERMINATION_LOG,
     ServerExit,
     exit_status_of,
-    reports_crash,
     while_starting,
     write_termination_message,
 )
-from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
 
 PAGE = Path(__file__).parents[3] / "docs" / "incidents.md"
@@ -68,37 +65,10 @@ def test_at_startup_only_signals_and_lost_peers_tell_more() -> None:
     assert [while_starting(status) for status in (OUT_OF_MEMORY, 139, 82, 87)] == [137, 139, 82, 87]
 
 
-def test_no_status_is_one_that_shells_python_or_commands_use() -> None:
-    for status in ServerExit:
-        assert 78 < status < 126
-    assert OUT_OF_MEMORY == 128 + signal.SIGKILL
-
-
 @pytest.mark.parametrize("text", [exit_status.__doc__ or "", PAGE.read_text()], ids=["docstring", "page"])
 def test_each_status_is_documented(text: str) -> None:
     rows = set(re.findall(r"^\|? ?(\d{2,3}) ", text, re.MULTILINE))
     assert {str(int(status)) for status in (*ServerExit, OUT_OF_MEMORY, 134)} <= rows
-
-
-@pytest.mark.parametrize(
-    ("code", "tells"), [(82, True), (87, True), (137, True), (139, True), (0, False), (1, False), (143, False)]
-)
-def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool) -> None:
-    assert reports_crash(code) is tells
-
-
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        (ExitStatus(code=0), True),
-        (ExitStatus(signal="SIGTERM"), True),
-        (ExitStatus(code=1), False),
-        (ExitStatus(signal="SIGKILL"), False),
-        (ExitStatus(), False),
-    ],
-)
-def test_an_orderly_end_is_one_that_may_be_requested(end: ExitStatus, expected: bool) -> None:
-    assert exit_status.is_orderly(end) == expected
 
 
 @pytest.fixture

@@ -4,14 +4,21 @@ import copy
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.incident import fingerprint
-from sglang_crashkit.incident.fingerprint import INDEX, Fault, count_fault, fault_of, read_faults, recent_crashes
+from sglang_crashkit.incident.fingerprint import (
+    INDEX,
+    Fault,
+    count_fault,
+    fault_of,
+    is_same_fault,
+    read_faults,
+    recent_crashes,
+)
 from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.model.incident import iso_time
 from unit.support.stored import NOON, make_incident
@@ -58,14 +65,6 @@ def test_a_fault_says_who_failed_of_what_and_where() -> None:
     assert fault_of(KILLED) == Fault("0.5.23", "oom_kill", "scheduler tp=1", "SIGKILL", ("run (x.py)", "wait (y.py)"))
 
 
-def test_a_stopped_process_is_not_alive() -> None:
-    stopped = fault_of(
-        changed(KILLED, "processes.0", KILLED["processes"][0] | {"exit": None, "looks": [{"state": "T"}]})
-    )
-    assert stopped is not None
-    assert stopped.what == "stopped (T)"
-
-
 @pytest.mark.parametrize(
     ("document", "path", "value", "is_same"),
     [
@@ -88,11 +87,6 @@ def test_only_what_tells_faults_apart_does(document: dict[str, Any], path: str, 
     assert fault is not None
     assert other is not None
     assert (fault.key == other.key) is is_same
-
-
-def test_another_pid_is_no_other_fault() -> None:
-    text = json.dumps(RAISED).replace('"pid": 8', '"pid": 1008')
-    assert fault_of(json.loads(text)) == fault_of(RAISED)
 
 
 def test_hangs_without_a_stack_are_not_taken_for_the_same() -> None:
@@ -150,22 +144,6 @@ def test_the_first_few_of_a_fault_are_kept_in_full(tmp_path: Path) -> None:
     assert index["faults"][FAULT.key]["fault"]["who"] == "scheduler tp=1"
     assert read_faults(tmp_path) == index["faults"]
     assert (tmp_path / "faults.json").stat().st_mode & 0o777 == 0o600
-
-
-def test_what_was_removed_is_made_up_for(tmp_path: Path) -> None:
-    for number in range(4):
-        seen(tmp_path, number)
-    next(tmp_path.glob("20231114T221320*")).rename(tmp_path / "elsewhere")
-    assert seen(tmp_path, 4) == (5, None)
-    assert seen(tmp_path, 5) == (6, "id-1")
-
-
-def test_another_day_is_worth_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(3):
-        seen(tmp_path, number)
-    now = time.time()
-    monkeypatch.setattr(fingerprint.time, "time", lambda: now + 100_000)
-    assert seen(tmp_path, 3) == (4, None)
 
 
 def test_without_the_lock_an_incident_is_kept_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +231,63 @@ def test_the_last_hours_crashes_are_told_in_one_line(tmp_path: Path) -> None:
     assert "the latest" not in recent_crashes(folder, NOON)
 
 
-def test_what_ended_no_server_is_no_crash(tmp_path: Path) -> None:
-    for kind in ("hang", "peer_lost", "snapshot"):
-        make_incident(tmp_path, kind=kind, seconds=NOON)
-    assert recent_crashes(tmp_path, NOON + 1) == ""
-
-
 def test_a_folder_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert [recent_crashes(tmp_path / name) for name in ("none", "file")] == ["", ""]
+
+
+LOOP = ["spin (model.py:7)", "forward (model.py:3)", "run_batch (scheduler.py:2)", "event_loop (scheduler.py:1)"]
+OUTER = ["main (scheduler.py:9)"]
+
+
+def hung(doing: list[str], *, kind: str = "hang", first: int | None = 8, **more: Any) -> dict[str, Any]:
+    """Return an incident of two ranks, of which one hangs, or both where none is named."""
+    rank = {"role": "scheduler", "doing": doing, **more}
+    waiting = {"role": "scheduler", "doing": doing if first is None else ["wait (y.py:1)"]}
+    processes = [{"pid": 8, "rank": {"tp": 0}, **rank}, {"pid": 9, "rank": {"tp": 1}, **waiting}]
+    failure = {"pid": first, "title": "x"} if first is not None else None
+    return {"verdict": {"kind": kind, "first_failure": failure}, "processes": processes, "server": {}}
+
+
+@pytest.mark.parametrize(
+    "doing",
+    [
+        LOOP,
+        ["spin (model.py:8)", *LOOP[1:]],
+        ["helper (model.py:30)", "spin (model.py:8)", *LOOP[1:3]],
+        ["spin (model.py:8)"],
+        [],
+    ],
+)
+def test_a_hang_is_the_same_whatever_line_it_is_on(doing: list[str]) -> None:
+    assert is_same_fault(hung(LOOP), hung(doing))
+    assert is_same_fault(hung(doing), hung(LOOP))
+    assert is_same_fault(hung(LOOP, first=None), hung(doing, first=None))
+
+
+def test_two_calls_of_one_loop_are_the_same_hang() -> None:
+    assert is_same_fault(hung(["one (a.py:1)", *LOOP[:3]]), hung(["two (b.py:1)", *LOOP[:3]]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        hung(["elsewhere (model.py:7)", "compute (model.py:3)", *LOOP[2:]]),
+        hung(["spin (other.py:7)", "forward (other.py:3)", *LOOP[2:]]),
+        hung(["x (a.py:1)", "y (a.py:1)", "z (a.py:1)", *OUTER]),
+        hung(LOOP, kind="exception"),
+        hung(LOOP, role="detokenizer"),
+        hung(LOOP, state={"State": "T (stopped)"}),
+        {"verdict": {"kind": "hang"}, "processes": []},
+        {},
+    ],
+)
+def test_another_hang_is_another_fault(other: dict[str, Any]) -> None:
+    assert not is_same_fault(hung(LOOP), other)
+    assert not is_same_fault(other, hung(LOOP))
+
+
+def test_of_what_raised_the_line_counts() -> None:
+    raised, later = hung(LOOP, kind="exception"), hung(["spin (model.py:8)", *LOOP[1:]], kind="exception")
+    assert is_same_fault(raised, raised)
+    assert not is_same_fault(raised, later)

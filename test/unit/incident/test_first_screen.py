@@ -11,13 +11,10 @@ import pytest
 
 from sglang_crashkit.incident.first_screen import (
     MAX_LINES,
-    MAX_MESSAGE,
     WIDTH,
     Counts,
-    consequence_in_words,
     counts_of,
     first_screen,
-    short_frame,
 )
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
@@ -77,13 +74,6 @@ def test_of_many_consequences_that_are_alike_there_is_one(killed: dict[str, Any]
     assert len(line) <= WIDTH
 
 
-def test_a_consequences_message_is_short_without_the_builders_path() -> None:
-    told = consequence_in_words("RuntimeError: [/__w/p/gloo/pair.cc:545] Read\nerror \033[31m" + "x" * 500)
-    assert told.startswith("RuntimeError: Read error xxx")
-    assert told.endswith("...")
-    assert len(told) == MAX_MESSAGE
-
-
 def test_health_checks_do_not_count() -> None:
     journal = {"path": "requests/requests.jsonl", "finished": 1, "unfinished": 3, "lost": 0, "left_out": 0}
     saved = {"finished": 2, "unfinished": 5, "path": "/x.pkl", "source": "pickle"}
@@ -93,19 +83,6 @@ def test_health_checks_do_not_count() -> None:
     assert counts_of(saved) == Counts(2, 5)
     assert counts_of({"finished": 1, "unfinished": 3, "source": "journal", "journal": journal}) == Counts(1, 3)
     assert counts_of({}) is None
-
-
-@pytest.mark.parametrize(
-    ("frames", "shown"),
-    [
-        (["wait (torch/x.py:1)", "run (sglang/srt/managers/scheduler.py:2)"], "run (scheduler.py:2)"),
-        (["wait (torch/x.py:1)", "get (zmq/y.py:1)", "run (scheduler.py:2)"], "run (scheduler.py:2)"),
-        (["wait (torch/x.py:1)"], "wait (x.py:1)"),
-        (["native_call"], "native_call"),
-    ],
-)
-def test_the_frame_that_is_shown_is_sglangs_own(frames: list[str], shown: str) -> None:
-    assert short_frame(frames) == shown
 
 
 def test_what_seen_before_and_known_upstream_is_said(killed: dict[str, Any]) -> None:
@@ -133,21 +110,6 @@ def test_where_ranks_parted_is_told_of_a_death_too(killed: dict[str, Any], kind:
     assert line not in first_screen(killed)
 
 
-def test_the_command_that_shows_the_steps_is_told_once(killed: dict[str, Any]) -> None:
-    killed["cause"] |= {"class": "rank_divergence", "next_steps": ["`sglang-crashkit steps 1a` shows it", "report it"]}
-    lines = [line for line in first_screen(killed, where="/crash/1") if line.startswith("next ")]
-    assert lines[:2] == ["next    report it", "next    sglang-crashkit show /crash/1 --steps"]
-
-
-def test_a_crowded_screen_gives_up_second_lines_and_no_command(killed: dict[str, Any]) -> None:
-    killed["cause"]["known_issues"] = [{"issue": 1, "title": "words " * 40}]
-    killed["cause"]["words"] = "words " * 40
-    killed["cause"]["next_steps"] = ["words " * 40, "more words " * 40]
-    lines = first_screen(killed, where="/var/crash/" + "x" * 100)
-    assert len(lines) <= MAX_LINES
-    assert lines[-2] == f"next    sglang-crashkit show /var/crash/{'x' * 100} --stacks"
-
-
 def test_the_fullest_screen_ends_with_its_commands(killed: dict[str, Any]) -> None:
     killed["verdict"] |= {"kind": "exception", "basis": ["other words " * 20]}
     killed["divergence"] = {"kind": "mode", "statement": "words " * 40}
@@ -170,12 +132,6 @@ def test_the_fullest_screen_ends_with_its_commands(killed: dict[str, Any]) -> No
     assert list(dict.fromkeys(labels[:5])) == ["when", "run", "host", "first", "then"]
     assert labels[-8:-4] == ["ranks", "cause", "known", "suspect"]
     assert "steps" in labels
-
-
-@pytest.mark.parametrize(("helps", "words"), [("no", "; a restart helps: no"), ("unknown", "")])
-def test_whether_a_restart_helps_is_said_where_it_is_known(killed: dict[str, Any], helps: str, words: str) -> None:
-    cause = {"class": "disk_full", "words": "a disk is full", "level": "supported", "restart_helps": helps}
-    assert f"cause   a disk is full (disk_full, supported){words}" in first_screen(killed | {"cause": cause})
 
 
 @pytest.mark.parametrize("level", ["supported", "established"])
@@ -209,23 +165,6 @@ def test_suspects_that_are_not_listed_are_counted(
     assert words in " ".join(line[8:] for line in first_screen(killed))
 
 
-def test_the_reasons_of_a_suspect_may_take_a_second_line(killed: dict[str, Any]) -> None:
-    reasons = ["it was the only request of the step that was not finished", "it was in none of the 4 steps before"]
-    killed["suspects"] = [{"rid": "r", "level": "supported", "reasons": reasons}]
-    text = " ".join(line[8:] for line in first_screen(killed))
-    assert f"request r (supported): {'; '.join(reasons)} " in text
-
-
-@pytest.mark.parametrize(
-    ("mode", "words"), [("decode", "in step 13 (decode of 3)"), ("", "in step 13 (not yet scheduled)")]
-)
-def test_an_unscheduled_step_is_said_to_be_so(killed: dict[str, Any], mode: str, words: str) -> None:
-    for process in killed["processes"]:
-        if process["steps"]:
-            process["steps"]["in_step"]["mode"] = mode
-    assert words in " ".join(line[8:] for line in first_screen(killed))
-
-
 def test_a_control_request_is_told_in_place_of_the_step(killed: dict[str, Any]) -> None:
     for process in killed["processes"]:
         process["control"] = "update_weights_from_disk"
@@ -248,12 +187,6 @@ def test_a_long_message_takes_a_second_line(killed: dict[str, Any]) -> None:
     assert short[1] == lines[2]
 
 
-def test_a_long_model_name_leaves_room_for_the_sizes(killed: dict[str, Any]) -> None:
-    killed["environment"] |= {"model": "/models/" + "very-long-name-" * 20, "parallel": {"tp": 8, "pp": 2}}
-    text = " ".join(line[8:] for line in first_screen(killed))
-    assert "SGLang 0.5.23, very-long-name-very-long-name-very-lo..., tp 8, pp 2, main process 26843 " in text
-
-
 @pytest.mark.parametrize(("kills", "words"), [(1, "1 OOM kill"), (2, "2 OOM kills"), (0, "no OOM kill")])
 def test_the_kernels_counter_is_told_without_the_containers_path(
     killed: dict[str, Any], kills: int, words: str
@@ -267,11 +200,6 @@ def test_the_kernels_counter_is_told_without_the_containers_path(
     assert [line for line in lines if line.startswith("host") and line.endswith(f", {words}")]
     text = " ".join(line[8:] for line in lines)
     assert "SIGKILL (memory.events counts 1 OOM kill(s) more than before), in step 13 (decode of 3)" in text
-
-
-def test_a_comment_goes_before_the_line_is_too_long(killed: dict[str, Any]) -> None:
-    where = "1a2b3c4d --folder /var/crash/sglang"
-    assert first_screen(killed, where=where)[-1] == f"next    sglang-crashkit bundle {where} --no-prompts"
 
 
 def columns_of(line: str) -> int:

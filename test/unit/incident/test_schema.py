@@ -66,21 +66,6 @@ def test_every_field_that_is_written_is_described() -> None:
     assert set(SCHEMA["properties"]) == written["Incident"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"schema_version": 2}, "1 was expected"),
-        ({"processes": {}}, "not of type 'array'"),
-        ({"verdict": {"kind": "signal", "first_failure": None, "level": "sure", "text": ""}}, "is not valid"),
-        ({"complete": "yes"}, "not of type 'boolean'"),
-    ],
-)
-def test_what_is_no_incident_does_not_fit(change: dict[str, Any], words: str) -> None:
-    document = json.loads((DATA / "killed.json").read_text()) | change
-    with pytest.raises(AssertionError, match=words):
-        assert_fits(document)
-
-
 def test_an_older_document_fits_and_is_read(
     oldest: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

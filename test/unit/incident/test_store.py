@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,12 @@ import pytest
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.incident import store
-from sglang_crashkit.incident.store import IncidentName, find_incidents, find_one, is_finished, parse_name, read_steps
+from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
+from sglang_crashkit.incident.retention import NoRoomError
+from sglang_crashkit.incident.store import find_incidents, find_one, read_steps
 from sglang_crashkit.model.step import Step
+from sglang_crashkit.settings import DiskLimits
 from unit.support.stored import NOON, make_incident
-from unit.support.waiting import LONG
 
 
 def test_incidents_are_found_from_every_folder_newest_first(tmp_path: Path) -> None:
@@ -125,43 +127,6 @@ def test_a_damaged_incident_is_listed_with_its_problem(tmp_path: Path, content: 
     assert found.problem.startswith(problem)
 
 
-def test_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDoError, match="absent is not a folder"):
-        find_incidents(tmp_path / "absent")
-
-
-def test_a_killed_writers_folder_is_known_as_unfinished(tmp_path: Path) -> None:
-    code = """
-import os, sys
-from pathlib import Path
-from sglang_crashkit.incident.folder import IncidentFolder
-folder = IncidentFolder(Path(sys.argv[1]), "killed", "0123abcd", 1.0)
-folder.write_text("stacks/x.txt", "x")
-os.kill(os.getpid(), 9)
-"""
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=LONG)
-    (found,) = find_incidents(tmp_path)
-    assert (found.finished, found.document, found.problem) == (False, None, "has no incident.json")
-    assert found.name == "19700101T000001.000Z-killed-0123abcd"
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1.0005, 1_700_000_000.25, 1_700_000_000.9999])
-def test_a_name_tells_time_kind_id_and_whether_finished(seconds: float) -> None:
-    name = IncidentName(seconds, "failed_start", "0123abcd")
-    for mark, finished in (("", True), (".partial-", False)):
-        found = parse_name(f"{mark}{name}")
-        assert found is not None
-        assert (found.kind, found.id) == (name.kind, name.id)
-        assert 0 <= seconds - found.seconds < 0.00101
-        assert is_finished(f"{mark}{name}") is finished
-    assert not is_finished(f".removing-{name}")
-
-
-@pytest.mark.parametrize("name", ["", "faults.json", ".spool-1-2", "20239914T221320.250Z-killed-0123abcd"])
-def test_other_names_are_none(name: str) -> None:
-    assert parse_name(name) is None
-
-
 def line(number: int) -> str:
     return json.dumps(Step(number, 1.0, 1.5, "processed", "decode", (), 0, 0).to_json()) + "\n"
 
@@ -191,3 +156,100 @@ def test_what_cannot_be_read_is_named(incident: Path) -> None:
     (incident / "ranks" / "x.steps.jsonl").mkdir()
     with pytest.raises(CrashkitError, match=f"{incident} cannot be read"):
         read_steps(incident)
+
+
+def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path / "incidents", "killed", "0123abcd", NOON)
+    assert folder.path.name == ".partial-20231114T221320.250Z-killed-0123abcd"
+    folder.write_text("a/b.txt", "text")
+    assert folder.publish() == tmp_path / "incidents" / "20231114T221320.250Z-killed-0123abcd"
+    assert folder.publish() == folder.path
+    assert [path.name for path in (tmp_path / "incidents").iterdir()] == [folder.path.name]
+    folder.write_text("a/later.txt", "text")
+    assert (folder.path / "a" / "later.txt").read_text() == "text"
+
+
+def test_a_renamed_folder_tells_its_name_and_is_not_removed(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "exited", "0123abcd", NOON, DiskLimits(max_use=0, keep_free=0))
+    folder.rename("killed")
+    assert folder.name == "20231114T221320.250Z-killed-0123abcd"
+    assert folder.path.name == ".partial-20231114T221320.250Z-exited-0123abcd"
+    folder.save({}, "")
+    assert folder.publish() == tmp_path / folder.name
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_everything_in_it_is_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = IncidentFolder(tmp_path / "crash" / "host" / "incidents", "killed", new_id(), NOON)
+        folder.write_text("stacks/x.txt", "x")
+        folder.write_json("ranks/x.json", {})
+        make_incident(tmp_path / "crash" / "host" / "incidents")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "crash").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_file_is_adopted_once(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path / "incidents", "killed", new_id(), NOON)
+    (tmp_path / "record").write_text("mine")
+    assert folder.adopt(tmp_path / "record", "ranks/record.json") == "ranks/record.json"
+    assert (folder.path / "ranks" / "record.json").read_text() == "mine"
+    assert not (tmp_path / "record").exists()
+    with pytest.raises(FileNotFoundError):
+        folder.adopt(tmp_path / "record", "ranks/record.json")
+
+
+def test_a_link_that_somebody_put_into_it_is_not_followed(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path / "incidents", "killed", new_id(), NOON)
+    (tmp_path / "elsewhere").mkdir()
+    (folder.path / "stacks").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CrashkitError):
+        folder.write_text("stacks/x.txt", "x")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "killed", new_id(), NOON)
+    folder.write_text("a/b/c.txt", "x")
+    folder.write_text("d.txt", "x")
+    folder.discard()
+    assert list(tmp_path.iterdir()) == []
+    folder.discard()
+
+
+def test_evidence_is_refused_with_the_reason_and_nothing_else(tmp_path: Path) -> None:
+    folder = NullFolder("no folder took it")
+    record = tmp_path / "record"
+    record.write_text("mine")
+    for write in (
+        lambda: folder.write_text("stacks/x.txt", "x"),
+        lambda: folder.write_json("stacks/x.json", {}),
+        lambda: folder.adopt(record, "ranks/x.json"),
+    ):
+        with pytest.raises(NoRoomError, match="no folder took it"):
+            write()
+    assert record.read_text() == "mine"
+    folder.save({}, "")
+    folder.publish()
+    folder.discard()
+    assert folder.problem == "no folder took it"
+    assert len(folder.id) == 8
+
+
+@pytest.mark.parametrize("what", ["host", "host/incidents"])
+def test_a_link_made_after_the_start_takes_nothing_elsewhere(tmp_path: Path, what: str) -> None:
+    incidents, elsewhere = tmp_path / "host" / "incidents", tmp_path / "elsewhere"
+    (elsewhere / "incidents").mkdir(parents=True)
+    folder = IncidentFolder(incidents, "killed", new_id(), NOON)
+    (tmp_path / what).rename(tmp_path / "moved")
+    (tmp_path / what).symlink_to(elsewhere)
+    folder.write_text("requests/requests.jsonl", "a prompt")
+    folder.save({"schema_version": 1}, "summary")
+    folder.publish()
+    assert list((tmp_path / "moved").rglob("requests.jsonl"))
+    with pytest.raises(CrashkitError, match="is not a folder"):
+        IncidentFolder(incidents, "killed", new_id(), NOON)
+    assert [path for path in elsewhere.rglob("*") if path.name != "incidents"] == []

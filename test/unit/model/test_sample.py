@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.model.sample import Frame, Thread, format_threads, main_thread, parse_pyspy, short_path
+from sglang_crashkit.model.sample import Frame, format_threads, parse_pyspy, short_path
 
 FRAME = {"name": "forward", "filename": "/site/sglang/model.py", "short_filename": "sglang/model.py", "line": 7}
 THREAD: dict[str, Any] = {
@@ -17,10 +17,6 @@ THREAD: dict[str, Any] = {
     "owns_gil": True,
     "frames": [FRAME, {**FRAME, "name": "main", "short_filename": None, "line": 3}],
 }
-
-
-def thread(name: str, native_id: int | None) -> Thread:
-    return Thread(name, native_id, active=False, owns_gil=False, frames=())
 
 
 def test_threads_and_frames_are_read() -> None:
@@ -61,17 +57,6 @@ def test_text_that_no_file_takes_is_escaped() -> None:
 def test_anything_else_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_pyspy(text)
-
-
-def test_the_main_threads_id_is_the_pid() -> None:
-    threads = [thread("MainThread", 11), thread("renamed", 10)]
-    assert main_thread(threads, 10) is threads[1]
-
-
-def test_without_ids_the_main_thread_goes_by_its_name() -> None:
-    threads = [thread("worker", None), thread("MainThread", None)]
-    assert main_thread(threads, 10) is threads[1]
-    assert main_thread(threads[:1], 10) is None
 
 
 def test_a_stack_file_begins_with_its_quote_and_main_thread() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, from_json, parse
+from sglang_crashkit.model.step import Step, StepRequest
 
 LOOP = Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 1200)
 MAIN = Frame("run_scheduler_process", "sglang/srt/managers/scheduler.py", 3000)
@@ -42,26 +43,6 @@ def test_a_snapshot_survives_its_json() -> None:
     text = json.dumps(NODE.to_json())
     assert parse(text) == NODE
     assert parse(text.encode()) == NODE
-
-
-def test_the_version_stands_first_and_a_frame_stands_once() -> None:
-    document = NODE.to_json()
-    assert next(iter(document.items())) == ("schema_version", 1)
-    assert len(document["frames"]) == 3
-    assert len(document["stacks"]) == 2
-
-
-def test_equal_stacks_and_frames_are_one_object_when_read() -> None:
-    text = json.dumps(NODE.to_json())
-    first, second = parse(text).processes
-    assert first.threads[0].frames is second.threads[1].frames
-    assert first.threads[0].frames[0] is parse(text).processes[0].threads[0].frames[0]
-
-
-def test_a_process_of_which_little_is_known_survives_its_json() -> None:
-    bare = Sample("n1", 1, 2, "python", "helper", {}, 0.0, problem="py-spy may not trace it")
-    node = NodeSnapshot("n1", 0.0, (bare,))
-    assert from_json(json.loads(json.dumps(node.to_json()))) == node
 
 
 def test_a_newer_snapshot_is_refused_with_both_versions() -> None:
@@ -140,3 +121,43 @@ def test_any_value_in_any_place_is_read_or_refused(name: str, value: Any) -> Non
 def test_any_value_of_a_process_is_read_or_refused(name: str, value: Any) -> None:
     with contextlib.suppress(ValueError):
         from_json(changed("processes", 0, name, to=value))
+
+
+STEP = Step(
+    7,
+    1.5,
+    None,
+    "forward_begun",
+    "mixed",
+    (StepRequest("ü\n", 3, 9),),
+    1,
+    3,
+    decisions={"abort": 2},
+)
+
+
+@pytest.mark.parametrize("step", [STEP, replace(STEP, ended=2.0, agreed_hash=3, requests=(), decisions={})])
+def test_a_step_is_read_as_it_was_written(step: Step) -> None:
+    assert Step.from_json(json.loads(json.dumps(step.to_json()))) == step
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"number": "7"},
+        {"began": None},
+        {"ended": float("inf")},
+        {"requests": {}},
+        {"requests": [1]},
+        {"requests": [{"rid": "a"}]},
+        {"size": 1.5},
+        {"decisions": {"abort": None}},
+        {"phase": 1},
+    ],
+)
+def test_what_is_no_step_is_an_error(changes: dict[str, Any]) -> None:
+    document = json.loads(json.dumps(STEP.to_json())) | changes
+    with pytest.raises(ValueError, match=r"."):
+        Step.from_json(document)
+    with pytest.raises(ValueError, match="no step"):
+        Step.from_json({})

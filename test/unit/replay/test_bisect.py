@@ -108,3 +108,29 @@ def test_an_incident_without_requests_leaves_no_folder(tmp_path: Path, serve: An
 def test_a_bisection_is_never_of_a_server_that_is_named(tmp_path: Path) -> None:
     path = incident(tmp_path / "crash", {"text": "a"})
     assert main(["replay", str(path), "--bisect", "--url", "http://127.0.0.1:1"]) == 2
+
+
+def test_replay_tells_whether_the_fault_came_back(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a", **POISON})
+    command = ["replay", str(path), "--max-gap", "0", "--serve", serve(BY_PARAMETERS)]
+    assert main([*command, "-o", str(tmp_path / "all")]) == 5
+    assert "the same fault: It raised." in capsys.readouterr().out
+    assert main([*command, "-o", str(tmp_path / "one"), "--only", "3"]) == 0
+    assert "not reproduced: it serves on" in capsys.readouterr().out
+    assert main([*command, "-o", str(tmp_path / "none"), "--suspects"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("rid", "outcome", "status"), [("0", "the same fault: It raised.", 5), ("3", "not reproduced: it serves on", 0)]
+)
+def test_replay_tells_a_program_in_json_alone(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], rid: str, outcome: str, status: int
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a", **POISON})
+    command = ["replay", str(path), "--only", rid, "--json", "--serve", serve(BY_PARAMETERS)]
+    assert main([*command, "-o", str(tmp_path / "own")]) == status
+    *answers, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [one["rid"] for one in answers] in ([rid], [])
+    assert (last["outcome"], last["is_same"], bool(last["incident"])) == (outcome, status == 5, status == 5)

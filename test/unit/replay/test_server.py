@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -143,25 +142,6 @@ def test_no_one_is_told_of_what_is_provoked(tmp_path: Path, paths: None, monkeyp
     assert "SGLANG_CRASHKIT_HANG_SECS=7" in variables
     assert "SGLANG_CRASHKIT_TERMINATION_LOG=0" in variables
     assert not [one for one in variables if "ON_INCIDENT" in one]
-
-
-def test_an_interrupt_amid_its_start_leaves_no_server(
-    tmp_path: Path, paths: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
-
-    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
-        started.append(real(*args, **kwargs))
-        if len(started) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return started[-1]
-
-    monkeypatch.setattr(server.subprocess, "Popen", interrupted)
-    with pytest.raises(KeyboardInterrupt), OwnServer(_SERVE, tmp_path) as own:
-        own.start(LONG)
-    assert started
-    assert not any(one.poll() is None for one in started)
 
 
 START = """

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.incident.store import _crash_folder
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.test.evidence import Death, Survivor
 from unit.support.server_driver import Server
@@ -93,19 +92,6 @@ def short_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ck-"))
     yield folder
     shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize(
-    ("command", "folder"),
-    [
-        (["python", "-m", "server", "--crash-dump-folder", "/crash"], Path("/crash")),
-        (["python", "-m", "server", "--crash-dump-folder=/crash", "--tp", "2"], Path("/crash")),
-        ("python -m server --crash-dump-folder /crash", Path("/crash")),
-        *((command, None) for command in (None, [], "python 'unbalanced", ["python", "--crash-dump-folder"])),
-    ],
-)
-def test_the_crash_folder_is_read_from_the_servers_command(command, folder):
-    assert _crash_folder(command) == folder
 
 
 def test_one_process_of_each_side_is_named_schedulers_first():

@@ -41,14 +41,6 @@ def test_a_pair_is_watched_until_it_is_torn_down(watched: list[tuple[Callable[[]
     assert watcher.is_stopped
 
 
-def test_a_second_setup_ends_the_watch_of_the_first(watched: list[tuple[Callable[[], Any], Watcher]]) -> None:
-    class Fixture: ...
-
-    hooks.on_pd_setup(Fixture)
-    hooks.on_pd_setup(Fixture)
-    assert [watcher.is_stopped for _members, watcher in watched] == [True, False]
-
-
 def test_nothing_is_watched_where_the_kit_is_off(
     watched: list[tuple[Callable[[], Any], Watcher]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
