@@ -194,7 +194,8 @@ def is_health_check(fields: Mapping[str, Any]) -> bool:
         and has_ids
         and fields.get("log_metrics") is False
         and fields.get("sampling_params") in _CHECKED_PARAMS
-        and fields.keys() <= _OF_HEALTH_CHECK
+        # SGLang itself fills in, by release, that nothing else is asked for.
+        and all(not value or value == -1 for name, value in fields.items() if name not in _OF_HEALTH_CHECK)
     )
 
 

@@ -238,14 +238,15 @@ def test_what_was_given_up_says_so(tmp_path: Path) -> None:
 #: As the server makes them, by release.
 CHECK = {"kind": "GenerateReqInput", "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "log_metrics": False}
 PAIRED = CHECK | {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+FILLED = CHECK | {"return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
 EMBEDDING = CHECK | {"kind": "EmbeddingReqInput", "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
 WITHHELD = CHECK | {"omitted": {"input_ids": "withheld by SGLANG_CRASHKIT_PROMPTS=none: list of 1"}}
 
 
 @pytest.mark.parametrize(
     ("fields", "ids"),
-    [(CHECK, [0]), (PAIRED, [0]), (EMBEDDING, [0]), (WITHHELD, None)],
-    ids=["", "pair", "embed", "no"],
+    [(CHECK, [0]), (PAIRED, [0]), (FILLED, [0]), (EMBEDDING, [0]), (WITHHELD, None)],
+    ids=["", "pair", "filled", "embed", "no"],
 )
 def test_health_checks_are_left_out_and_told_apart(
     tmp_path: Path, fields: dict[str, Any], ids: list[int] | None
