@@ -17,7 +17,7 @@ from typing import Any, Literal
 from sglang_crashkit.analysis.member import name_some
 from sglang_crashkit.analysis.ranks import ranges
 from sglang_crashkit.model.flight_dump import Entry, FlightDump, Sizes
-from sglang_crashkit.model.incident import Level
+from sglang_crashkit.model.incident import LEVELS, Level
 
 #: ``mismatch``: ranks did different things in the same place; ``behind``: some have not begun what others wait in.
 FindingKind = Literal["mismatch", "behind"]
@@ -25,7 +25,6 @@ FindingKind = Literal["mismatch", "behind"]
 #: Which of PyTorch's flight recorders: each has its own of the process groups, numbered by itself.
 Recorder = Literal["nccl", "gloo"]
 
-_LEVELS: tuple[Level, ...] = ("established", "supported", "unknown")
 #: A wait of less than this, in seconds, is what a rank of a server at work is found in.
 _MOMENT_SECS = 1.0
 _MAX_FINDINGS = 32
@@ -104,9 +103,12 @@ class _Group:
             return f"{len(ranks)} ranks ({ranges(ranks)})"
         return name_some([self.records[rank].name for rank in ranks])
 
-    def processes(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Return the processes of these ranks."""
-        return tuple(self.records[rank].name for rank in ranks)
+    def finding(
+        self, kind: FindingKind, ranks: Sequence[int], statement: str, level: Level, waiting: Sequence[int] = ()
+    ) -> CollectiveFinding:
+        """Return what is seen of it, where these ranks are to be looked at."""
+        named, waits = (tuple(self.records[rank].name for rank in some) for some in (ranks, waiting))
+        return CollectiveFinding(self.words, kind, tuple(ranks), named, statement, level, waits)
 
 
 def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
@@ -129,8 +131,11 @@ def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
         # What SGLang calls a group is in the dumps of gloo, of all groups.
         described = sorted((one for one in records if one.world == world), key=lambda one: one.recorder)
         members = {record.rank: record for record in described if record.recorder == recorder}
-        entries = {rank: _by_group(record.dump) for rank, record in members.items()}
-        for name in sorted(set().union(*entries.values()), key=_natural):
+        entries: dict[int, dict[str, list[Entry]]] = {rank: {} for rank in members}
+        for rank, record in members.items():
+            for entry in record.dump.entries:
+                entries[rank].setdefault(entry.group, []).append(entry)
+        for name in sorted(set().union(*entries.values()), key=lambda name: (len(name), name)):
             configured = [one.dump.groups[name] for one in described if name in one.dump.groups]
             description = next((group.description for group in configured if group.description), "")
             own = [record.dump.groups[name].ranks for record in members.values() if name in record.dump.groups]
@@ -144,7 +149,7 @@ def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
             group = _Group(f"process group {label} ({', '.join(words)})", ranks, some, steps)
             finding = _find_mismatch(group) or _find_behind(group)
             findings += [finding] if finding is not None else []
-    findings.sort(key=lambda finding: (finding.kind != "mismatch", _LEVELS.index(finding.level)))
+    findings.sort(key=lambda finding: (finding.kind != "mismatch", LEVELS.index(finding.level)))
     return findings[:_MAX_FINDINGS]
 
 
@@ -161,7 +166,7 @@ def _find_mismatch(group: _Group) -> CollectiveFinding | None:
             text = f"The ranks of {group.words} did not do the same: as number {number}, {name_some(told)}."
             # Of two that differ neither is blamed.
             odd = ordered[-1] if len(ordered[0]) > len(ordered[-1]) else []
-            return CollectiveFinding(group.words, "mismatch", tuple(odd), group.processes(odd), text, "established")
+            return group.finding("mismatch", odd, text, "established")
     return None
 
 
@@ -189,15 +194,7 @@ def _find_behind(group: _Group) -> CollectiveFinding | None:
     if absent := [rank for rank in group.ranks if rank not in group.records]:
         text += f" There is no dump of rank{'s' if len(absent) > 1 else ''} {ranges(absent)}."
     level: Level = "unknown" if secs < _MOMENT_SECS else "supported" if unknown else "established"
-    named, waits = group.processes(behind), group.processes(waiting)
-    return CollectiveFinding(group.words, "behind", tuple(behind), named, text, level, waits)
-
-
-def _by_group(dump: FlightDump) -> dict[str, list[Entry]]:
-    entries: dict[str, list[Entry]] = {}
-    for entry in dump.entries:
-        entries.setdefault(entry.group, []).append(entry)
-    return entries
+    return group.finding("behind", behind, text, level, waiting)
 
 
 def _steps_of(entries: Iterable[Entry], dump: FlightDump) -> dict[int, _Step]:
@@ -238,7 +235,3 @@ def _sizes_text(sizes: Sizes) -> str:
         return "nothing"
     text = "x".join(str(number) for number in sizes[0]) or "one number"
     return text if len(sizes) == 1 else f"{text} and {len(sizes) - 1} more"
-
-
-def _natural(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdecimal() and len(name) < 10 else (1 << 30, name)

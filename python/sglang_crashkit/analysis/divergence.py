@@ -69,11 +69,6 @@ class Divergence:
     seconds_before: float | None = None
     compared: int = 0  # how many steps of at least two ranks were compared
 
-    @property
-    def diverged(self) -> bool:
-        """Whether ranks went different ways."""
-        return self.kind in DIVERGED
-
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
         return asdict(self) | {"pids": list(self.pids)}
@@ -125,7 +120,7 @@ class _Names:
 
 def _order(found: Divergence) -> tuple[bool, float, int]:
     # Of several that diverged the first one is the cause of the others.
-    return (not found.diverged, -(found.seconds_before or 0.0), _BY_WEIGHT.index(found.kind))
+    return (found.kind not in DIVERGED, -(found.seconds_before or 0.0), _BY_WEIGHT.index(found.kind))
 
 
 def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -> Divergence:

@@ -65,7 +65,7 @@ class Explanation:
 def explain(sampled: SampledProcesses) -> Explanation:
     """Return what was seen, in words."""
     findings = _findings(sampled)
-    findings.sort(key=_importance)
+    findings.sort(key=lambda one: (_KINDS.index(one.kind), LEVELS.index(one.level), one.group))
     problems = sampled.problems()
     if not findings:
         text = "No process was seen." if not len(sampled) else "Of no process enough was seen."
@@ -99,7 +99,9 @@ def _findings(sampled: SampledProcesses) -> list[Finding]:
         elif untitled_as == "rank":
             server = scope_of({name: place for name, place in rank.scope if name != "role"})
             untitled.setdefault(server, []).append(name_untitled(member))
-        elif _is_needed(role, untitled_as, member) and (outlier := find_outlier([member])) is not None:
+        elif untitled_as == "helper" and member.has_ended():
+            continue
+        elif (untitled_as or role in NEEDED) and (outlier := find_outlier([member])) is not None:
             findings.append(outlier)
     common = set.intersection(*(set(scope) for scope in groups)) if groups else set()
     common = {place for place in common if place[0] != "side"}
@@ -126,10 +128,6 @@ def _of_pair(scope: Scope, finding: Finding, members: list[Member], seen: Collec
     return finding if other is None or other in seen else doubt_alone(finding, members, other)
 
 
-def _is_needed(role: str, untitled_as: str | None, member: Member) -> bool:
-    return role in NEEDED or untitled_as == "worker" or (untitled_as == "helper" and not member.has_ended())
-
-
 def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Finding]:
     """Return the findings, with the one pipeline stage named for which all others wait, where there is one."""
     pipelines: dict[tuple[Scope, str], list[int]] = {}
@@ -151,10 +149,6 @@ def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Fin
     return findings
 
 
-def _importance(finding: Finding) -> tuple[int, int, str]:
-    return (_KINDS.index(finding.kind), LEVELS.index(finding.level), finding.group)
-
-
 def _finding_to_json(finding: Finding) -> dict[str, Any]:
     named = [_named_to_json(member) for member in finding.named]
     told = {name: getattr(finding, name) for name in ("group", "kind", "statement", "level")}
@@ -174,7 +168,16 @@ def format_explanation(explanation: Explanation, tree: PrefixTree | None = None)
         yield f"Look at: {member.name}"
     if len(explanation.named) > _MAX_NAMED:
         yield f"Look at: {len(explanation.named) - _MAX_NAMED} more"
-    yield from _format_groups(explanation.findings)
+    findings = explanation.findings
+    for finding in findings[:_MAX_GROUPS]:
+        if finding.evidence:
+            yield ""
+            yield f"{finding.group or 'Evidence'} ({finding.kind}, {finding.level}):"
+            yield from (f"  {line}" for line in finding.evidence)
+    if left := findings[_MAX_GROUPS:]:
+        kinds = ", ".join(f"{sum(f.kind == kind for f in left)} {kind}" for kind in dict.fromkeys(f.kind for f in left))
+        yield ""
+        yield f"{len(left)} more groups: {kinds}"
     if explanation.problems:
         yield ""
         yield "Not collected:"
@@ -187,17 +190,3 @@ def format_explanation(explanation: Explanation, tree: PrefixTree | None = None)
         # Threads of native libraries, such as NCCL's, have no such stacks.
         yield "Python stacks of all threads, outermost call first, what the fewest ranks do first:"
         yield from (f"  {line}" for line in format_tree(tree))
-
-
-def _format_groups(findings: tuple[Finding, ...]) -> Iterator[str]:
-    for finding in findings[:_MAX_GROUPS]:
-        if not finding.evidence:
-            continue
-        yield ""
-        yield f"{finding.group or 'Evidence'} ({finding.kind}, {finding.level}):"
-        yield from (f"  {line}" for line in finding.evidence)
-    if len(findings) > _MAX_GROUPS:
-        left = findings[_MAX_GROUPS:]
-        kinds = ", ".join(f"{sum(f.kind == kind for f in left)} {kind}" for kind in dict.fromkeys(f.kind for f in left))
-        yield ""
-        yield f"{len(left)} more groups: {kinds}"

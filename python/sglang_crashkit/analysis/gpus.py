@@ -100,15 +100,15 @@ def account(
     pairs = list(zip(known, devices, strict=True))
     # Of a host that others share, the GPUs of others are no matter, but where nobody knows whose is which.
     is_known = any(device["processes"] for device in devices)
-    shown = [(gpu, device) for gpu, device in pairs if not is_known or _is_of_interest(gpu, device)]
+    shown = [
+        (gpu, device)
+        for gpu, device in pairs
+        if not is_known or device["processes"] or device["new_errors"] or gpu.get("errors", {}).keys() - _NOT_THERE
+    ]
     lines = [_line(gpu, device, sees_all_pids=sees_all_pids) for gpu, device in shown]
     if more := len(pairs) - len(shown):
         lines.append(f"{more} more that no process of this server is known to have")
     return {"devices": devices, "xids": told, "lines": [*lines, *_xid_lines(told, devices, xids)]}
-
-
-def _is_of_interest(gpu: Mapping[str, Any], device: Mapping[str, Any]) -> bool:
-    return bool(device["processes"] or device["new_errors"] or gpu.get("errors", {}).keys() - _NOT_THERE)
 
 
 def _device(
@@ -165,7 +165,8 @@ def _xids(xids: XidSources, devices: Sequence[Mapping[str, Any]], started: Mappi
     told = [{**event, "source": "NVML"} for event in xids.events]
     single = list(told)
     for line in xids.kernel:
-        same = next((event for event in single if _are_same(event, line)), None)
+        alike = (one for one in single if (one["xid"], one["bus_id"]) == (line["xid"], line["bus_id"]))
+        same = next((one for one in alike if abs(one["time"] - line["time"]) <= _SAME_SECS), None)
         if same is None:
             told.append({**line, "source": "the kernel's log"})
         else:
@@ -181,11 +182,6 @@ def _xids(xids: XidSources, devices: Sequence[Mapping[str, Any]], started: Mappi
         ]
         event["meaning"] = XIDS.get(event["xid"], "")
     return sorted(told, key=lambda event: float(event["time"]))[-_MAX_XIDS:]
-
-
-def _are_same(event: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
-    is_near = abs(event["time"] - line["time"]) <= _SAME_SECS
-    return is_near and (event["xid"], event["bus_id"]) == (line["xid"], line["bus_id"])
 
 
 def _line(gpu: Mapping[str, Any], device: Mapping[str, Any], *, sees_all_pids: bool) -> str:

@@ -239,8 +239,10 @@ def _are_idle(members: Sequence[Member]) -> bool:
     moments = [moment for member in members for moment in member.moments]
     if not moments or any(moment.activity.batch or not moment.activity.function for moment in moments):
         return False
-    if not all(_takes_requests(member) for member in members):
-        return False
+    for member in members:
+        requests = [moment.activity.requests or is_for_requests(moment) for moment in member.moments]
+        if not (all(requests) or (member.motion() == "moving" and any(requests))):
+            return False
     # One that never left a function of the loop may be stuck in it, and those that wait for each other as well: what
     # tells is a sign of life of one that is not itself in doubt.
     clear = [member for member in members if member.motion() == "moving" or all(map(is_for_requests, member.moments))]
@@ -248,11 +250,6 @@ def _are_idle(members: Sequence[Member]) -> bool:
         member.always("idle") or member.motion() == "moving" or len(member.moments) == 1 or not member.rests()
         for member in clear
     )
-
-
-def _takes_requests(member: Member) -> bool:
-    requests = [moment.activity.requests or is_for_requests(moment) for moment in member.moments]
-    return all(requests) or (member.motion() == "moving" and any(requests))
 
 
 def level_of(members: Iterable[Member]) -> Level:

@@ -22,10 +22,6 @@ from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 #: same functions and much of it; ``moving``: other functions; ``unknown``: there are not two samples with a stack.
 Motion = Literal["still", "spinning", "moving", "unknown"]
 
-#: The same with what the kernel says of it: ``gone``, ``stopped``, ``traced``, ``asleep`` in the kernel.
-Manner = Literal["gone", "stopped", "traced", "asleep", "still", "spinning", "moving", "unknown"]
-_BY_KERNEL: dict[str, Manner] = {"stopped": "stopped", "traced": "traced", "disk_sleep": "asleep"}
-
 #: Shares of one CPU above which a process is busy, and below which it rests.
 _BUSY, _RESTING = 0.5, 0.05
 _MAX_NAMES = 8
@@ -90,19 +86,13 @@ class Member:
         """Compare its moments."""
         if len(self.seen) < 2:
             return "unknown"
-        if len({_functions(moment.frames) for moment in self.seen}) > 1:
+        if len({tuple((frame.function, frame.file) for frame in moment.frames) for moment in self.seen}) > 1:
             return "moving"
         return "spinning" if self.cpu_used() >= _BUSY * self.seconds() > 0 else "still"
 
     def rests(self) -> bool:
         """Say whether it stayed in the same functions all the time and used hardly any CPU time."""
         return self.motion() == "still" and self.cpu_used() <= _RESTING * self.seconds()
-
-    def manner(self) -> Manner:
-        """Return in a word how it fared, by the kernel's word first."""
-        if self.has_ended():
-            return "gone"
-        return next((manner for kind, manner in _BY_KERNEL.items() if self.always(kind)), None) or self.motion()
 
     def innermost(self) -> frozenset[tuple[str, str]]:
         """Return the innermost function, with its file, of each sample that has one."""
@@ -152,7 +142,8 @@ def describe(member: Member) -> str:
     words = list(dict.fromkeys(moment.activity.words for moment in member.seen or member.moments))
     functions = list(dict.fromkeys(moment.activity.function for moment in member.seen))
     if len(functions) > 1:
-        words = [f"was in {' and '.join(_some(functions))}"]
+        more = [f"{len(functions) - 3} more places"] if len(functions) > 3 else []
+        words = [f"was in {' and '.join([*functions[:3], *more])}"]
     elif len(words) > 1:
         # The last one, with which native stacks are taken, tells most.
         words = words[-1:]
@@ -181,14 +172,6 @@ def describe_some(members: Sequence[Member]) -> str:
     if len(told) > _MAX_DESCRIBED:
         told[_MAX_DESCRIBED:] = [f"{sum(len(some) for some in groups[_MAX_DESCRIBED:])} more did other things"]
     return "; ".join(told)
-
-
-def _some(functions: Sequence[str]) -> list[str]:
-    return [*functions[:3], *([f"{len(functions) - 3} more places"] if len(functions) > 3 else [])]
-
-
-def _functions(frames: Sequence[Frame]) -> tuple[tuple[str, str], ...]:
-    return tuple((frame.function, frame.file) for frame in frames)
 
 
 def motion_words(member: Member) -> str:

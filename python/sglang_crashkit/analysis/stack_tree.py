@@ -10,6 +10,7 @@ A rank is kept where its stacks end; the set of an inner node is the union of wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.sample import Frame
@@ -23,33 +24,15 @@ _MAX_OF_A_CHAIN = 3
 _MAX_INDENTED = 20
 
 
+@dataclass(slots=True, eq=False)
 class Node:
-    """A function that called the functions of its children.
+    """A function that called the functions of its children."""
 
-    Attributes:
-        function: its name.
-        file: the path of its file, as `sample.Frame` has it.
-        lines: where it was.
-        ranks: those of which a stack ends here.
-        children: by function and file.
-    """
-
-    __slots__ = ("children", "file", "function", "lines", "ranks")
-
-    def __init__(self, function: str, file: str) -> None:
-        self.function = function
-        self.file = file
-        self.lines: set[int] = set()
-        self.ranks = RankSet()
-        self.children: dict[tuple[str, str], Node] = {}
-
-    def child(self, function: str, file: str) -> Node:
-        """Return the child for a function, which is made where there is none."""
-        key = (function, file)
-        found = self.children.get(key)
-        if found is None:
-            found = self.children[key] = Node(function, file)
-        return found
+    function: str
+    file: str  # its path, as `sample.Frame` has it
+    lines: set[int] = field(default_factory=set)  # where it was
+    ranks: RankSet = field(default_factory=RankSet)  # those of which a stack ends here
+    children: dict[tuple[str, str], Node] = field(default_factory=dict)  # by function and file
 
     def in_order(self) -> list[Node]:
         """Return the children in an order that depends on nothing but them."""
@@ -71,21 +54,23 @@ class PrefixTree:
         if recent is None:
             leaf = self.root
             for frame in reversed(frames):
-                leaf = leaf.child(frame.function, frame.file)
+                key = (frame.function, frame.file)
+                if key not in leaf.children:
+                    leaf.children[key] = Node(*key)
+                leaf = leaf.children[key]
                 leaf.lines.add(frame.line)
             if len(self._recent) >= _MAX_RECENT:
                 self._recent.clear()
             recent = self._recent[id(frames)] = (frames, leaf)
         recent[1].ranks.add(rank)
 
-    def everyone(self) -> RankSet:
-        """Return all ranks of which there is a stack."""
-        return self.sets()[id(self.root)]
-
     def sets(self) -> dict[int, RankSet]:
         """Return the ranks that have a stack through each node, by the node's `id`."""
         sets: dict[int, RankSet] = {}
-        for node in reversed(list(self._walk())):
+        nodes = [self.root]
+        for node in nodes:
+            nodes += node.children.values()
+        for node in reversed(nodes):
             # What is below stands behind, so its sets are there.
             whole = RankSet()
             whole.update(node.ranks)
@@ -93,14 +78,6 @@ class PrefixTree:
                 whole.update(sets[id(child)])
             sets[id(node)] = whole
         return sets
-
-    def _walk(self) -> Iterator[Node]:
-        """Yield each node before those below it."""
-        waiting = [self.root]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting += node.children.values()
 
 
 def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
@@ -114,7 +91,7 @@ def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
         max_lines: after so many lines it ends with how many entries were left out.
     """
     sets = tree.sets()
-    hide = list(tree.everyone().places())
+    hide = list(sets[id(tree.root)].places())
     waiting = [(child, 0) for child in _by_rarity(tree.root, sets)]
     waiting.reverse()
     lines = 0

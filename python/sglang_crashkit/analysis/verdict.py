@@ -182,10 +182,14 @@ def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[
     if first.kind != "exception":
         return None
     if _is_lost_peer(first.message):
-        ranks = [(one, _held(one)) for one in incident.processes if one.role == "scheduler"]
-        stopped = [(one, held) for one, held in ranks if held is not None and held.kind in ("stopped", "traced")]
+        stopped = []
+        for one in incident.processes:
+            state = one.state or {}
+            held = of_state(str(state.get("State", ""))[:1], str(state.get("wchan", "")))
+            if one.role == "scheduler" and held is not None and held.kind in ("stopped", "traced"):
+                stopped.append((one, held.words.replace("was ", "is ", 1)))
         if len(stopped) == 1 and stopped[0][0].pid != first.pid:
-            return stopped[0][0], stopped[0][1].words.replace("was ", "is ", 1)
+            return stopped[0]
     if not (_OF_COLLECTIVES.match(first.message) and _TIMED_OUT.search(first.message)):
         return None
     failed, peers = {event.pid for event in ordered}, _peers_of(incident, [first.pid])
@@ -194,12 +198,6 @@ def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[
     if len(elsewhere) != 1:
         return None
     return elsewhere[0], f"{_doing(elsewhere[0].doing)} while others waited for it in a collective"
-
-
-def _held(process: ProcessReport) -> Activity | None:
-    """Return what the kernel's state of a process says by itself."""
-    state = process.state or {}
-    return of_state(str(state.get("State", ""))[:1], str(state.get("wchan", "")))
 
 
 def _peers_of(incident: Incident, pids: Sequence[int]) -> set[int]:

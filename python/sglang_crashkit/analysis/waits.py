@@ -10,28 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from sglang_crashkit.model.sample import Frame, Sample, main_thread
-
-Kind = Literal[
-    "gone",
-    "stopped",
-    "traced",
-    "disk_sleep",
-    "collective",
-    "store",
-    "cuda_sync",
-    "kernel",
-    "gil_wait",
-    "lock",
-    "socket",
-    "compiling",
-    "loading",
-    "profiling",
-    "idle",
-    "unknown",
-]
 
 #: In these a rank waits for other ranks, or for a GPU that may wait for them.
 WAITS_FOR_OTHERS = frozenset({"collective", "store", "cuda_sync"})
@@ -39,10 +19,7 @@ WAITS_FOR_OTHERS = frozenset({"collective", "store", "cuda_sync"})
 #: Where the kernel keeps a process that a cgroup of version 2 freezes; nothing else sleeps there.
 FREEZER = frozenset({"do_freezer_trap", "get_signal"})
 
-#: What may take minutes and is no hang.
-_WORK = frozenset({"compiling", "loading", "profiling"})
-
-_WORDS: dict[Kind, str] = {
+_WORDS = {
     "collective": "waited in a collective",
     "store": "waited for the others through the store, as at startup",
     "cuda_sync": "waited for its GPU",
@@ -58,7 +35,7 @@ _WORDS: dict[Kind, str] = {
 }
 
 #: Native functions, the first that matches wins; from the symbols of CPython, NCCL, gloo, mooncake, torch and CUDA.
-_NATIVE: tuple[tuple[re.Pattern[str], Kind, str], ...] = (
+_NATIVE = (
     (re.compile(r"^(take_gil|PyGILState_Ensure|PyEval_(RestoreThread|Acquire\w+))\b"), "gil_wait", ""),
     # What makes a group waits in the store, below what carries its collectives.
     (re.compile(r"c10d::(\w*Store\b|detail::\w*(Client|Socket))|^gloo::rendezvous::"), "store", ""),
@@ -121,10 +98,9 @@ _BETWEEN = re.compile(
 class Activity:
     """What a process was doing at one moment."""
 
-    kind: Kind  # the state, as far as it was recognised
+    kind: str  # the state as far as it was recognised: one of `_WORDS`, or of those of `of_state`
     words: str  # the same as part of a sentence, with the function where it is known
     function: str = ""  # the innermost function, as ``function (file:line)``; empty without a stack
-    backend: str = ""  # of a collective: ``NCCL``, ``gloo`` or ``mooncake`` where it is seen; empty otherwise
     requests: bool = False  # it waited for, or passed on, new requests, as it does all the time when there are none
     batch: bool = False  # it worked at a batch
 
@@ -184,11 +160,19 @@ def of_frames(frames: Sequence[Frame], native: Sequence[Frame] = (), kernels: Se
         is_nccl = all("nccl" in kernel.lower() for kernel in kernels)
         kind, backend = ("collective", "NCCL") if is_nccl else ("kernel", "")
     function = str(frames[0]) if frames else called
+    words = _WORDS[kind]
+    if backend:
+        words = words.replace("a collective", f"a collective of {backend}")
+    if kernels and kind in ("collective", "kernel"):
+        words += f" ({', '.join(dict.fromkeys(kernels))[:120]})"
+    if function:
+        words += f" in {function}"
+    elif kind == "unknown":
+        words = "was in an unknown place"
     return Activity(
         kind,
-        _words(kind, function, backend, kernels if kind in ("collective", "kernel") else ()),
+        words,
         function,
-        backend,
         requests=any(_RECEIVING.match(bare_name(frame)) for frame in frames),
         batch=any(re.match(r"run_batch$|process_batch_result|forward_batch", bare_name(frame)) for frame in frames),
     )
@@ -196,7 +180,7 @@ def of_frames(frames: Sequence[Frame], native: Sequence[Frame] = (), kernels: Se
 
 def informative_caller(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame by which a thread is known to compile, load or profile, None where it does not."""
-    return next(filter(None, (next(filter(does, frames), None) for does in (_compiles, _loads, _profiles))), None)
+    return next((frame for does in _WORK.values() for frame in frames if does(frame)), None)
 
 
 def _compiles(frame: Frame) -> bool:
@@ -211,23 +195,16 @@ def _profiles(frame: Frame) -> bool:
     return _PROFILING.match(bare_name(frame)) is not None
 
 
+#: What may take minutes and is no hang, by the function that says whether a frame does it.
+_WORK = {"compiling": _compiles, "loading": _loads, "profiling": _profiles}
+
+
 def bare_name(frame: Frame) -> str:
     """Return the function's name without its class, which some Python versions put before it."""
     return frame.function.rpartition(".")[2]
 
 
-def _words(kind: Kind, function: str, backend: str, kernels: Sequence[str]) -> str:
-    words = _WORDS[kind]
-    if backend:
-        words = words.replace("a collective", f"a collective of {backend}")
-    if kernels:
-        words += f" ({', '.join(dict.fromkeys(kernels))[:120]})"
-    if not function:
-        return "was in an unknown place" if kind == "unknown" else words
-    return f"{words} in {function}"
-
-
-def _of_native(frames: Sequence[Frame]) -> tuple[Kind | None, str, str]:
+def _of_native(frames: Sequence[Frame]) -> tuple[str | None, str, str]:
     """Return kind, backend and the innermost function of the native frames above the interpreter's."""
     above = []
     for frame in frames:
@@ -246,7 +223,7 @@ def _place(frame: Frame) -> str:
     return str(frame) if frame.line else f"{frame.function} ({frame.file})" if frame.file else frame.function
 
 
-def _of_python(frames: Sequence[Frame]) -> tuple[Kind, str]:
+def _of_python(frames: Sequence[Frame]) -> tuple[str, str]:
     if not frames:
         return "unknown", ""
     leaf, name = frames[0], bare_name(frames[0])
@@ -258,12 +235,8 @@ def _of_python(frames: Sequence[Frame]) -> tuple[Kind, str]:
         return "collective", "NCCL" if "nccl" in f"{leaf.file} {name}".lower() else ""
     if _CUDA_FILE.search(leaf.file) and _CUDA.match(name):
         return "cuda_sync", ""
-    if any(map(_compiles, frames)):
-        return "compiling", ""
-    if any(map(_loads, frames)):
-        return "loading", ""
-    if any(map(_profiles, frames)):
-        return "profiling", ""
+    if work := next((kind for kind, does in _WORK.items() if any(map(does, frames))), ""):
+        return work, ""
     caller = next((frame for frame in frames if not _BETWEEN.search(frame.file)), leaf)
     is_loop = _RECEIVING.match(bare_name(caller)) or _LOOP.match(bare_name(caller))
     if is_loop or _RECEIVING_FILE.search(caller.file) or _SERVING.search(caller.file):

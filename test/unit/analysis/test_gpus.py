@@ -76,17 +76,6 @@ def test_who_has_a_gpu_is_said_as_far_as_known(
     assert (", supported)" in document["lines"][0]) == (level == "supported")
 
 
-def test_in_a_container_a_foreign_pid_may_be_anybodys() -> None:
-    line = told(gpu(processes=[{"pid": 99, "used": GIB}]), sees_all_pids=False)["lines"][0]
-    assert line.endswith("1.0 GiB by pid 99, not known in this container")
-
-
-def test_the_gpus_of_others_are_counted_only() -> None:
-    ours, lost = gpu(0, processes=[{"pid": 12, "used": 1}]), gpu(3, errors={"GPU is lost": ["memory"]})
-    lines = told(ours, gpu(1), gpu(2, errors={"Not Supported": ["ecc"]}), lost)["lines"]
-    assert [line[:5] for line in lines] == ["GPU 0", "GPU 3", "2 mor", "Xid: "]
-
-
 def test_errors_since_the_start_are_told_from_earlier_ones() -> None:
     before = {"ecc": ECC | {"uncorrected_volatile": 1}, "nvlink": {"0": {"up": 1, "replay": 7}, "1": {"up": 1}}}
     now = {

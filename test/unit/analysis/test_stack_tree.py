@@ -14,8 +14,7 @@ def add(tree: PrefixTree, number: int, *names: str, line: int = 1, **places: int
 def test_a_very_deep_stack_is_taken() -> None:
     tree = PrefixTree()
     add(tree, 0, *(f"f{depth}" for depth in range(5000)))
-    assert len(tree.sets()) == 5001
-    assert str(tree.everyone()) == "TP0"
+    assert next(format_tree(tree)).startswith("TP0: f0 (x.py:1) > f1")
 
 
 # -- as text

@@ -11,8 +11,6 @@ from sglang_crashkit.analysis.verdict import (
     BUSY_TOO_LONG,
     UNHEALTHY,
     FailureEvent,
-    find_busy,
-    find_suspect,
     judge,
     order_failures,
 )
@@ -294,16 +292,6 @@ def rank(
     return report
 
 
-def suspect_of(*ranks: ProcessReport) -> tuple[int, str] | None:
-    suspect = find_suspect(ranks)
-    return (suspect[0].rank["tp"], suspect[1]) if suspect else None
-
-
-def frozen(report: ProcessReport) -> ProcessReport:
-    report.state = {"State": "S (sleeping)", "wchan": "do_freezer_trap"}
-    return report
-
-
 @pytest.mark.parametrize(
     ("message", "doing", "named"),
     [
@@ -341,50 +329,6 @@ def test_an_end_long_after_a_lost_connection_is_its_consequence(seconds: float, 
     assert order_failures([raised(10, 1.0, LOST), death(11, seconds, fatal_signal=False)])[0].pid == named
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        [rank(0, BROADCAST), frozen(rank(2, BROADCAST))],
-        # Of several that are stopped the one that was silent first.
-        [rank(2, BROADCAST, states="T"), rank(0, BROADCAST, states="T")],
-        [rank(0, BROADCAST, states="SS"), rank(2, BROADCAST, states="TT"), rank(1, SPIN, states="RR")],
-        [rank(0, BROADCAST), rank(2, SPIN, cpu=2.0)],
-        [rank(0, BROADCAST), rank(2, SPIN, BROADCAST)],
-        [rank(0, real_stacks.MATMUL), rank(1, real_stacks.MATMUL), rank(2, SPIN)],
-    ],
-)
-def test_the_rank_that_the_others_wait_for_is_named(ranks: list[ProcessReport]) -> None:
-    found = suspect_of(*ranks)
-    assert found is not None
-    assert (found[0], "sglang::scheduler_TP2 (pid 12)" in found[1]) == (2, True)
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        [],
-        [rank(0, BROADCAST)],
-        [rank(0, BROADCAST), rank(1, ALL_REDUCE), rank(2, BROADCAST)],
-        [rank(0, BROADCAST), rank(1, SPIN), rank(2, real_stacks.MATMUL)],
-        # Stopped, or asleep in the kernel, for a moment only.
-        [rank(0, BROADCAST), rank(1, BROADCAST, states="STS")],
-        [rank(0, BROADCAST, states="S"), rank(1, BROADCAST, states="D")],
-        # The one without a stack may be the one.
-        [rank(0, BROADCAST), rank(1, SPIN), rank(2)],
-    ],
-)
-def test_nobody_is_named_where_no_single_rank_looks_responsible(ranks: list[ProcessReport]) -> None:
-    assert suspect_of(*ranks) is None
-
-
-def test_where_a_rank_sleeps_in_the_kernel_is_told() -> None:
-    sleeper = rank(1, BROADCAST, states="DDD")
-    sleeper.state = {"wchan": "rpc_wait_bit_killable"}
-    found = suspect_of(rank(0, BROADCAST), sleeper)
-    assert found is not None
-    assert found[1].endswith("is in uninterruptible sleep (state D) in the kernel's rpc_wait_bit_killable.")
-
-
 TP1 = "sglang::scheduler_TP1 (pid 11)"
 DEEP = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *real_stacks.BATCH) for look in range(3)]
 
@@ -402,22 +346,16 @@ DEEP = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *real_stacks.BATC
     ],
 )
 def test_what_holds_it_is_told(one: ProcessReport, words: str) -> None:
-    found = suspect_of(rank(0, BROADCAST), one)
-    assert found is not None
-    assert found[1].endswith(words)
+    assert words in judge(incident_of(rank(0, BROADCAST), one), silent(10)).text
 
 
 @pytest.mark.parametrize("gil", ["main", "taken"])
 def test_a_gil_held_in_some_samples_is_not_reported(gil: Gil) -> None:
-    held = suspect_of(rank(0, BROADCAST), rank(1, SPIN, gil=gil))
-    assert held is not None
-    assert "GIL" in held[1]
     one = rank(1, SPIN, gil=gil)
+    assert "GIL" in judge(incident_of(rank(0, BROADCAST), one), silent(10)).text
     one.samples[1] = rank(1, SPIN).samples[1]
     for seen in (one, rank(1, SPIN, states="S", gil=gil)):
-        found = suspect_of(rank(0, BROADCAST), seen)
-        assert found is not None
-        assert "GIL" not in found[1]
+        assert "GIL" not in judge(incident_of(rank(0, BROADCAST), seen), silent(10)).text
 
 
 STOPPED = [rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")]
@@ -550,7 +488,7 @@ def busy(number: int, frames: tuple[str, ...], states: str = "RRR", cpu: float =
     ],
 )
 def test_an_awaited_rank_may_be_at_work(ranks: list[ProcessReport], is_busy: bool) -> None:
-    assert find_busy(ranks).endswith((": at work, which may take long.", "as so long a prompt may take.")) is is_busy
+    assert (judge(incident_of(*ranks), silent(*(one.pid for one in ranks))).kind == "busy") is is_busy
 
 
 @pytest.mark.parametrize(

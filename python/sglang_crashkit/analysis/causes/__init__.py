@@ -16,8 +16,6 @@ from sglang_crashkit.analysis.causes.rules import RULES
 
 logger = logging.getLogger(__name__)
 
-_NOTHING = Finding("unknown", ("No rule applies to what is known of this incident.",))
-
 
 def explain(
     document: Mapping[str, Any],
@@ -43,11 +41,6 @@ def explain(
         case.known = matching(load_issues(), case)
     except Exception as error:
         logger.error("known issues could not be looked up", exc_info=error)
-    name, finding = _find(case)
-    return _to_json(name, finding, case)
-
-
-def _find(case: Case) -> tuple[str, Finding]:
     for name, rule in RULES:
         try:
             finding = rule(case)
@@ -55,28 +48,23 @@ def _find(case: Case) -> tuple[str, Finding]:
             logger.error("the rule for %s failed", name, exc_info=error)
             continue
         if finding is not None:
-            return name, finding
-    return "unknown", _NOTHING
+            return _to_json(name, finding, case)
+    return _to_json("unknown", Finding("unknown", ("No rule applies to what is known of this incident.",)), case)
 
 
 def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
     advice, incident = ADVICE[name], str(case.document.get("id") or "latest")
     hint = hint_of(case.error.text) if case.error else ""
     steps = [*finding.steps, *([hint] if hint else []), *(step.replace(INCIDENT, incident) for step in advice.steps)]
+    if name == "poison_request" or case.suspected:
+        steps.insert(0, f'`sglang-crashkit replay {incident} --bisect --serve "COMMAND"` finds the request')
     return {
         "class": name,
         "words": advice.words,
         "level": finding.level,
         "reasons": [*finding.reasons, *case.control, *case.last_step],
-        "next_steps": [*_bisection(name, case, incident), *steps],
+        "next_steps": steps,
         "known_issues": [issue.to_json() for issue in case.known],
         # What is raised at one start is raised at the next one, unless it was chance.
         "restart_helps": "unknown" if case.error and case.is_starting and advice.restart == "yes" else advice.restart,
     }
-
-
-def _bisection(name: str, case: Case, incident: str) -> list[str]:
-    """Return the command that finds the request, where one is likely to be at fault."""
-    if name != "poison_request" and not case.suspected:
-        return []
-    return [f'`sglang-crashkit replay {incident} --bisect --serve "COMMAND"` finds the request']

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import zip_longest
-from math import inf, nan
+from math import inf
 from typing import Any
 
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
@@ -79,10 +79,6 @@ class Raised:
         """The last part of its type, and its text: what known issues are told by."""
         return f"{self.type.rpartition('.')[2]}: {self.text}"
 
-    def came_through(self, *patterns: str) -> bool:
-        """Say whether each of the patterns (of `fnmatch`) is that of one of its places."""
-        return are_in(patterns, self.places)
-
 
 def are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
     """Say whether each of the patterns (of `fnmatch`) is that of one of the texts."""
@@ -101,14 +97,6 @@ def _parts_of(frame: str) -> tuple[str, str]:
     frame = frame[:_MAX_FRAME]
     function, paren, place = frame.rpartition(" (")
     return (function, _LINE.sub("", place[:-1])) if paren and place.endswith(")") else (frame, "")
-
-
-def parse_error(pid: int, message: str, frames: Sequence[str] = ()) -> Raised:
-    """Return an exception from its message as Python writes it, and its frames, innermost first."""
-    found = _ERROR.fullmatch(message[:_MAX_TEXT].strip())
-    kind, text = (found["type"][:_MAX_TYPE], found["text"] or "") if found else ("", message[:_MAX_TEXT])
-    paths = tuple(filter(None, (_parts_of(frame)[1] for frame in frames)))
-    return Raised(pid, kind, text, tuple(place_of(frame) for frame in frames), paths)
 
 
 class Case:
@@ -155,9 +143,11 @@ class Case:
         frames = record.get("traceback")
         process = next((one for one in self.processes if one.get("pid") == pid), {})
         innermost = [*map(str, reversed(frames))] if isinstance(frames, list) else texts_of(process.get("doing"))
-        return parse_error(
-            pid if isinstance(pid, int) else 0, str(record.get("message") or event.get("message") or ""), innermost
-        )
+        message = str(record.get("message") or event.get("message") or "")[:_MAX_TEXT]
+        found = _ERROR.fullmatch(message.strip())
+        kind, text = (found["type"][:_MAX_TYPE], found["text"] or "") if found else ("", message)
+        paths = tuple(filter(None, (_parts_of(frame)[1] for frame in innermost)))
+        return Raised(pid if isinstance(pid, int) else 0, kind, text, tuple(map(place_of, innermost)), paths)
 
     @cached_property
     def error(self) -> Raised | None:
@@ -190,9 +180,9 @@ class Case:
     @cached_property
     def is_starting(self) -> bool:
         """Whether the server had not got ready."""
-        if self.kind == "failed_start" or any(one.get("event") in _FAILED_STARTS for one in self.events):
+        if self.kind == "failed_start" or self.has_event(*_FAILED_STARTS):
             return True
-        return any(one.came_through(place) for one in self.raised for place in _STARTING_PLACES)
+        return any(are_in([place], one.places) for one in self.raised for place in _STARTING_PLACES)
 
     @property
     def is_hang(self) -> bool:
@@ -220,10 +210,11 @@ class Case:
     @property
     def xids(self) -> list[Mapping[str, Any]]:
         """The Xid errors that the driver reported not long before; see `analysis.gpus`."""
-        events = mappings_of(mapping_of(self.document.get("gpus")).get("xids"))
+        told = mappings_of(mapping_of(self.document.get("gpus")).get("xids"))
+        events = [one for one in told if type(one.get("xid")) is int]
         opened = seconds_of(mapping_of(self.document.get("trigger")).get("time"))
         since = -inf if opened is None else opened - _XID_SECS
-        return [one for one in events if type(one.get("xid")) is int and not _number(one.get("time")) < since]
+        return [one for one in events if not (isinstance(at := one.get("time"), int | float) and at < since)]
 
     @cached_property
     def arguments(self) -> frozenset[str]:
@@ -251,13 +242,6 @@ class Case:
     def release(self) -> str:
         """SGLang's version."""
         return str(mapping_of(self.document.get("server")).get("sglang_version") or "")
-
-    @property
-    def shared_memory_use(self) -> float | None:
-        """How full ``/dev/shm`` was, from 0 to 1; None where that is not known."""
-        memory = mapping_of(mapping_of(self.document.get("environment")).get("shared_memory"))
-        used, total = memory.get("used_bytes"), memory.get("total_bytes")
-        return used / total if isinstance(used, int) and isinstance(total, int) and total > 0 else None
 
     @cached_property
     def suspects(self) -> list[Mapping[str, Any]]:
@@ -332,7 +316,3 @@ class Finding:
 def name_of(process: Mapping[str, Any]) -> str:
     """Return what a process is called in a sentence."""
     return f"{process.get('title')} (pid {process.get('pid')})"
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else nan

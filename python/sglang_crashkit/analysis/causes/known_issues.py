@@ -10,7 +10,7 @@ before ``since``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 from sglang_crashkit.analysis.causes.case import Case, KnownIssue, are_in
 from sglang_crashkit.analysis.causes.no_progress import hangs_by_itself
 
-_FILE = "known_issues.yaml"
 #: An entry's frame in which a rank waits for the others.
 _COLLECTIVE = re.compile(r"all_reduce|all_gather|broadcast")
 
@@ -52,25 +51,12 @@ def matching(issues: Iterable[KnownIssue], case: Case) -> list[KnownIssue]:
 
 @lru_cache(maxsize=1)
 def load_issues() -> tuple[KnownIssue, ...]:
-    """Return the entries of the data file.
-
-    Raises:
-        OSError: it is not there.
-        yaml.YAMLError: it is no YAML.
-        TypeError: an entry has a field that is unknown, or lacks one.
-        ValueError: a pattern is none.
-    """
+    """Return the entries of the data file; it raises where that is broken."""
     import yaml
 
-    text = resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
+    text = resources.files(__package__).joinpath("known_issues.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return tuple(_entry(fields) for fields in yaml.load(text, Loader=loader))  # noqa: S506 - both are safe loaders
-
-
-def _entry(fields: Mapping[str, Any]) -> KnownIssue:
-    try:
-        re.compile(str(fields.get("error", "")))
-    except re.error as error:
-        raise ValueError(f"issue {fields.get('issue')} in {_FILE}: {error}") from error
-    lists = {name: tuple(fields[name]) for name in ("frames", "arguments") if name in fields}
-    return KnownIssue(**{**fields, **lists})
+    entries: list[dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - both are safe loaders
+    for fields in entries:
+        fields |= {name: tuple(fields[name]) for name in ("frames", "arguments") if name in fields}
+    return tuple(KnownIssue(**fields) for fields in entries)

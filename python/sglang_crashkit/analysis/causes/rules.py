@@ -21,7 +21,7 @@ from typing import Any
 
 from sglang_crashkit.analysis.causes import no_progress
 from sglang_crashkit.analysis.causes.advice import COMPILER_FAILED, NO_COMPILER, hint_of
-from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
+from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, are_in, name_of
 from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import Level
@@ -36,21 +36,9 @@ _OF_A_CHILD = {128 + signal: signal.name for signal in Signals}
 _XIDS_OF_HARDWARE = frozenset({46, 48, 62, 64, 74, 79, 94, 95, 110, 119, 120, 140, *range(144, 151)})
 _XIDS_OF_PROGRAMS = frozenset({13, 31, 43})
 #: Exception classes that Python code raises for anything.
-_ANY_CLASS = frozenset(
-    {
-        "AssertionError",
-        "AttributeError",
-        "Exception",
-        "FileNotFoundError",
-        "ImportError",
-        "MemoryError",
-        "ModuleNotFoundError",
-        "OSError",
-        "PermissionError",
-        "RuntimeError",
-        "TypeError",
-        "ValueError",
-    }
+_ANY_CLASS = re.compile(
+    r"\b((Assertion|Attribute|FileNotFound|Import|Memory|ModuleNotFound|OS|Permission|Runtime|Type|Value)Error"
+    r"|Exception)\b"
 )
 #: A file system this full, from 0 to 1, has no room for what is needed.
 _FULL = 0.95
@@ -88,18 +76,18 @@ def raises(kind: str, text: str = "", *through: str, path: str = "", starting: b
     Args:
         kind: pattern of its whole type, with or without its module.
         text: pattern that its text begins with.
-        through: places that it came through; see `Raised.came_through`.
+        through: patterns (of `fnmatch`) of places, each of which it came through.
         path: pattern of a file that it came through.
         starting: whether the server was starting; None where that does not matter.
     """
     types, words, files = re.compile(rf"(?:\w+\.)*(?:{kind})"), re.compile(text), re.compile(path)
-    is_telling = bool(through or path) or not _ANY_CLASS.intersection(re.findall(r"\w+", kind))
+    is_telling = bool(through or path) or not _ANY_CLASS.search(kind)
 
     def rule(case: Case) -> Finding | None:
         error = case.error
         if error is None or (starting is not None and case.is_starting is not starting):
             return None
-        if not (types.fullmatch(error.type) and words.match(error.text) and error.came_through(*through)):
+        if not (types.fullmatch(error.type) and words.match(error.text) and are_in(through, error.places)):
             return None
         if path and not any(files.search(one) for one in error.paths):
             return None
@@ -195,14 +183,13 @@ def _gpu_said(case: Case) -> Finding | None:
 
 
 def _no_space_by_signal(case: Case) -> Finding | None:
-    use = case.shared_memory_use
-    if "SIGBUS" not in (case.signal, _signal_at_start(case)) or use is None or use < _FULL:
+    memory = mapping_of(mapping_of(case.document.get("environment")).get("shared_memory"))
+    used, total = memory.get("used_bytes"), memory.get("total_bytes")
+    use = used / total if isinstance(used, int) and isinstance(total, int) and total > 0 else 0.0
+    signal = case.end.get("signal") if case.is_starting else case.signal
+    if signal != "SIGBUS" or use < _FULL:
         return None
     return Finding("supported", (f"{name_of(case.first)} died of SIGBUS while /dev/shm was {use:.0%} full.",))
-
-
-def _signal_at_start(case: Case) -> str:
-    return str(case.end.get("signal") or "") if case.is_starting else ""
 
 
 def _asked_to_stop(case: Case) -> Finding | None:
@@ -235,22 +222,15 @@ def died_of(*signals: str) -> Rule:
 
 
 def _peer(case: Case) -> Finding | None:
-    if case.verdict.get("kind") != "peer_lost" or _all_transfers(case):
-        return None
     level: Level = "established" if case.verdict.get("level") == "established" else "supported"
-    return Finding(level, (case.statement,))
+    return Finding(level, (case.statement,)) if case.verdict.get("kind") == "peer_lost" else None
 
 
 def _transfer(case: Case) -> Finding | None:
-    if case.verdict.get("kind") != "peer_lost" or not _all_transfers(case):
+    signs = [one.get("sign") for one in mappings_of(case.document.get("peers"))]
+    if case.verdict.get("kind") != "peer_lost" or not signs or any(sign != "failed_transfer" for sign in signs):
         return None
     return Finding("supported", (str(case.verdict.get("text")),))
-
-
-def _all_transfers(case: Case) -> bool:
-    peers = case.document.get("peers")
-    signs = [one.get("sign") for one in peers if isinstance(one, dict)] if isinstance(peers, list) else []
-    return bool(signs) and all(sign == "failed_transfer" for sign in signs)
 
 
 def _connection(case: Case) -> Finding | None:
@@ -287,7 +267,7 @@ def _poison(case: Case) -> Finding | None:
     elif case.repeated:
         reason = f"A request like {case.repeated} was suspected in an earlier incident of the same fault."
     elif (
-        any(map(error.came_through, _TAKING_IN))
+        any(are_in([place], error.places) for place in _TAKING_IN)
         and not _is_of_host(error)
         and not any(map(_OF_PAIRS.search, _within(error, _TAKING_IN)))
     ):
@@ -310,11 +290,9 @@ def _is_of_host(error: Raised) -> bool:
 
 def _within(error: Raised, places: tuple[str, ...]) -> list[str]:
     """Return the files of the frames that an exception came through before it came to one of `places`."""
-
-    def is_inner(frame: tuple[str, str]) -> bool:
-        return not any(fnmatchcase(frame[0], place) for place in places)
-
-    return [path for _place, path in takewhile(is_inner, zip(error.places, error.paths, strict=False))]
+    frames = zip(error.places, error.paths, strict=False)
+    inner = takewhile(lambda frame: not any(fnmatchcase(frame[0], place) for place in places), frames)
+    return [path for _place, path in inner]
 
 
 #: What is said of any request that a server fails with whose only one it is.
@@ -340,7 +318,7 @@ def _suspected(case: Case) -> Finding | None:
     if case.error is not None and _is_of_host(case.error):
         return None
     by_place = _BY_PLACE
-    if case.error is not None and not any(map(case.error.came_through, _BEGINNING)):
+    if case.error is not None and not any(are_in([place], case.error.places) for place in _BEGINNING):
         # It may not even have been received.
         by_place |= {ONLY}
     if not case.is_beside_others and by_place.issuperset(case.suspicions):
@@ -350,15 +328,9 @@ def _suspected(case: Case) -> Finding | None:
     return Finding("supported", (what, f"Request {which} is suspected most: {why}."), (_block(which),))
 
 
-def _hangs_by_request(case: Case) -> Finding | None:
-    return _suspected(case) if case.is_hang else None
-
-
 def _port_logged(case: Case) -> Finding | None:
-    line = next((line for line in case.last_log_lines if _NO_BIND.match(line)), None)
-    return (
-        Finding("supported", (f"{name_of(case.first)} logged before it ended: {line.strip()[:200]}",)) if line else None
-    )
+    line = next((line.strip()[:200] for line in case.last_log_lines if _NO_BIND.match(line)), None)
+    return Finding("supported", (f"{name_of(case.first)} logged before it ended: {line}",)) if line else None
 
 
 def _model_load(case: Case) -> Finding | None:
@@ -505,7 +477,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("symmetric_stall", raises("DistBackendError|RuntimeError", _TIMED_OUT)),
     ("rank_stuck", no_progress.rank_stuck),
     ("rank_stuck", no_progress.awaited),
-    ("poison_request", _hangs_by_request),
+    ("poison_request", lambda case: _suspected(case) if case.is_hang else None),
     ("detokenizer_stuck", no_progress.stuck("detokenizer")),
     ("tokenizer_stuck", no_progress.stuck("server", "tokenizer_worker")),
     ("no_progress", no_progress.no_progress),

@@ -36,24 +36,7 @@ def incident(
     release: str = "0.5.12",
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the document of an incident.
-
-    Args:
-        kind: the verdict's.
-        first: title of who failed first; None where nobody is known to have.
-        level: the verdict's.
-        text: the verdict's.
-        opened: the incident's kind.
-        trigger: what opened it.
-        end: how the first failure ended.
-        error: the exception that the first failure reported, or the first rank where there is none.
-        frames: of that exception, innermost first.
-        doing: frames by title.
-        state: the state that ``/proc`` told of, by title.
-        events: more of the timeline: an event, or its fields.
-        release: of SGLang.
-        more: replaces keys of the document.
-    """
+    """Return the document of an incident: first what the verdict says, then what opened it, and its evidence."""
     reports = []
     for title, (pid, role) in PEOPLE.items():
         report = ProcessReport(pid, title, role, {"tp": int(title[-1])} if role == "scheduler" else {})
