@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sglang_crashkit.kernel.procfs import key_of
 
@@ -22,8 +22,9 @@ MODE_VARIABLE = "SGLANG_CRASHKIT_MODE"
 FLIGHT_VARIABLE = "SGLANG_CRASHKIT_FLIGHT_FOLDER"
 
 MB = 1 << 20
-_LIMITS = ("MAX_USE", "KEEP_FREE", "MAX_INCIDENT", "MAX_CORE")
-MAX_USE, KEEP_FREE, MAX_INCIDENT, MAX_CORE = (f"SGLANG_CRASHKIT_{name}_MB" for name in _LIMITS)
+MAX_USE, KEEP_FREE, MAX_INCIDENT, MAX_CORE = (
+    f"SGLANG_CRASHKIT_{name}_MB" for name in ("MAX_USE", "KEEP_FREE", "MAX_INCIDENT", "MAX_CORE")
+)
 #: The folder, in the fallback folder, of all runtime folders.
 RUN = "run"
 SOCKET = "handler.sock"
@@ -112,8 +113,7 @@ def read_number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else default
 
 
-def read_megabytes(environ: Mapping[str, str], name: str, default: float) -> float:
-    """Return variable `name` as mebibytes, 1 to 1024; `default` where it is unset, unreadable or another number."""
+def _read_megabytes(environ: Mapping[str, str], name: str, default: float) -> float:
     megabytes = read_seconds(environ, name, default)
     return megabytes if 1 <= megabytes <= 1024 else default
 
@@ -122,109 +122,116 @@ def read_megabytes(environ: Mapping[str, str], name: str, default: float) -> flo
 Prompts = Literal["full", "ids", "none"]
 
 
-def read_prompts(environ: Mapping[str, str]) -> Prompts:
-    """Return ``SGLANG_CRASHKIT_PROMPTS``: ``full`` where it is unset, ``none`` where it is set to another word.
+def _read_prompts(environ: Mapping[str, str], name: str, default: Prompts) -> Prompts:
+    """Return what variable `name` says of prompts: `default` where it is unset, ``none`` where it is another word.
 
     Whoever sets it wants to keep something back, so a typing error keeps back all.
     """
-    value = environ.get("SGLANG_CRASHKIT_PROMPTS", "").strip().lower()
-    return "full" if value in ("", "full") else "ids" if value == "ids" else "none"
+    value = environ.get(name, "").strip().lower() or default
+    return "full" if value == "full" else "ids" if value == "ids" else "none"
+
+
+def _read_native(environ: Mapping[str, str], name: str, default: bool | None) -> bool | None:
+    wanted = read_bool(environ, name, True)
+    # Unset or unreadable where the answer is whatever the default is.
+    return wanted if wanted == read_bool(environ, name, False) else default
+
+
+def _read_bytes(environ: Mapping[str, str], name: str, default: int | None) -> int | None:
+    megabytes = read_seconds(environ, name, -1.0)
+    return int(megabytes * MB) if megabytes >= 0 else default
+
+
+def _read_days(environ: Mapping[str, str], name: str, default: float) -> float:
+    return 86400 * read_seconds(environ, name, default / 86400)
+
+
+def _read_keeps(environ: Mapping[str, str], name: str, _default: bool) -> bool:
+    return environ.get(name, "").strip().lower() == "upstream"
+
+
+def _setting(name: str, read: Callable[[Mapping[str, str], str, Any], object], default: Any) -> Any:
+    """Return a field that `read` takes from variable `name`, `default` where that is unset or unreadable."""
+    return field(default=default, metadata={"name": name, "read": read})
+
+
+def _read_fields(kind: type, environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        one.name: one.metadata["read"](environ, one.metadata["name"], one.default)
+        for one in fields(kind)
+        if one.metadata
+    }
 
 
 @dataclass(frozen=True)
 class DiskLimits:
-    """What the user allows, in bytes; None is the default.
+    """What the user allows; sizes are in bytes, and None is the default."""
 
-    Attributes:
-        max_use: ``SGLANG_CRASHKIT_MAX_USE_MB``; all incidents of a host together, with the GPU cores and request dumps
-            beside them. By default 4096 MB, and at most a tenth of the file system.
-        keep_free: ``SGLANG_CRASHKIT_KEEP_FREE_MB``; what incidents leave free on the file system. By default 1024 MB,
-            and at most a twentieth of it.
-        max_incident: ``SGLANG_CRASHKIT_MAX_INCIDENT_MB``; one incident, without what lies beside it. 256 MB by default.
-        max_core: ``SGLANG_CRASHKIT_MAX_CORE_MB``; one GPU core. 4096 MB by default.
-        max_count: ``SGLANG_CRASHKIT_MAX_INCIDENTS``; how many finished incidents of a host stay. 1000 by default, 0 for
-            any number.
-        max_age_secs: ``SGLANG_CRASHKIT_MAX_AGE_DAYS``, in seconds; older ones go when a new one comes. By default 0,
-            for any age.
-    """
-
-    max_use: int | None = None
-    keep_free: int | None = None
-    max_incident: int = 256 * MB
-    max_core: int = 4096 * MB
-    max_count: int = 1000
-    max_age_secs: float = 0.0
+    #: All incidents of a host together, with the GPU cores and request dumps beside them. By default 4096 MB, and at
+    #: most a tenth of the file system.
+    max_use: int | None = _setting(MAX_USE, _read_bytes, None)
+    #: What incidents leave free on the file system. By default 1024 MB, and at most a twentieth of it.
+    keep_free: int | None = _setting(KEEP_FREE, _read_bytes, None)
+    max_incident: int = _setting(MAX_INCIDENT, _read_bytes, 256 * MB)  # one incident, without what lies beside it
+    max_core: int = _setting(MAX_CORE, _read_bytes, 4096 * MB)  # one GPU core
+    #: How many finished incidents of a host stay; 0 for any number.
+    max_count: int = _setting("SGLANG_CRASHKIT_MAX_INCIDENTS", read_number, 1000)
+    #: Older ones go when a new one comes; 0 for any age.
+    max_age_secs: float = _setting("SGLANG_CRASHKIT_MAX_AGE_DAYS", _read_days, 0.0)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
         """Read them from `environ`; a value that cannot be read counts as unset."""
-        sizes = {name.lower(): read_seconds(environ, f"SGLANG_CRASHKIT_{name}_MB", -1.0) for name in _LIMITS}
-        return cls(
-            **{name: int(megabytes * MB) for name, megabytes in sizes.items() if megabytes >= 0},
-            max_count=read_number(environ, "SGLANG_CRASHKIT_MAX_INCIDENTS", cls.max_count),
-            max_age_secs=86400 * read_seconds(environ, "SGLANG_CRASHKIT_MAX_AGE_DAYS", cls.max_age_secs / 86400),
-        )
+        return cls(**_read_fields(cls, environ))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks of the kit.
+    """What the environment asks of the kit; times are in seconds."""
 
-    Attributes:
-        enabled: ``SGLANG_CRASHKIT_ENABLED``; the kit does nothing at all when false.
-        stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no stacks are taken when false.
-        cores: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``; no GPU core is asked for when false.
-        core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; how long is waited for a GPU core to come or to
-            grow on, in seconds, within `exit_secs`.
-        budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
-        capture_secs: ``SGLANG_CRASHKIT_CAPTURE_SECS``; the longest that one round of stacks may take, in seconds.
-        startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
-            ready, in seconds; 0 for no limit.
-        end_secs: ``SGLANG_CRASHKIT_END_SECS``; the longest that the server's end may take once the evidence of a crash
-            is whole, in seconds.
-        hang_secs: ``SGLANG_CRASHKIT_HANG_SECS``; how long a scheduler that makes no progress is taken to be at work, in
-            seconds; 0 where hangs are not looked for.
-        native: ``SGLANG_CRASHKIT_NATIVE``; whether native stacks are taken, which stops each process for a moment. None
-            where it is not set: of a server that hangs and will be ended for it.
-        journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is noted before a crash when false.
-        log_records: ``SGLANG_CRASHKIT_LOG_RECORDS``; how many of its last log records each process keeps for an
-            incident; 0 for none.
-        journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how much memory the journal of one process may take, in mebibytes,
-            1 to 1024.
-        steps: ``SGLANG_CRASHKIT_STEPS``; the schedulers keep no record of their last steps when false.
-        full_per_fault: ``SGLANG_CRASHKIT_FULL_PER_FAULT``; how many incidents of the same fault a day are kept with all
-            stacks; 0 for all.
-        disk: what incidents may take of the disk.
-        exit_secs: ``SGLANG_CRASHKIT_EXIT_SECS``; the longest that one end of the server may take with all that is
-            waited for, in seconds.
-        keeps_exit_status: ``SGLANG_CRASHKIT_EXIT_STATUS`` is ``upstream``; a crash ends the server with upstream's
-            exit status.
-        prompts: ``SGLANG_CRASHKIT_PROMPTS``; what the journal keeps of prompts.
-        gpu_facts: ``SGLANG_CRASHKIT_GPU_FACTS``; the GPUs' driver is not asked when false.
-        html: ``SGLANG_CRASHKIT_HTML``; each incident has a page of HTML, too, when true.
-    """
-
-    enabled: bool = True
-    stacks: bool = True
-    cores: bool = True
-    core_wait_secs: float = 60.0
-    budget_secs: float = 20.0
-    capture_secs: float = 1.5
-    startup_timeout_secs: float = 0.0
-    end_secs: float = 15.0
-    hang_secs: float = 60.0
-    native: bool | None = None
-    journal: bool = True
-    journal_mb: float = 32.0
-    steps: bool = True
-    log_records: int = 200
-    full_per_fault: int = 3
+    #: The kit does nothing at all when false.
+    enabled: bool = _setting("SGLANG_CRASHKIT_ENABLED", read_bool, True)
+    #: No stacks are taken when false.
+    stacks: bool = _setting("SGLANG_PYSPY_DUMP_BEFORE_CRASH", read_bool, True)
+    #: No GPU core is asked for when false.
+    cores: bool = _setting("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", read_bool, True)
+    #: How long is waited for a GPU core to come or to grow on, within `exit_secs`.
+    core_wait_secs: float = _setting("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", read_seconds, 60.0)
+    #: The longest an incident may take.
+    budget_secs: float = _setting("SGLANG_CRASHKIT_BUDGET_SECS", read_seconds, 20.0)
+    #: The longest that one round of stacks may take.
+    capture_secs: float = _setting("SGLANG_CRASHKIT_CAPTURE_SECS", read_seconds, 1.5)
+    #: The longest that the ranks may take to get ready; 0 for no limit.
+    startup_timeout_secs: float = _setting("SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", read_seconds, 0.0)
+    #: The longest that the server's end may take once the evidence of a crash is whole.
+    end_secs: float = _setting("SGLANG_CRASHKIT_END_SECS", read_seconds, 15.0)
+    #: How long a scheduler that makes no progress is taken to be at work; 0 where hangs are not looked for.
+    hang_secs: float = _setting("SGLANG_CRASHKIT_HANG_SECS", read_seconds, 60.0)
+    #: Whether native stacks are taken, which stops each process for a moment; None: of a server that hangs and will be
+    #: ended for it.
+    native: bool | None = _setting("SGLANG_CRASHKIT_NATIVE", _read_native, None)
+    #: No request is noted before a crash when false.
+    journal: bool = _setting("SGLANG_CRASHKIT_JOURNAL", read_bool, True)
+    #: How much memory the journal of one process may take, in mebibytes, 1 to 1024.
+    journal_mb: float = _setting("SGLANG_CRASHKIT_JOURNAL_MB", _read_megabytes, 32.0)
+    #: The schedulers keep no record of their last steps when false.
+    steps: bool = _setting("SGLANG_CRASHKIT_STEPS", read_bool, True)
+    #: How many of its last log records each process keeps for an incident; 0 for none.
+    log_records: int = _setting("SGLANG_CRASHKIT_LOG_RECORDS", read_number, 200)
+    #: How many incidents of the same fault a day are kept with all stacks; 0 for all.
+    full_per_fault: int = _setting("SGLANG_CRASHKIT_FULL_PER_FAULT", read_number, 3)
+    #: What incidents may take of the disk.
     disk: DiskLimits = field(default_factory=DiskLimits)
-    exit_secs: float = 60.0
-    keeps_exit_status: bool = False
-    prompts: Prompts = "full"
-    gpu_facts: bool = True
-    html: bool = False
+    #: The longest that one end of the server may take with all that is waited for.
+    exit_secs: float = _setting("SGLANG_CRASHKIT_EXIT_SECS", read_seconds, 60.0)
+    #: A crash ends the server with upstream's exit status.
+    keeps_exit_status: bool = _setting("SGLANG_CRASHKIT_EXIT_STATUS", _read_keeps, False)
+    #: What the journal keeps of prompts.
+    prompts: Prompts = _setting("SGLANG_CRASHKIT_PROMPTS", _read_prompts, "full")  # noqa: RUF009 - a field
+    #: The GPUs' driver is not asked when false.
+    gpu_facts: bool = _setting("SGLANG_CRASHKIT_GPU_FACTS", read_bool, True)
+    #: Each incident has a page of HTML, too, when true.
+    html: bool = _setting("SGLANG_CRASHKIT_HTML", read_bool, False)
 
     @property
     def diagnostics(self) -> bool:
@@ -234,37 +241,7 @@ class Settings:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the settings from `environ`."""
-        return cls(
-            enabled=read_bool(environ, "SGLANG_CRASHKIT_ENABLED", cls.enabled),
-            stacks=read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", cls.stacks),
-            cores=read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cls.cores),
-            core_wait_secs=read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", cls.core_wait_secs),
-            budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", cls.budget_secs),
-            capture_secs=read_seconds(environ, "SGLANG_CRASHKIT_CAPTURE_SECS", cls.capture_secs),
-            startup_timeout_secs=read_seconds(
-                environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", cls.startup_timeout_secs
-            ),
-            end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", cls.end_secs),
-            hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", cls.hang_secs),
-            journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", cls.journal),
-            journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", cls.journal_mb),
-            steps=read_bool(environ, "SGLANG_CRASHKIT_STEPS", cls.steps),
-            log_records=read_number(environ, "SGLANG_CRASHKIT_LOG_RECORDS", cls.log_records),
-            full_per_fault=read_number(environ, "SGLANG_CRASHKIT_FULL_PER_FAULT", cls.full_per_fault),
-            exit_secs=read_seconds(environ, "SGLANG_CRASHKIT_EXIT_SECS", cls.exit_secs),
-            gpu_facts=read_bool(environ, "SGLANG_CRASHKIT_GPU_FACTS", cls.gpu_facts),
-            html=read_bool(environ, "SGLANG_CRASHKIT_HTML", cls.html),
-            native=_read_native(environ),
-            disk=DiskLimits.from_environ(environ),
-            keeps_exit_status=environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
-            prompts=read_prompts(environ),
-        )
-
-
-def _read_native(environ: Mapping[str, str]) -> bool | None:
-    wanted = read_bool(environ, "SGLANG_CRASHKIT_NATIVE", True)
-    # Unset or unreadable where the answer is whatever the default is.
-    return wanted if wanted == read_bool(environ, "SGLANG_CRASHKIT_NATIVE", False) else None
+        return cls(**_read_fields(cls, environ), disk=DiskLimits.from_environ(environ))
 
 
 def runtime_folder(server_pid: int, start_ticks: int) -> Path:

@@ -140,7 +140,7 @@ def _head(patch: Patch) -> bytes:
 
 
 def _body(hunk: Hunk) -> bytes:
-    lines = (line.tag + line.text for line in hunk.lines)
+    lines = (tag + text for tag, text in hunk.lines)
     return b"".join(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)
 
 

@@ -20,7 +20,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.environment import Environment, Kit
 from sglang_crashkit.installer.patches import PatchTree, apply_patch
-from sglang_crashkit.installer.status import FileState, Overall, read_tree
+from sglang_crashkit.installer.status import State, read_tree
 from unit.support.killing import Step, run_in_child
 
 pytestmark = pytest.mark.wheels
@@ -56,8 +56,8 @@ def test_patches_apply_compile_and_revert_to_the_same_bytes(environment, patches
     outcome = apply(environment, patches, lock)
     assert set(outcome.changed) == set(lock.releases[release].files)
     tree = read_tree(environment, lock.releases[release])
-    assert tree.overall is Overall.PATCHED
-    assert set(tree.files.values()) == {FileState.PATCHED}
+    assert tree.overall is State.PATCHED
+    assert set(tree.files.values()) == {State.PATCHED}
     for path in outcome.changed:
         file = environment.package / path
         compile(file.read_bytes(), file, "exec", dont_inherit=True)

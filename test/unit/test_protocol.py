@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -66,13 +65,6 @@ def test_a_message_arrives_with_its_fields_and_the_senders_pid(path: str, mailbo
     assert message.fields == {"pid": 1, "text": "ü", "nothing": None, "path": "/x"}
 
 
-def test_one_who_waits_gets_the_answer(path: str, mailbox: Mailbox) -> None:
-    with answering(mailbox, ack="done") as got:
-        assert protocol.request(path, "event", LONG, text="x") == {"ack": "done"}
-    assert got[0].fields.keys() == {"at", "text"}
-    assert got[0].address is not None
-
-
 def test_a_silent_handler_ends_the_wait_at_its_time(path: str, mailbox: Mailbox) -> None:
     assert protocol.request(path, "event", 0.3) == {}
 
@@ -104,18 +96,6 @@ def test_a_handler_that_dies_ends_the_wait(path: str) -> None:
         protocol.request(path, "event", 600.0)
 
 
-def test_the_answer_of_a_handler_that_left_is_kept(
-    path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer_and_leave(_path: str) -> bool:
-        # Between the look into the mailbox and the look for the handler.
-        mailbox.acknowledge(receive_one(mailbox), ack="last")
-        return False
-
-    monkeypatch.setattr(protocol, "is_reachable", answer_and_leave)
-    assert protocol.request(path, "event", LONG) == {"ack": "last"}
-
-
 @pytest.fixture
 def full(path: str, mailbox: Mailbox) -> Mailbox:
     """A mailbox with as many messages as the kernel queues."""
@@ -123,20 +103,6 @@ def full(path: str, mailbox: Mailbox) -> Mailbox:
         while True:
             sender.sendto(b"rubbish", socket.MSG_DONTWAIT, path)
     return mailbox
-
-
-def test_a_queue_that_is_full_is_waited_for(path: str, full: Mailbox) -> None:
-    got: list[Message] = []
-
-    def read_later() -> None:
-        time.sleep(0.1)
-        wait_until(lambda: got or got.extend(full.receive()), "the message is there")
-        full.acknowledge(got[0], ack="done")
-
-    reader = threading.Thread(target=read_later)
-    reader.start()
-    assert protocol.request(path, "event", LONG) == {"ack": "done"}
-    reader.join(LONG)
 
 
 @pytest.mark.usefixtures("full")
@@ -183,20 +149,6 @@ def test_one_descriptor_is_kept_where_it_is_wanted(path: str, mailbox: Mailbox, 
     os.close(fd)
 
 
-def test_a_message_carries_a_descriptor(path: str, mailbox: Mailbox) -> None:
-    code = "from sglang_crashkit import protocol\nfd = os.memfd_create('passed'); os.write(fd, b'content')\n"
-    code += "protocol.notify(sys.argv[1], 'x', descriptor=fd, more=1)\nready(); pause()"
-    with child(code, path) as process:
-        process.kill()
-        (message,) = mailbox.receive(descriptors=True)
-    assert (message.event, message.pid, message.fields["more"]) == ("x", process.pid, 1)
-    assert "descriptor" not in message.fields
-    assert message.descriptor is not None
-    # The sender may be gone.
-    assert os.pread(message.descriptor, 100, 0) == b"content"
-    message.close()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_message_is_passed_over(path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(path).chmod(0o777)
@@ -238,23 +190,12 @@ def test_nobody_but_the_handler_moves_the_end_of_a_wait(path: str, mailbox: Mail
 
 
 @pytest.mark.parametrize("asked", [600.0, 1e300, 100])
-def test_a_wait_is_capped_by_the_one_who_waits(
-    path: str, mailbox: Mailbox, asked: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_is_capped_by_the_one_who_waits(path: str, mailbox: Mailbox, asked: float) -> None:
     told: list[float] = []
-    later = 0.0
-
-    def wait(secs: float) -> None:
-        nonlocal later
-        later += LONG
-        told.append(secs)
-
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later, time=time.time)
-    monkeypatch.setattr(protocol, "time", clock)
     with answering(mailbox, ack="wait", **{WAIT_FIELD: asked}):
-        assert protocol.request(path, "event", LONG / 2, on_wait=wait, max_secs=LONG) == {}
+        assert protocol.request(path, "event", LONG, on_wait=told.append, max_secs=2.0) == {}
     assert len(told) == 1
-    assert told[0] < LONG
+    assert told[0] < 2.0
 
 
 @pytest.mark.parametrize("asked", ["long", None, [1], True, float("nan"), float("inf"), -5])

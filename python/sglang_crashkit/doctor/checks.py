@@ -89,17 +89,17 @@ class Target:
 
 def _kit(target: Target) -> Iterator[Result]:
     from sglang_crashkit.installer.environment import open_session
-    from sglang_crashkit.installer.status import read_status
+    from sglang_crashkit.installer.status import read_tree
 
     try:
         session = open_session(target.python)
-        status = read_status(session.environment, session.lock)
+        tree = read_tree(session.environment, session.lock.find(session.environment.version))
     except CrashkitError as error:
         yield Result(False, error.message, error.next_step or "name the server's python with --python PATH")
         return
-    state, found, command = status.tree.overall.value, status.tree.environment, status.next_step or ""
-    words, known = f"SGLang {found.version} in {found.package}", f"one of {status.supported_range}"
-    if status.tree.locked is None:
+    state, found, command = tree.overall.value, tree.environment, tree.next_step or ""
+    words, known = f"SGLang {found.version} in {found.package}", f"one of {session.lock.supported_range()}"
+    if tree.locked is None:
         command = command or f"pip install sglang==RELEASE, with {known}"
         yield Result(False, f"{words} cannot be patched: it is not {known}", command)
     elif state == "patched":

@@ -32,10 +32,9 @@ from sglang_crashkit.installer.status import (
     BY_COMMAND,
     MANIFEST_NAME,
     REVERTING,
-    FileState,
     Manifest,
-    Overall,
     PatchedFile,
+    State,
     Tree,
     hash_or_none,
     read_or_none,
@@ -54,7 +53,7 @@ _STAGED, _LEFT_OVER = ".{}.sglang-crashkit-new", ".*.sglang-crashkit-*"
 class Outcome:
     """What a command did, or would do."""
 
-    before: Overall  # the installation before it
+    before: State  # the installation before it
     changed: tuple[str, ...]  # files that it changed, below the package; none where nothing was to do
 
 
@@ -90,7 +89,7 @@ def apply(environment: Environment, patches: PatchTree, lock: Lock, *, dry_run: 
     """
     locked = lock.require(environment.version)
     require_kit(environment)
-    return _bring_to(Overall.PATCHED, environment, patches, locked, dry_run=dry_run)
+    return _bring_to(State.PATCHED, environment, patches, locked, dry_run=dry_run)
 
 
 def revert(environment: Environment, patches: PatchTree, lock: Lock, *, dry_run: bool = False) -> Outcome:
@@ -98,15 +97,15 @@ def revert(environment: Environment, patches: PatchTree, lock: Lock, *, dry_run:
 
     Raises what `apply` does, and RefusedError where a patched wheel is installed; it needs no kit there.
     """
-    return _bring_to(Overall.PRISTINE, environment, patches, lock.find(environment.version), dry_run=dry_run)
+    return _bring_to(State.PRISTINE, environment, patches, lock.find(environment.version), dry_run=dry_run)
 
 
 def _bring_to(
-    target: Overall, environment: Environment, patches: PatchTree, locked: LockedRelease | None, *, dry_run: bool
+    target: State, environment: Environment, patches: PatchTree, locked: LockedRelease | None, *, dry_run: bool
 ) -> Outcome:
     tree = read_tree(environment, locked)
     is_done = tree.overall is target and not (environment.dist_info / LOCK_FILE).exists()
-    if is_done or (target is Overall.PRISTINE and tree.overall is Overall.UNSUPPORTED):
+    if is_done or (target is State.PRISTINE and tree.overall is State.UNSUPPORTED):
         return Outcome(tree.overall, ())
     try:
         if dry_run:
@@ -120,10 +119,10 @@ def _bring_to(
     return plan.outcome
 
 
-def _plan(target: Overall, tree: Tree, patches: PatchTree) -> _Plan:
+def _plan(target: State, tree: Tree, patches: PatchTree) -> _Plan:
     """Check everything and decide what each file becomes."""
     _refuse(target, tree)
-    environment, is_apply = tree.environment, target is Overall.PATCHED
+    environment, is_apply = tree.environment, target is State.PATCHED
     pristine = {path: tree.pristine_bytes(path, patches) for path in tree.files}
     wanted = dict(pristine)
     if is_apply and tree.locked is not None:
@@ -182,16 +181,16 @@ def _in_order(
     return changes
 
 
-def _refuse(target: Overall, tree: Tree) -> None:
+def _refuse(target: State, tree: Tree) -> None:
     environment = tree.environment
-    wrong = {path: state for path, state in tree.files.items() if state in (FileState.FOREIGN, FileState.MISSING)}
+    wrong = {path: state for path, state in tree.files.items() if state in (State.FOREIGN, State.MISSING)}
     if wrong:
         named = ", ".join(f"{path} ({state.value})" for path, state in wrong.items())
         raise RefusedError(
             f"neither upstream's nor the kit's in {environment.package}: {named}",
             next_step=f"keep your edit elsewhere, then {environment.reinstall}",
         )
-    if tree.by_wheel and target is Overall.PRISTINE:
+    if tree.by_wheel and target is State.PRISTINE:
         raise RefusedError(
             f"SGLang {environment.version} came patched, from a wheel that the kit built: there is nothing of "
             "upstream's to go back to here",

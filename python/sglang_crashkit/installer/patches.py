@@ -67,29 +67,22 @@ class HunkConflictError(CrashkitError):
 
 
 @dataclass(frozen=True)
-class HunkLine:
-    """One line of a hunk."""
-
-    tag: bytes  # ``b" "``, ``b"-"`` or ``b"+"``
-    text: bytes  # the line with its newline, where it has one
-
-
-@dataclass(frozen=True)
 class Hunk:
     """One place to change."""
 
     old_start: int  # line number, from 1, in the release the patch was made for; 0 creates the file
-    lines: tuple[HunkLine, ...]
+    #: Of each line its tag, ``b" "``, ``b"-"`` or ``b"+"``, and the line with its newline, where it has one.
+    lines: tuple[tuple[bytes, bytes], ...]
 
     @property
     def old(self) -> list[bytes]:
         """The lines that must be there."""
-        return [line.text for line in self.lines if line.tag != b"+"]
+        return [text for tag, text in self.lines if tag != b"+"]
 
     @property
     def new(self) -> list[bytes]:
         """The lines that take their place."""
-        return [line.text for line in self.lines if line.tag != b"-"]
+        return [text for tag, text in self.lines if tag != b"-"]
 
     def places(self, lines: list[bytes]) -> list[int]:
         """Return every index of `lines`, from 0, at which all old lines stand."""
@@ -155,12 +148,12 @@ def parse_patch(text: str, *, source: str) -> Patch:
         raise PatchFormatError(f"{source} does not read as the patch of one file: {str(error).strip()}") from error
     hunks = []
     for found in file:
-        lines: list[HunkLine] = []
+        lines: list[tuple[bytes, bytes]] = []
         for line in found:
             if line.line_type == "\\" and lines:  # "No newline at end of file"
-                lines[-1] = HunkLine(lines[-1].tag, lines[-1].text.removesuffix(b"\n"))
+                lines[-1] = (lines[-1][0], lines[-1][1].removesuffix(b"\n"))
             else:
-                lines.append(HunkLine(line.line_type.encode(), line.value.encode()))
+                lines.append((line.line_type.encode(), line.value.encode()))
         hunks.append(Hunk(found.source_start, tuple(lines)))
     header = dict(line.partition(": ")[::2] for line in head.split("\n"))
     path = file.target_file.removeprefix("b/")
@@ -198,9 +191,7 @@ def unapply_patch(patched: bytes, patch: Patch) -> bytes | None:
             raise HunkConflictError(patch.path, {1: "the file differs from the one it creates"})
         return None
     swap = {b"+": b"-", b"-": b"+", b" ": b" "}
-    hunks = [
-        replace(hunk, lines=tuple(HunkLine(swap[line.tag], line.text) for line in hunk.lines)) for hunk in patch.hunks
-    ]
+    hunks = (replace(hunk, lines=tuple((swap[tag], text) for tag, text in hunk.lines)) for hunk in patch.hunks)
     return apply_patch(patched, replace(patch, hunks=tuple(hunks)))
 
 

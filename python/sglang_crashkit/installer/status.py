@@ -38,8 +38,8 @@ BY_COMMAND, BY_WHEEL = "apply", "wheel"
 _SCHEMA_VERSION = 2
 
 
-class FileState(Enum):
-    """What one file is, by its hash."""
+class State(Enum):
+    """What a file is, by its hash, or the whole installation, by its files and the manifest."""
 
     PRISTINE = "pristine"
     PATCHED = "patched"
@@ -48,17 +48,8 @@ class FileState(Enum):
     #: Neither upstream's nor the kit's.
     FOREIGN = "foreign"
     MISSING = "missing"
-
-
-class Overall(Enum):
-    """What the whole installation is."""
-
-    PRISTINE = "pristine"
-    PATCHED = "patched"
-    OUTDATED = "outdated"
+    #: Of an installation only: a change was cut off, or its release is not supported.
     INTERRUPTED = "interrupted"
-    FOREIGN = "foreign"
-    MISSING = "missing"
     UNSUPPORTED = "unsupported"
 
 
@@ -116,7 +107,7 @@ class Tree:
     locked: LockedRelease | None  # None where the release is not supported
     manifest: Manifest | None
     contents: dict[str, bytes | None]  # path below the package → its bytes, None where there is no such file
-    files: dict[str, FileState]
+    files: dict[str, State]
 
     @property
     def by_wheel(self) -> bool:
@@ -124,27 +115,27 @@ class Tree:
         return self.manifest is not None and self.manifest.by == BY_WHEEL
 
     @property
-    def overall(self) -> Overall:
+    def overall(self) -> State:
         """The one word for it."""
         states = set(self.files.values())
-        if FileState.FOREIGN in states:
-            return Overall.FOREIGN
-        if FileState.MISSING in states:
-            return Overall.MISSING
+        if State.FOREIGN in states:
+            return State.FOREIGN
+        if State.MISSING in states:
+            return State.MISSING
         if self.manifest is None:
             if self.locked is None:
-                return Overall.UNSUPPORTED
+                return State.UNSUPPORTED
             # Patched files without a manifest: someone removed it.
-            return Overall.PRISTINE if states <= {FileState.PRISTINE} else Overall.INTERRUPTED
+            return State.PRISTINE if states <= {State.PRISTINE} else State.INTERRUPTED
         if self.manifest.phase != APPLIED:
-            return Overall.INTERRUPTED
+            return State.INTERRUPTED
         if self.locked is None:
-            return Overall.OUTDATED
+            return State.OUTDATED
         wanted = {path: (file.pristine, [file.patched]) for path, file in self.locked.files.items()}
         done = {path: (file.pristine, list(file.patched)) for path, file in self.manifest.files.items()}
-        if FileState.PRISTINE in states and wanted.keys() <= done.keys():
-            return Overall.INTERRUPTED
-        return Overall.PATCHED if wanted == done else Overall.OUTDATED
+        if State.PRISTINE in states and wanted.keys() <= done.keys():
+            return State.INTERRUPTED
+        return State.PATCHED if wanted == done else State.OUTDATED
 
     def patch_text(self, path: str, found: str | None, patches: PatchTree) -> str:
         """Return the patch that gives the file at `path` the sha256 `found`, empty where it is not known."""
@@ -164,7 +155,7 @@ class Tree:
             RefusedError: neither has the sha256 that upstream's has.
         """
         current = self.contents[path]
-        if self.files[path] is FileState.PRISTINE:
+        if self.files[path] is State.PRISTINE:
             return current
         expected = {file.pristine for file in _known_files(path, self.locked, self.manifest)}
         if None in expected:
@@ -180,6 +171,70 @@ class Tree:
                 next_step=self.environment.reinstall,
             )
         return pristine
+
+    @property
+    def next_step(self) -> str | None:
+        """The command to run next, None where nothing is to do."""
+        environment, overall = self.environment, self.overall
+        if overall in (State.FOREIGN, State.MISSING):
+            return environment.reinstall
+        if overall is State.UNSUPPORTED:
+            return f"scripts/port_release {environment.release} (in a checkout of the kit)"
+        if overall is State.OUTDATED and self.by_wheel:
+            return environment.rebuild_wheel
+        if overall is State.OUTDATED and self.locked is None:
+            return environment.command("revert")
+        if environment.kit is None or environment.kit.version != __version__:
+            return environment.install_kit
+        return None if overall is State.PATCHED else environment.command("apply")
+
+    def to_json(self, lock: Lock) -> dict[str, object]:
+        """Return it for ``--json``."""
+        environment, manifest = self.environment, self.manifest
+        return {
+            "schema_version": 1,
+            "python": str(environment.python),
+            "sglang_version": environment.version,
+            "package": str(environment.package),
+            "supported": self.locked is not None,
+            "supported_range": lock.supported_range(),
+            "state": self.overall.value,
+            "phase": manifest and manifest.phase,
+            "patched_by": manifest and manifest.by,
+            "patched_with_kit": manifest and manifest.kit_version,
+            "kit_version": __version__,
+            "kit_version_there": environment.kit and environment.kit.version,
+            "files": {path: state.value for path, state in self.files.items()},
+            "next": self.next_step,
+        }
+
+    def lines(self, lock: Lock) -> Iterator[str]:
+        """Yield the lines for a person."""
+        environment, kit = self.environment, self.environment.kit
+        supported = "supported" if self.locked else f"not supported; supported are {lock.supported_range()}"
+        other = "" if kit is None or kit.version == __version__ else ", another one"
+        yield f"python   {environment.python}"
+        yield f"sglang   {environment.version} in {environment.package} ({supported})"
+        yield "kit      " + (f"{kit.version} in {kit.root}{other}" if kit else "cannot be imported there")
+        yield f"state    {self.overall.value}{self._explain()}"
+        for path, state in self.files.items():
+            yield f"  {state.value:<9}{path}"
+        if self.next_step is not None:
+            yield f"next     {self.next_step}"
+
+    def _explain(self) -> str:
+        if self.overall is State.INTERRUPTED:
+            if self.manifest is None:
+                return ": files are patched, but the manifest is gone; apply or revert finishes it"
+            if self.manifest.phase != APPLIED:
+                return f": cut off while {self.manifest.phase}; apply or revert finishes it"
+            return ": patched in part; apply or revert finishes it"
+        if self.overall is State.OUTDATED and self.manifest is not None:
+            return f": patched with other patches, by kit {self.manifest.kit_version}"
+        if self.overall is State.FOREIGN:
+            count = sum(state is State.FOREIGN for state in self.files.values())
+            return f": {count} neither upstream's nor the kit's"
+        return ", by wheel" if self.by_wheel and self.overall is State.PATCHED else ""
 
 
 def read_tree(environment: Environment, locked: LockedRelease | None) -> Tree:
@@ -220,92 +275,14 @@ def _known_files(path: str, locked: LockedRelease | None, manifest: Manifest | N
     return [file for file in known if file is not None]
 
 
-def _classify(found: str | None, *known: LockedFile | PatchedFile) -> FileState:
+def _classify(found: str | None, *known: LockedFile | PatchedFile) -> State:
     if any(file.pristine == found for file in known):
-        return FileState.PRISTINE
+        return State.PRISTINE
     if found is None:
-        return FileState.MISSING
+        return State.MISSING
     for file in known:
         if isinstance(file, LockedFile) and file.patched == found:
-            return FileState.PATCHED
+            return State.PATCHED
         if isinstance(file, PatchedFile) and found in file.patched:
-            return FileState.OUTDATED
-    return FileState.FOREIGN
-
-
-@dataclass(frozen=True)
-class Status:
-    """One installation, for a person or a program."""
-
-    tree: Tree
-    supported_range: str
-
-    @property
-    def next_step(self) -> str | None:
-        """The command to run next, None where nothing is to do."""
-        environment, overall = self.tree.environment, self.tree.overall
-        if overall in (Overall.FOREIGN, Overall.MISSING):
-            return environment.reinstall
-        if overall is Overall.UNSUPPORTED:
-            return f"scripts/port_release {environment.release} (in a checkout of the kit)"
-        if overall is Overall.OUTDATED and self.tree.by_wheel:
-            return environment.rebuild_wheel
-        if overall is Overall.OUTDATED and self.tree.locked is None:
-            return environment.command("revert")
-        if environment.kit is None or environment.kit.version != __version__:
-            return environment.install_kit
-        return None if overall is Overall.PATCHED else environment.command("apply")
-
-    def to_json(self) -> dict[str, object]:
-        """Return it for ``--json``."""
-        tree, environment, manifest = self.tree, self.tree.environment, self.tree.manifest
-        return {
-            "schema_version": 1,
-            "python": str(environment.python),
-            "sglang_version": environment.version,
-            "package": str(environment.package),
-            "supported": tree.locked is not None,
-            "supported_range": self.supported_range,
-            "state": tree.overall.value,
-            "phase": manifest and manifest.phase,
-            "patched_by": manifest and manifest.by,
-            "patched_with_kit": manifest and manifest.kit_version,
-            "kit_version": __version__,
-            "kit_version_there": environment.kit and environment.kit.version,
-            "files": {path: state.value for path, state in tree.files.items()},
-            "next": self.next_step,
-        }
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines for a person."""
-        tree, environment, kit = self.tree, self.tree.environment, self.tree.environment.kit
-        supported = "supported" if tree.locked else f"not supported; supported are {self.supported_range}"
-        other = "" if kit is None or kit.version == __version__ else ", another one"
-        yield f"python   {environment.python}"
-        yield f"sglang   {environment.version} in {environment.package} ({supported})"
-        yield "kit      " + (f"{kit.version} in {kit.root}{other}" if kit else "cannot be imported there")
-        yield f"state    {tree.overall.value}{_explain(tree)}"
-        for path, state in tree.files.items():
-            yield f"  {state.value:<9}{path}"
-        if self.next_step is not None:
-            yield f"next     {self.next_step}"
-
-
-def read_status(environment: Environment, lock: Lock) -> Status:
-    """Read the state of the installation; raises what `read_tree` does."""
-    return Status(read_tree(environment, lock.find(environment.version)), lock.supported_range())
-
-
-def _explain(tree: Tree) -> str:
-    if tree.overall is Overall.INTERRUPTED:
-        if tree.manifest is None:
-            return ": files are patched, but the manifest is gone; apply or revert finishes it"
-        if tree.manifest.phase != APPLIED:
-            return f": cut off while {tree.manifest.phase}; apply or revert finishes it"
-        return ": patched in part; apply or revert finishes it"
-    if tree.overall is Overall.OUTDATED and tree.manifest is not None:
-        return f": patched with other patches, by kit {tree.manifest.kit_version}"
-    if tree.overall is Overall.FOREIGN:
-        count = sum(state is FileState.FOREIGN for state in tree.files.values())
-        return f": {count} neither upstream's nor the kit's"
-    return ", by wheel" if tree.by_wheel and tree.overall is Overall.PATCHED else ""
+            return State.OUTDATED
+    return State.FOREIGN

@@ -23,14 +23,14 @@ from pathlib import Path
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from sglang_crashkit import __version__
+from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
-from sglang_crashkit.installer.environment import run_tool
 from sglang_crashkit.installer.patches import Lock, PatchTree, base_release, find_patch_root, patch_files, sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import APPLIED, BY_WHEEL, MANIFEST_NAME, Manifest, PatchedFile, hash_or_none
 
 #: Seconds for one download; the largest wheels are about 40 MB.
-_DOWNLOAD_TIMEOUT = 900.0
+_DOWNLOAD_SECS = 900.0
 _KIT = "sglang_crashkit"
 _KIT_WHEEL = b"Wheel-Version: 1.0\nGenerator: sglang-crashkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _VERSION_LINE = re.compile(rb"^Version: (.*)$", re.MULTILINE)
@@ -133,18 +133,18 @@ def _download(release: str, name: str | None) -> Path:
             options += ["--implementation", "cp", "--python-version", python[2:]]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         argv = [*_pip(), "download", "--dest", temporary, *options, f"sglang=={release}"]
-        finished = run_tool(argv, timeout=_DOWNLOAD_TIMEOUT)
+        run = run_tool(argv, _DOWNLOAD_SECS, apart=True)
         wheels = list(Path(temporary).glob("*.whl"))
-        if finished.returncode != 0 or len(wheels) != 1:
-            lines = finished.stderr.strip().splitlines() or ["no output"]
-            raise CrashkitError(f"pip could not download sglang=={release}: {lines[-1]}")
+        if run.reason or len(wheels) != 1:
+            why = [run.reason or "no wheel came", *run.errors.strip().splitlines()][-1]
+            raise CrashkitError(f"pip could not download sglang=={release}: {why}")
         return wheels[0].replace(folder / wheels[0].name)
 
 
 def _pip() -> list[str]:
     """Return the command line of a pip: this python's own, else that of one on PATH."""
     for python in (sys.executable, shutil.which("python3"), shutil.which("python")):
-        if python is not None and run_tool([python, "-m", "pip", "--version"], timeout=60).returncode == 0:
+        if python is not None and run_tool([python, "-m", "pip", "--version"], 60.0).status == 0:
             return [python, "-m", "pip"]
     raise CrashkitError(f"{sys.executable} has no pip to download with", next_step=f"{sys.executable} -m ensurepip")
 

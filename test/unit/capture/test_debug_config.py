@@ -30,11 +30,6 @@ def test_every_option_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, text) == DebugConfig(True, 1800, "/shared/debug")
 
 
-@pytest.mark.parametrize("text", ["", "name: x\n", "debug: {}\n", "debug: {enabled: false, wait_seconds: 1}\n"])
-def test_without_the_word_it_is_off(tmp_path: Path, text: str) -> None:
-    assert not read(tmp_path, text).enabled
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -94,15 +94,6 @@ def test_gdb_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeyp
     assert any("nanosleep" in function for function in functions_of(debugged.threads))
 
 
-def test_without_gdb_it_is_said_that_there_is_no_stack(tmp_path: Path) -> None:
-    tool = stand_in(tmp_path, "echo nothing", "cuda-gdb")
-    silent = stand_in(tmp_path, "echo nothing, too")
-    with child(SLEEPER) as process:
-        for gdb in ("", silent.path):
-            debugged = debug(Debugger("cuda-gdb", tool.path, gdb), process.pid, start_ticks(process.pid), LONG)
-            assert (debugged.problem, debugged.text) == ("cuda-gdb printed no stack", "nothing\n")
-
-
 def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
     tool = stand_in(tmp_path, "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1")
     with child(SLEEPER) as process:
@@ -225,11 +216,6 @@ def test_stacks_are_read_thread_by_thread_innermost_first() -> None:
     )
     assert (first.native_id, first.name) == (7359, "sglang::schedul")
     assert first.frames == (Frame("<signal handler called>", "", 0), Frame("main", "", 0))
-
-
-def test_a_stack_that_breaks_off_is_read_up_to_there() -> None:
-    (thread,) = parse_stacks('Thread 1 (Thread 0x7f (LWP 5) "x"):\n#0  one () at a.c:1\n#1  0x')
-    assert [frame.function for frame in thread.frames] == ["one", "0x"]
 
 
 def test_what_is_no_listing_holds_nothing() -> None:

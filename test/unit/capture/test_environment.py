@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture import environment
-from sglang_crashkit.kernel import cgroup, guarded_read
+from sglang_crashkit.kernel import cgroup
 
 PRESSURE = "some avg10=1.50 avg60=0.00 avg300=0.00 total=7\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=3\n"
 PARSED = {
@@ -112,18 +112,6 @@ def test_what_a_cgroup_allows_and_counts(
     assert paths <= {str(group), str(group / "pod/own")}
 
 
-def test_what_the_host_has_left(proc: Path) -> None:
-    write(proc, {"meminfo": "MemTotal:  8 kB\nMemAvailable: 2 kB\n", "loadavg": "1.5 2 3 1/2 9\n"})
-    write(proc, {"pressure/memory": PRESSURE})
-    found = environment.read_host()
-    assert found.pop("processors") == os.cpu_count()
-    assert found == {
-        "load": [1.5, 2.0, 3.0],
-        "memory": {"total_bytes": 8192, "available_bytes": 2048},
-        "pressure": {"memory": PARSED},
-    }
-
-
 def test_the_limits_of_a_process(proc: Path) -> None:
     lines = ["Limit                     Soft Limit           Hard Limit           Units     "]
     lines += ["Max open files            1024                 4096                 files     "]
@@ -195,16 +183,6 @@ def test_unlinked_shared_memory_is_told_with_who_maps_it(monkeypatch: pytest.Mon
     assert found["not_read"] == [1 << 22]
     assert 0 < found["used_bytes"] <= found["total_bytes"]
     assert environment.read_shared_memory([os.getpid()], 0)["not_read"] == [os.getpid()]
-
-
-def test_what_lets_itself_not_be_read_is_left_out(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(path: Path) -> bytes:
-        raise guarded_read.BlockedReadError(110, "it did not let itself be read in time", str(path))
-
-    write(proc, {"7/limits": "Max open files            1024                 4096                 files\n"})
-    monkeypatch.setattr(environment, "read_guarded", wait)
-    assert environment.read_process(7) == {}
-    assert environment.read_driver() is None
 
 
 def test_versions_are_read_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,13 +177,6 @@ def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
     assert sample.problem == "it has ended"
 
 
-def test_an_ended_process_or_a_missing_file_is_named(runtime: Path) -> None:
-    with hooked(runtime, SLEEPER) as target:
-        HookFiles.of(runtime, target.pid, target.start_ticks).stack.unlink()
-        assert ask(runtime, target)[0].problem == "No such file or directory"
-    assert ask(runtime, target)[0].problem
-
-
 def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> None:
     # GIVEN a process whose signal does something else
     with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, hooked(runtime, LOCK_HOLDER) as target:

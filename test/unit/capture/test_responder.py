@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.responder import Conversation, ask_responders
+from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from unit.support.targets import SLEEPER, functions_of, hooked, settle
 from unit.support.waiting import LONG
@@ -83,25 +82,6 @@ def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:
     assert "describe_threads" not in functions_of(sample.threads)
 
 
-def test_an_unread_answer_is_not_taken_for_a_held_gil(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may give the reader no processor until the time is over."""
-    begin = Conversation.begin
-
-    def begin_and_be_late(path: Path, pid: int, question: bytes) -> Conversation:
-        conversation = begin(path, pid, question)
-        poller = select.poll()
-        poller.register(conversation.connection, select.POLLRDHUP)
-        assert poller.poll(LONG * 1000), "it does not answer"
-        return conversation
-
-    monkeypatch.setattr(Conversation, "begin", begin_and_be_late)
-    with hooked(runtime, SLEEPER) as target:
-        sockets = {target.pid: sock(runtime, target.pid, target.start_ticks)}
-        (sample,) = ask_responders(sockets, 0.0)
-    assert (sample.problem, sample.gil) == ("", "")
-    assert sample.threads
-
-
 def test_a_process_that_was_stopped_answers_once_it_goes_on(runtime: Path) -> None:
     with hooked(runtime, SLEEPER) as target:
         sockets = {target.pid: sock(runtime, target.pid, target.start_ticks)}
@@ -123,14 +103,3 @@ def test_rubbish_is_named(impostor, answer: bytes) -> None:
 def test_whoever_listens_in_a_processs_place_is_not_asked(impostor) -> None:
     (sample,) = ask_responders({1: impostor(b"[]")}, LONG)
     assert "No such process" in sample.problem
-
-
-def test_where_nobody_listens_it_is_said(runtime: Path) -> None:
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(str(runtime / "left.sock"))
-    left.close()
-    first, second = ask_responders({1: runtime / "left.sock", 2: runtime / "absent.sock"}, LONG)
-    assert (first.problem, second.problem) == (
-        "left.sock: Connection refused",
-        "absent.sock: No such file or directory",
-    )

@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-import gc
 import os
-import selectors
-import subprocess
 import threading
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sglang_crashkit.capture import tools
 from sglang_crashkit.capture.tools import run_tool
 from unit.support.targets import is_gone
 from unit.support.waiting import LONG, wait_until
@@ -39,11 +33,6 @@ def test_output_is_kept_with_the_reason_why_it_is_partial(
     assert (run.text, run.reason) == (text, reason)
 
 
-def test_standard_error_can_be_kept_apart() -> None:
-    run = run_tool(shell("echo one; echo two >&2; exit 3"), LONG, apart=True)
-    assert (run.text, run.errors, run.status) == ("one\n", "two\n", 3)
-
-
 def test_a_tool_is_what_is_killed_where_memory_runs_out() -> None:
     # What it starts is, too.
     script = "read started; sh -c 'cat /proc/self/oom_score_adj'"
@@ -54,28 +43,6 @@ def test_a_tool_is_what_is_killed_where_memory_runs_out() -> None:
         os.close(reader)
         os.close(writer)
     assert run.text == "1000\n"
-
-
-def test_time_can_have_begun_before() -> None:
-    run = run_tool(shell("sleep 600"), LONG, since=time.monotonic() - LONG)
-    assert (run.reason, run.status) == (f"sh did not end within {LONG:g} s", None)
-
-
-def test_a_slow_death_is_reaped_later_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_slow(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        raise subprocess.TimeoutExpired(process.args, timeout or 0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "wait", too_slow)
-        run_tool(shell("exec sleep 600"), 0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gc.collect()
-    assert caught == []
-    (process,) = tools._dying
-    wait_until(lambda: is_gone(process.pid), "it is killed")
-    run_tool(shell("true"), LONG)
-    assert tools._dying == []
 
 
 def test_an_endless_tool_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -117,25 +84,6 @@ def test_one_that_ended_before_anybody_looked_was_in_time() -> None:
 
     run = run_tool(shell("echo all"), LONG, since=time.monotonic() - 2 * LONG, on_start=look_late)
     assert (run.text, run.reason, run.status) == ("all\n", "", 0)
-
-
-def test_what_it_printed_as_it_ended_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pids: list[int] = []
-
-    class Selector(selectors.DefaultSelector):
-        def select(self, timeout: float | None = None) -> list[Any]:
-            """Come back empty-handed, and late, the first time."""
-            if not pids:
-                return super().select(timeout)
-            pid = pids.pop()
-            (tmp_path / "go").touch()
-            wait_until(lambda: is_gone(pid), "it has ended")
-            return []
-
-    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
-    script = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done; echo all; exit 3"
-    run = run_tool(shell(script), LONG, on_start=pids.append)
-    assert (run.text, run.reason) == ("all\n", "sh ended with status 3")
 
 
 def test_ctrl_c_does_not_reach_it() -> None:

@@ -162,13 +162,6 @@ def test_a_traced_target_is_left_to_its_tracer() -> None:
     assert obstacles[process.pid].endswith("traces it already")
 
 
-def test_an_ended_or_replaced_process_is_an_obstacle() -> None:
-    with child(SLEEPER) as process:
-        assert obstacle_of(process.pid, start_ticks(process.pid) - 1) == "it has ended"
-        assert obstacle_of(process.pid, start_ticks(process.pid)) == ""
-    assert obstacle_of(process.pid, 0) == "it has ended"
-
-
 @pytest.mark.parametrize(
     "code",
     [

@@ -12,7 +12,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.installer.environment import Environment, Kit
 from sglang_crashkit.installer.patches import LOCK_NAME, Lock, PatchTree
 from sglang_crashkit.installer.record import format_row
-from sglang_crashkit.installer.status import Overall, read_tree
+from sglang_crashkit.installer.status import State, read_tree
 
 RELEASE = "0.5.9"
 
@@ -113,17 +113,6 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def copy_tree(source: Path, target: Path) -> None:
-    """Copy a tree; `shutil.copytree` is slower for trees this small."""
-    for name, data in snapshot(source).items():
-        path = target / name
-        if (source / name).is_dir():
-            path.mkdir(parents=True, exist_ok=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-
-
-def overall(environment: Environment, kit: FakeKit) -> Overall:
+def overall(environment: Environment, kit: FakeKit) -> State:
     """Return the state of the installed SGLang."""
     return read_tree(environment, kit.lock.find(environment.version)).overall

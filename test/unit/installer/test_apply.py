@@ -17,7 +17,7 @@ from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError
 from sglang_crashkit.installer.apply import apply, exclusive, revert
 from sglang_crashkit.installer.environment import Kit
 from sglang_crashkit.installer.record import format_row, read_rows
-from sglang_crashkit.installer.status import MANIFEST_NAME, FileState, Overall, read_tree
+from sglang_crashkit.installer.status import MANIFEST_NAME, State, read_tree
 from unit.installer.fake_sglang import FILES, install, overall, snapshot, write_wheel
 from unit.support.killing import Step, run_in_child
 
@@ -25,7 +25,7 @@ FIRST = (
     b"import os\nfrom sglang_crashkit.errors import ExitCode\n\n\ndef run():\n    ExitCode()\n    return os.getpid()\n"
 )
 CHANGED = ("srt/deep/second.py", "srt/first.py", "srt/new/third.py")
-MEANT = {apply: Overall.PATCHED, revert: Overall.PRISTINE}
+MEANT = {apply: State.PATCHED, revert: State.PRISTINE}
 
 both = pytest.mark.parametrize("action", [apply, revert])
 
@@ -47,7 +47,7 @@ def test_apply_patches_and_revert_gives_back_the_exact_bytes(environment, kit):
     assert apply(environment, kit.patches, kit.lock, dry_run=True).changed == CHANGED
     assert snapshot(environment.site) == pristine
     outcome = apply(environment, kit.patches, kit.lock)
-    assert (outcome.changed, outcome.before) == (CHANGED, Overall.PRISTINE)
+    assert (outcome.changed, outcome.before) == (CHANGED, State.PRISTINE)
     patched = snapshot(environment.site)
     assert [patched[f"sglang/{path}"] for path in CHANGED] == [b'VALUE = "1"\nOTHER = "two"', FIRST, b"THIRD = 3\n"]
     rows = dict(read_rows(patched[f"{environment.dist_info.name}/RECORD"], source="RECORD"))
@@ -55,13 +55,13 @@ def test_apply_patches_and_revert_gives_back_the_exact_bytes(environment, kit):
     for path, row in rows.items():
         hashed = not path.endswith((f"/{MANIFEST_NAME}", "/RECORD"))
         assert row == format_row(path, patched[path] if hashed else None)
-    assert overall(environment, kit) is Overall.PATCHED
+    assert overall(environment, kit) is State.PATCHED
     assert apply(environment, kit.patches, kit.lock).changed == ()
     assert revert(environment, kit.patches, kit.lock, dry_run=True).changed == CHANGED
     assert snapshot(environment.site) == patched
     py_compile.compile(str(environment.package / "srt/new/third.py"), doraise=True)
     outcome = revert(replace(environment, kit=None), kit.patches, kit.lock)  # needs no kit there
-    assert (outcome.changed, outcome.before) == (CHANGED, Overall.PATCHED)
+    assert (outcome.changed, outcome.before) == (CHANGED, State.PATCHED)
     assert snapshot(environment.site) == pristine
     assert revert(environment, kit.patches, kit.lock).changed == ()
 
@@ -77,6 +77,30 @@ def test_a_missing_record_and_one_that_is_none(environment, kit):
         action(environment, kit.patches, kit.lock)
         assert overall(environment, kit) is MEANT[action]
     assert snapshot(environment.site) == pristine
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: [*rows[:-1], rows[-1].removesuffix("\n")],
+        lambda rows: [row.replace("\n", "\r\n") for row in rows],
+        lambda rows: [row for row in rows if "first.py" not in row],
+        lambda rows: [row.partition(",")[0] + ",,\n" if "first.py" in row else row for row in rows],
+        lambda rows: ['"sglang/with,comma.py",sha256=abc,3\n', *rows],
+        lambda rows: [],
+    ],
+    ids=["no-line-end", "dos", "unlisted", "without-hash", "quoted", "empty"],
+)
+def test_any_record_comes_back_with_pips_own_later_additions(environment, kit, change):
+    record, added = environment.dist_info / "RECORD", b"sglang/__pycache__/x.pyc,,\n"
+    before = "".join(change(record.read_text().splitlines(keepends=True))).encode()
+    record.write_bytes(before)
+    apply(environment, kit.patches, kit.lock)
+    assert overall(environment, kit) is State.PATCHED
+    assert (b"sglang/srt/first.py" in record.read_bytes()) == (b"sglang/srt/first.py" in before)
+    record.write_bytes(added + record.read_bytes())
+    revert(environment, kit.patches, kit.lock)
+    assert record.read_bytes() == added + before
 
 
 def test_linked_caches_stay_unchanged_and_modes_and_owners_are_kept(environment, kit, tmp_path):
@@ -115,9 +139,9 @@ def test_stale_bytecode_goes_and_that_of_other_modules_stays(ready, kit, action)
 @pytest.mark.parametrize(
     ("path", "data", "state"),
     [
-        ("srt/first.py", b"mine\n", Overall.FOREIGN),
-        ("srt/first.py", None, Overall.MISSING),
-        ("srt/new/third.py", b"mine\n", Overall.FOREIGN),  # where the kit would make its own
+        ("srt/first.py", b"mine\n", State.FOREIGN),
+        ("srt/first.py", None, State.MISSING),
+        ("srt/new/third.py", b"mine\n", State.FOREIGN),  # where the kit would make its own
     ],
 )
 def test_a_foreign_file_is_refused_by_name(ready, kit, action, path, data, state):
@@ -149,18 +173,18 @@ def test_a_python_without_this_kit_is_refused(environment, kit, found, why):
     with pytest.raises(RefusedError, match=why) as caught:
         apply(replace(environment, kit=found), kit.patches, kit.lock)
     assert "install" in caught.value.next_step
-    assert overall(environment, kit) is Overall.PRISTINE
+    assert overall(environment, kit) is State.PRISTINE
 
 
 def test_an_unsupported_release_is_refused_but_may_be_reverted(environment, tmp_path, kit):
     other = install(write_wheel(tmp_path / "other", "0.5.99"), tmp_path / "other-site")
     with pytest.raises(RefusedError, match=r"SGLang 0\.5\.99 is not supported"):
         apply(other, kit.patches, kit.lock)
-    assert overall(other, kit) is Overall.UNSUPPORTED
+    assert overall(other, kit) is State.UNSUPPORTED
     assert revert(other, kit.patches, kit.lock).changed == ()
     pristine = snapshot(environment.site)
     apply(environment, kit.patches, kit.lock)
-    assert read_tree(environment, None).overall is Overall.OUTDATED
+    assert read_tree(environment, None).overall is State.OUTDATED
     revert(environment, kit.patches, replace(kit.lock, releases={}))
     assert snapshot(environment.site) == pristine
 
@@ -172,10 +196,10 @@ def test_patches_of_an_earlier_kit_are_replaced_and_reverted(environment, kit, o
     for action, expected in ((apply, direct), (revert, pristine)):
         revert(environment, kit.patches, kit.lock)
         apply(environment, other_kit.patches, other_kit.lock)
-        assert overall(environment, other_kit) is Overall.PATCHED
+        assert overall(environment, other_kit) is State.PATCHED
         tree = read_tree(environment, kit.lock.find("0.5.9"))
-        assert list(tree.files.values()) == [FileState.PRISTINE, FileState.OUTDATED, FileState.OUTDATED]
-        assert action(environment, kit.patches, kit.lock).before is Overall.OUTDATED
+        assert list(tree.files.values()) == [State.PRISTINE, State.OUTDATED, State.OUTDATED]
+        assert action(environment, kit.patches, kit.lock).before is State.OUTDATED
         assert snapshot(environment.site) == expected
 
 
@@ -189,7 +213,7 @@ def test_what_somebody_took_away_is_made_up_for(environment, kit, action, lost):
         (environment.dist_info / MANIFEST_NAME).unlink()
     else:
         (environment.package / "srt/first.py").write_bytes(FILES["srt/first.py"])
-    assert overall(environment, kit) is Overall.INTERRUPTED
+    assert overall(environment, kit) is State.INTERRUPTED
     action(environment, kit.patches, kit.lock)
     assert snapshot(environment.site) == expected[action]
 
@@ -206,7 +230,7 @@ def test_bytes_that_nothing_can_bring_back_are_named(environment, kit, other_kit
         revert(environment, other_kit.patches, other_kit.lock)
     assert snapshot(environment.site) == before
     revert(environment, kit.patches, kit.lock)  # which has the patch to take back
-    assert overall(environment, kit) is Overall.PRISTINE
+    assert overall(environment, kit) is State.PRISTINE
 
 
 @pytest.mark.parametrize(
@@ -298,7 +322,7 @@ def test_after_an_error_at_any_step_another_run_finishes(tmp_path, wheel, kit, r
         found = {name: data for name, data in snapshot(environment.site).items() if not Path(name).name.startswith(".")}
         assert message or found == meant
         assert found == before or "nothing was changed" not in message
-        assert found in (before, meant) or overall(environment, kit) is Overall.INTERRUPTED
+        assert found in (before, meant) or overall(environment, kit) is State.INTERRUPTED
         action(environment, kit.patches, kit.lock)
         assert snapshot(environment.site) == meant
     assert number > 20
@@ -319,9 +343,9 @@ def test_what_somebody_writes_meanwhile_is_not_lost(ready, kit, action):
 
     assert run_in_child(act, environment.site, write) == 0
     assert file.read_text() == "theirs"
-    assert overall(environment, kit) is Overall.FOREIGN
+    assert overall(environment, kit) is State.FOREIGN
     file.write_bytes(FILES["srt/first.py"])
-    assert overall(environment, kit) is Overall.INTERRUPTED
+    assert overall(environment, kit) is State.INTERRUPTED
     action(environment, kit.patches, kit.lock)
     assert overall(environment, kit) is MEANT[action]
 

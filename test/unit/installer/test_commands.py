@@ -16,7 +16,7 @@ from sglang_crashkit.cli.commands.status import RunningServer
 from sglang_crashkit.installer import environment as environment_module
 from sglang_crashkit.installer.apply import apply
 from sglang_crashkit.installer.environment import Kit
-from sglang_crashkit.installer.status import read_status
+from sglang_crashkit.installer.status import read_tree
 from unit.installer.fake_sglang import PATCHES, install, make_kit, snapshot, write_wheel
 
 
@@ -125,25 +125,30 @@ def test_status_tells_each_state_apart(site, run, kit, other_kit, monkeypatch):
 
 
 def test_the_next_command_fits_the_state(environment, kit, other_kit):
+    def tree_of(lock=kit.lock, **changes):
+        return read_tree(replace(environment, **changes), lock.find(environment.version))
+
     def next_step(lock=kit.lock, **changes):
-        return read_status(replace(environment, **changes), lock).next_step
+        return tree_of(lock, **changes).next_step
 
     assert next_step() == f"sglang-crashkit apply --python {environment.python}"
     assert next_step(kit=None) == environment.install_kit
     other = Kit("9.9", environment.site, {}, only_by_python_path=False)
     assert next_step(kit=other) == environment.install_kit
-    assert "kit      9.9 in" in (text := "\n".join(read_status(replace(environment, kit=other), kit.lock).lines()))
+    assert "kit      9.9 in" in (text := "\n".join(tree_of(kit=other).lines(kit.lock)))
     assert ", another one" in text
     apply(environment, kit.patches, kit.lock)
     assert next_step() is None
     assert next_step(other_kit.lock).startswith("sglang-crashkit apply")
     assert next_step(replace(kit.lock, releases={})).startswith("sglang-crashkit revert")
     (environment.package / "srt/first.py").write_text("mine\n")
-    status = read_status(environment, kit.lock)
-    assert status.next_step == environment.reinstall
-    assert "state    foreign: 1 neither upstream's nor the kit's" in "\n".join(status.lines())
+    assert next_step() == environment.reinstall
+    assert "state    foreign: 1 neither upstream's nor the kit's" in "\n".join(tree_of().lines(kit.lock))
     fields = {"python", "sglang_version", "state", "files", "next", "supported_range", "schema_version", "phase"}
-    assert fields | {"patched_by", "patched_with_kit", "kit_version", "kit_version_there"} <= status.to_json().keys()
+    assert (
+        fields | {"patched_by", "patched_with_kit", "kit_version", "kit_version_there"}
+        <= tree_of().to_json(kit.lock).keys()
+    )
 
 
 def test_pip_uninstalls_a_patched_sglang_without_leaving_anything(site, venv, run):

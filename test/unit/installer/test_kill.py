@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.installer.apply import apply, revert
-from sglang_crashkit.installer.status import Overall, read_tree
-from unit.installer.fake_sglang import copy_tree, install, snapshot
+from sglang_crashkit.installer.status import State, read_tree
+from unit.installer.fake_sglang import install, snapshot
 from unit.support.killing import kill_at, run_in_child
 
 
@@ -41,18 +42,18 @@ class Scene:
         self.pristine = snapshot(self.environment.site)
         apply(self.environment, kit.patches, kit.lock)
         self.patched = snapshot(self.environment.site)
-        copy_tree(self.environment.site, self.folder / "patched")
+        shutil.copytree(self.environment.site, self.folder / "patched")
         revert(self.environment, kit.patches, kit.lock)
-        copy_tree(self.environment.site, self.folder / "pristine")
+        shutil.copytree(self.environment.site, self.folder / "pristine")
         apply(self.environment, other_kit.patches, other_kit.lock)
-        copy_tree(self.environment.site, self.folder / "outdated")
+        shutil.copytree(self.environment.site, self.folder / "outdated")
         self.outdated = snapshot(self.environment.site)
         self.count = 0
 
     def fresh(self, state: str | Path):
         self.count += 1
         site = self.folder / f"try-{self.count}"
-        copy_tree(self.folder / state, site)
+        shutil.copytree(self.folder / state, site)
         return placed(self.environment, site)
 
     def check_claim(self, environment) -> None:
@@ -60,12 +61,12 @@ class Scene:
         overall = read_tree(environment, self.kit.lock.find("0.5.9")).overall
         # A name with a leading dot is work in progress: nothing reads it.
         found = {name: data for name, data in snapshot(environment.site).items() if not Path(name).name.startswith(".")}
-        if overall is Overall.PATCHED:
+        if overall is State.PATCHED:
             assert found == self.patched
-        elif overall is Overall.INTERRUPTED:
+        elif overall is State.INTERRUPTED:
             assert "sglang-0.5.9.dist-info/sglang-crashkit.json" in found
         else:
-            assert found == {Overall.PRISTINE: self.pristine, Overall.OUTDATED: self.outdated}[overall]
+            assert found == {State.PRISTINE: self.pristine, State.OUTDATED: self.outdated}[overall]
 
     def check_finish(self, environment) -> None:
         """Check that both commands finish the tree, each to the exact bytes."""

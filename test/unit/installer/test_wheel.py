@@ -14,7 +14,7 @@ from sglang_crashkit.installer import wheel as wheel_module
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.patches import sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
-from sglang_crashkit.installer.status import Overall, read_tree
+from sglang_crashkit.installer.status import State, read_tree
 from sglang_crashkit.installer.wheel import (
     build_kit_wheel,
     build_patched_wheel,
@@ -60,7 +60,7 @@ def test_the_wheel_is_a_reproducible_local_version_of_the_release(built, wheel, 
 def test_an_installation_of_it_is_patched_and_tells_how_back(built, kit, other_kit, tmp_path):
     environment = install(built, tmp_path / "patched-site")
     tree = read_tree(environment, kit.lock.find(environment.version))
-    assert (tree.overall, tree.by_wheel) == (Overall.PATCHED, True)
+    assert (tree.overall, tree.by_wheel) == (State.PATCHED, True)
     assert apply(environment, kit.patches, kit.lock).changed == ()
     with pytest.raises(RefusedError, match="came patched, from a wheel that the kit built") as caught:
         revert(environment, kit.patches, kit.lock)

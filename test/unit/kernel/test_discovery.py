@@ -13,7 +13,6 @@ from sglang_crashkit.kernel.discovery import (
     Place,
     find_processes,
     other_place_of,
-    place_of,
     runs_sglang,
 )
 from sglang_crashkit.kernel.procfs import read_title
@@ -146,11 +145,6 @@ def test_without_titles_sglang_is_found_with_what_it_spawned(tmp_path: Path) -> 
     assert found[0].server_arguments[-2:] == ("--disaggregation-mode", "prefill")
 
 
-def test_a_router_is_no_server(tmp_path: Path) -> None:
-    with program(tmp_path, "sglang_router.launch_router") as (router, _line):
-        assert titles_of(router, everything=True) == []
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_processes_are_passed_over_and_told_of() -> None:
     with family(*RANKS) as (_server, pids), child(f"os.setuid(65534); {SLEEP}", title="sglang::scheduler_TP7") as other:
@@ -227,14 +221,6 @@ def test_only_pythons_own_module_or_script_tells_that_sglang_runs(runs: bool, cm
         # setproctitle may leave the whole command line as one argument.
         for words in (cmdline.split(" "), [cmdline]):
             assert runs_sglang(words) is runs, cmdline
-
-
-def test_a_process_that_no_job_started_may_belong_to_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_JOB_ID", "SLURMD_NODENAME"):
-        monkeypatch.delenv(name, raising=False)
-    with child(SLEEP) as process:
-        assert place_of(process.pid) is None
-        assert other_place_of(process.pid, Place("7", "n1")) is None
 
 
 def test_a_process_with_an_overwritten_environment_is_with_its_launcher(

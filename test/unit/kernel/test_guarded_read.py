@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from sglang_crashkit.kernel import guarded_read, procfs
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from sglang_crashkit.kernel.private_files import FolderLock
 from unit.support.locked_memory import locked_process
-from unit.support.waiting import LONG, descriptors, wait_until
+from unit.support.waiting import descriptors, wait_until
 
 DEADLINE_SECS = 0.1
 
@@ -68,35 +66,6 @@ def test_who_blocked_a_read_is_left_alone_for_a_while(reader: GuardedReader, tmp
     for _again in range(100):
         with pytest.raises(BlockedReadError, match="lately"):
             reader.read(path)
-    # Twice as long after the second time.
-    for skip in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
-        _until, how_long = reader._skipped[str(path.parent)]
-        assert how_long == skip
-        reader._skipped[str(path.parent)] = (time.monotonic(), how_long)
-        with pytest.raises(BlockedReadError, match="in time"):
-            reader.read(path)
-    reader._skipped[str(path.parent)] = (time.monotonic(), 60.0)
-    path.unlink()
-    path.write_bytes(b"x")
-    assert reader.read(path) == b"x"
-    assert reader._skipped == {}
-
-
-def test_several_threads_may_read(reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A lock that many want is not given in turns.
-    monkeypatch.setattr(guarded_read, "_LOCK_SECS", LONG)
-    got: list[bytes] = []
-
-    def read(name: str) -> None:
-        (tmp_path / name).write_bytes(name.encode() * 1000)
-        got.extend(reader.read(tmp_path / name) for _time in range(50))
-
-    threads = [threading.Thread(target=read, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert sorted(got) == sorted(name.encode() * 1000 for name in "abcd" for _time in range(50))
 
 
 def test_the_helper_holds_nothing_of_its_starter(reader: GuardedReader, tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.procfs import key_of, own_namespace, server_key
-from unit.support.targets import UNDUMPABLE, run_unprivileged, traced
+from sglang_crashkit.kernel.procfs import key_of, own_namespace
+from unit.support.targets import UNDUMPABLE, run_unprivileged
 from unit.support.waiting import LONG, child, wait_until
 
 
@@ -19,25 +17,6 @@ def dead_pid() -> int:
     process = subprocess.Popen(["true"])
     process.wait(LONG)
     return process.pid
-
-
-def test_a_process_began_when_it_did() -> None:
-    before = time.time()
-    with child("ready()\npause()") as process:
-        stat = procfs.read_stat(process.pid)
-        # The kernel counts in hundredths of a second, and the clock may be set meanwhile.
-        assert before - 0.1 <= procfs.started_at(stat.start_ticks) <= time.time() + 0.1
-
-
-def test_a_process_that_is_gone_answers_nothing() -> None:
-    pid = dead_pid()
-    assert procfs.read_stat(pid) is None
-    assert procfs.read_cmdline(pid) == []
-    assert procfs.read_title(pid) == ""
-    assert procfs.read_status(pid) == {}
-    assert procfs.read_wchan(pid) == ""
-    assert not procfs.is_python(pid)
-    assert not procfs.catches_signal(pid, signal.SIGTERM)
 
 
 def test_a_stat_line_with_parentheses_is_read_right(tmp_path: Path) -> None:
@@ -53,15 +32,6 @@ def test_a_stat_line_with_parentheses_is_read_right(tmp_path: Path) -> None:
     assert stat
     assert (stat.pid, stat.ppid, stat.threads) == (process.pid, os.getpid(), 1)
     assert stat.state in "SRD"
-
-
-def test_a_zombie_tells_how_it_ended_and_keeps_its_name() -> None:
-    process = subprocess.Popen(["sh", "-c", "exit 3"])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    stat = procfs.read_stat(process.pid)
-    title = procfs.read_title(process.pid)
-    process.wait(LONG)
-    assert (stat.state, os.waitstatus_to_exitcode(stat.wait_status), title) == ("Z", 3, "sh")
 
 
 @pytest.mark.parametrize(
@@ -99,19 +69,6 @@ def test_a_zombie_tells_how_it_ended_and_keeps_its_name() -> None:
 )
 def test_a_title_keeps_no_argument_that_may_be_secret(cmdline: list[str], title: str) -> None:
     assert procfs.title_of(cmdline, "comm") == title
-
-
-def test_a_title_set_by_setproctitle_is_read_from_the_process() -> None:
-    with child("ready(); pause()", "a" * 50, title="sglang::scheduler_TP3") as process:
-        assert procfs.read_title(process.pid) == "sglang::scheduler_TP3"
-        assert procfs.is_python(process.pid)
-
-
-def test_it_is_known_whether_a_signal_is_caught() -> None:
-    with child("signal.signal(signal.SIGQUIT, lambda *_: None); ready(); pause()") as process:
-        assert procfs.catches_signal(process.pid, signal.SIGQUIT)
-        assert not procfs.catches_signal(process.pid, signal.SIGUSR1)
-        assert not procfs.catches_signal(process.pid, signal.SIGTERM)
 
 
 GRANDCHILD = """
@@ -173,27 +130,6 @@ def test_an_orphan_is_found_below_its_new_parent() -> None:
             assert left in [scanner.scan() for _ in range(3)]
 
 
-def test_the_state_of_each_thread_is_read() -> None:
-    code = "import threading\nthreading.Thread(target=pause, daemon=True).start()\nready()\npause()"
-    with child(code) as process:
-        states = wait_until(lambda: procfs.thread_states(process.pid), "there are threads")
-        assert len(states) == 2
-        assert process.pid in states
-        wait_until(lambda: set(procfs.thread_states(process.pid).values()) == {"S"}, "both sleep")
-        other = next(thread for thread in states if thread != process.pid)
-        assert procfs.read_status(process.pid, other)["Pid"] == str(other)
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: set(procfs.thread_states(process.pid).values()) == {"T"}, "both are stopped")
-    assert procfs.thread_states(process.pid) == {}
-
-
-def test_a_tracer_is_named() -> None:
-    with child("ready(); pause()") as process:
-        assert procfs.read_tracer(process.pid) == 0
-        with traced(process.pid) as tracer:
-            assert procfs.read_tracer(process.pid) == tracer
-
-
 def test_without_permission_python_is_known_but_not_inspected() -> None:
     code = "import sys; from sglang_crashkit.kernel import procfs\n"
     code += "print(*[(procfs.is_python(int(pid)), procfs.may_inspect(int(pid))) for pid in sys.argv[1:]])"
@@ -206,13 +142,6 @@ def test_without_permission_python_is_known_but_not_inspected() -> None:
     assert procfs.may_inspect(os.getpid())
 
 
-def test_the_mapped_files_of_a_process_include_its_libraries() -> None:
-    mapped = procfs.mapped_files(os.getpid())
-    assert any(Path(path).name.startswith("libc.so") for path in mapped)
-    assert all(path.startswith("/") for path in mapped)
-    assert procfs.mapped_files(2**22 + 1) == set()
-
-
 _CONTAINER = ["unshare", "-pf", "--mount-proc", "--kill-child"]
 _OWN_KEY = """
 import os
@@ -220,10 +149,6 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import server_key
 stat = procfs.read_stat(os.getpid())
 """
-
-
-def test_a_key_names_pid_start_time_and_namespace() -> None:
-    assert server_key(7, 1234) == f"7-1234-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def test_a_process_has_the_same_key_from_inside_and_outside() -> None:

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from sglang_crashkit.kernel import procfs, signals
-from sglang_crashkit.kernel.pidfd import ProcessHandle
 from unit.support.waiting import LONG, child, wait_until
 
 PARENT = """
@@ -17,16 +16,6 @@ below = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"]
 ready(" ".join(map(str, below)))
 pause()
 """
-
-
-def test_a_process_is_told_by_sigquit_unless_it_is_gone() -> None:
-    code = "signal.signal(signal.SIGQUIT, lambda *_: sys.exit(9)); ready(); pause()"
-    with child(code) as process:
-        handle = ProcessHandle(process.pid)
-        assert signals.tell(handle)
-        assert process.wait(LONG) == 9
-        assert not signals.tell(handle)
-        handle.close()
 
 
 def test_this_process_is_told_in_its_main_thread() -> None:
@@ -59,8 +48,3 @@ def test_one_that_is_gone_keeps_no_other_alive(kill: object) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True) as process:
         kill(process.pid)  # type: ignore[operator]
         assert process.wait(LONG) == -signal.SIGKILL
-
-
-def test_a_process_can_end_itself() -> None:
-    code = "from sglang_crashkit.kernel import signals; signals.kill_itself()"
-    assert subprocess.run([sys.executable, "-c", code], timeout=LONG, check=False).returncode == -signal.SIGKILL

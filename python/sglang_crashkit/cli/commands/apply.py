@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Do what ``args.command`` says, and say what was done."""
     from sglang_crashkit.installer.apply import apply, revert
     from sglang_crashkit.installer.environment import open_session
-    from sglang_crashkit.installer.status import Overall
+    from sglang_crashkit.installer.status import State
 
     session, is_apply = open_session(args.python), args.command == "apply"
     change = apply if is_apply else revert
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_json(told | changed, indent=1)
         return ExitCode.DONE
     name = f"SGLang {session.environment.version} in {session.environment.package}"
-    goals = (Overall.PATCHED,) if is_apply else (Overall.PRISTINE, Overall.UNSUPPORTED)
+    goals = (State.PATCHED,) if is_apply else (State.PRISTINE, State.UNSUPPORTED)
     if not outcome.changed and outcome.before in goals:
         say(f"{name} is {'already' if is_apply else 'not'} patched")
     elif args.dry_run:

@@ -38,16 +38,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
     from sglang_crashkit.installer.environment import open_session
-    from sglang_crashkit.installer.status import Overall, read_status
+    from sglang_crashkit.installer.status import State, read_tree
 
     session = open_session(args.python)
-    status = read_status(session.environment, session.lock)
+    tree = read_tree(session.environment, session.lock.find(session.environment.version))
     servers = find_running_servers()
     if args.json:
-        say_json(status.to_json() | {"servers": [asdict(server) for server in servers]}, indent=1)
+        say_json(tree.to_json(session.lock) | {"servers": [asdict(server) for server in servers]}, indent=1)
     else:
-        say(*status.lines(), *map(format_server, servers))
-    is_patched = status.tree.overall is Overall.PATCHED and status.next_step is None
+        say(*tree.lines(session.lock), *map(format_server, servers))
+    is_patched = tree.overall is State.PATCHED and tree.next_step is None
     is_well = is_patched and not any(server.problem for server in servers)
     return ExitCode.DONE if is_well or not args.check else ExitCode.FAILED
 
