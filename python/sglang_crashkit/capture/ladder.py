@@ -264,20 +264,12 @@ def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[st
             sections[-1].is_cut_off = True
         elif found := _FATAL.match(line):
             error = found[1].strip()
-    threads = sorted((_thread(section, pid, main_thread, error) for section in sections), key=lambda t: not t.active)
-    return FaulthandlerOutput(error, tuple(threads), any(_is_whole(section, main_thread) for section in sections))
-
-
-def _thread(section: _Section, pid: int, main_thread: int, error: str) -> Thread:
-    return Thread(
-        name=section.name,
-        native_id=pid if section.ident == main_thread else None,
+    is_whole = False
+    threads: list[Thread] = []
+    for one in sections:
+        is_main = one.ident == main_thread
+        is_whole = is_whole or (is_main and (one.is_cut_off or are_whole(one.frames)))
         # It is the one that got the signal; one that was asked for a stack need not have been at work.
-        active=section.is_current and bool(error),
-        owns_gil=False,
-        frames=tuple(section.frames),
-    )
-
-
-def _is_whole(section: _Section, main_thread: int) -> bool:
-    return section.ident == main_thread and (section.is_cut_off or are_whole(section.frames))
+        is_active = one.is_current and bool(error)
+        threads.append(Thread(one.name, pid if is_main else None, is_active, False, tuple(one.frames)))
+    return FaulthandlerOutput(error, tuple(sorted(threads, key=lambda thread: not thread.active)), is_whole)

@@ -119,8 +119,14 @@ def sample_all(
 
         def take_all(pids: Sequence[int]) -> dict[int, Sample]:
             turns = math.ceil(len(pids) / at_once)
-            futures = {pid: _submit(pool, take, pid, turns - begun // at_once) for begun, pid in enumerate(pids)}
-            return {pid: _result_of(pid, future) for pid, future in futures.items()}
+            taken: dict[int, Future[Sample] | Sample] = {}
+            for begun, pid in enumerate(pids):
+                try:
+                    taken[pid] = pool.submit(take, pid, turns - begun // at_once)
+                except RuntimeError as error:
+                    # As at a container's limit of processes, which may be what the server died of.
+                    taken[pid] = Sample(pid=pid, problem=f"py-spy: {error}")
+            return {pid: one.result() if isinstance(one, Future) else one for pid, one in taken.items()}
 
         try:
             results = take_all(wanted)
@@ -130,23 +136,6 @@ def sample_all(
         finally:
             # Where this is interrupted, nobody waits for the rest.
             stop.set()
-
-
-def _submit(
-    pool: ThreadPoolExecutor, take: Callable[[int, int], Sample], pid: int, turns: int
-) -> Future[Sample] | Exception:
-    try:
-        return pool.submit(take, pid, turns)
-    except RuntimeError as error:
-        # As at a container's limit of processes, which may be what the server died of.
-        return error
-
-
-def _result_of(pid: int, future: Future[Sample] | Exception) -> Sample:
-    try:
-        return future.result() if isinstance(future, Future) else Sample(pid=pid, problem=f"py-spy: {future}")
-    except OSError as error:
-        return Sample(pid=pid, problem=f"py-spy: {error.strerror}")
 
 
 def capture_native(

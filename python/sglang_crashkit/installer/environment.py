@@ -77,41 +77,24 @@ class Environment:
     def _install(self) -> str:
         return f"{self.python} -m pip install" if self.has_pip else f"uv pip install --python {self.python}"
 
-    def command(self, name: str) -> str:
-        """Return the kit's command `name` for this environment."""
-        return f"sglang-crashkit {name} --python {self.python}"
 
+def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environment:
+    """Ask a python where its SGLang is, and whether it can import `calls`.
 
-def find_python(given: str | None) -> Path:
-    """Return the python that `given` names: an interpreter, or a virtual environment's folder.
+    It is the interpreter, or that of the virtual environment's folder, that `given` names; this one by default.
 
     Raises:
         UsageError: there is no such interpreter.
-    """
-    if given is None:
-        return Path(sys.executable)
-    path = Path(given).expanduser()
-    if path.is_dir():
-        path = path / "bin" / "python"
-    if not (path.is_file() and os.access(path, os.X_OK)):
-        raise UsageError(
-            f"{path} is not a python interpreter",
-            next_step="--python PATH, such as .venv/bin/python",
-        )
-    # Not resolved: a virtual environment's python is a link, and only its own name finds it.
-    return path.absolute()
-
-
-def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environment:
-    """Ask the python that `given` names, as for `find_python`, where its SGLang is, and whether it can import `calls`.
-
-    Raises:
-        UsageError: `given` is not a python.
         NothingToDoError: that python has no SGLang.
         RefusedError: its SGLang is an editable install, or several installs overlap.
         CrashkitError: the python does not run.
     """
-    python = find_python(given)
+    # Not resolved: a virtual environment's python is a link, and only its own name finds it.
+    python = Path(sys.executable if given is None else given).expanduser().absolute()
+    if python.is_dir():
+        python = python / "bin" / "python"
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        raise UsageError(f"{python} is not a python interpreter", next_step="--python PATH, such as .venv/bin/python")
     answer = _ask(python, calls)
     found = answer["sglang"]
     if not found["dist_infos"]:

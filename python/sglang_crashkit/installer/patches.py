@@ -244,13 +244,19 @@ class PatchTree:
         """List the patches below `root` without reading them.
 
         Raises:
-            PatchDataError: a folder or a file there is neither a baseline, a patch nor a drop.
+            UsageError: a folder there is not named for a release.
+            PatchDataError: a file there is neither a patch nor a drop.
         """
         folders = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
-        for name in folders:
-            if not is_release(name):
-                raise PatchDataError(f"{root / name} is not named for a release")
-        return cls(root, {baseline: _load_baseline(root / baseline) for baseline in sorted_releases(folders)})
+        baselines: dict[str, dict[str, PatchRef | None]] = {}
+        for baseline in sorted_releases(folders):
+            found = baselines[baseline] = {}
+            for file in sorted(entry for entry in (root / baseline).rglob("*") if not entry.is_dir()):
+                if file.suffix not in (_PATCH, _DROP):
+                    raise PatchDataError(f"{file} is neither a patch nor a drop")
+                path = file.with_suffix("").relative_to(root / baseline).as_posix()
+                found[path] = PatchRef(baseline, path, file) if file.suffix == _PATCH else None
+        return cls(root, baselines)
 
     def resolve(self, release: str) -> dict[str, PatchRef]:
         """Return the patch of each file that `release` gets one for, by path in order."""
@@ -279,18 +285,6 @@ def find_patch_root() -> Path:
         f"the kit at {package} has no patches/{LOCK_NAME}",
         next_step="pip install --force-reinstall --no-deps sglang-crashkit",
     )
-
-
-def _load_baseline(folder: Path) -> dict[str, PatchRef | None]:
-    found: dict[str, PatchRef | None] = {}
-    for file in sorted(entry for entry in folder.rglob("*") if not entry.is_dir()):
-        path = file.with_suffix("").relative_to(folder).as_posix()
-        if file.suffix not in (_PATCH, _DROP):
-            raise PatchDataError(f"{file} is neither a patch nor a drop")
-        if path in found:
-            raise PatchDataError(f"{folder.name} both patches and drops {path}")
-        found[path] = PatchRef(folder.name, path, file) if file.suffix == _PATCH else None
-    return found
 
 
 def is_release(version: str) -> bool:

@@ -183,10 +183,10 @@ class Tree:
         if overall is State.OUTDATED and self.by_wheel:
             return environment.rebuild_wheel
         if overall is State.OUTDATED and self.locked is None:
-            return environment.command("revert")
+            return f"sglang-crashkit revert --python {environment.python}"
         if environment.kit is None or environment.kit.version != __version__:
             return environment.install_kit
-        return None if overall is State.PATCHED else environment.command("apply")
+        return None if overall is State.PATCHED else f"sglang-crashkit apply --python {environment.python}"
 
     def to_json(self, lock: Lock) -> dict[str, object]:
         """Return it for ``--json``."""

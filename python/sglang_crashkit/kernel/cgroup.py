@@ -38,8 +38,8 @@ class Group:
 
 def find_counter(pid: int) -> OomCounter | None:
     """Return the OOM counter of the memory cgroup of `pid`, None where there is none to be read."""
-    for version, folder, _mount in _folders(pid, "memory"):
-        path = folder / ("memory.oom_control" if version == 1 else "memory.events")
+    for group in _groups(pid, "memory"):
+        path = group.folder / ("memory.oom_control" if group.version == 1 else "memory.events")
         if (kills := _read_kills(path)) is not None:
             return OomCounter(path, kills)
     return None
@@ -50,14 +50,12 @@ def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
 
     Its folder has one of the `files`, of which that of v1 is the first.
     """
-    for version, folder, mount in _folders(pid, controller):
-        if (folder / files[version - 1]).exists():
-            return Group(version, folder, mount)
-    return None
+    groups = _groups(pid, controller)
+    return next((group for group in groups if (group.folder / files[group.version - 1]).exists()), None)
 
 
-def _folders(pid: int, controller: str) -> Iterator[tuple[int, Path, Path]]:
-    """Yield where the cgroup of `pid` may be: version, folder and mount."""
+def _groups(pid: int, controller: str) -> Iterator[Group]:
+    """Yield where the cgroup of `pid` may be."""
     try:
         memberships = (_PROC / str(pid) / "cgroup").read_text(errors="replace")
     except OSError:
@@ -72,8 +70,8 @@ def _folders(pid: int, controller: str) -> Iterator[tuple[int, Path, Path]]:
             continue
         for mount in mounts:
             # Inside a container the mount is often the group itself while the path is the host's.
-            yield version, mount / group.lstrip("/"), mount
-            yield version, mount, mount
+            yield Group(version, mount / group.lstrip("/"), mount)
+            yield Group(version, mount, mount)
 
 
 def _mount_points(fs_type: str, option: str | None) -> Iterator[Path]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 import sglang_crashkit
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
-from sglang_crashkit.installer.environment import Kit, find_environment, find_python, require_kit
+from sglang_crashkit.installer.environment import Kit, find_environment, require_kit
 
 KIT_ROOT = Path(sglang_crashkit.__file__).parents[1]
 
@@ -76,8 +75,7 @@ def test_installations_that_overlap_are_refused(venv, site, wheel, tmp_path, mon
 def test_an_interpreter_that_is_none_is_refused(tmp_path):
     for path in (tmp_path / "no", tmp_path):
         with pytest.raises(UsageError, match="is not a python interpreter"):
-            find_python(str(path))
-    assert find_python(None) == Path(sys.executable)
+            find_environment(str(path))
 
 
 @pytest.mark.parametrize("script", ["exit 3", "echo '[]'", "echo '{'", "echo trouble >&2; exit 1"])
