@@ -123,21 +123,15 @@ def write_termination_message(text: str, environ: Mapping[str, str] = os.environ
     """Write `text` into the container's termination message, in place of what is there.
 
     The kubelet creates the file in the container (``terminationMessagePath``), reads at most 4,096 bytes of it when the
-    container has ended, and shows them in the pod's status; see "Determine the Reason for Pod Failure" in Kubernetes'
-    documentation. It is never created here: outside a container there is none. ``SGLANG_CRASHKIT_TERMINATION_LOG``
-    names another one, and switches this off by ``0`` or an empty value.
-
-    Args:
-        text: the message; what is beyond 4,096 bytes is left away.
-        environ: the environment.
-
-    Returns:
-        Whether it was written.
+    container has ended, and shows them in the pod's status; what is beyond is left away. It is never created here:
+    outside a container there is none. Returns whether it was written.
     """
     path = termination_log(environ)
     if not path:
         return False
-    data = _cut(text.encode(errors="backslashreplace"))
+    data, mark = text.encode(errors="backslashreplace"), b" ..."
+    if len(data) > MAX_MESSAGE_BYTES:
+        data = data[: MAX_MESSAGE_BYTES - len(mark)].decode(errors="ignore").encode() + mark
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -151,10 +145,3 @@ def write_termination_message(text: str, environ: Mapping[str, str] = os.environ
         return False
     finally:
         os.close(descriptor)
-
-
-def _cut(data: bytes) -> bytes:
-    if len(data) <= MAX_MESSAGE_BYTES:
-        return data
-    mark = b" ..."
-    return data[: MAX_MESSAGE_BYTES - len(mark)].decode(errors="ignore").encode() + mark

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.incident.names import stopped_state
+from sglang_crashkit.incident.names import first_failure_of, stopped_state
 from sglang_crashkit.incident.store import PARTIAL, parse_name
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_json
 from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of
@@ -79,12 +79,10 @@ class Fault:
 def fault_of(document: Mapping[str, Any]) -> Fault | None:
     """Return the fault that an incident tells of; None where nothing was seen to fail, or a hang has no stack."""
     verdict, server = mapping_of(document.get("verdict")), mapping_of(document.get("server"))
-    pid = mapping_of(verdict.get("first_failure")).get("pid")
-    processes = mappings_of(document.get("processes"))
-    first = next((process for process in processes if process.get("pid") == pid), None)
-    if first is None:
+    first = first_failure_of(document)
+    if not first:
         return None
-    kind, frames = str(verdict.get("kind")), tuple(_frames_of(first, processes, document))
+    kind, frames = str(verdict.get("kind")), tuple(_frames_of(first, document))
     if kind == "hang" and not frames:
         # Where nobody was seen, nothing tells one hang from another.
         return None
@@ -114,7 +112,7 @@ def _what_happened_to(process: Mapping[str, Any], document: Mapping[str, Any]) -
     return str(end.get("signal") or f"status {end.get('code')}") if end else stopped_state(process) or "alive"
 
 
-def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], document: Mapping[str, Any]) -> list[str]:
+def _frames_of(first: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
     own = [str(frame) for frame in first.get("doing") or ()]
     if own:
         return own[:_MAX_FRAMES]
@@ -122,7 +120,7 @@ def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], doc
         return [_STARTING]
     waiting = {
         _LINE.sub(")", str(frame))
-        for process in processes
+        for process in mappings_of(document.get("processes"))
         if process.get("role") == "scheduler"
         for frame in (process.get("doing") or ())[:_MAX_WAITING_FRAMES]
     }
@@ -282,18 +280,14 @@ def is_same_fault(some: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return False
     if (one.kind, one.what, one.who.split(" ")[0]) != (two.kind, two.what, two.who.split(" ")[0]):
         return False
-    return one.frames == two.frames or not _first_of(some).get("doing") or not _first_of(other).get("doing")
-
-
-def _first_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
-    return next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid), {})
+    has_frames = all(first_failure_of(document).get("doing") for document in (some, other))
+    return one.frames == two.frames or not has_frames
 
 
 def _hung(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the process that hangs; where no single one is named, all ranks."""
-    first, processes = _first_of(document), mappings_of(document.get("processes"))
-    return [first] if first else [one for one in processes if one.get("role") == "scheduler"]
+    ranks = [one for one in mappings_of(document.get("processes")) if one.get("role") == "scheduler"]
+    return [first] if (first := first_failure_of(document)) else ranks
 
 
 def _is_same_hang(some: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:

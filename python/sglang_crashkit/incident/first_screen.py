@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_crashkit.incident.names import Names, join_some_names, stopped_state, without_own_numbers
+from sglang_crashkit.incident.names import Names, first_failure_of, join_some_names, stopped_state, without_own_numbers
 from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.step import DIVERGED
@@ -160,8 +160,7 @@ class _Screen:
         self._environment = mapping_of(document.get("environment"))
         self._events = mappings_of(document.get("timeline"))
         self._processes = mappings_of(document.get("processes"))
-        pid = mapping_of(self._verdict.get("first_failure")).get("pid")
-        self._first = next((one for one in self._processes if one.get("pid") == pid is not None), {})
+        self._first = first_failure_of(document)
 
     def headline(self, most: int) -> list[str]:
         """Return who failed of what, what became of the server, and how many requests it cost, in one line or two.
@@ -312,7 +311,10 @@ class _Screen:
             who = join_some_names(map(self._names.short, silent), _MAX_NAMES)
             yield f"{who} made no progress for {secs[0]} s{' or more' if len(secs) > 1 else ''}"
         groups: dict[str, tuple[str, list[str]]] = {}
-        since = self._first_place()
+        # What came before the first failure's own event is none of its consequences.
+        pid, own = self._first.get("pid"), ("exception", "process_exited")
+        ends = (place for place, one in enumerate(self._events) if one.get("pid") == pid and one.get("event") in own)
+        since = next(ends, -1) + 1 if pid is not None else 0
         for event in self._events[since:]:
             if event.get("event") != "exception" or event.get("pid") == self._first.get("pid"):
                 continue
@@ -321,14 +323,6 @@ class _Screen:
             names.append(self._names.short(event))
         for message, names in list(groups.values())[:_MAX_CONSEQUENCES]:
             yield f"{join_some_names(names, _MAX_NAMES)} raised {message}"
-
-    def _first_place(self) -> int:
-        """Return the place in the timeline behind the first failure's own event; 0 where nobody is known to have."""
-        pid = self._first.get("pid")
-        for place, event in enumerate(self._events):
-            if event.get("event") in ("exception", "process_exited") and event.get("pid") == pid is not None:
-                return place + 1
-        return 0
 
     def _ranks(self) -> Iterator[str]:
         """Yield what the other ranks did, those that agree in one line."""
@@ -347,8 +341,7 @@ class _Screen:
     def _divergence(self) -> str:
         """Return at which step the ranks went different ways; empty where they did not, or the headline says so."""
         found, basis = mapping_of(self._document.get("divergence")), self._verdict.get("basis")
-        is_told = found.get("kind") in DIVERGED
-        told = str(found.get("statement") or "") if is_told else ""
+        told = str(found.get("statement") or "") if found.get("kind") in DIVERGED else ""
         return "" if isinstance(basis, list) and told in basis[:1] else self._names.in_words(told)
 
     def _doing_of(self, process: Mapping[str, Any]) -> list[str]:
@@ -401,11 +394,9 @@ class _Screen:
                 rest = (text[: found.start()] + text[found.end() :]).strip(" :,;")
                 text = f"{found[1]}{_COMMENT}{rest}" if rest else found[1]
             yield "next", text, 2
-        yield "next", f"{_OWN_COMMAND}show {self._where} --{self._section()}", 1
+        section = "steps" if mapping_of(self._document.get("cause")).get("class") == "rank_divergence" else "stacks"
+        yield "next", f"{_OWN_COMMAND}show {self._where} --{section}", 1
         yield "next", f"{_OWN_COMMAND}bundle {self._where} --no-prompts{_COMMENT}for a bug report", 1
-
-    def _section(self) -> str:
-        return "steps" if mapping_of(self._document.get("cause")).get("class") == "rank_divergence" else "stacks"
 
 
 def _lines(label: str, text: str, most: int) -> Iterator[str]:

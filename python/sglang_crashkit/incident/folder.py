@@ -73,6 +73,7 @@ class IncidentFolder:
     Attributes:
         id: its id.
         path: where it is now, for others; it is written to by `opened`.
+        final_path: where it is when it is finished.
         opened: a way to it that is good in this process whatever is put in its place; see `OwnFolder`.
         problem: why what is written to it goes nowhere; empty where it does not.
 
@@ -95,7 +96,7 @@ class IncidentFolder:
     ) -> None:
         name = str(IncidentName(seconds, kind, incident_id))
         self.id = incident_id
-        self._final, self.path = incidents / name, incidents / f"{PARTIAL}{name}"
+        self.final_path, self.path = incidents / name, incidents / f"{PARTIAL}{name}"
         # A link that is made later changes nothing: what is in the host's folder, and below, is reached by descriptors.
         self._host = OwnFolder(incidents.parent)
         self._incidents = OwnFolder(incidents, within=self._host)
@@ -114,18 +115,13 @@ class IncidentFolder:
     @property
     def name(self) -> str:
         """What it is called when it is finished."""
-        return self._final.name
-
-    @property
-    def final_path(self) -> Path:
-        """Where it is when it is finished."""
-        return self._final
+        return self.final_path.name
 
     def rename(self, kind: str) -> None:
         """Have it called after another kind of incident when it is finished."""
         name = parse_name(self.name)
         assert name is not None
-        self._final = self._final.with_name(str(replace(name, kind=kind)))
+        self.final_path = self.final_path.with_name(str(replace(name, kind=kind)))
 
     def write_text(self, name: str, text: str) -> str:
         """Write a file below the folder, without secrets, and return its name relative to it.
@@ -216,10 +212,10 @@ class IncidentFolder:
 
     def publish(self) -> Path:
         """Give the folder its final name and return it."""
-        if self.path != self._final:
+        if self.path != self.final_path:
             self._release_reserve()
-            (self._incidents.path / self.path.name).rename(self._incidents.path / self._final.name)
-            self.path = self._final
+            (self._incidents.path / self.path.name).rename(self._incidents.path / self.final_path.name)
+            self.path = self.final_path
             sync_folder(self._incidents.path)
             self._ownership.release()
             # For what the essential files took beyond the limits.
@@ -284,7 +280,7 @@ class NullFolder(IncidentFolder):
 
     def __init__(self, reason: str) -> None:
         self.id = new_id()
-        self.path = self._final = self.opened = Path("nowhere")
+        self.path = self.final_path = self.opened = Path("nowhere")
         self.problem = reason[:MAX_REASON]
 
     def rename(self, kind: str) -> None:
@@ -296,10 +292,6 @@ class NullFolder(IncidentFolder):
 
     def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
         """Do nothing."""
-
-    def publish(self) -> Path:
-        """Return a path that nothing lies below."""
-        return self.path
 
     def discard(self) -> None:
         """Do nothing."""

@@ -50,6 +50,12 @@ def _in_order(name: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else (name, -1)
 
 
+def first_failure_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the process that failed first; an empty one where none is known to have."""
+    pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
+    return next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid is not None), {})
+
+
 def stopped_state(process: Mapping[str, Any]) -> str:
     """Return ``stopped (T)`` of a process that was stopped when it was last looked at; empty of any other."""
     looks = [look.get("state") for look in mappings_of(process.get("looks")) if look.get("state")]

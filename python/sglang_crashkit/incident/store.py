@@ -110,7 +110,10 @@ def find_incidents(
         NothingToDoError: there is no such folder.
         OSError: there is none of which one can tell, and a folder cannot be read.
     """
-    if not is_folder(folder):
+    is_folder = False  # a folder above it that cannot be read is an error of its own
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    if not is_folder:
         raise NothingToDoError(f"{folder} is not a folder", next_step=f"sglang-crashkit incidents DIR{WHAT_DIR_IS}")
     for _ in range(_LOOKS):
         incidents, closed, is_whole = _look(folder, keep)
@@ -135,18 +138,6 @@ def _look(folder: Path, keep: Keep | None) -> tuple[list[StoredIncident], list[O
     named = [path for path in found if parse_name(path.absolute().name)]
     incidents = [_read(path, keep) for path in named if path.is_dir()]
     return incidents, closed, all(map(os.path.lexists, named))
-
-
-def is_folder(path: Path) -> bool:
-    """Say whether there is a folder of this name.
-
-    Raises:
-        OSError: a folder above it cannot be read.
-    """
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
@@ -212,20 +203,17 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
         )
     if unreadable is not None and not wanted:
         unreadable += closed
-    if found[0].document is None:
-        raise CrashkitError(f"{found[0].path}: {found[0].problem}", next_step=_what_else_tells(found[0].path))
-    return found[0]
+    one = found[0]
+    if one.document is None:
+        readable = f"cat {shlex.quote(str(one.path / 'summary.md'))}   # says it in words"
+        listed = f"ls -l {shlex.quote(str(one.path))}{WHOSE_IT_IS}"
+        is_there = os.access(one.path / "summary.md", os.R_OK)
+        raise CrashkitError(f"{one.path}: {one.problem}", next_step=readable if is_there else listed)
+    return one
 
 
 def _is_meant(name: str, wanted: str) -> bool:
     return wanted == "" or name.endswith(f"-{wanted}") or name[-8:].startswith(wanted) or name == wanted
-
-
-def _what_else_tells(incident: Path) -> str:
-    summary = incident / "summary.md"
-    if os.access(summary, os.R_OK):
-        return f"cat {shlex.quote(str(summary))}   # says it in words"
-    return f"ls -l {shlex.quote(str(incident))}{WHOSE_IT_IS}"
 
 
 def _read(path: Path, keep: Keep | None) -> StoredIncident:

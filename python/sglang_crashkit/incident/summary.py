@@ -21,7 +21,7 @@ from sglang_crashkit.incident.first_screen import (
     undecided_in_words,
     without_build_paths,
 )
-from sglang_crashkit.incident.names import Names, join_names, stopped_state, without_own_numbers
+from sglang_crashkit.incident.names import Names, first_failure_of, join_names, stopped_state, without_own_numbers
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 from sglang_crashkit.model.checked_json import seconds_of, texts_of
@@ -77,11 +77,9 @@ def was_aborted_before(fields: Mapping[str, Any], document: Mapping[str, Any]) -
     aborted = seconds_of(fields.get("aborted"))
     if aborted is None:
         return False
-    verdict = mapping_of(document.get("verdict"))
-    pid, is_known = mapping_of(verdict.get("first_failure")).get("pid"), verdict.get("kind") != "hang"
-    began = [seconds_of(mapping_of(document.get("trigger")).get("time"))]
-    first = next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid), {})
-    began.append(seconds_of(_step_of(first).get("began")))
+    first, is_known = first_failure_of(document), mapping_of(document.get("verdict")).get("kind") != "hang"
+    pid, trigger = first.get("pid"), mapping_of(document.get("trigger"))
+    began = [seconds_of(trigger.get("time")), seconds_of(_step_of(first).get("began"))]
     for event in mappings_of(document.get("timeline")):
         silent, noticed = event.get("silent_secs"), seconds_of(event.get("time"))
         if noticed is not None and isinstance(silent, (int, float)):
@@ -146,10 +144,9 @@ def _lines(document: Mapping[str, Any], where: str) -> Iterator[str]:
 
 def _first_failure(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the process that failed first, or that reported the failure where nobody is known to; may be empty."""
-    processes = mappings_of(document.get("processes"))
-    named = [mapping_of(document.get("verdict")).get("first_failure"), document.get("trigger")]
-    pids = [mapping_of(one).get("pid") for one in named]
-    return next((process for pid in pids for process in processes if pid == process.get("pid") is not None), {})
+    pid = mapping_of(document.get("trigger")).get("pid")
+    told = (one for one in mappings_of(document.get("processes")) if one.get("pid") == pid is not None)
+    return first_failure_of(document) or next(told, {})
 
 
 def _cause(document: Mapping[str, Any]) -> Iterator[str]:
@@ -339,9 +336,8 @@ def _batch(step: Mapping[str, Any]) -> str:
 
 
 def _rids(rids: Sequence[object], size: object) -> str:
-    shown = list(rids)[:_MAX_RIDS]
-    more = size - len(shown) if isinstance(size, int) else 0
-    return ", ".join(map(str, shown)) + (f" and {more:,} more" if more > 0 else "")
+    shown = rids[:_MAX_RIDS]
+    return _named(shown, size if isinstance(size, int) else 0)
 
 
 def _number(value: object) -> str:
@@ -407,8 +403,7 @@ def _section(members: Sequence[Process], names: Names) -> Iterator[str]:
         who = cut(join_names(str(one.get("title")) for one in members), _MAX_NAMES)
         yield f"### {who} ({len(members):,} processes): {state_in_words(process)}"
         pids = [f"{names.short(one)} {one.get('pid')}" for one in members]
-        more = f" and {len(pids) - _MAX_PIDS:,} more in incident.json" if len(pids) > _MAX_PIDS else ""
-        yield f"- pids: {', '.join(pids[:_MAX_PIDS])}{more}"
+        yield f"- pids: {_named(pids[:_MAX_PIDS], len(pids))}{' in incident.json' * (len(pids) > _MAX_PIDS)}"
     yield from (f"- {frame}" for frame in texts_of(process.get("doing")))
     if mapping_of(process.get("last_sign")):
         yield f"- last sign: {last_sign_in_words(*(mapping_of(one.get('last_sign')) for one in members))}"
@@ -544,16 +539,16 @@ def _detail_in_words(name: str, value: object) -> str:
         # The whole of it stands in the verdict, or in the process's own record.
         return consequence_in_words(str(value))
     if name == "segments" and isinstance(value, list):
-        return _segments_in_words(mappings_of(value))
+        segments = mappings_of(value)
+        size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
+        told = [f"{one.get('name')} ({one.get('why')})" for one in segments[:_MAX_LIST]]
+        count = f"{len(segments)} segment{'' if len(segments) == 1 else 's'} left, {size / 1e3:,.0f} kB"
+        return f"{count}: {_named(told, len(segments))}"
     if isinstance(value, list):
-        more = f" and {len(value) - _MAX_LIST:,} more" if len(value) > _MAX_LIST else ""
-        return f"{name} {', '.join(map(str, value[:_MAX_LIST]))}{more}"
+        return f"{name} {_named(value[:_MAX_LIST], len(value))}"
     return f"{name} {value}"
 
 
-def _segments_in_words(segments: Sequence[Mapping[str, Any]]) -> str:
-    size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
-    named = [f"{one.get('name')} ({one.get('why')})" for one in segments[:_MAX_LIST]]
-    more = f" and {len(segments) - _MAX_LIST:,} more" if len(segments) > _MAX_LIST else ""
-    count = f"{len(segments)} segment{'' if len(segments) == 1 else 's'} left, {size / 1e3:,.0f} kB"
-    return f"{count}: {', '.join(named)}{more}"
+def _named(shown: Sequence[object], count: int) -> str:
+    """Name the first few of so many."""
+    return ", ".join(map(str, shown)) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
