@@ -298,11 +298,6 @@ def redact_shared(text: str, prompts: Sequence[str]) -> str:
         for start in range(len(prompt) - _RUN + 1):
             for place in places.pop(prompt[start : start + _RUN], ()):
                 hidden[place : place + _RUN] = b"\1" * _RUN
-    return _without(text, hidden)
-
-
-def _without(text: str, hidden: bytearray) -> str:
-    """Return `text` without the characters at whose places there is a 1."""
     parts, done = [], 0
     for match in re.finditer(b"\1+", hidden):
         parts += [text[done : match.start()], REDACTED]

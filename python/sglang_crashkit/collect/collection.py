@@ -21,7 +21,7 @@ from sglang_crashkit.analysis.explain import Explanation, explain
 from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.analysis.ranks import RankSet, rank_of
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
-from sglang_crashkit.collect.observing import is_python, observe, read_steps
+from sglang_crashkit.collect.observing import divergence_of, is_python, observe, steps_of
 from sglang_crashkit.kernel import clock
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
@@ -130,11 +130,13 @@ class Collection:
 
     def _read_steps(self) -> None:
         """Compare the steps of the ranks, and write them to files."""
-        ranks = {one.process.pid: one for one in self.collected if one.process.role == "scheduler"}
-        steps = read_steps({pid: one.process.start_ticks for pid, one in ranks.items()})
-        for pid, its in steps.by_pid.items():
-            self._write(ranks[pid], "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
-        self.divergence = steps.divergence(self.rounds[-1].processes)
+        ranks, read_at = [one for one in self.collected if one.process.role == "scheduler"], time.monotonic()
+        # All at once, for the ranks go on.
+        steps = {one.process.pid: steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
+        for one in ranks:
+            if its := steps[one.process.pid]:
+                self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
+        self.divergence = divergence_of(steps, self.rounds[-1].processes, read_at)
 
     def debug(self, within_secs: float | None = None) -> None:
         """Run the debugger, if that is planned, once there are snapshots; of it the same holds.

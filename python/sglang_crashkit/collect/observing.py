@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from sglang_crashkit.analysis.divergence import Divergence, Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_of
@@ -66,32 +64,22 @@ def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample
     )
 
 
-@dataclass(frozen=True)
-class LiveSteps:
-    """The last steps of the schedulers."""
+def divergence_of(steps: Mapping[int, Sequence[Step]], seen: Sequence[Sample], read_at: float) -> Divergence | None:
+    """Return where the ranks went different ways; None where none noted its steps, or none has another one.
 
-    by_pid: Mapping[int, Sequence[Step]]  # of each whose memory has any, in order of their numbers
-    read_at: float  # when the first of them was read, in seconds of the monotonic clock
-
-    def divergence(self, seen: Sequence[Sample]) -> Divergence | None:
-        """Return where the ranks went different ways; None where none noted its steps, or none has another one."""
-        ranks = [
-            RankSteps(rank_of(one), self.by_pid.get(one.pid, ()), one.pid) for one in seen if one.role == "scheduler"
-        ]
-        # Of another server that is not patched nothing is to be said.
-        patched = {dict(one.rank.scope).get("server") for one in ranks if one.steps}
-        moment = Moment(self.read_at, "it was looked at", self.read_at)
-        return find_divergence([one for one in ranks if dict(one.rank.scope).get("server") in patched], moment)
+    Args:
+        steps: of each process by its pid, as `steps_of` returns them.
+        seen: the processes.
+        read_at: when the first of the steps were read, in seconds of the monotonic clock.
+    """
+    ranks = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen if one.role == "scheduler"]
+    # Of another server that is not patched nothing is to be said.
+    patched = {dict(one.rank.scope).get("server") for one in ranks if one.steps}
+    moment = Moment(read_at, "it was looked at", read_at)
+    return find_divergence([one for one in ranks if dict(one.rank.scope).get("server") in patched], moment)
 
 
-def read_steps(processes: Mapping[int, int]) -> LiveSteps:
-    """Read the steps of processes, given with their start times."""
-    read_at = time.monotonic()
-    found = {pid: steps for pid, start_ticks in processes.items() if (steps := _steps_of(pid, start_ticks))}
-    return LiveSteps(found, read_at)
-
-
-def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
+def steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
     """Return the steps that one process noted; none where it has no such memory, or may not be looked into."""
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - a name is all that is wanted

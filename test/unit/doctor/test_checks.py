@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.capture.gpu_facts import GpuFacts
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.doctor import checks
 from sglang_crashkit.doctor.checks import CHECKS, Result, Target, check_cores, look_at_folder
@@ -89,18 +88,6 @@ def test_the_lines_that_let_pyspy_attach_are_given(monkeypatch: pytest.MonkeyPat
         assert words in told.command
 
 
-def test_a_driver_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Reader:
-        def __init__(self, *_args: object) -> None: ...
-
-        def look(self) -> GpuFacts:
-            return GpuFacts(reason="it did not answer")
-
-    monkeypatch.setattr(checks, "find_library", lambda _environ: "pynvml")
-    monkeypatch.setattr(checks, "GpuFactsReader", Reader)
-    assert found("GPU", target())[0][::2] == (None, "nvidia-smi")
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -112,13 +99,6 @@ def test_a_driver_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_core_variables_that_somebody_set_are_found(name: str, value: str) -> None:
     (told,) = check_cores(target({name: value}))
     assert told[::2] == (None, f"unset {name}")
-
-
-def test_cores_need_a_crash_folder_and_a_pipe() -> None:
-    assert [one.ok for one in check_cores(target())] == [True]
-    assert "--crash-dump-folder" in next(check_cores(target(crash_folder=None))).words
-    (told,) = check_cores(target(servers={7: [replace(RANK, pid=os.getpid())]}))
-    assert told[::2] == (None, "restart the server")
 
 
 def test_a_crash_folder_in_memory_or_without_room_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -153,13 +133,6 @@ def test_a_short_grace_period_has_its_line(secs: float, ok: bool | None) -> None
     told = found("end", target(grace_secs=secs))[-1]
     assert told.ok is ok
     assert ("terminationGracePeriodSeconds: 75" in told.command) == (ok is None)
-
-
-def test_in_kubernetes_the_termination_log_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "read_place", lambda *_args: {"kubernetes": {"pod_uid": "1"}})
-    log, grace = found("end", target())
-    assert (log.ok, "terminationMessagePath" in log.command) == (None, True)
-    assert "30 s in Kubernetes" in grace.words
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.model.checked_json import mapping_of
 
 #: Longer files are neither listed nor read further.
 MAX_FILES = 5000
@@ -75,10 +76,9 @@ class IncidentFiles:
     def read_object(self, name: object) -> Mapping[str, Any]:
         """Return the JSON object that a file holds; an empty one where it holds none."""
         try:
-            value = self.read_json(name)
+            return mapping_of(self.read_json(name))
         except ValueError:
             return {}
-        return value if isinstance(value, dict) else {}
 
 
 def _walk(folder: Path, lead: str, depth: int) -> Iterator[ListedFile]:
@@ -111,6 +111,14 @@ def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
         return {cut(name, 200): bounded(value[name], levels - 1) for name in names}
     # A number of a million digits is a line as well.
     return value if not isinstance(value, int) or abs(value) < 1 << 128 else "a number too long to show"
+
+
+def object_of(data: bytes) -> Mapping[str, Any]:
+    """Return the JSON object in `data`; an empty one where there is none."""
+    try:
+        return mapping_of(json.loads(data))
+    except (ValueError, RecursionError):
+        return {}
 
 
 def list_of(value: object) -> list[Any]:

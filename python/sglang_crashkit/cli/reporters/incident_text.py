@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.cli.reporters.incident_files import object_of
 from sglang_crashkit.incident.first_screen import cut, first_screen, undecided_in_words, without_build_paths
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.incident.request_fingerprint import parameters_of
@@ -46,7 +47,11 @@ def stack_lines(folder: Path, document: Mapping[str, Any], *, messages: bool = T
     pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
     for path in sorted(folder.glob(f"ranks/*-{pid}.exception.txt")):
         yield f"{names.short({'pid': pid})} raised:"
-        yield from (f"    {line}" for line in _read(path).splitlines() if messages or _FRAME.fullmatch(line))
+        yield from (
+            f"    {line}"
+            for line in _read(path).decode(errors="replace").splitlines()
+            if messages or _FRAME.fullmatch(line)
+        )
         yield ""
     groups: dict[tuple[bool, bool, str, tuple[str, ...]], list[str]] = {}
     for process in mappings_of(document.get("processes")):
@@ -71,7 +76,7 @@ def _main_thread(folder: Path, process: Mapping[str, Any]) -> tuple[str, ...]:
     has_raised = any(piece.get("kind") == "exception" for piece in pieces)
     for piece in pieces if not has_raised else ():
         if piece.get("kind") == "stack" and isinstance(path := piece.get("path"), str):
-            threads = mappings_of(_load(folder / Path(path).with_suffix(".json")).get("threads"))
+            threads = mappings_of(object_of(_read(folder / Path(path).with_suffix(".json"))).get("threads"))
             for thread in threads:
                 if thread.get("native_id") == process.get("pid") or thread.get("name") == "MainThread":
                     frames = mappings_of(thread.get("frames"))
@@ -85,11 +90,8 @@ def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     # The likeliest first, as the incident lists them.
     suspects = list(dict.fromkeys(str(one.get("rid")) for one in mappings_of(document.get("suspects"))))
     places = {rid: place for place, rid in enumerate(suspects)}
-    try:
-        read = (_load_line(line) for line in read_regular(folder / _REQUESTS, _MAX_BYTES).splitlines())
-    except OSError:
-        return
-    requests = sorted(filter(None, read), key=lambda one: places.get(str(one.get("rid")), len(places)))
+    read = filter(None, map(object_of, _read(folder / _REQUESTS).splitlines()))
+    requests = sorted(read, key=lambda one: places.get(str(one.get("rid")), len(places)))
     if not requests:
         return
     yield "  state       arrived (UTC)  request                           prompt, parameters"
@@ -97,13 +99,6 @@ def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     mark = f"* {undecided_in_words(document) or 'suspect'}; " if places else ""
     more = f"{len(requests) - _MAX_REQUESTS:,} more, and " if len(requests) > _MAX_REQUESTS else ""
     yield f"{mark}{more}the whole of each, with its prompt: {folder / _REQUESTS}"
-
-
-def _load_line(line: bytes) -> Mapping[str, Any]:
-    try:
-        return mapping_of(json.loads(line))
-    except (ValueError, RecursionError):
-        return {}
 
 
 def _request_line(fields: Mapping[str, Any], suspects: Mapping[str, int], document: Mapping[str, Any]) -> str:
@@ -141,7 +136,7 @@ def timeline_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 def environment_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield what surrounded the server: in short, then every value with its name."""
-    whole = _load(folder / _ENVIRONMENT)
+    whole = object_of(_read(folder / _ENVIRONMENT))
     short = list(environment_in_words(mapping_of(document.get("environment"))))
     yield from short
     if whole:
@@ -160,18 +155,11 @@ def _flat(value: object, name: str = "") -> Iterator[str]:
         yield f"{name}  {value if isinstance(value, str) else json.dumps(value)}"
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> bytes:
     try:
-        return mapping_of(json.loads(read_regular(path, _MAX_BYTES)))
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_regular(path, _MAX_BYTES).decode(errors="replace")
+        return read_regular(path, _MAX_BYTES)
     except OSError:
-        return ""
+        return b""
 
 
 _TICKS = re.compile(r"`{3,}")
@@ -205,7 +193,7 @@ def _lines(folder: Path, document: Mapping[str, Any], *, messages: bool) -> Iter
 
 
 def _environment(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
-    environment = _load(folder / _ENVIRONMENT) or mapping_of(document.get("environment"))
+    environment = object_of(_read(folder / _ENVIRONMENT)) or mapping_of(document.get("environment"))
     if environment.get("command_line"):
         yield str(environment["command_line"])
     for name, version in mapping_of(environment.get("versions")).items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.cli.commands.steps import groups_of, in_words, side_by_side
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of, object_of
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
 from sglang_crashkit.incident.first_screen import undecided_in_words
 from sglang_crashkit.incident.store import STEPS_SUFFIX, StoredSteps
@@ -328,8 +328,8 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
     count = 0
     data = files.read(path, _MAX_REQUEST_BYTES)
     for line in data.split(b"\n"):
-        request = _object(line) if line.strip() else None
-        if request is None:
+        request = object_of(line[:_MAX_LINE])
+        if not request:
             continue
         count += 1
         is_suspect = str(request.get("rid")) in suspects
@@ -347,14 +347,6 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
         "suspects_left_out": left_out if type(left_out := document.get("suspects_left_out")) is int else 0,
         "prompts": prompts,
     }
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line[:_MAX_LINE])
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _request(

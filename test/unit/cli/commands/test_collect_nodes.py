@@ -93,21 +93,6 @@ def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_pat
         ]
 
 
-def test_without_a_container_it_is_this_python_or_any_command(slurm: Slurm, tmp_path: Path) -> None:
-    collect(tmp_path, "--native")
-    asked = slurm.asked("n1")
-    assert "--native" in asked
-    assert asked[asked.index("-m") - 1] == sys.executable
-    assert not [word for word in asked if word.startswith("--container")]
-    collect(tmp_path, "--remote-command=env 'X=a b' /opt/kit/bin/sglang-crashkit")
-    asked = slurm.asked("n1")
-    assert asked[asked.index("collect") - 3 : asked.index("collect")] == [
-        "env",
-        "X=a b",
-        "/opt/kit/bin/sglang-crashkit",
-    ]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "status"),
     [
@@ -227,17 +212,6 @@ def test_the_ranks_of_all_hosts_are_one_result(hosts: Hosts, capsys: pytest.Capt
     verdict = json.loads((hosts.output / "verdict.json").read_text())
     assert (verdict["via"], verdict["verdict"]["level"], verdict["silent"]) == ("python", "established", [])
     assert "- 2 hosts by python; more:" in (hosts.output / "summary.md").read_text()
-
-
-def test_the_files_of_each_host_come_with_its_answer(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hosts.collect(ANSWERS, "--json") == ExitCode.DONE
-    document = json.loads(capsys.readouterr().out)
-    names = ["snapshot_pod_1.json", "snapshot_pod_2.json", "pyspy_pod_17.txt", "summary.md"]
-    for node in document["nodes"]:
-        assert (node["files"], node["problems"]) == (names, [])
-        assert sorted(path.name for path in Path(node["folder"]).iterdir()) == sorted([*names, "python.log"])
-        assert (Path(node["folder"]) / "pyspy_pod_17.txt").read_text() == "all_reduce\n"
-    assert document["via"] == "python"
 
 
 def test_each_host_is_asked_for_files_by_the_users_command(hosts: Hosts) -> None:

@@ -114,25 +114,6 @@ def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, capsys: pytest.Cap
     assert str(path) in capsys.readouterr().out
 
 
-def run_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_crashkit", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-        check=False,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_what_the_terminal_cannot_show_is_shown_escaped(tmp_path: Path, encoding: str) -> None:
-    make_incident(tmp_path, 1.0, "ü \udcff")
-    done = run_command("incidents", str(tmp_path), env=os.environ | {"PYTHONIOENCODING": encoding})
-    assert done.returncode == 0
-    assert "\\udcff [established]" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

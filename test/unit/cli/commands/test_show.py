@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.cli import crash_folder
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.first_screen import first_screen
 from unit.support.stored import NOON, make_incident
@@ -225,16 +224,6 @@ def test_a_broken_document_is_told_once_with_what_to_do(
     assert line.startswith(f"sglang-crashkit {command}: {path}: incident.json ")
     assert line.count(str(path)) == 1
     assert following.startswith("  next: ")
-
-
-def test_an_id_is_looked_up_where_running_servers_leave_incidents(
-    crash_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(crash_folder, "known_folders", lambda: [crash_dir, tmp_path / "empty"])
-    (tmp_path / "empty").mkdir()
-    assert "TP1 was killed by SIGKILL" in shown(capsys)
-    assert main(["show", "00000000"]) == 3
-    assert "--folder DIR" in capsys.readouterr().err
 
 
 def test_without_any_known_folder_the_next_command_is_named(

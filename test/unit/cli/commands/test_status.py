@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -65,15 +64,3 @@ def test_a_runtime_folder_that_a_cleaner_removed_is_said(runtime: Path) -> None:
         (server,) = found(runtime)
         assert server.handler is None
         assert "runtime folder is gone (No such file or directory)" in server.problem
-
-
-def test_what_is_no_worker_is_no_server(runtime: Path) -> None:
-    with child(WORKER, str(runtime)):
-        assert found(runtime) == []
-
-
-def test_nothing_is_left_open(runtime: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with child(WORKER, str(runtime), title=TITLE):
-        found(runtime)
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

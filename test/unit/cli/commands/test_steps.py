@@ -60,19 +60,6 @@ def test_ranks_stand_side_by_side_with_the_divergence_marked(
     )
 
 
-def test_an_incident_is_meant_by_id_folder_or_latest(
-    incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
-    monkeypatch.setattr("sglang_crashkit.settings.fallback_folder", lambda: tmp_path)
-    meant = [[incident.name[-8:], "--folder", str(tmp_path)], ["latest"], [str(tmp_path)], [str(incident)]]
-    for which in meant:
-        assert main(["steps", *which, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["incident"] == str(incident)
-    assert main(["steps", "00000000"]) == 3
-    assert "no incident 00000000 where servers of this host leave theirs\n  next: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("rank", ["TP1", "tp1", "12"])
 def test_of_one_rank_a_program_reads_the_same(incident: Path, capsys: pytest.CaptureFixture[str], rank: str) -> None:
     assert main(["steps", str(incident), "--json", "--rank", rank, "--last", "2"]) == 0
