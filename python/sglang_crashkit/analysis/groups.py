@@ -67,7 +67,10 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
     if outlier is not None and outlier.level == "established":
         return replace(outlier, group=name, evidence=evidence)
     if _are_idle(members):
-        text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{NO_HANG}"
+        # In its loop a decode server also asks all the time for what prefill sends, and the other way round.
+        is_of_pair = any(place[0] == "side" for member in members if member.rank for place in member.rank.scope)
+        awaited = "requests or for the other side of its pair" if is_of_pair else "requests"
+        text = f"{name_members(members)} waited for {awaited}, as when there are none{NO_HANG}"
         return Finding(name, "idle", (), text, evidence, level_of(members))
     if outlier is not None and _is_convincing(outlier, members):
         return replace(outlier, group=name, evidence=evidence)
@@ -269,12 +272,6 @@ def _while(few: Sequence[Member], many: Sequence[Member], words: str) -> str:
 def _unseen_text(members: Sequence[Member]) -> str:
     unseen = [member for member in members if not member.seen]
     return f" Of {name_members(unseen)} no stack was seen." if unseen else ""
-
-
-def _awaited(members: Sequence[Member]) -> str:
-    # In its loop a decode server also asks all the time for what prefill sends, and the other way round.
-    is_of_pair = any(place[0] == "side" for member in members if member.rank for place in member.rank.scope)
-    return "requests or for the other side of its pair" if is_of_pair else "requests"
 
 
 def _waiting_text(members: Sequence[Member]) -> str:

@@ -1,17 +1,8 @@
 """Which requests may have done it: those of the step that the first failure was at, most suspicious first.
 
-With overlap scheduling a second step may be unfinished: one is launched before the results of the one before are
-processed. Where what failed was the scheduler's own thread, the step that it was at is the one. Where it may have been
-what a GPU still computed, or a step was being prepared, all that were not finished count.
-
-Where it failed in no step, while requests were received or a batch was made, or is no scheduler, those count that had
-not been answered. So they do beside those of a step where it may have failed by something else than the step: another
-thread, such as one that compiles a grammar, or memory that a request took that waits. Where all were answered, those of
-the last step count: a check that runs when nothing else does finds what they left.
-
-Where it worked on a control request, such as an update of the weights, no request for an answer did it. The frames of
-its main thread tell, in all releases: whatever is received is handled in one function of the scheduler. Of a process
-that died without a word there are none, and its record of steps tells.
+``docs/incidents.md`` has which requests count in which case. That a control request was worked on is told by the frames
+of the main thread, in all releases: whatever is received is handled in one function of the scheduler. Of a process that
+died without a word there are none, and its record of steps tells.
 
 A suspicion is not a proof; that takes a server which fails again by the request alone.
 """
@@ -324,13 +315,7 @@ def _under_way(incident: Incident) -> int | None:
 
 
 def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
-    """Return what is said of the only request that was in no step yet; empty where that says nothing of it.
-
-    Args:
-        incident: as for `suspects_of`.
-        process: who failed first.
-        size: how many requests there are to choose from; one that was aborted may be in a step still.
-    """
+    """Return what is said of the only request that was in no step yet, of `size` to choose from; empty for nothing."""
     under_way = _under_way(incident)
     if process.role != _SCHEDULER or under_way is None:
         return ""

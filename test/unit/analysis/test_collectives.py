@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.collectives import CollectiveFinding, RankRecord, judge_collectives, worlds_of
+from sglang_crashkit.analysis.collectives import CollectiveFinding, RankRecord, judge_collectives
 from sglang_crashkit.model.flight_dump import parse_dump
 from unit.support.flight_dumps import BEGAN, document, entry, pickled
 
@@ -163,22 +163,6 @@ def test_replicas_are_not_compared_with_one_another() -> None:
     assert judge_collectives(records) == []
     finding = judge(*records[1:], record(0, done(3), world="DP1"))
     assert finding.group == "process group 0 (DP1, default_pg, ranks 0-1)"
-
-
-@pytest.mark.parametrize(
-    ("places", "expected"),
-    [
-        ([{}], [""]),
-        ([{"tp": 0}, {"tp": 1}], ["", ""]),
-        ([{"dp": 0}, {"dp": 1}], ["DP0", "DP1"]),
-        ([{"dp": 0, "tp": 0}, {"dp": 0, "tp": 1}, {"dp": 1, "tp": 0}], ["DP0", "DP0", "DP1"]),
-        # With data-parallel attention, no two have the same number.
-        ([{"dp": 0, "tp": 0}, {"dp": 1, "tp": 1}], ["", ""]),
-        ([{"pp": 0, "tp": 0}, {"pp": 1, "tp": 0}], ["", ""]),
-    ],
-)
-def test_replicas_are_worlds_of_their_own(places: list[Mapping[str, int]], expected: list[str]) -> None:
-    assert list(worlds_of(dict(enumerate(places))).values()) == expected
 
 
 def test_nccl_and_gloo_are_one_account_by_sglangs_names() -> None:

@@ -59,14 +59,6 @@ def test_what_was_seen_is_told(stacks: list[str], words: str) -> None:
     assert words in explain(*ranks(stacks, 3)).statement
 
 
-def test_waiting_elsewhere_names_nobody_where_somebody_goes_on() -> None:
-    moving = (ALL_REDUCE[0], "helper (x.py:1)", *ALL_REDUCE[1:])
-    rows = ranks([*["ALL_REDUCE"] * 6, "BROADCAST", "ALL_REDUCE"], 3)
-    assert pids(explain(*rows)) == [16]
-    rows[1][7] = process(17, moving, tp=7)
-    assert pids(explain(*rows)) == []
-
-
 # -- groups
 
 

@@ -124,11 +124,6 @@ def test_each_suspect_has_its_reasons() -> None:
     ]
 
 
-def test_an_unlisted_request_of_a_large_batch_is_no_first() -> None:
-    ((suspect,), _left_out) = suspects_of(incident("a", last=[step(8, "b") | {"size": 9}]))
-    assert suspect.reasons == ["it was the only request of the step that was not finished"]
-
-
 @pytest.mark.parametrize(
     ("made", "listed", "left_out"),
     [
@@ -185,12 +180,6 @@ def test_the_older_step_counts_where_its_results_were_read() -> None:
     assert told(made) == [("a", "supported")]
 
 
-def test_one_alone_in_all_unfinished_steps_is_alone() -> None:
-    made = incident("a", last=[step(8, "a", ended=False)], message="RuntimeError: CUDA error: x")
-    (suspect,) = suspects_of(made)[0]
-    assert (suspect.level, suspect.reasons[0]) == ("supported", ALONE)
-
-
 @pytest.mark.parametrize(
     ("end", "state", "raised", "level"),
     [
@@ -213,12 +202,6 @@ def test_what_somebody_else_did_is_no_request_s_doing(end: Exit | None, state: s
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=1)
     assert told(made, {"a": 1}) == [("a", "supported" if level == "supported" else "unknown")]
     assert ALONE in suspects_of(made)[0][0].reasons or level == "unknown"
-
-
-def test_between_two_batches_nobody_is_known_to_be_alone() -> None:
-    made = incident("a")
-    steps_of(made).last.append({"number": 10, "ended": None, "phase": "received", "requests": []})
-    assert told(made) == [("a", "unknown")]
 
 
 def between(
@@ -344,16 +327,6 @@ def test_those_that_were_answered_count_only_where_nobody_waits() -> None:
     assert suspects_of(made) == ([], 0)
     made.processes[0].exit, made.verdict = None, Verdict("hang", Failure(7, "x"), "supported", "It hangs.")
     assert suspects_of(made) == ([], 0)
-
-
-def test_the_rank_is_looked_for_in_the_whole_traceback() -> None:
-    made = between(unfinished=2, takes_in=True)
-    (rank,) = made.processes
-    inner = [f"inner{number} (sglang/x.py:1)" for number in range(6)]
-    rank.raised_through, rank.doing = [*inner, *rank.doing, "event_loop_overlap (sglang/z.py:3)"], inner[:4]
-    ((suspect,), _left_out) = suspects_of(made, unanswered=["a"])
-    assert (suspect.level, suspect.reasons[0]) == ("supported", ONLY_NEW)
-    assert "raised_through" not in made.to_json()["processes"][0]
 
 
 def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
@@ -109,31 +109,31 @@ def divergence(case: Case) -> Finding | None:
     return Finding(level, (str(found.get("statement")),))
 
 
-def aborted_apart(case: Case) -> Finding | None:
-    """Ranks that must agree went different ways, and one aborted, as gloo and NCCL's watchdog then have it."""
-    return _aborted(case, case.divergence)
+def aborted(upon: Callable[[Case], Mapping[str, Any]]) -> Callable[[Case], Finding | None]:
+    """Return the rule that one aborted upon what `upon` finds, as gloo and NCCL's watchdog have it."""
+
+    def rule(case: Case) -> Finding | None:
+        # It may have had another reason to.
+        found = upon(case) if case.signal == "SIGABRT" else {}
+        return Finding("supported", (str(found.get("statement")), _ABORTED)) if found else None
+
+    return rule
 
 
-def aborted_in_mismatch(case: Case) -> Finding | None:
-    """Ranks were in different collectives of one group by their recorders, and one aborted."""
-    return _aborted(case, next(_mismatches(case), {}))
+def first_mismatch(case: Case) -> Mapping[str, Any]:
+    """Return the first finding of the recorders that ranks are in different collectives of one group; empty without."""
+    return next((one for one in _sure(case) if one.get("kind") == "mismatch"), {})
 
 
-def aborted_waiting(case: Case) -> Finding | None:
-    """The one that aborted had waited in a collective for a rank that was behind, by their recorders."""
+def first_wait(case: Case) -> Mapping[str, Any]:
+    """Return the first finding of the recorders that the first failure waited for a rank behind; empty without."""
     pid = case.first.get("pid")
-    found = (one for one in case.findings if one.get("kind") == "behind" and _is_sure(one))
-    return _aborted(case, next((one for one in found if pid in (one.get("waiting_pids") or ())), {}))
+    found = (one for one in _sure(case) if one.get("kind") == "behind")
+    return next((one for one in found if pid in (one.get("waiting_pids") or ())), {})
 
 
-def _is_sure(finding: Mapping[str, Any]) -> bool:
-    return finding.get("level") in ("established", "supported")
-
-
-def _aborted(case: Case, found: Mapping[str, Any]) -> Finding | None:
-    # It may have had another reason to.
-    is_so = bool(found) and case.signal == "SIGABRT"
-    return Finding("supported", (str(found.get("statement")), _ABORTED)) if is_so else None
+def _sure(case: Case) -> list[Mapping[str, Any]]:
+    return [one for one in case.findings if one.get("level") in ("established", "supported")]
 
 
 def _left_out(case: Case) -> Finding | None:
@@ -173,8 +173,7 @@ def mismatch(case: Case) -> Finding | None:
     """Ranks are in different collectives of one group, by their recorders or by their stacks."""
     if case.signal or _is_beside_ranks(case):
         return None
-    found = next(_mismatches(case), None)
-    if found is not None:
+    if found := first_mismatch(case):
         return Finding(found["level"], (str(found.get("statement")),))
     if hangs_by_itself(case):
         # It waits for nobody, so what the others wait in is its doing.
@@ -195,13 +194,6 @@ def mismatch(case: Case) -> Finding | None:
             words = ", ".join(f"{name} in that of {caller}" for caller, name in sorted(callers.items())[:4])
             return Finding("supported", (f"Ranks wait in {next(iter(waiting))}, and not in the same one: {words}.",))
     return None
-
-
-def _mismatches(case: Case) -> Iterator[Mapping[str, Any]]:
-    """Yield the findings of the recorders that ranks are in different collectives of one group."""
-    for finding in case.findings:
-        if finding.get("kind") == "mismatch" and _is_sure(finding):
-            yield finding
 
 
 def _crossed(case: Case) -> list[Mapping[str, Any]]:

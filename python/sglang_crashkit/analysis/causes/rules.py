@@ -568,9 +568,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("tokenizer_lost", _lost("tokenizer_worker", "tokenizer")),
     # Where the main process takes the answers in.
     ("tokenizer_lost", raises(r"\w+", "", "handle_loop (tokenizer_manager.py)")),
-    ("rank_divergence", no_progress.aborted_apart),
-    ("collective_mismatch", no_progress.aborted_in_mismatch),
-    ("rank_stuck", no_progress.aborted_waiting),
+    ("rank_divergence", no_progress.aborted(lambda case: case.divergence)),
+    ("collective_mismatch", no_progress.aborted(no_progress.first_mismatch)),
+    ("rank_stuck", no_progress.aborted(no_progress.first_wait)),
     ("connection_lost", _connection),
     ("poison_request", _suspected),
     *((name, died_of(signal)) for signal, name in _BY_SIGNAL.items()),
