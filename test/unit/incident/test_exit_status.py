@@ -52,14 +52,6 @@ def test_the_cause_of_the_first_failure_has_a_status(kind: str, signal_name: str
     assert exit_status_of(incident(kind, signal_name)) == status
 
 
-def test_without_a_verdict_there_is_no_status() -> None:
-    document = incident("signal", "SIGKILL")
-    document.verdict = Verdict("unknown", None, "unknown", "")
-    assert exit_status_of(document) is None
-    document.verdict = None
-    assert exit_status_of(document) is None
-
-
 def test_at_startup_only_signals_and_lost_peers_tell_more() -> None:
     assert {while_starting(status) for status in (None, 81, 83, 84, 85, 86)} == {86}
     assert [while_starting(status) for status in (OUT_OF_MEMORY, 139, 82, 87)] == [137, 139, 82, 87]

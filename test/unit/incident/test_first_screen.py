@@ -17,7 +17,6 @@ from sglang_crashkit.incident.first_screen import (
     first_screen,
 )
 from sglang_crashkit.incident.summary import format_summary
-from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
 
 DATA = Path(__file__).parent / "data"
 #: Incidents of real servers, with other names of hosts and folders.
@@ -144,25 +143,6 @@ def test_a_suspect_is_to_be_bisected(killed: dict[str, Any], level: str) -> None
     # The cause has it, too, with the id.
     killed["cause"]["next_steps"].insert(0, '`sglang-crashkit replay 1a --bisect --serve "COMMAND"` finds the request')
     assert first_screen(killed, where="/crash/1") == lines
-
-
-@pytest.mark.parametrize(
-    ("reason", "left_out", "words"),
-    [
-        ("it was in the step", 13, "none of the 15 requests in that step is likelier than the others"),
-        ("it was in the step", 1998, "none of the 2,000 requests in that step is likelier than the others"),
-        (IN_SEVERAL, 0, "none of the 2 requests in the unfinished steps is likelier than the others"),
-        (IN_LAST, 0, "none of the 2 requests in the last step is likelier than the others"),
-        (UNANSWERED, 0, "none of the 2 requests under way is likelier than the others"),
-        ("it was in the step", "13", "none of the 2 requests in that step is likelier than the others"),
-    ],
-)
-def test_suspects_that_are_not_listed_are_counted(
-    killed: dict[str, Any], reason: str, left_out: object, words: str
-) -> None:
-    killed["suspects"] = [{"rid": rid, "level": "unknown", "reasons": [reason]} for rid in "ab"]
-    killed["suspects_left_out"] = left_out
-    assert words in " ".join(line[8:] for line in first_screen(killed))
 
 
 def test_a_control_request_is_told_in_place_of_the_step(killed: dict[str, Any]) -> None:

@@ -84,19 +84,6 @@ def test_without_room_the_limit_is_named(incidents: Path, limits: dict[str, int]
     assert kept.own == 2 * MB
 
 
-def test_room_for_others_on_the_disk_costs_the_oldest_incidents(
-    incidents: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, before = old_incidents(incidents, 6), size_of(incidents)
-    monkeypatch.setattr(retention, "_space_of", lambda _folder: (1000 * MB, 50 * MB + before - size_of(incidents)))
-    kept = retain(incidents, keep_free=10 * MB)
-    assert kept.make_room(40 * MB, incidents.parent) == ""
-    assert left(old) == [True] * 6
-    assert kept.make_room(40 * MB + 150 * KB, incidents.parent) == ""
-    assert left(old) == [False, False, True, True, True, True]
-    assert kept.make_room(100 * MB, incidents.parent) == "the disk is full"
-
-
 def test_the_defaults_fit_a_small_file_system(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_space_of", lambda _folder: (100 * MB, 50 * MB))
     kept = Retention(incidents, incidents.parent, "0123abcd", DiskLimits())

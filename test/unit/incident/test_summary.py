@@ -97,21 +97,6 @@ next    sglang-crashkit bundle 0123abcd --no-prompts   # for a bug report
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"state": {"State": "T (stopped)"}}, "stopped (T)"),
-        # What it was when it was looked at last counts.
-        ({"state": {"State": "T (stopped)"}, "looks": [{"state": "T"}, {"state": "S"}]}, "alive then"),
-        ({"evidence": [{"kind": "exception", "status": "captured"}]}, "raised an exception"),
-    ],
-)
-def test_a_stopped_or_raising_process_is_not_called_alive(fields: dict[str, Any], words: str) -> None:
-    assert text_of({"title": "x", "pid": 9} | fields) == f"\n### x (pid 9): {words}" + "".join(
-        f"\n- {piece['kind']}: captured (in incident.json)" for piece in fields.get("evidence", ())
-    )
-
-
-@pytest.mark.parametrize(
     ("left_out", "count", "listed", "not_listed"),
     [(0, "2", "all", ""), (1200, "1,202", "2", "; 1,200 more are not listed")],
 )

@@ -62,28 +62,17 @@ def changed(*path: str | int, to: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ([], "there is no schema_version"),
         ({}, "there is no schema_version"),
-        ({"schema_version": "1"}, "there is no schema_version"),
         ({"schema_version": 1}, "it lacks 'frames'"),
         (changed("frames", 0, to=["f", "x.py"]), "not enough values"),
-        (changed("frames", 0, to=["f", "x.py", "1"]), "'1' is not a whole number"),
         (changed("processes", to={}), "{} is not a list"),
-        (changed("processes", 0, to=None), "NoneType"),
         (changed("processes", 0, "pid", to=True), "True is not a whole number"),
-        (changed("processes", 0, "time", to=float("nan")), "nan is not a number"),
         (changed("processes", 0, "cpu_secs", to=10**400), "int too large"),
-        (changed("processes", 0, "ranks", to=[]), "items"),
         (changed("processes", 0, "side", to="router"), "'router' is neither prefill nor decode"),
         (changed("processes", 0, "threads", 0, 4, to=2), "there are numbers from 0 to 2 in a table of 2"),
-        (changed("processes", 0, "threads", 0, 4, to=True), "a number in a table is not a whole number"),
         (changed("processes", 0, "threads", 0, 1, to="10"), "the id of a thread is not a whole number"),
-        (changed("processes", 0, "threads", 0, 0, to=5), "5 is not text"),
         (changed("processes", 0, "threads", 0, to=["x"]), "zip() argument"),
-        (changed("processes", 0, "threads", to=[["x"]]), "not enough values"),
-        (changed("processes", 0, "threads", to=[5]), "iterable"),
         (changed("stacks", 0, to=[-1]), "there are numbers from -1 to -1 in a table of 3"),
-        (changed("problems", 0, "why", to=None), "None is not text"),
     ],
 )
 def test_what_is_no_snapshot_is_refused_with_one_reason(document: Any, message: str) -> None:
