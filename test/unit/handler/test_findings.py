@@ -71,35 +71,12 @@ def test_a_request_with_a_unique_parameter_comes_first(tmp_path: Path, others: i
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
 
 
-def test_all_requests_of_a_large_batch_are_known(tmp_path: Path) -> None:
-    lines = {f"r{number:03}": {"text": f"text {number}", "sampling_params": {"top_k": 5}} for number in range(100)}
-    lines["odd"] = {"text": "x", "sampling_params": {"top_k": 5, "min_p": 0.5}}
-    text = "".join(line_of(rid, line) for rid, line in lines.items())
-    first, second = (keep(incident(*lines), tmp_path, text, number) for number in (1, 2))
-    assert [made.suspects[0].rid for made in (first, second)] == ["odd", "odd"]
-    assert second.fault is not None
-    # Each is known again, and those that are named are told.
-    assert second.fault.seen == dict.fromkeys([one.rid for one in second.suspects], 1)
-
-
 @pytest.mark.parametrize(("left_secs", "is_compared"), [(60.0, True), (-1.0, False)])
 def test_requests_are_compared_while_the_budget_lasts(tmp_path: Path, left_secs: float, is_compared: bool) -> None:
     made, folder = incident(*WITH_ODD), IncidentFolder(tmp_path / "host" / "incidents", "killed", new_id(), NOON)
     folder.write_text(REQUESTS, "".join(line_of(rid, line) for rid, line in WITH_ODD.items()))
     count_repeat(made, folder, 0, left_secs=left_secs)
     assert (made.suspects[0].rid == "odd") is is_compared
-
-
-def test_the_most_suspicious_is_known_again_without_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "_LOOK_SECS", -1.0)
-    lines = {rid: {"text": rid} for rid in (*(f"ordinary-{number}" for number in range(30)), "poison-1")}
-    text = "".join(line_of(rid, line) for rid, line in lines.items())
-    for number in (1, 2):
-        made = keep(incident(*lines, message="ValueError: poison-1 is odd"), tmp_path, text, number)
-    assert made.suspects[0].rid == "poison-1"
-    assert made.fault is not None
-    assert made.fault.seen["poison-1"] == 1
-    assert "suspected in an earlier incident" in made.suspects[0].reasons[1]
 
 
 def test_a_judgement_that_fails_leaves_the_suspects_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,38 +109,6 @@ def test_a_suspect_says_that_it_was_aborted_before(
     assert made.suspects[0].reasons == [ALONE, *([ABORTED] if is_before else [])]
 
 
-def test_before_a_hang_of_unknown_beginning_nothing_was_aborted(tmp_path: Path) -> None:
-    made = incident("0")
-    made.verdict = Verdict("hang", Failure(7, "x"), "supported", "It hangs.")
-    made.note(NOON + 60, "unhealthy_at_sigterm", pid=1)
-    keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(NOON + 20)}))
-    assert ABORTED not in made.suspects[0].reasons
-
-
-@pytest.mark.parametrize(
-    ("secs", "began", "is_before"),
-    [
-        (30.0, NOON + 30, True),
-        (50.0, NOON + 10, False),
-        # It was looked at some time after it ended.
-        (50.0, NOON + 30, True),
-    ],
-)
-def test_who_left_during_the_last_step_had_not_left_before(
-    tmp_path: Path, secs: float, began: float, is_before: bool
-) -> None:
-    made = incident("0")
-    (rank,) = made.processes
-    rank.exit = Exit(None, "SIGABRT", "signal", "", iso_time(NOON + 60))
-    assert rank.steps is not None
-    assert rank.steps.in_step is not None
-    rank.steps.in_step.seconds = secs
-    rank.steps.in_step.began = iso_time(began)
-    made.note(NOON + 60, "process_exited", pid=7)
-    keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(NOON + 20)}))
-    assert (ABORTED in made.suspects[0].reasons) is is_before
-
-
 @pytest.mark.parametrize(("secs", "is_before"), [(59, True), (61, False)])
 def test_what_ends_with_the_server_was_not_aborted_before(tmp_path: Path, secs: float, is_before: bool) -> None:
     made = incident("0")
@@ -171,15 +116,6 @@ def test_what_ends_with_the_server_was_not_aborted_before(tmp_path: Path, secs: 
     made.note(NOON + 1, "teardown", pid=1)
     keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(NOON + secs)}))
     assert (ABORTED in made.suspects[0].reasons) is is_before
-
-
-def test_a_few_of_many_parameters_are_named(tmp_path: Path) -> None:
-    plain = {"text": "x", "sampling_params": {}}
-    lines = {str(number): plain for number in range(3)} | {
-        "odd": plain | {"sampling_params": dict.fromkeys("abcdef", 1)}
-    }
-    words = "no other one of the step asks for " + ", ".join(f"sampling_params.{one}" for one in "abcd") + " and 2 more"
-    assert words in finish(tmp_path, lines).suspects[0].reasons
 
 
 def crash(

@@ -7,12 +7,11 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler import folders
 from sglang_crashkit.handler.folders import (
     KeptFolder,
@@ -26,14 +25,14 @@ from sglang_crashkit.handler.folders import (
     remove_runtime_folders,
 )
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.kernel import forked, procfs
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.kernel.procfs import own_namespace, server_key
 from sglang_crashkit.kernel.shared_memory import FOLDER, OrphanedSegment
 from sglang_crashkit.settings import RUN
 from unit.support.targets import nothing_where_forbidden
-from unit.support.waiting import LONG, child, descriptors
+from unit.support.waiting import LONG, child
 
 HOST = "what-the-kernel-says"
 NAME = "core.cuda.%t.%p"
@@ -124,50 +123,14 @@ def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytes
         make(tmp_path, secs=0.2)
 
 
-def test_a_child_that_a_disk_holds_up_is_reaped() -> None:
-    before = set(forked._children)
-    assert make_within(0.05, lambda: time.sleep(600)) == "it did not answer within 0.05 s"
-    (held,) = forked._children - before
-    os.waitid(os.P_PID, held, os.WEXITED | os.WNOWAIT)
-    forked.reap()
-    assert held not in forked._children
-    with pytest.raises(ChildProcessError):
-        os.waitpid(held, os.WNOHANG)
-
-
 def test_without_a_crash_folder_the_fallback_needs_no_warning(fallback: Path) -> None:
     made = make_work_folders(None, "1-2-3", secs=LONG)
     assert made.host_folder == fallback / "host"
     assert made.warnings == []
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(28, "No space left on device", "/x"), "[Errno 28] No space left on device: '/x'"),
-        (CrashkitError("/x is not a folder", next_step="remove it"), "/x is not a folder next: remove it"),
-        (ValueError("odd"), "ValueError: odd"),
-        (SystemExit(3), "SystemExit: 3"),
-    ],
-)
-def test_what_goes_wrong_in_the_child_is_told(error: BaseException, words: str) -> None:
-    def fail() -> None:
-        raise error
-
-    assert make_within(LONG, fail) == words
-
-
 def test_a_child_that_dies_is_told() -> None:
     assert make_within(LONG, lambda: os.kill(os.getpid(), 9)) == "the process that tried died"
-
-
-def test_the_child_holds_nothing_of_its_parent_and_leaves_nothing(tmp_path: Path) -> None:
-    before = descriptors()
-    held = tmp_path / "held"
-    assert make_within(LONG, lambda: held.write_text(str(len(list(Path("/proc/self/fd").iterdir()))))) == ""
-    # The way to answer, and what lists them.
-    assert int(held.read_text()) <= 3
-    assert descriptors().items() <= before.items()
 
 
 @pytest.mark.parametrize(
@@ -313,15 +276,6 @@ def test_runtime_folders_of_servers_that_are_gone_are_removed(tmp_path: Path, li
     lock.release()
 
 
-def test_an_earlier_server_left_things_in_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "fallback_folder", lambda: tmp_path / "other")
-    host_folder = tmp_path / "crash" / "host"
-    place = Place(host_folder, host_folder / "incidents" / ".spool", tmp_path / "run")
-    assert place.earlier() == [host_folder, tmp_path / "other" / "host", tmp_path / "other"]
-    place = Place(tmp_path / "other" / "host", tmp_path / "spool", tmp_path / "run")
-    assert place.earlier() == [tmp_path / "other" / "host", tmp_path / "other"]
-
-
 def test_nothing_of_a_server_with_equal_pids_is_removed(tmp_path: Path) -> None:
     """Hosts may share a name and a crash folder, and each main process may be process 1."""
     places = [Place(tmp_path, tmp_path / "incidents" / f".spool-1-5-{n}", tmp_path / "run" / f"1-5-{n}") for n in "12"]
@@ -357,24 +311,6 @@ def test_what_the_servers_processes_could_not_finish_is_removed(tmp_path: Path) 
     assert sorted(path.name for path in flight.iterdir()) == ["7-5-2-rank0", "7-6-1-rank0"]
     shutil.rmtree(flight)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-
-
-def test_silent_disks_share_the_time_that_the_launch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, given = [100.0], []
-
-    def make(secs: float, _make: Callable[[], object]) -> str:
-        given.append(secs)
-        if len(given) == 2:
-            # The fallback folder.
-            return ""
-        now[0] += secs
-        return "it did not answer"
-
-    monkeypatch.setattr(folders, "make_within", make)
-    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
-    made = make_work_folders("/crash", "1-2-3", "/dead/core", "/dead/flight", secs=10.0)
-    assert given == [10.0, 1.0, 1.0, 1.0]
-    assert made.flight_folder is None
 
 
 #: A server and its rank, each with a segment; the rank outlives the server for as long as its input is open.

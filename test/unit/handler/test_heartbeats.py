@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler.heartbeats import Heartbeats
-from sglang_crashkit.memory.heartbeat import BATCH_TIME, BATCHES, FLAGS, LOOP_TIME, OFF, WAITING, HeartbeatWriter
+from sglang_crashkit.memory.heartbeat import FLAGS, LOOP_TIME, WAITING, HeartbeatWriter
 
 
 class World:
@@ -19,8 +19,7 @@ class World:
         self.now = 1000.0
         self.writers = {10: HeartbeatWriter(), 11: HeartbeatWriter()}
         self.processes = {pid: self.process(pid) for pid in self.writers}
-        self.titled: Any = lambda _process: None
-        tree: Any = SimpleNamespace(reread_title=lambda process: self.titled(process))
+        tree: Any = SimpleNamespace(reread_title=lambda _process: None)
         self.heartbeats = Heartbeats(tree, clock=lambda: self.now)
         self.beat(10, 11)
 
@@ -31,16 +30,10 @@ class World:
         for pid in pids:
             self.writers[pid].words[LOOP_TIME] = self.now
 
-    def batch(self, pid: int, number: int) -> None:
-        self.writers[pid].words[BATCHES], self.writers[pid].words[BATCH_TIME] = number, self.now
-
     def follow(self, modes: Any = None) -> World:
         for pid, process in self.processes.items():
             self.heartbeats.follow(process, self.writers[pid].fd, modes)
         return self
-
-    def silent(self, secs: float) -> list[tuple[int, float]]:
-        return [(one.process.pid, one.silent_secs) for one in self.heartbeats.silent(secs)]
 
 
 @pytest.fixture
@@ -51,26 +44,6 @@ def world() -> Iterator[World]:
         heartbeat.close()
     for writer in world.writers.values():
         writer.close()
-
-
-def test_the_silent_are_named_by_their_last_signs(world: World) -> None:
-    world.follow().now += 0.5
-    world.beat(10)
-    world.now += 2.0
-    assert world.silent(2.0) == [(11, 2.5), (10, 2.0)]
-    assert world.silent(2.1) == [(11, 2.5)]
-    world.writers[11].words[FLAGS] = OFF
-    world.now += 10
-    assert world.silent(2.1) == [(10, 12.0)]
-
-
-def test_a_scheduler_with_a_new_title_is_followed(world: World) -> None:
-    for process in world.processes.values():
-        process.role = "starting"
-    world.follow()
-    assert not world.heartbeats.followed
-    world.titled = lambda process: setattr(process, "role", "scheduler")
-    assert world.follow().heartbeats.followed.keys() == {10, 11}
 
 
 def test_only_schedulers_with_a_heartbeat_are_followed(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,19 +69,6 @@ def test_another_process_that_the_server_needs_is_no_scheduler(world: World, rol
     assert (world.heartbeats.followed, world.heartbeats.last_signs()) == ({}, {})
     world.heartbeats.forget_all_but([])
     assert world.heartbeats.said_by(process) is None
-
-
-def test_what_a_heartbeat_said_last_outlives_its_process(world: World) -> None:
-    def batches() -> dict[int, int]:
-        return {pid: heartbeat.batches for pid, heartbeat in world.heartbeats.last_signs().items()}
-
-    world.follow().batch(10, 7)
-    assert batches() == {10: 7, 11: 0}
-    world.batch(10, 8)
-    for process in world.processes.values():
-        process.exited_at = 1.0
-    world.heartbeats.look(1.0)
-    assert (world.heartbeats.followed, batches()) == ({}, {10: 8, 11: 0})
 
 
 @pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])

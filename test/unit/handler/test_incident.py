@@ -26,7 +26,6 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.model.incident import (
-    LastSteps,
     Trigger,
     iso_time,
 )
@@ -152,22 +151,6 @@ def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypa
     assert step > 40
 
 
-def test_who_died_is_on_disk_before_the_others_are_captured(tmp_path: Path) -> None:
-    settings = Settings.from_environ({})
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        tree = ProcessTree(process.pid)
-        process.kill()
-        wait_until(tree.root.handle.has_exited, "the process is dead")
-        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
-        trigger = Trigger("process_exited", iso_time(time.time()), process.pid, tree.root.title)
-        run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings)
-        run.add_exit(tree.root)
-    (found,) = find_incidents(tmp_path)
-    assert found.document["verdict"]["first_failure"]["pid"] == process.pid
-    assert found.document["verdict"]["level"] == "established"
-    assert "was killed by SIGKILL" in (found.path / "summary.md").read_text()
-
-
 def test_what_was_left_in_the_fallback_is_finished_later(start_server: Callable[..., Server], tmp_path: Path) -> None:
     (tmp_path / "crash").write_text("in the way")
     begun = start_server(journals=True, dump_secs=LONG)
@@ -261,19 +244,6 @@ def one_that_died(tree: ProcessTree) -> Iterator[Any]:
     rank.exited_at = time.time()
     yield rank
     rank.exited_at = None
-
-
-def test_a_finished_incident_keeps_no_ids_of_requests(tree: ProcessTree, tmp_path: Path) -> None:
-    with one_that_died(tree) as rank:
-        trigger = Trigger("process_exited", iso_time(time.time()), rank.pid, rank.title)
-        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
-        run = IncidentRun("killed", trigger, tree, folder, tmp_path, Settings.from_environ({}))
-        run.add_exit(rank)
-        last = {"number": 8, "ended": None, "size": 2, "requests": [{"rid": "a"}]}
-        run.report(rank).steps = steps = LastSteps([last], None, {8: ["a", "b"]})
-        run.finish()
-    assert [suspect.rid for suspect in run.incident.suspects] == ["a", "b"]
-    assert steps.rids == {}
 
 
 @pytest.mark.wide

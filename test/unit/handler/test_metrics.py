@@ -134,13 +134,6 @@ def test_the_server_shows_them_where_its_metrics_are_on(publisher: Make, tmp_pat
         assert len(json.loads((tmp_path / "shown").read_text())) == 5
 
 
-def test_a_file_that_cannot_be_written_costs_nothing(
-    publisher: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    publish(publisher({"port": 1}, **{FILE: str(tmp_path / "missing" / "kit.prom")}))
-    assert "metrics could not be published" in caplog.text
-
-
 def test_a_disk_that_does_not_answer_holds_nobody_up(
     publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,23 +162,6 @@ def test_a_refused_process_costs_no_descriptor(
         with pytest.raises(BlockingIOError):
             made.act_on_time()
     assert len(list(Path("/proc/self/fd").iterdir())) == len(before)
-
-
-def test_nothing_is_done_where_nobody_asks(publisher: Make) -> None:
-    made = publisher({"enable_metrics": True})
-    assert made.next_due() == float("inf")
-    made.act_on_time()
-    assert made._call is None
-
-
-def test_causes_are_read_once_and_bit_by_bit(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = causes_in(incidents, {})
-    monkeypatch.setattr(metrics, "_MAX_READ", 1)
-    assert sorted((causes_in(incidents, {}) or {}).values()) == ["unknown", "unread"]
-    for path in incidents.glob("*/incident.json"):
-        path.unlink()
-    assert first is not None
-    assert causes_in(incidents, first) == first
 
 
 def test_a_disk_that_is_gone_is_not_taken_for_one_without_incidents(tmp_path: Path) -> None:

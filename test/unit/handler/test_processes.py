@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -18,8 +17,7 @@ from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler import processes
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import cgroup, procfs
-from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
-from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from unit.support.launching import Case, handling, watched
 from unit.support.locked_memory import locked_process
 from unit.support.targets import INSTALL
@@ -116,18 +114,6 @@ def test_a_workers_child_does_not_matter_whatever_its_title(server: Server) -> N
         assert (copy.role, copy.matters) == ("helper", False)
     finally:
         end(copy.pid)
-
-
-def test_the_last_title_of_the_dead_is_kept(server: Server) -> None:
-    tree = ProcessTree(server.pid)
-    pid = server.start()
-    (tracked,) = tree.refresh()
-    assert (title := tracked.title).startswith("python")
-    for command in ("end", "reap"):
-        server.ask(f"{command} {pid}")
-        tree.refresh()
-        assert (tracked.handle.has_exited(), tracked.title) == (True, title)
-    assert tracked.exit_status().code == 0
 
 
 def test_another_server_that_a_process_started_is_not_this_servers(server: Server) -> None:
@@ -261,17 +247,6 @@ def test_a_process_that_cannot_be_read_holds_nothing_up(tmp_path: Path) -> None:
         guard_reads(None)
 
 
-def test_it_gets_its_title_once_it_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with child("ready()\npause()", title="sglang::scheduler_TP1") as process:
-        with monkeypatch.context() as patch:
-            patch.setattr(procfs, "read_guarded", Mock(side_effect=BlockedReadError))
-            tree = ProcessTree(process.pid)
-            tree.refresh()
-        assert (tree.root.title, tree.root.is_nameless) == ("sglang::schedul", False)
-        tree.refresh()
-        assert (tree.root.title, tree.root.rank) == ("sglang::scheduler_TP1", {"tp": 1})
-
-
 @pytest.fixture
 def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
     with watched(tmp_path, short_folder) as case:
@@ -377,23 +352,6 @@ def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
     launching.handler.look()
 
 
-def test_one_whose_end_was_announced_did_not_fail(launching: Case) -> None:
-    launching.handler.session.triage.shutdown.expected.add(REAPED)
-    launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
-    assert launching.verdict().first_failure is None
-
-
-def test_the_server_says_how_a_seen_rank_ended(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN a kernel that does not tell of a process that was reaped
-    monkeypatch.setattr(ProcessHandle, "_from_zombie", lambda _: None)
-    monkeypatch.setattr(ProcessHandle, "_from_kernel", lambda _: None)
-    launching.kill(launching.starting)
-    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
-    verdict = launching.verdict()
-    assert (verdict.first_failure.pid, verdict.kind) == (launching.starting, "signal")
-    assert launching.failures() == [launching.starting]
-
-
 @pytest.mark.parametrize(
     ("pid", "codes"),
     [
@@ -437,11 +395,6 @@ def test_a_helper_that_died_is_not_taken_for_a_worker(launching: Case) -> None:
     kill_as(launching, "ldconfig", is_nameless=True)
     launching.fail({}, event="child_failed")
     assert launching.verdict().first_failure is None
-
-
-def test_a_rank_that_has_its_title_keeps_it(case: Case) -> None:
-    titles = case.fail({str(case.titled): "Rank 0 scheduler"})
-    assert titles[str(case.titled)] == "sglang::scheduler_TP0"
 
 
 @pytest.mark.parametrize("title", [7, ""])

@@ -7,23 +7,16 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.server import CrashHandler
-from sglang_crashkit.handler.session import Session
 from sglang_crashkit.incident.exit_status import TERMINATION_LOG, ServerExit
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.protocol import Mailbox, notify
-from sglang_crashkit.settings import Settings
-from unit.support.launching import launch
+from sglang_crashkit.protocol import notify
 from unit.support.server_driver import HOST, Server, document_of, events_of, finished, piece_of, report_of
-from unit.support.waiting import LONG, child, wait_until
+from unit.support.waiting import LONG, wait_until
 
 #: Fields of the request that the stand-in server saves in a crash.
 SAVED = {"finished": 3, "unfinished": 1, "reason": None, "source": "pickle", "journal": None}
@@ -168,39 +161,6 @@ def test_an_announced_teardown_leaves_nothing(start_server: Start) -> None:
     assert server.crash_folder is not None
     assert sorted(os.listdir(server.crash_folder / HOST)) == ["crash_handler.log", "incidents"]  # noqa: PTH208
     assert list((server.crash_folder / HOST / "incidents").iterdir()) == []
-
-
-def test_a_dead_servers_announcement_counts(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # GIVEN a rank that ended softly, and a server that announces its end and dies while that is looked into
-    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
-    place = Place(short_folder / "host", short_folder / "spool", short_folder / "runtime")
-    place.runtime.mkdir()
-    code = """
-import subprocess
-head = "import setproctitle, signal; setproctitle.setproctitle('sglang::scheduler_TP0'); print(flush=True); "
-rank = subprocess.Popen([sys.executable, "-c", head + "signal.pause()"], stdout=subprocess.PIPE)
-rank.stdout.readline()
-ready(rank.pid)
-pause()
-"""
-    path = place.runtime / "handler.sock"
-    with child(code) as server, Mailbox.bind(path) as receiver:
-        begin = Session._open
-
-        def begin_late(session: Session, *args: Any) -> None:
-            begin(session, *args)
-            notify(str(path), "teardown", pid=server.pid)
-            server.kill()
-            server.wait(LONG)
-
-        monkeypatch.setattr(Session, "_open", begin_late)
-        handler = CrashHandler(server.pid, Mailbox(receiver), place, Settings.from_environ({}))
-        os.kill(int(server.first_line), signal.SIGTERM)  # type: ignore[attr-defined]
-        launch(handler, int(server.first_line))  # type: ignore[attr-defined]
-        # WHEN the handler does its work
-        handler.run()
-    # THEN there is no incident
-    assert list((place.host_folder / "incidents").iterdir()) == []
 
 
 # -- the handler as a process

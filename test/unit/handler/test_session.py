@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
@@ -56,31 +55,6 @@ def test_an_exit_that_fails_does_not_end_the_handler(
     assert handler.session.run.incident.kind == "killed"
 
 
-def test_an_answer_that_fails_drops_no_other(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, told = launching.handler.session, []
-
-    def acknowledge(message: Message, **_fields: object) -> None:
-        if message.pid == launching.titled:
-            raise OSError(errno.EMFILE, "too many open files")
-        told.append(message.pid)
-
-    monkeypatch.setattr(session._mailbox, "acknowledge", acknowledge)
-    for pid in (launching.titled, launching.starting):
-        session._raised.append(Message("exception", {}, pid, os.getuid(), None))
-    session.act_on_time()
-    assert (told, session._raised) == ([launching.starting], [])
-
-
-def test_what_fails_when_due_is_tried_again_later(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    handler, looks = launching.handler, []
-    monkeypatch.setattr(handler.session, "act_on_time", lambda: 1 / 0)
-    monkeypatch.setattr(handler._hangs, "act_on_time", lambda: looks.append(None))
-    handler._act_on_time()
-    handler._act_on_time()
-    assert len(looks) == 1
-    assert handler._retry_at > 0
-
-
 @pytest.mark.parametrize(("mode", "is_observed"), [(Mode.SERVER, False), (Mode.ELASTIC, True)])
 def test_a_capture_that_fails_changes_nothing_for_the_server(
     launching: Case, monkeypatch: pytest.MonkeyPatch, mode: Mode, is_observed: bool
@@ -111,17 +85,6 @@ def test_an_incident_that_cannot_be_finished_is_left(
     (stored,) = find_incidents(tmp_path)
     assert not stored.finished
     assert [entry["what"] for entry in run.incident.timeline if entry["event"] == "handler_error"] == ["finish"] * 3
-
-
-def test_what_foreign_processes_say_is_ignored(launching: Case, caplog: pytest.LogCaptureFixture) -> None:
-    message = Message("x" * 500, {}, os.getpid(), os.getuid(), None)
-    for _ in range(1234):
-        launching.handler.take(message, None)
-    told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
-    assert [text[text.index("ignored") :] for text in told] == [
-        f"ignored ({count} so far)" for count in (1, 10, 100, 1000)
-    ]
-    assert max(map(len, told)) < 300
 
 
 @pytest.mark.parametrize(

@@ -321,17 +321,6 @@ def test_a_rank_holding_the_gil_says_why_gloo_is_missing(start_recording: Start)
     assert any(line.endswith(f"gloo: {reason}.") for line in told["collectives"]["missing"])
 
 
-def test_without_a_crash_folder_nothing_is_asked(start_server: Start) -> None:
-    server = start_server(crash_folder=None)
-    server.kill("scheduler_TP1")
-    assert server.process.wait(2 * LONG) == ServerExit.KILLED
-    piece = piece_of(stored_of(server), "scheduler_TP0")
-    assert (piece["status"], piece["reason"]) == (
-        "skipped",
-        "PyTorch was not told where to be asked for it when the process started",
-    )
-
-
 def test_the_budget_of_the_incident_holds(start_recording: Start, record: Record) -> None:
     server = start_recording(SGLANG_CRASHKIT_BUDGET_SECS="2")
     record(server, 0, pickled(WAITING), how="deaf")
@@ -392,17 +381,6 @@ def test_what_pytorch_wrote_before_it_ended_a_rank_is_taken(
     assert finding["statement"] in told["verdict"]["text"]
 
 
-def test_the_rank_that_raised_is_asked_too(start_recording: Start, record: Record) -> None:
-    server = start_recording()
-    record(server, 0, pickled(WAITING))
-    record(server, 1, pickled(BEHIND), 0.0)
-    server.say("tell scheduler_TP1 raise boom")
-    assert server.process.wait(2 * LONG) == ServerExit.RAISED
-    told = stored_of(server)
-    assert [piece_of(told, f"scheduler_TP{rank}")["status"] for rank in (0, 1)] == ["captured", "captured"]
-    assert told["verdict"]["kind"] == "exception"
-
-
 def test_a_rank_that_raised_answers_for_gloo_before_it_ends(start_recording: Start, tmp_path: Path) -> None:
     server = start_recording()
     record_gloo(server, tmp_path, 1, WAITING, seconds=0.3)
@@ -414,15 +392,6 @@ def test_a_rank_that_raised_answers_for_gloo_before_it_ends(start_recording: Sta
     assert server.process.wait(2 * LONG) == ServerExit.RAISED
     piece = piece_of(stored_of(server), "scheduler_TP1", "gloo_flight_recorder")
     assert (piece["status"], piece["reason"]) == ("captured", None)
-
-
-def test_a_request_for_stacks_asks_for_none(start_recording: Start, record: Record) -> None:
-    server = start_recording()
-    record(server, 0, pickled(WAITING))
-    assert server.ask("tell scheduler_TP1 snapshot") == "the handler"
-    told = told_by(server.incident())
-    assert told["kind"] == "snapshot"
-    assert piece_of(told, "scheduler_TP0") == {}
 
 
 def test_nothing_is_left_behind(start_recording: Start, record: Record, tmp_path: Path) -> None:

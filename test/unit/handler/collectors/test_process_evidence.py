@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler.collectors import process_evidence
-from sglang_crashkit.handler.collectors.process_evidence import capture_stacks, innermost, take_fault
+from sglang_crashkit.handler.collectors.process_evidence import innermost, take_fault
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.incident import ProcessReport
-from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.sample import Frame, Thread
 from unit.support.server_driver import Server, document_of, events_of, report_of
 from unit.support.server_driver import piece_of as one_piece_of
 from unit.support.targets import make_tool, state_of
@@ -69,33 +69,6 @@ def test_what_started_a_compiler_is_kept() -> None:
     batch = Frame("run_batch", "sglang/srt/managers/scheduler.py", 7)
     thread = Thread("MainThread", 7, active=False, owns_gil=False, frames=(*waits, compiles, compiles, batch))
     assert innermost([thread], 7) == [*map(str, waits[:3]), str(compiles)]
-
-
-@pytest.mark.parametrize(
-    ("rounds", "doing"),
-    [
-        (("", "forward", "sample"), "forward"),
-        (("", "", "sample"), "sample"),
-        (("forward", "", "sample"), "forward"),
-        (("", "", ""), None),
-    ],
-)
-def test_what_it_was_doing_is_of_the_first_good_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: tuple[str, ...], doing: str | None
-) -> None:
-    process: Any = SimpleNamespace(
-        pid=7, is_python=True, handle=SimpleNamespace(start_ticks=1, has_exited=lambda: False)
-    )
-    report = ProcessReport(7, "TP0", "scheduler", {})
-    folder = IncidentFolder(tmp_path, "hang", new_id(), 0)
-    for number, function in enumerate(rounds, 1):
-        frames = (Frame(function, "model.py", 1),)
-        threads = (Thread("MainThread", 7, active=False, owns_gil=False, frames=frames),) if function else ()
-        taken = [Sample(pid=7, threads=threads, problem="" if function else "py-spy did not end in time")]
-        monkeypatch.setattr(process_evidence, "capture_all", lambda *_, taken=taken, **_how: taken)
-        capture_stacks([process], {7: report}, folder, tmp_path, 1.0, number, may_signal=False)
-    assert report.doing == ([f"{doing} (model.py:1)"] if doing else [])
-    assert [bool(look.doing) for look in report.samples] == [bool(function) for function in rounds]
 
 
 @pytest.fixture

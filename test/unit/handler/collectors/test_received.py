@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +15,12 @@ import pytest
 from sglang_crashkit import redact
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import (
-    StepRecords,
     format_log,
     gathering_deadline,
-    in_short,
     secs_before,
-    share_of,
 )
 from sglang_crashkit.memory.ring import LogRecord
-from sglang_crashkit.memory.steps import STEPS, StepReader, StepWriter
-from sglang_crashkit.model.incident import ProcessReport
-from sglang_crashkit.model.step import Step, StepRequest
+from sglang_crashkit.memory.steps import STEPS
 from unit.support.server_driver import Server, document_of, piece_of, report_of
 from unit.support.waiting import descriptors, wait_until
 
@@ -110,16 +103,6 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
     assert (Path(document["folder"]) / "incident.json").stat().st_size < 60_000
 
 
-def test_requests_of_a_second_unfinished_step_are_told() -> None:
-    requests = tuple(StepRequest(f"r{number}", 1, 9) for number in range(100))
-    done, launched, current = (
-        Step(number, 1.0, 2.0 if number == 1 else None, "scheduled", "decode", requests, 100, 100)
-        for number in (1, 2, 3)
-    )
-    for step, most in ((done, 8), (launched, 64), (current, 8)):
-        assert in_short(step, current)["requests"] == step.to_json()["requests"][:most]
-
-
 @pytest.mark.parametrize("environ", [{}, {"SGLANG_CRASHKIT_STEPS": "0"}])
 def test_without_steps_it_says_why(start_server: Start, environ: dict[str, str]) -> None:
     server = start_server(environ=environ)
@@ -187,39 +170,9 @@ def test_what_could_not_be_searched_in_time_is_withheld() -> None:
     assert "withheld" in format_log([record("text")], [], time.monotonic() - 1)[0]
 
 
-def test_the_prompts_are_those_of_the_incidents_requests(tmp_path: Path) -> None:
-    path = tmp_path / "requests.jsonl"
-    lines = [{"rid": "a", "text": "one"}, {"rid": "b", "input_ids": [1]}, {"rid": "c", "text": ["two", "three"]}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "torn")
-    assert received._prompts_in(path) == ["one", "two", "three"]
-    assert received._prompts_in(tmp_path / "absent") == []
-
-
-@pytest.mark.parametrize(
-    ("budget", "now", "deadline"),
-    [
-        (20.0, 101.0, 107.0),
-        (20.0, 117.0, 120.0),
-        # Somebody finished it late.
-        (20.0, 140.0, 143.0),
-        (4.0, 103.0, 104.0),
-    ],
-)
-def test_gathering_ends_with_the_incident(budget: float, now: float, deadline: float) -> None:
-    assert gathering_deadline(100.0, budget, now) == deadline
-
-
 def test_a_late_incident_gathers_within_its_budget() -> None:
     for budget in (1.0, 5.0, 20.0, 300.0):
         assert gathering_deadline(0.0, budget, secs_before(budget)) <= budget
-
-
-def test_each_part_leaves_time_for_the_next() -> None:
-    deadline, now = 6.0, 0.0
-    for _part in range(4):
-        now = share_of(deadline, now)
-    assert now < deadline
-    assert share_of(deadline, 7.0) == 7.0
 
 
 @pytest.mark.story
@@ -253,25 +206,3 @@ def test_a_killed_servers_launch_facts_are_told(start_server: Start) -> None:
     assert "fake_server.py" in json.loads((Path(document["folder"]) / "environment.json").read_text())["command_line"]
     piece = piece_of(report_of(document, "scheduler_TP0"), "log")
     assert (piece["status"], piece["reason"]) == ("skipped", received.OFF)
-
-
-def test_what_is_odd_about_one_rank_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks: list[Any] = [
-        SimpleNamespace(pid=pid, title=f"sglang::scheduler_TP{pid}", role="scheduler", exited_at=None)
-        for pid in range(2)
-    ]
-    reports = [ProcessReport(rank.pid, rank.title, rank.role, {"tp": rank.pid}) for rank in ranks]
-    records, writers = StepRecords(), [StepWriter(), StepWriter()]
-    for rank, writer in zip(ranks, writers, strict=True):
-        records.follow(rank, writer.fd)
-    read, turns = StepReader.read, iter((True, False))
-    monkeypatch.setattr(StepReader, "read", lambda reader: 1 / 0 if next(turns) else read(reader))
-    folder = SimpleNamespace(write_text=lambda name, _lines: name)
-    run: Any = SimpleNamespace(
-        report=lambda process: reports[process.pid], folder=folder, add_steps=lambda _process, _steps: None
-    )
-    records.add_to(run, ranks, math.inf)
-    assert [piece.status for report in reports for piece in report.evidence] == ["failed", "captured"]
-    records.close()
-    for writer in writers:
-        writer.close()

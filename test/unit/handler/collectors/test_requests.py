@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler.collectors.received import RequestJournals
-from sglang_crashkit.handler.collectors.requests import add, add_journal, export_requests, requests_of
+from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.memory import journal
 from sglang_crashkit.memory.journal import KEPT_SECS, JournalWriter
-from sglang_crashkit.model.incident import JournaledRequests, Requests
+from sglang_crashkit.model.incident import JournaledRequests
 from unit.support.server_driver import Server
 from unit.support.waiting import wait_until
 
@@ -126,21 +126,6 @@ def passed_on(journals: RequestJournals, sender: Any) -> JournalWriter:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_a_dead_workers_requests_are_told_once(tmp_path: Path) -> None:
-    journals, dead, living = RequestJournals(), process(7), process(8)
-    for sender in (dead, living):
-        passed_on(journals, sender).close()
-    dead.exited_at = 1.0
-    first, failed, second = (Run(tmp_path / name) for name in ("first", "failed", "second"))
-    journals.add_to(failed, (), math.inf)  # type: ignore[arg-type]
-    journals.release(is_written=False)
-    journals.add_to(first, (), math.inf)  # type: ignore[arg-type]
-    journals.release(is_written=True)
-    journals.add_to(second, (), math.inf)  # type: ignore[arg-type]
-    assert (failed.rids(), first.rids(), second.rids()) == ({"7", "8"}, {"7", "8"}, {"8"})
-    journals.close()
 
 
 def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
@@ -411,41 +396,3 @@ def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
     assert told.reason is not None
     assert "is not a folder" in told.reason
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_what_was_saved_has_a_path_and_counts() -> None:
-    told = requests_of({"path": "/x.pkl", "finished": 3, "unfinished": 1, "reason": "of no account"})
-    assert told == Requests(3, 1, "/x.pkl", None, "pickle")
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"error": "OSError: full", "reason": "x"}, "OSError: full"),
-        ({"reason": "x"}, "x"),
-        ({}, "there were no requests to save"),
-        ({"finished": True, "unfinished": "7"}, "there were no requests to save"),
-    ],
-)
-def test_what_was_not_saved_has_a_reason(fields: dict[str, object], reason: str) -> None:
-    assert requests_of(fields) == Requests(None, None, None, reason, None)
-
-
-def test_those_of_two_workers_are_added_up() -> None:
-    first, second = Requests(3, 1, "/a.pkl", None, "pickle"), Requests(2, 0, "/b.pkl", None, "pickle")
-    assert add(first, second) == Requests(5, 1, "/a.pkl", None, "pickle")
-    assert add(Requests(), second) == second
-    nothing = Requests(0, None, None, "there were no requests to save", None)
-    assert add(first, nothing) == first
-
-
-def test_the_journal_counts_where_the_server_did_not() -> None:
-    journal = JournaledRequests("requests/requests.jsonl", finished=4, unfinished=2)
-    by_server, by_nobody = Requests(3, 1, "/a.pkl", None, "pickle"), Requests()
-    add_journal(by_server, journal)
-    add_journal(by_nobody, journal)
-    assert (by_server.finished, by_server.source, by_server.journal) == (3, "pickle", journal)
-    assert (by_nobody.finished, by_nobody.unfinished, by_nobody.source) == (4, 2, "journal")
-    empty = Requests()
-    add_journal(empty, JournaledRequests(reason="torn"))
-    assert (empty.finished, empty.source) == (None, None)
