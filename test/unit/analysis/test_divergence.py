@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from dataclasses import replace
 from typing import Any
@@ -156,12 +155,6 @@ DIFFERENCES: list[tuple[Step, Step, tuple[str, str | None], tuple[str, str], str
         EITHER,
         "TP1 and TP0 ran the same batch in step 18,204, and what led to it differs",
     ),
-]
-#: The same with the ranks exchanged, where one of them is the outlier.
-DIFFERENCES += [
-    (ours, theirs, what, ("TP0", who[1]), re.sub("TP[01]", lambda found: "TP1" if found[0] == "TP0" else "TP0", said))
-    for theirs, ours, what, who, said in DIFFERENCES
-    if who != EITHER
 ]
 
 

@@ -310,12 +310,6 @@ def test_a_request_is_alone_where_no_other_was_under_way(
     assert told(made) == [("a", level)]
 
 
-def test_an_exception_belongs_to_the_step_despite_waiting_grammars() -> None:
-    made = incident("a", message="IndexError: x")
-    steps_of(made).last[-1]["decisions"] = {"grammar": 1}
-    assert told(made) == [("a", "supported")]
-
-
 def test_those_that_were_answered_count_only_where_nobody_waits() -> None:
     made = incident(last=[step(8, "a") | {"size": 3}])
     found, left_out = suspects_of(made)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from signal import Signals
@@ -70,7 +69,9 @@ _OF_PAIRS = re.compile(r"sglang/srt/disaggregation/")
 Rule = Callable[[Case], Finding | None]
 
 
-def raises(kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None) -> Rule:
+def raises(
+    kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None, establishes: bool = True
+) -> Rule:
     """Return the rule that the exception of the first failure is of one kind.
 
     Args:
@@ -79,9 +80,10 @@ def raises(kind: str, text: str = "", *through: str, path: str = "", starting: b
         through: patterns (of `fnmatch`) of places, each of which it came through.
         path: pattern of a file that it came through.
         starting: whether the server was starting; None where that does not matter.
+        establishes: whether more than the words may tell of it.
     """
     types, words, files = re.compile(rf"(?:\w+\.)*(?:{kind})"), re.compile(text), re.compile(path)
-    is_telling = bool(through or path) or not _ANY_CLASS.search(kind)
+    is_telling = establishes and (bool(through or path) or not _ANY_CLASS.search(kind))
 
     def rule(case: Case) -> Finding | None:
         error = case.error
@@ -94,16 +96,6 @@ def raises(kind: str, text: str = "", *through: str, path: str = "", starting: b
         return Finding("established" if is_telling else "supported", (_sentence(case, error),))
 
     return rule
-
-
-def supported(rule: Rule) -> Rule:
-    """Return the rule that establishes nothing, whatever `rule` does."""
-
-    def weaker(case: Case) -> Finding | None:
-        found = rule(case)
-        return replace(found, level="supported") if found else None
-
-    return weaker
 
 
 def _sentence(case: Case, error: Raised) -> str:
@@ -382,8 +374,11 @@ def _exited(case: Case) -> Finding | None:
     return Finding("established" if case.verdict.get("level") == "established" else "supported", (said,))
 
 
-_WHILE_LOADING = supported(
-    raises(r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/|(huggingface|modelscope)\w*/", starting=True)
+_WHILE_LOADING = raises(
+    r"\w+",
+    path=r"sglang/srt/(model_loader|configs)/|transformers/|(huggingface|modelscope)\w*/",
+    starting=True,
+    establishes=False,
 )
 #: As what a GPU's libraries report its errors; the last is FlashInfer's.
 _GPU_ERRORS = "Exception|RuntimeError|InternalError"
@@ -493,7 +488,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("gpu_hardware", raises(r"torch\.AcceleratorError", _BROKEN_WORDS)),
     ("gpu_hardware", raises(_GPU_ERRORS, _BROKEN_WORDS)),
     # What a GPU or the host ran out of.
-    ("host_oom", supported(raises(_FROM_GPU, _OOM_WORDS, _PINNING))),
+    ("host_oom", raises(_FROM_GPU, _OOM_WORDS, _PINNING, establishes=False)),
     ("host_oom", raises("RuntimeError", r"cudaHostRegister failed \(rc=2,")),
     ("gpu_oom_at_start", raises(_OOM_CLASS, starting=True)),
     ("gpu_oom_at_start", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=True)),
