@@ -49,14 +49,6 @@ def reader_of(process: Any) -> HeartbeatReader:
         os.close(descriptor)
 
 
-def test_a_new_heartbeat_has_a_sign_and_no_batch(writer: HeartbeatWriter) -> None:
-    found = read(writer)
-    assert abs(found.at - time.monotonic()) < LONG
-    assert (found.batch_at, found.batches, found.requests) == (0.0, 0, 0)
-    assert (found.in_batch, found.paused, found.is_busy, found.is_off) == (False, False, False, False)
-    assert found.doing == "the event loop, without a batch"
-
-
 def test_another_process_reads_what_was_stored() -> None:
     code = WRITE + "writer.words[2], writer.words[3], writer.words[4], writer.words[5] = 7.0, 8.5, 12, 1\npause()"
     with child(code) as process:
@@ -76,31 +68,12 @@ def test_another_process_reads_what_was_stored() -> None:
         reader.close()
 
 
-@pytest.mark.parametrize(
-    ("flags", "doing"),
-    [(0, "the event loop, without a batch"), (1, "the event loop, paused"), (2, "a control request"), (3, "a control")],
-)
-def test_the_flags_say_what_the_scheduler_was_about(writer: HeartbeatWriter, flags: int, doing: str) -> None:
-    writer.words[beat.FLAGS] = flags
-    found = read(writer)
-    assert (found.paused, found.is_busy) == (bool(flags & 1), bool(flags & 2))
-    assert found.doing.startswith(doing)
-
-
 def test_only_its_user_may_open_it_and_nobody_truncate_it(writer: HeartbeatWriter) -> None:
     assert os.fstat(writer.fd).st_mode & 0o777 == 0o600
     for size in (0, 10_000):
         with pytest.raises(PermissionError):
             os.ftruncate(writer.fd, size)
     assert not os.get_inheritable(writer.fd)
-
-
-def test_neither_end_leaves_a_descriptor() -> None:
-    before = descriptors()
-    made = HeartbeatWriter()
-    HeartbeatReader(made.fd).close()
-    made.close()
-    assert descriptors() == before
 
 
 # -- what is no heartbeat

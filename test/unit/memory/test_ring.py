@@ -25,7 +25,6 @@ from sglang_crashkit.memory.ring import (
     MAX_BLOB_BYTES,
     LogRecord,
     LogWriter,
-    Record,
     RingError,
     RingReader,
     RingWriter,
@@ -70,10 +69,6 @@ def content_of(writer: RingWriter) -> bytes:
     return os.pread(writer.fd, SIZE, 0)
 
 
-def records(descriptor: int) -> list[Record]:
-    return sorted(RingReader(descriptor).records())
-
-
 def payloads(descriptor: int) -> list[bytes]:
     reader = RingReader(descriptor)
     found = sorted(reader.records())
@@ -112,28 +107,6 @@ def test_the_newest_records_are_there_in_order_and_nothing_else(written: list[in
         reader = RingReader(writer.fd)
         list(reader.records())
         assert reader.torn == 0
-
-
-@given(steps)
-def test_a_held_record_that_is_not_there_is_counted(written: list[object]) -> None:
-    with new_ring() as writer:
-        held: dict[int, bytes] = {}
-        gone = 0
-        for number, step in enumerate(written):
-            lost_before = writer.lost
-            take(writer, step, number, held)
-            if writer.lost > lost_before:
-                there = set(payloads(writer.fd))
-                missing = [hold for hold, payload in held.items() if payload not in there]
-                assert len(missing) == writer.lost - lost_before
-                for hold in missing:
-                    del held[hold]
-                gone += len(missing)
-        assert set(held.values()) <= set(payloads(writer.fd))
-        assert writer.lost == gone
-        # What was lost with the last record is said by it.
-        there = records(writer.fd)
-        assert (there[-1].lost if there else 0) == gone
 
 
 @given(
@@ -178,27 +151,6 @@ def test_what_was_damaged_is_never_believed(written: list[object], damage: list[
             assert any(position < 28 + 4 for position, _noise in damage)
         else:
             assert set(after) <= known
-
-
-@given(steps, sizes, st.integers(0, SIZE), st.booleans())
-def test_a_record_that_is_torn_costs_no_other(written: list[object], size: int, cut: int, first: bool) -> None:
-    with new_ring() as writer:
-        held: dict[int, bytes] = {}
-        known = {take(writer, step, number, held) for number, step in enumerate(written)}
-        lost = writer.lost
-        before = content_of(writer)
-        last = content(len(written), size)
-        writer.append(last)
-        after = content_of(writer)
-        with copy_of(after[:cut] + before[cut:] if first else before[:cut] + after[cut:]) as copy:
-            reader = RingReader(copy)
-            list(reader.records())
-            # A held record that is renewed may be torn beside the new one.
-            assert reader.torn <= 1 + len(held)
-            there = payloads(copy)
-        assert set(there) <= known | {last}
-        if writer.lost == lost == 0:
-            assert set(held.values()) <= set(there)
 
 
 def test_a_payload_cannot_hold_a_record_that_is_believed() -> None:

@@ -86,14 +86,6 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     assert (ended.phase, ended.ended) == ("processed", 8.25)
 
 
-def test_what_was_received_is_no_batch(writer: StepWriter) -> None:
-    writer.begin_round(1, 0.5)
-    writer.receive(1, 0.5, ["a"], [37])
-    (step,) = read(writer).steps
-    assert (step.phase, step.mode, step.size, step.tokens) == ("received", "", 1, 0)
-    assert (step.agreed_hash, step.requests[0].rid, step.requests[0].tokens, step.requests[0].length) == (0, "a", 0, 37)
-
-
 def test_of_a_long_id_start_end_and_length_are_kept(writer: StepWriter) -> None:
     run(writer, 1, ["x" * MAX_RID, "y" * 1_000_000, "", "\ud800"], [1, 2, 3, 4])
     (step,) = read(writer).steps
@@ -172,17 +164,6 @@ def test_the_hash_agrees_until_something_differs_and_never_again() -> None:
 
 
 @pytest.mark.parametrize("have_arrived", [False, True])
-def test_a_stage_without_a_batch_may_process_another(writer: StepWriter, have_arrived: bool) -> None:
-    run(writer, 1, ["a"], [5])
-    writer.begin_round(0, 2.0)
-    assert read(writer).current is None
-    writer.begin_results(1) if have_arrived else writer.wait_for_results(1)
-    assert read(writer).current == read(writer).steps[0]
-    writer.end(1, 3.0)
-    assert read(writer).current is None
-
-
-@pytest.mark.parametrize("have_arrived", [False, True])
 def test_the_step_that_a_scheduler_is_in(writer: StepWriter, have_arrived: bool) -> None:
     def now() -> tuple[int, str, list[str]] | None:
         step = read(writer).current
@@ -219,31 +200,12 @@ def test_the_step_that_a_scheduler_is_in(writer: StepWriter, have_arrived: bool)
     assert now() is None
 
 
-def test_a_step_that_nobody_processed_is_not_current(writer: StepWriter) -> None:
-    for number in (1, 2, 3):
-        run(writer, number, ["a"], [number])
-        writer.begin_results(number)
-        if number == 2:
-            writer.end(2, 2.5)
-    assert (read(writer).current or read(writer).steps[0]).number == 3
-
-
 def test_a_step_that_was_overwritten_is_not_marked(writer: StepWriter) -> None:
     run(writer, 1, ["old"], [1])
     run(writer, 1 + STEPS, ["new"], [1])
     writer.begin_results(1)
     writer.end(1, 9.0)
     assert [(step.number, step.phase) for step in read(writer).steps] == [(1 + STEPS, "scheduled")]
-
-
-def test_all_of_the_last_steps_are_there(writer: StepWriter) -> None:
-    newest = 2 * STEPS + 7
-    for number in range(1, newest + 1):
-        run(writer, number, ["a"], [number])
-    found = read(writer).steps
-    assert [(step.number, step.began, step.requests[0].length) for step in found] == [
-        (number, number, number) for number in range(newest - STEPS + 1, newest + 1)
-    ]
 
 
 def test_a_writer_that_is_killed_leaves_whole_steps() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
 from sglang_crashkit.settings import SOCKET_VARIABLE
-from sglang_crashkit.srt import crash_exit
 from unit.srt.conftest import Listener
 from unit.support.waiting import LONG, wait_until
 
@@ -171,15 +170,6 @@ kill_process_tree(os.getpid())
     assert (done.returncode, done.stdout) == (82, "the incident is whole\n"), done.stderr
 
 
-def test_a_process_of_no_server_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    # This one, for example, in which a test may call a hooked function.
-    monkeypatch.setattr(crash_exit, "state", crash_exit.State())
-    crash_exit.begin(ServerExit.KILLED, 0.0)
-    crash_exit.allow(0.0)
-    assert not crash_exit.has_begun()
-    assert not crash_exit.is_due(whole=True)
-
-
 def test_one_that_ends_itself_asks_the_handler_why(listener: Listener) -> None:
     environ = {SOCKET_VARIABLE: str(listener.path)}
     assert run("kill_process_tree(os.getpid())", **environ).returncode == ServerExit.HUNG
@@ -223,15 +213,3 @@ def test_an_uncaught_error_ends_it_with_a_status(answer: str, clean_up: str, sta
     done = run(code + "\nraise ValueError('another')" * (status == 1))
     assert (done.returncode, said in done.stderr) == (status, True)
     assert status or done.stdout == "finished\n"
-
-
-def test_a_server_serves_when_its_ranks_are_ready() -> None:
-    code = """
-        print(crash_exit.state.serves, crash_exit.state.draining)
-        crash_exit.note_launch(None)
-        print(crash_exit.state.serves, crash_exit.state.started)
-        crash_exit.note_started()
-        crash_exit.state.draining = True
-        print(crash_exit.state.serves, crash_exit.state.draining)
-        """
-    assert run(code).stdout.split() == ["True", "False", "False", "True", "True", "True"]

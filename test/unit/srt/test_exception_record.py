@@ -90,34 +90,9 @@ def test_a_failed_start_is_told_by_whoever_waited(short_folder: Path, listener: 
     assert list((short_folder / "spool").iterdir()) == []
 
 
-class Broken:
-    @property
-    def reqs(self) -> None:
-        raise RuntimeError
-
-
-@pytest.mark.parametrize(("fields", "batch"), [({}, {}), ({"cur_batch": Broken()}, None)])
-def test_without_a_whole_batch_the_record_is_written(
-    listener: Listener, short_folder: Path, fields: dict[str, Any], batch: object
-) -> None:
-    hit(ValueError("odd"), **fields)
-    assert read_record(short_folder)["batch"] == batch
-
-
 class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError
-
-
-def test_of_a_process_that_ends_itself_it_tells_why(listener: Listener) -> None:
-    try:
-        try:
-            raise OSError(98, "Address already in use")
-        except OSError:
-            sys.exit(3)
-    except SystemExit:
-        tell_exception()
-    assert listener.heard()["message"] == "OSError: [Errno 98] Address already in use"
 
 
 class PanicException(BaseException):
@@ -218,12 +193,6 @@ def test_without_a_handler_nothing_is_written_and_nothing_waited_for(
     assert list(short_folder.iterdir()) == []
 
 
-def test_outside_an_exception_nothing_is_done(listener: Listener, short_folder: Path) -> None:
-    assert sys.exc_info() == (None, None, None)
-    tell_exception()
-    assert list((short_folder / "spool").iterdir()) == []
-
-
 def test_a_spool_that_is_gone_does_not_silence_the_rank(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SPOOL_VARIABLE, "/nowhere/spool")
     hit(ValueError("odd"))
@@ -238,14 +207,6 @@ def test_a_silent_handler_holds_the_rank_for_two_seconds(listener: Listener, mon
     started = time.monotonic()
     hit(ValueError("odd"))
     assert 0.2 <= time.monotonic() - started < LONG
-
-
-def test_files_are_named_as_below_their_import_path(
-    listener: Listener, short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", ["", str(Path(__file__).parents[1]) + "/"])
-    hit(ValueError("odd"))
-    assert read_record(short_folder)["traceback"][-1].startswith("run_batch (srt/test_exception_record.py:")
 
 
 def test_secrets_and_prompts_are_taken_out_of_the_exception(listener: Listener, short_folder: Path) -> None:
@@ -276,16 +237,6 @@ def trace_of(action: Callable[[], None]) -> TracebackType | None:
 
 def request(text: Any) -> SimpleNamespace:
     return SimpleNamespace(origin_input_text=text)
-
-
-def test_the_batch_is_the_first_one_on_the_traceback() -> None:
-    batch = SimpleNamespace(reqs=[])
-    inner = Worker(running_batch=batch)
-    outer = Worker()
-    outer.work = inner.work  # type: ignore[method-assign]
-    assert find_batch(trace_of(lambda: outer.work())) == (inner, batch)
-    assert find_batch(trace_of(Worker().work)) == (None, None)
-    assert find_batch(None) == (None, None)
 
 
 @pytest.mark.parametrize("name", ["cur_batch", "cur_batch_for_debug"])

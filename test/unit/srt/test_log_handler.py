@@ -10,7 +10,6 @@ import pytest
 
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
 from sglang_crashkit.memory.ring import MAX_LOG_BYTES, LogRecord, LogWriter, read_log
-from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import log_handler
 from sglang_crashkit.srt.log_handler import RingHandler, keep_log_records
 from unit.srt.conftest import Listener
@@ -186,19 +185,6 @@ def test_it_hangs_behind_what_gets_the_records(
     keep_log_records(ARGS, of_all=of_all)
     found = [logger.name for logger in (logging.getLogger(), sglang) if log_handler._handler in logger.handlers]
     assert (found, log_handler._handler is None) == (wanted, False)
-
-
-@pytest.mark.parametrize(
-    "environ", [{"SGLANG_CRASHKIT_LOG_RECORDS": "0"}, {"SGLANG_CRASHKIT_ENABLED": "0"}, {SOCKET_VARIABLE: ""}]
-)
-def test_where_no_records_are_wanted_there_is_no_handler(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
-) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    logging.basicConfig(handlers=[logging.NullHandler()], force=True)
-    keep_log_records(ARGS, of_all=True)
-    assert log_handler._handler is None
 
 
 def test_a_program_may_still_set_logging_up(listener: Listener) -> None:

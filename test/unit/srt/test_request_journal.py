@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -118,21 +116,6 @@ def test_what_enters_has_begun_and_what_leaves_has_ended(states: JournaledStates
     states.clear()
     assert states == {}
     assert set(told(journal).values()) == {"finished", "dropped"}
-
-
-def test_a_request_id_may_come_back(states: JournaledStates, journal: JournalWriter) -> None:
-    states["a"] = state("a", text="first")
-    states["a"].finished = True
-    states["a"] = state("a", text="second")
-    states["a"] = states["a"]
-    reader = JournalReader(journal.fd)
-    found = [(reader.load(request) or {}, request.finished) for request in reader.requests]
-    assert [(request["text"], finished) for request, finished in found] == [("second", False), ("first", True)]
-
-
-def test_those_that_were_there_before_are_noted_too(journal: JournalWriter) -> None:
-    assert JournaledStates({"a": state("a")}, journal).keys() == {"a"}
-    assert told(journal) == {"a": "unfinished"}
 
 
 def test_a_journal_that_breaks_is_switched_off_with_one_warning(
@@ -404,23 +387,6 @@ def test_without_a_crash_handler_there_is_no_journal(
     assert "crash kit: no request journal: " in caplog.text
     monkeypatch.delenv(SOCKET_VARIABLE)
     assert open_journal() is None
-
-
-def test_without_memory_the_server_is_left_as_it_is(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_memory(*_arguments: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    assert listener.path.exists()
-    monkeypatch.setattr(os, "memfd_create", no_memory)
-    states: dict[str, Any] = {}
-    manager = SimpleNamespace(crash_dump_folder="/crash", rid_to_state=states)
-    on_request_states(manager)
-    assert manager.rid_to_state is states
-    (record,) = caplog.records
-    assert record.exc_info is None
-    assert "no request journal: there is no memory" in record.message
 
 
 def test_a_journal_switched_off_is_not_believed(

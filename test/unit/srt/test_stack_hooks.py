@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -279,23 +278,6 @@ def path(short_folder: Path):
     stop_answering(listener)
 
 
-def test_all_threads_but_the_asked_one_are_described(path: Path) -> None:
-    done = threading.Event()
-    worker = threading.Thread(target=done.wait, name="worker")
-    worker.start()
-    try:
-        threads = {thread.name: thread for thread in parse_pyspy(ask(path).decode())}
-    finally:
-        done.set()
-        worker.join()
-    assert "crashkit-stacks" not in threads
-    assert threads["worker"].native_id == worker.native_id
-    assert threads["worker"].frames[0].function == "wait"
-    assert {"ask", "test_all_threads_but_the_asked_one_are_described"} <= {
-        frame.function for frame in threads["MainThread"].frames
-    }
-
-
 def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(stack_hooks, "describe_threads", lambda: 1 / 0)
@@ -315,10 +297,3 @@ def test_a_childs_end_is_told_and_left_to_reap(path: Path, code: str, status: in
         assert ask_exit(path, os.getpid(), process.pid, LONG) == ExitStatus.from_wait_status(status)
         assert process.wait(LONG) == (status >> 8 or -status)
     assert ask_exit(path, os.getpid(), process.pid, LONG) is None
-
-
-def test_a_taken_path_leaves_no_thread(path: Path) -> None:
-    before = set(threading.enumerate())
-    with pytest.raises(OSError, match="Address already in use"):
-        start_answering(path)
-    assert set(threading.enumerate()) <= before

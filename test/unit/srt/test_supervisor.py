@@ -17,13 +17,12 @@ import pytest
 from sglang_crashkit import settings
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
 from sglang_crashkit.kernel import cgroup
-from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.entrypoints import engine
 from sglang_crashkit.srt.entrypoints.engine import Following
 from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.support.fake_ranks import FakeClock, FakeRank, WaitsForEverError
-from unit.support.waiting import LONG, child, descriptors, wait_until
+from unit.support.waiting import LONG, child
 
 TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
 JOIN = "from sglang_crashkit.srt.supervisor import join\njoin()\n"
@@ -85,71 +84,6 @@ def watch(serving: Serving, clock: FakeClock, *scripts: tuple[float, Any], secon
 # -- without a crash handler
 
 
-@pytest.mark.parametrize(
-    ("script", "status", "seconds"),
-    [
-        ((5.0, -signal.SIGKILL), ServerExit.KILLED, 5.15),
-        ((5.0, -signal.SIGSEGV), 128 + signal.SIGSEGV, 5.15),
-        # A shutdown may be announced yet.
-        ((5.0, 3), ServerExit.EXITED, 7.0),
-        ((5.0, 0), ServerExit.EXITED, 15.0),
-    ],
-)
-def test_the_end_of_a_worker_ends_the_server(
-    serving: Serving, clock: FakeClock, ends: list[Any], script: Any, status: int, seconds: float
-) -> None:
-    watch(serving, clock, script, (20.0, 9))
-    assert ends == [(status, pytest.approx(seconds, abs=0.02))]
-
-
-@pytest.mark.parametrize(
-    ("script", "draining", "follows", "is_crash"),
-    [
-        ((5.0, 0), True, False, False),
-        ((5.0, -signal.SIGTERM), True, False, False),
-        ((5.0, -signal.SIGKILL), True, False, True),
-        ((5.0, 3), True, False, True),
-        ((5.0, 0), False, True, False),
-        ((5.0, 1), False, True, True),
-    ],
-)
-def test_an_end_that_was_asked_for_is_no_crash(
-    serving: Serving, clock: FakeClock, ends: list[Any], script: Any, draining: bool, follows: bool, is_crash: bool
-) -> None:
-    serving.begin(None, follows=follows)
-    if draining:
-        crash_exit.state.draining = True
-    watch(serving, clock, script)
-    assert bool(ends) is is_crash
-
-
-@pytest.mark.parametrize("mode", ["library", "elastic", "server"])
-def test_none_that_is_left_to_upstream_ends_anything(
-    serving: Serving, clock: FakeClock, ends: list[Any], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(settings.MODE_VARIABLE, mode)
-    # Deaths while ranks are waited for are told to whoever waits.
-    crash_exit.state.launching = mode == "server"
-    watch(serving, clock, (5.0, -signal.SIGKILL))
-    assert ends == []
-
-
-def test_those_that_this_process_ends_itself_are_excused(
-    serving: Serving, ends: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with child(JOIN + SLEEPER, title=TITLE) as worker, child(JOIN + SLEEPER, title=TITLE) as another:
-        serving.turn()
-        monkeypatch.setattr(supervisor, "_serving", serving)
-        supervisor.excuse(worker.pid)
-        for process in (worker, another):
-            assert ends == []
-            process.kill()
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            for _ in range(3):
-                serving.turn()
-    assert [status for status, _when in ends] == [ServerExit.KILLED]
-
-
 def test_a_kill_for_lack_of_memory_is_told_from_another(
     serving: Serving, clock: FakeClock, ends: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,38 +105,6 @@ def test_a_kill_for_lack_of_memory_is_told_from_another(
 
 
 # -- with one
-
-
-def test_nothing_is_done_while_a_crash_handler_answers(
-    serving: Serving, clock: FakeClock, ends: list[Any], short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(settings.SOCKET_VARIABLE, str(short_folder / "handler.sock"))
-    with Mailbox.bind(short_folder / "handler.sock"):
-        watch(serving, clock, (5.0, -signal.SIGKILL))
-        assert ends == []
-    watch(serving, clock, (5.0, -signal.SIGKILL), seconds=50.0)
-    assert ends != []
-
-
-def test_the_end_of_the_crash_handler_is_noticed(
-    ends: list[Any], short_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = set(threading.enumerate())
-    with child(SLEEPER) as handler:
-        monkeypatch.setattr(supervisor, "handler_pid", lambda: handler.pid)
-        supervisor.begin(follows=False)
-        supervisor.begin(follows=False)
-        assert len(set(threading.enumerate()) - before) == 1
-        with child(JOIN + SLEEPER, title=TITLE) as worker:
-            wait_until(lambda: supervisor.listen()._registered, "it is known")
-            assert not any(str(worker.pid) in name for name in descriptors().values())
-            worker.kill()
-            handler.kill()
-            handler.wait(LONG)
-            wait_until(lambda: ends, "it takes over")
-    words = capfd.readouterr().err
-    assert "the crash handler has ended: a crash ends the server, but leaves no incident" in words
-    assert f"process {worker.pid} ({TITLE}) ended by SIGKILL and there is no crash handler; the server ends" in words
 
 
 # -- who is the server's

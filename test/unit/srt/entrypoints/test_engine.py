@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from sglang_crashkit.srt.entrypoints.engine import (
     on_wait_for_scheduler_ready,
 )
 from unit.srt.conftest import Listener
-from unit.support.waiting import descriptors
 
 STACKS, CORES = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
 
@@ -39,57 +37,6 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
     asked: list[dict[str, bool]] = []
     monkeypatch.setattr(supervisor, "begin", lambda **how: asked.append(how))
     return asked
-
-
-@pytest.mark.parametrize(
-    ("environ", "arguments", "starts"),
-    [
-        ({}, SimpleNamespace(crash_dump_folder=None), True),
-        # Arguments of another shape are no error.
-        ({}, object(), True),
-        ({STACKS: "0"}, SimpleNamespace(crash_dump_folder=None), True),
-        ({STACKS: "0", CORES: "0"}, SimpleNamespace(crash_dump_folder=None), False),
-        ({STACKS: "0", CORES: "0"}, SimpleNamespace(crash_dump_folder="/crash"), True),
-        ({"SGLANG_CRASHKIT_ENABLED": "0"}, SimpleNamespace(crash_dump_folder="/crash"), False),
-    ],
-)
-def test_a_handler_is_started_where_one_is_wanted(
-    monkeypatch: pytest.MonkeyPatch,
-    watches: list[dict[str, bool]],
-    environ: dict[str, str],
-    arguments: object,
-    starts: bool,
-) -> None:
-    for name in (STACKS, CORES, "SGLANG_CRASHKIT_ENABLED"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    started: list[str | None] = []
-    monkeypatch.setattr(handler_process, "start", started.append)
-    on_engine_launch(arguments)
-    assert started == ([getattr(arguments, "crash_dump_folder", None)] if starts else [])
-    assert watches == ([{"follows": False}] if starts else [])
-
-
-def test_a_handler_that_cannot_be_started_leaves_the_server_alone(
-    short_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    watches: list[dict[str, bool]],
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    before = descriptors()
-    on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path)))
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line.startswith("crash kit: no crash handler, so a crash of this server leaves no incident: ")
-    assert "incidents of this server go to" not in caplog.text
-    assert settings.SOCKET_VARIABLE not in handler_process.os.environ
-    assert watches == [{"follows": False}]
-    assert descriptors().items() <= before.items()
-    assert list((settings.fallback_folder() / "run").iterdir()) == []
-    assert [path.name for path in tmp_path.glob("*/incidents/*")] == []
 
 
 def test_a_handler_that_hangs_at_its_start_is_ended(
@@ -115,10 +62,6 @@ def test_a_failed_launch_is_told_before_the_tree_is_killed(
 
     assert handler(3, frame=None) == (3, "launch_failed")
     assert "incident /incident" in caplog.text
-
-
-def test_a_failed_launch_without_a_handler_is_as_before() -> None:
-    assert on_launch_phase_sigquit(lambda signum, frame: signum)(3, None) == 3
 
 
 @pytest.mark.parametrize(("rank", "follows"), [(0, False), (None, False), (1, True)])

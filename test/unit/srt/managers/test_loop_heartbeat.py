@@ -146,16 +146,6 @@ def test_without_a_handler_a_loop_runs_as_it_is(
     assert warning.startswith("crash kit: hangs of this tokenizer manager are not noticed: ")
 
 
-def test_a_manager_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    start_loop_heartbeat(object())
-    manager = Tokenizer()
-    manager.auto_create_handle_loop = lambda: None  # type: ignore[method-assign]
-    start_loop_heartbeat(manager)
-    # It has made no loop.
-    manager.auto_create_handle_loop()
-    assert len(caplog.records) == 2
-
-
 # -- the detokenizer
 
 
@@ -197,26 +187,3 @@ def test_the_detokenizer_tells_when_it_works_and_when_it_waits(
     assert [one.is_waiting for one in seen] == [False, False, True]
     assert seen[0].loop_at < seen[1].loop_at < seen[2].loop_at
     assert listener.heard()["event"] == "heartbeat"
-
-
-def test_an_exception_of_the_detokenizer_is_its_own(
-    listener: Listener, written: list[HeartbeatWriter], kind: type[Detokenizer]
-) -> None:
-    def fail() -> None:
-        raise ValueError("x")
-
-    with pytest.raises(ValueError, match="x"):
-        kind([fail]).event_loop()
-    assert said(written).is_waiting
-    assert listener is not None
-
-
-def test_a_detokenizer_without_handler_or_known_form_runs_unchanged(
-    kind: type[Detokenizer], written: list[HeartbeatWriter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-    manager = kind([lambda: 1])
-    manager.event_loop()
-    assert (manager.answers, written) == ([1], [])
-    monkeypatch.setitem(loop_heartbeat.sys.modules, MODULE, SimpleNamespace())  # type: ignore[arg-type]
-    start_detokenizer_heartbeat()

@@ -14,7 +14,7 @@ import pytest
 
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.settings import MODE_VARIABLE
-from sglang_crashkit.srt.managers.multi_tokenizer_mixin import dump_requests_of_workers, on_tokenizer_router
+from sglang_crashkit.srt.managers.multi_tokenizer_mixin import on_tokenizer_router
 from unit.srt.conftest import Listener
 from unit.support.waiting import LONG, wait_until
 
@@ -168,20 +168,6 @@ def test_with_the_kit_off_nothing_hears_of_sigquit(
     # That of the exception, which upstream calls itself.
     wait_until(lambda: process.poll() is not None, "the exception ends it")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_router_keeps_a_method_of_its_own() -> None:
-    @on_tokenizer_router
-    class Router:
-        def dump_requests_before_crash(self) -> str:
-            return "its own"
-
-    @on_tokenizer_router
-    class Plain:
-        pass
-
-    assert vars(Router)["dump_requests_before_crash"](None) == "its own"
-    assert vars(Plain)["dump_requests_before_crash"] is dump_requests_of_workers
 
 
 def test_an_event_loop_in_the_main_thread_keeps_its_descriptor() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -18,7 +17,7 @@ from sglang_crashkit.srt.managers import scheduler_heartbeat
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_heartbeat import on_batch, on_iteration
 from unit.srt.conftest import Listener
-from unit.support.waiting import LONG, descriptors
+from unit.support.waiting import descriptors
 
 
 class Scheduler:
@@ -64,27 +63,6 @@ def read(reader: HeartbeatReader) -> Heartbeat:
     found = reader.read()
     reader.close()
     return found
-
-
-def test_the_first_round_tells_the_handler_where_the_beat_is(listener: Listener, scheduler: Scheduler) -> None:
-    reader = beating(listener, scheduler)
-    first = reader.read()
-    assert abs(first.loop_at - time.monotonic()) < LONG
-    assert not first.in_batch
-    scheduler.process_input_requests([])
-    assert reader.read().loop_at > first.loop_at
-    reader.close()
-
-
-def test_a_batch_is_counted_with_its_requests(listener: Listener, scheduler: Scheduler) -> None:
-    reader = beating(listener, scheduler)
-    scheduler.run_batch(SimpleNamespace(reqs=["a", "b", "c"], forward_mode=None, extend_num_tokens=None))
-    found = reader.read()
-    assert (found.in_batch, found.batches, found.requests) == (True, 1, 3)
-    assert found.doing == "batch 1, of 3 requests"
-    scheduler.process_input_requests([])
-    found = read(reader)
-    assert (found.in_batch, found.batches) == (False, 1)
 
 
 def request_of(name: str) -> Any:
@@ -166,19 +144,6 @@ def test_a_missing_handler_leaves_a_warning_and_no_descriptor(
         scheduler.run_batch(SimpleNamespace(reqs=[]))
     assert descriptors() == before
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-def test_without_memory_the_scheduler_goes_on(
-    listener: Listener, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_memory(*_: Any) -> int:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(os, "memfd_create", no_memory)
-    for _ in range(3):
-        scheduler.process_input_requests([])
-        scheduler.run_batch(SimpleNamespace(reqs=[]))
-    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("broken", ["round", "batch"])

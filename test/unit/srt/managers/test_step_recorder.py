@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,14 +59,6 @@ def phases() -> list[tuple[int, str]]:
 @pytest.fixture
 def scheduler(listener: Listener) -> Scheduler:
     return Scheduler()
-
-
-def test_the_first_round_tells_the_handler_where_the_steps_are(listener: Listener, scheduler: Scheduler) -> None:
-    scheduler.process_input_requests()
-    message = listener.heard()
-    assert (message["event"], message["pid"], message["has_descriptor"]) == ("steps", os.getpid(), True)
-    assert message["modes"] == MODES
-    assert (read().steps, read().current) == ((), None)
 
 
 def test_a_step_goes_through_its_phases(scheduler: Scheduler) -> None:
@@ -274,21 +265,6 @@ def test_nothing_that_is_noted_grows(scheduler: Scheduler) -> None:
     assert len(recorder._pending) <= step_recorder._MAX_PENDING
     assert len(recorder.writer._known) < 5000
     assert last().phase == "forward_begun"
-
-
-@pytest.mark.parametrize(
-    ("environ", "is_on"),
-    [({}, True), ({"SGLANG_CRASHKIT_STEPS": "0"}, False), ({"SGLANG_CRASHKIT_ENABLED": "0"}, False)],
-)
-def test_it_is_switched_off(
-    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], is_on: bool
-) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    before = len(descriptors())
-    scheduler.step(batch_of(DECODE, [A]))
-    assert (step_recorder._recorder is not None) is is_on
-    assert (len(descriptors()) > before) is is_on
 
 
 def test_without_a_handler_nothing_is_noted_but_one_line(

@@ -180,26 +180,6 @@ def test_diagnostics_follow_the_dump_once_also_where_it_fails(
     assert diagnosed == ["diagnosed"]
 
 
-def test_diagnostics_that_fail_do_not_stop_the_server_from_ending(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def fail() -> None:
-        raise ValueError("no diagnostics")
-
-    monkeypatch.setattr(tokenizer_manager, "diagnose_schedulers", fail)
-    assert Manager(tmp_path).dump_requests_before_crash() == "result"
-
-
-def test_when_nothing_is_wanted_nothing_is_done(monkeypatch: pytest.MonkeyPatch, diagnosed: list[str]) -> None:
-    for name in FLAGS:
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setattr(tokenizer_manager, "notify", lambda *_: pytest.fail("the handler was told"))
-    manager = Manager(None)
-    manager.dump_requests_before_crash()
-    assert diagnosed == []
-    assert not [name for name in vars(manager) if name.startswith("_crashkit")]
-
-
 def test_an_orderly_exit_is_no_crash(listener: Listener, tmp_path: Path, diagnosed: list[str]) -> None:
     manager = Manager(tmp_path)
     on_orderly_exit(manager)
@@ -249,13 +229,6 @@ def test_another_thread_that_calls_waits_for_the_first(request: pytest.FixtureRe
     assert order == ["first is whole", "second returns"]
 
 
-def test_a_second_dump_is_upstreams_to_refuse(listener: Listener) -> None:
-    manager = Manager(None)
-    manager.crash_dump_performed = True
-    assert manager.dump_requests_before_crash() == "result"
-    assert manager.flags == [os.environ.get(name) for name in FLAGS]
-
-
 def test_another_sigquit_does_not_cut_the_dump_short(listener: Listener) -> None:
     calls = []
     signal.signal(signal.SIGQUIT, lambda *_: calls.append("upstream"))
@@ -268,13 +241,6 @@ def test_another_sigquit_does_not_cut_the_dump_short(listener: Listener) -> None
 
     assert Interrupted(None).dump_requests_before_crash() == "result"
     assert calls == []
-
-
-def test_a_manager_of_another_shape_is_dumped_nonetheless(listener: Listener) -> None:
-    bare = SimpleNamespace()
-    assert on_crash_dump(lambda manager: "result")(bare) == "result"
-    listener.heard()
-    assert listener.heard()["event"] == "crash_dump_ended"
 
 
 # -- open_crash_dump
@@ -412,13 +378,6 @@ def test_sigterm_is_announced_with_the_health_and_handled_as_before(
 def fallback(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     return fallback_folder()
-
-
-def test_a_folder_that_takes_more_is_made_and_used(tmp_path: Path, fallback: Path) -> None:
-    folder = tmp_path / "crash" / "host"
-    assert safe_folder(folder) == safe_folder(folder) == folder
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert not fallback.exists()
 
 
 def remount(folder: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import pytest
 from sglang_crashkit.srt import server_args
 from sglang_crashkit.srt.utils import cudacore_pyspy_dump_utils as dump_utils
 from unit.srt.conftest import Listener
-from unit.support.waiting import child, wait_until
+from unit.support.waiting import child
 
 
 class Process:
@@ -108,15 +107,6 @@ def test_all_together_have_a_deadline(two: list[Process], monkeypatch: pytest.Mo
     dump_utils.pyspy_dump_schedulers(scheduler_only=True)
     assert time.monotonic() - started < 20
     assert len(slept) == 1
-
-
-def test_a_real_stack(caplog: pytest.LogCaptureFixture) -> None:
-    with child(SLEEPER, title="sglang::scheduler_TP0") as process:
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it is stopped")
-        dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-        assert "<module> (<string>:" in caplog.text
-        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
 SLEEPER = "ready(); pause()"
