@@ -246,18 +246,6 @@ def test_the_batch_at_work_is_where_it_is_looked_for(parse: Parse) -> None:
         assert {"self.cur_batch = batch", "self.cur_batch_for_debug = batch"} & {line.strip() for line in lines}, name
 
 
-def test_an_idle_scheduler_sleeps_for_a_second_at_most(parse: Parse) -> None:
-    scheduler = module = parse("srt/managers/scheduler.py")
-    assert "self.idle_sleeper.maybe_sleep()" in calls_in(find(scheduler, "Scheduler"))
-    if "class IdleSleeper" not in ast.unparse(scheduler):
-        module = parse("srt/managers/scheduler_components/idle_sleeper.py")
-    assert "self.poller.poll(1000)" in calls_in(find(module, "IdleSleeper"))
-    for node in ast.walk(module):
-        if isinstance(node, ast.ClassDef) and node.name == "RustServerIdleSleeper":
-            (init,) = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
-            assert next(ast.unparse(default) for default in init.args.defaults) == "1000"
-
-
 def unconditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements that are reached in every round, those within ``with`` and ``for`` too."""
     for node in body:

@@ -157,8 +157,8 @@ class HeartbeatReader:
         batches = _whole(words[BATCHES])
         mode = self._modes.get(_whole(words[MODE]), "") if batches else ""
         return Heartbeat(
-            loop_at=_time(words[LOOP_TIME]),
-            batch_at=_time(words[BATCH_TIME]),
+            loop_at=time_or_zero(words[LOOP_TIME]),
+            batch_at=time_or_zero(words[BATCH_TIME]),
             batches=batches,
             requests=_whole(words[REQUESTS]),
             paused=bool(flags & PAUSED),
@@ -175,7 +175,7 @@ class HeartbeatReader:
         self._map.close()
 
 
-def _time(seconds: float) -> float:
+def time_or_zero(seconds: float) -> float:
     """Return a time of the monotonic clock; 0 in place of one that cannot be."""
     return seconds if 0 <= seconds < 2**33 else 0.0
 

@@ -56,7 +56,8 @@ class JournalWriter(RingWriter):
     journal any more, which knows of no end from then on.
 
     Raises:
-        RingError: there is no memory for it.
+        RingError: there is no memory for it; by each method, too.
+        ValueError: by each method, the journal is closed.
     """
 
     def __init__(self, size: int) -> None:
@@ -66,15 +67,7 @@ class JournalWriter(RingWriter):
         self._aborted: dict[int, float] = {}
 
     def begin(self, fields: Mapping[str, Any], text: object = None, input_ids: object = None) -> int:
-        """Note a request that arrived; see `encode_begin`.
-
-        Returns:
-            A number for `end`.
-
-        Raises:
-            ValueError: the journal is closed.
-            RingError: there is no more memory.
-        """
+        """Note a request that arrived, see `encode_begin`; return a number for `end`."""
         self._number += 1
         now = time.time()
         try:
@@ -87,29 +80,19 @@ class JournalWriter(RingWriter):
         return self._number
 
     def abort(self, number: int) -> None:
-        """Note that the request that `begin` gave this number is aborted; it may not have ended yet.
-
-        Raises:
-            ValueError: the journal is closed.
-            RingError: there is no more memory.
-        """
+        """Note that the request that `begin` gave this number is aborted; it may not have ended yet."""
         if number not in self._aborted:
             self._aborted[number] = now = time.time()
             # Its own number may be held already. It is there for as long as the request is under way.
-            self.append(encode_abort(number, now), hold=-number)
+            self.append(_END.pack(_ABORTED, False, number, now, now), hold=-number)
 
     def end(self, number: int, *, finished: bool) -> None:
-        """Note that the request that `begin` gave this number ended: it was answered, or dropped.
-
-        Raises:
-            ValueError: the journal is closed.
-            RingError: there is no more memory.
-        """
+        """Note that the request that `begin` gave this number ended: it was answered, or dropped."""
         now = time.time()
         aborted = self._aborted.pop(number, None)
         self.release(-number)
         self.release(number)
-        self.append(encode_end(number, now, aborted, finished=finished and aborted is None))
+        self.append(_END.pack(_ENDED, finished and aborted is None, number, now, aborted or 0.0))
 
 
 class JournaledRequest(NamedTuple):
@@ -134,8 +117,7 @@ class JournalReader(RingReader):
     """Reads the journal of one process, dead or alive, and little of it at a time; its descriptor must stay open.
 
     Args:
-        descriptor: of the journal.
-        deadline: nothing more is read then, by the monotonic clock.
+        descriptor, deadline: see `RingReader`.
 
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.
@@ -153,11 +135,7 @@ class JournalReader(RingReader):
         self.requests = self._collect()
 
     def load(self, request: JournaledRequest) -> dict[str, Any] | None:
-        """Return all that is known of a request, see `decode_request`; None where it was overwritten meanwhile.
-
-        Raises:
-            RingError: it cannot be read.
-        """
+        """Return all that is known of a request, see `decode_request`; None where it was overwritten meanwhile."""
         record = self.payload(request.offset, request.sequence)
         return None if record is None else decode_request(record)
 
@@ -249,16 +227,6 @@ def encode_begin(
     sizes = len(encoded), len(encoded_text), len(ids)
     head = _BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
-
-
-def encode_end(number: int, seconds: float, aborted: float | None = None, *, finished: bool) -> bytes:
-    """Return the record of a request that ended; see `Head`."""
-    return _END.pack(_ENDED, finished, number, seconds, aborted or 0.0)
-
-
-def encode_abort(number: int, seconds: float) -> bytes:
-    """Return the record that a request was aborted."""
-    return _END.pack(_ABORTED, False, number, seconds, seconds)
 
 
 def read_head(record: bytes) -> Head | None:

@@ -267,7 +267,7 @@ class RingReader:
         is_cut: `records` ended before the end of the ring, for its deadline or as too much of it was torn.
 
     Raises:
-        RingError: it cannot be read, or it is no ring.
+        RingError: it cannot be read, by each method too, or it is no ring.
     """
 
     def __init__(self, descriptor: int, max_payload: int = _MAX_PAYLOAD, deadline: float = math.inf) -> None:
@@ -278,11 +278,7 @@ class RingReader:
         self.torn, self.is_cut = 0, False
 
     def records(self) -> Iterator[Record]:
-        """Yield the records that are whole, in the order in which they lie, which is not that of their numbers.
-
-        Raises:
-            RingError: it cannot be read.
-        """
+        """Yield the records that are whole, in the order in which they lie, which is not that of their numbers."""
         self.torn, self.is_cut, self._bytes_left = 0, False, _MAX_LOOKS * self._capacity
         position = misses = 0
         while position < self._capacity:
@@ -308,11 +304,7 @@ class RingReader:
             position += end
 
     def payload(self, offset: int, sequence: int) -> bytes | None:
-        """Return what the record of that number holds; None when it was overwritten meanwhile.
-
-        Raises:
-            RingError: it cannot be read.
-        """
+        """Return what the record of that number holds; None when it was overwritten meanwhile."""
         frame = self._pread(offset, _FRAME_BYTES)
         record = self._read(offset, memoryview(frame)) if len(frame) == _FRAME_BYTES else None
         return record.payload if record is not None and record.sequence == sequence else None
@@ -363,12 +355,7 @@ class LogWriter(RingWriter):
         super().__init__(_HEADER_BYTES + min(records, _MAX_LOG_RECORDS) * longest, "sglang-crashkit-log")
 
     def note(self, seconds: float, level: int, logger: str, text: str) -> None:
-        """Note a record; what is longer than `MAX_LOG_BYTES` is cut.
-
-        Raises:
-            ValueError: the ring is closed.
-            RingError: there is no more memory.
-        """
+        """Note a record, as `append` does; what is longer than `MAX_LOG_BYTES` is cut."""
         said = f"{logger}\0{text}".encode(errors="backslashreplace")
         self.append(_LOG_HEAD.pack(seconds, level) + said[:MAX_LOG_BYTES])
 

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
+from sglang_crashkit.memory.heartbeat import time_or_zero
 from sglang_crashkit.memory.ring import create_sealed, is_ring, leave_to_parent
 from sglang_crashkit.model.step import MAX_RID, PHASES, Step, StepRequest, short_rid
 
@@ -82,6 +83,8 @@ class StepWriter:
     Args:
         modes: names of the forward modes by their number in digits, for a reader that knows nothing of the release.
 
+    All times are in seconds of the monotonic clock.
+
     Attributes:
         fd: the descriptor to be passed on to a reader.
 
@@ -124,12 +127,7 @@ class StepWriter:
         os.close(self.fd)
 
     def begin_round(self, number: int, now: float) -> None:
-        """Note that a round of the event loop begins.
-
-        Args:
-            number: the step that it is to become; 0 where there is nothing to do.
-            now: in seconds of the monotonic clock.
-        """
+        """Note that a round of the event loop begins, which is to become step `number`, 0: there is nothing to do."""
         words = self._words
         self._times[_ROUND] = now
         words[_OPEN] = number or _IDLE
@@ -152,11 +150,7 @@ class StepWriter:
     def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int]) -> None:
         """Note the requests that were received for a step to come; those that were noted for it before are forgotten.
 
-        Args:
-            number: the step's.
-            began: when, in seconds of the monotonic clock.
-            rids: the requests' ids.
-            lengths: of their inputs, in tokens.
+        The `lengths` are of their inputs, in tokens.
         """
         self._write(number, began, 0, rids, lengths, [0] * len(rids), 0, _NO_DECISIONS, 0, RECEIVED)
 
@@ -176,7 +170,7 @@ class StepWriter:
 
         Args:
             number: the step's.
-            began: when the round began, in seconds of the monotonic clock.
+            began: when the round began.
             mode: forward mode, a number that the release gives it, 0 to 255.
             rids: the requests' ids; a list that the caller does not change later.
             lengths: how many tokens each has.
@@ -263,12 +257,7 @@ class StepWriter:
             self._set_phase(number, FORWARD_DONE)
 
     def end(self, number: int, now: float) -> None:
-        """Note that a step's results were processed; a step that was overwritten is left alone.
-
-        Args:
-            number: the step's.
-            now: when, in seconds of the monotonic clock.
-        """
+        """Note that a step's results were processed; a step that was overwritten is left alone."""
         if self._newest - number < STEPS - 1:
             self._times[_FIRST_WORD + number % STEPS * _WORDS + _ENDED] = now
             self._set_phase(number, PROCESSED)
@@ -333,7 +322,7 @@ class StepReader:
 
     Raises:
         NotStepsError: there is something else, or a record of another layout.
-        OSError: it cannot be read.
+        OSError: it cannot be read, now or later.
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
@@ -346,12 +335,9 @@ class StepReader:
         """Return what the record says now, whatever it holds; a step that is not whole is left out.
 
         It takes a bounded time: no byte of the data is looked at more than a few times in all.
-
-        Raises:
-            OSError: it cannot be read.
         """
         data = os.pread(self._fd, SIZE, 0)
-        round_at = _time(struct.unpack_from("@d", data, 8 * _ROUND)[0])
+        round_at = time_or_zero(struct.unpack_from("@d", data, 8 * _ROUND)[0])
         opened, at = struct.unpack_from("@2Q", data, 8 * _OPEN)
         found = _Requests(data)
         bodies = filter(None, (self._body_at(data, place) for place in range(STEPS)))
@@ -380,7 +366,7 @@ class StepReader:
         number, began, *rest = _BODY.unpack(body)
         if word >> _NUMBER_AT != number or number % STEPS != place or not math.isfinite(began):
             return None
-        return _Body(number, _time(began), word & 0xFF, word >> 8 & 0xFF, _time(ended), rest)
+        return _Body(number, time_or_zero(began), word & 0xFF, word >> 8 & 0xFF, time_or_zero(ended), rest)
 
 
 @dataclass(frozen=True)
@@ -410,11 +396,6 @@ class _Body:
             decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
             agreed_hash=agreed,
         )
-
-
-def _time(seconds: float) -> float:
-    """Return a time of the monotonic clock; 0 in place of one that cannot be."""
-    return seconds if 0 <= seconds < 2**33 else 0.0
 
 
 def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None:
@@ -456,13 +437,10 @@ class _Requests:
     def of(
         self, count: int, ids: tuple[int, int, int], lengths: tuple[int, int], has_tokens: bool
     ) -> tuple[StepRequest, ...]:
-        """Return the requests of a step, none where they were overwritten.
+        """Return the requests of a step, `count` of them, none where they were overwritten.
 
-        Args:
-            count: how many there are.
-            ids: where the ids lie in the data, their size, and their checksum.
-            lengths: where the lengths lie, with their checksum.
-            has_tokens: behind the lengths it says how many tokens the step computes for each request.
+        Place, size and checksum of their `ids` are given, and place and checksum of their `lengths`, behind which may
+        lie how many tokens the step computes for each.
         """
         if not 0 < count <= min(MAX_REQUESTS, self._requests_left):
             return ()

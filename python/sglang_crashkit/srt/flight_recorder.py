@@ -58,23 +58,16 @@ def prepare_flight_recorder() -> None:
     theirs = [os.environ[name] for name in DUMP_STEMS if name in os.environ]
     if PIPE_STEM not in os.environ:
         stem = runtime / f"{stat.pid}-{stat.start_ticks}.nccl-"
-        _try_pipe(Path(f"{stem}test.pipe"))
+        # Where none can be made, PyTorch is not told to.
+        test = Path(f"{stem}test.pipe")
+        os.mkfifo(test, 0o600)
+        test.unlink()
         os.environ[PIPE_STEM] = str(stem)
     if not theirs:
         # Not the pid alone: a process of before, or another server's, may leave a dump there and have the same one.
         os.environ[DUMP_STEMS[0]] = f"{folder}/{server_key(stat.pid, stat.start_ticks)}-rank"
     place = FlightPlace(os.environ[PIPE_STEM], os.environ.get(DUMP_STEMS[0]) or theirs[0], is_own=not theirs)
     place.write(runtime, stat.pid, stat.start_ticks)
-
-
-def _try_pipe(path: Path) -> None:
-    """Make a pipe and remove it.
-
-    Raises:
-        OSError: none can be made there.
-    """
-    os.mkfifo(path, 0o600)
-    path.unlink()
 
 
 def describe_collectives() -> bytes:

@@ -116,13 +116,7 @@ def pid_below() -> int | None:
 
 
 def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
-    """Start the handler and return what it said when it was ready.
-
-    Raises:
-        OSError: the socket cannot be made or Python cannot be started.
-        CrashkitError: a folder on the way belongs to somebody else, or the handler did not get ready.
-        subprocess.SubprocessError: Python did not start.
-    """
+    """Start the handler and return what it said when it was ready."""
     runtime = socket_path.parent
     for folder in (runtime.parent.parent, runtime.parent):
         make_private_folder(folder)

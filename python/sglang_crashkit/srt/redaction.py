@@ -93,14 +93,12 @@ class _Redacted:
         reduced = self._original.__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return reduced
-        return tuple(_without_in_reduced(part, self._secrets, self._depth) for part in reduced)
-
-
-def _without_in_reduced(part: Any, secrets: set[str], depth: int) -> Any:
-    # The items of a list or a dictionary of a class of its own come as iterators.
-    if isinstance(part, Iterator):
-        return iter([_without(item, secrets, depth) for item in part])
-    return _without(part, secrets, depth)
+        how = self._secrets, self._depth
+        # The items of a list or a dictionary of a class of its own come as iterators.
+        return tuple(
+            iter([_without(item, *how) for item in part]) if isinstance(part, Iterator) else _without(part, *how)
+            for part in reduced
+        )
 
 
 def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:

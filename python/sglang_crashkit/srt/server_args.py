@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,17 @@ def set_crash_dump_env(server_args: Any) -> None:
     if crash_folder and settings.enabled:
         variables |= _core_dump_variables(crash_folder) if settings.cores else {}
         variables |= _flight_variables(crash_folder) if settings.diagnostics else {}
-    _set_defaults(variables)
+    # Set what the user did not; take out what an earlier server of this program left and this one has not.
+    earlier = {name for name in _set_here if _is_ours(name)}
+    _set_here.clear()
+    for name in earlier - variables.keys():
+        del os.environ[name]
+    for name, value in variables.items():
+        if name not in os.environ or name in earlier:
+            # The kit's own variable concerns nobody else.
+            if os.environ.get(name) != value and name != FLIGHT_VARIABLE:
+                logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
+            os.environ[name] = _set_here[name] = value
 
 
 def in_place_of_crash_dump_env(handle: Function) -> Function:
@@ -112,20 +121,6 @@ def _flight_variables(crash_folder: str) -> dict[str, str]:
     # So many collectives as PyTorch keeps from 2.11 on where nothing is set; before, it keeps none then.
     size = {} if OLD_BUFFER_SIZE in os.environ else {BUFFER_SIZE: "2000"}
     return {FLIGHT_VARIABLE: str(folder)} | size
-
-
-def _set_defaults(variables: Mapping[str, str]) -> None:
-    """Set what the user did not set; take out what an earlier server of this program left and this one has not."""
-    earlier = {name for name in _set_here if _is_ours(name)}
-    _set_here.clear()
-    for name in earlier - variables.keys():
-        del os.environ[name]
-    for name, value in variables.items():
-        if name not in os.environ or name in earlier:
-            # The kit's own variable concerns nobody else.
-            if os.environ.get(name) != value and name != FLIGHT_VARIABLE:
-                logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
-            os.environ[name] = _set_here[name] = value
 
 
 def note_changed(name: str, value: str) -> None:

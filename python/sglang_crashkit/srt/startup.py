@@ -164,7 +164,10 @@ class Startup(Supervisor):
         now, children = self.clock.now(), list(self.children)
         silent = [child for child in children if not child.ready]
         if silent and self._timeout_secs and now >= self.began + self._timeout_secs:
-            raise StartupError("timeout", silent, _of_timeout(children, self._timeout_secs))
+            limit = f"{self._timeout_secs:g} s (SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS)"
+            states = " ".join(f"{child.label()}: {_state(child)}." for child in silent)
+            late, ready = _names(children, ready=False), _names(children, ready=True)
+            raise StartupError("timeout", silent, f"{late} not ready within {limit}. {states} Ready: {ready}.")
         if silent and now >= self._report_due:
             self._interval = min(self._interval * 2, _MAX_REPORT_SECS)
             self._report_due = now + self._interval
@@ -236,10 +239,9 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
 
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
-    """Tell the crash handler, and wait until the incident is whole, at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
+    """Tell the crash handler, wait until the incident is whole, and return its answer; None where there is none.
 
-    Returns:
-        What the crash handler answered; None where there is none.
+    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
     """
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [child for child in error.children if child.pid is not None]
@@ -287,13 +289,6 @@ def _of_silence(children: Sequence[Child], seconds: float) -> str:
     total = sum(child.reader is not None for child in children)
     states = "; ".join(f"{child.label()}: {_state(child)}" for child in silent)
     return f"not ready after {seconds:.0f} s: {len(silent)} of {total} ({states}); ready: {ready}"
-
-
-def _of_timeout(children: Sequence[Child], seconds: float) -> str:
-    """Describe the end of the time that the server had to start, in seconds."""
-    states = " ".join(f"{child.label()}: {_state(child)}." for child in children if not child.ready)
-    limit = f"{seconds:g} s (SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS)"
-    return f"{_names(children, ready=False)} not ready within {limit}. {states} Ready: {_names(children, ready=True)}."
 
 
 def _names(children: Iterable[Child], *, ready: bool) -> str:

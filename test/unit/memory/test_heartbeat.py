@@ -135,31 +135,3 @@ def test_whatever_the_words_hold_they_say_something(rest: bytes) -> None:
         assert found == read(made) or any(math.isnan(time) for time in (found.loop_at, found.batch_at))
     finally:
         made.close()
-
-
-# -- a reader never sees half of a value
-
-HAMMER = """
-from sglang_crashkit.memory.heartbeat import HeartbeatWriter
-writer = HeartbeatWriter()
-writer.words[2] = 0.0
-ready(writer.fd)
-while True:
-    for word in range(1, 6):
-        writer.words[word] = {first!r}; writer.words[word] = {second!r}
-"""
-#: Every byte of the one differs from the same byte of the other.
-FIRST, SECOND = struct.unpack("=dd", bytes.fromhex("3f11223344556677") + bytes.fromhex("c0eeddccbbaa9988"))
-
-
-def test_a_reader_never_sees_half_of_a_value() -> None:
-    seen: set[float] = set()
-    with child(HAMMER.format(first=FIRST, second=SECOND)) as process:
-        reader = reader_of(process)
-        began = time.monotonic()
-        # Until the writer had a processor, too.
-        while (took := time.monotonic() - began) < 1.5 or (len(seen - {0.0}) < 2 and took < LONG):
-            for _ in range(2000):
-                seen.update(reader._words[1:6].tolist())
-        reader.close()
-    assert seen - {0.0} == {FIRST, SECOND}

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.memory import journal
 from sglang_crashkit.memory.journal import (
-    KEPT_SECS,
     MAX_CHARACTERS,
     MAX_IDS,
     MAX_WEIGHT,
@@ -57,20 +56,6 @@ def rids(descriptor: int, *, ended: bool) -> list[str]:
     reader = JournalReader(descriptor)
     loaded = [(reader.load(request), request.ended) for request in reader.requests]
     return [request["rid"] for request, end in loaded if request and (end is not None) == ended]
-
-
-def test_what_ended_long_before_the_last_event_is_left_out(writer: JournalWriter, clock: Clock) -> None:
-    old, kept = writer.begin({"rid": "old"}), writer.begin({"rid": "kept"})
-    writer.begin({"rid": "unfinished"})
-    writer.end(old, finished=True)
-    clock.now += 1
-    writer.end(kept, finished=True)
-    # Nothing happened since: all of it is the last that did.
-    assert rids(writer.fd, ended=True) == ["kept", "old"]
-    clock.now += KEPT_SECS - 0.5
-    writer.begin({"rid": "new"})
-    assert rids(writer.fd, ended=True) == ["kept"]
-    assert rids(writer.fd, ended=False) == ["unfinished", "new"]
 
 
 def test_an_abort_is_told_for_as_long_as_its_request(writer: JournalWriter, clock: Clock) -> None:

@@ -113,25 +113,6 @@ def test_the_requests_of_the_newest_steps_are_there_whatever_comes(writer: StepW
     assert len(writer._known) <= module._MAX_KNOWN
 
 
-@given(
-    st.lists(
-        st.tuples(st.sets(st.integers(0, 12), max_size=12), st.integers(0, 3), st.booleans()), min_size=1, max_size=40
-    )
-)
-def test_steps_that_share_their_requests_are_read_like_any_other(drawn: list[tuple[set[int], int, bool]]) -> None:
-    writer = StepWriter()
-    expected = {}
-    for number, (chosen, grown, is_extend) in enumerate(drawn, 1):
-        rids = [f"r{one}" for one in sorted(chosen)]
-        lengths = [100 * one + number * grown for one in sorted(chosen)]
-        tokens = [one + 1 for one in sorted(chosen)] if is_extend else None
-        run(writer, number, rids, lengths, tokens)
-        expected[number] = list(zip(rids, lengths, tokens or [1] * len(rids), strict=True))
-    found = {step.number: [(one.rid, one.length, one.tokens) for one in step.requests] for step in read(writer).steps}
-    writer.close()
-    assert found == expected
-
-
 def test_more_requests_than_there_is_room_for_are_counted(writer: StepWriter) -> None:
     count = MAX_REQUESTS + 5
     run(writer, 1, [str(place) for place in range(count)], [1] * count, [2] * count)

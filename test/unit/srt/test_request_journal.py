@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.memory.journal import JournalReader, JournalWriter
-from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from sglang_crashkit.srt.request_journal import (
@@ -368,17 +367,6 @@ def test_what_the_manager_aborts_is_noted_and_aborted() -> None:
     assert aborted == [(("a",), {}), ((), {"rid": "nobody"}), ((), {"abort_all": True})]
 
 
-def test_the_flag_for_prompts_reaches_the_journal(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_PROMPTS", "none")
-    assert listener.path.exists()
-    manager: Any = SimpleNamespace(crash_dump_folder="/crash", rid_to_state={})
-    on_request_states(manager)
-    manager.rid_to_state["a"] = state("a", text="private")
-    reader = JournalReader(manager.rid_to_state._journal.fd)
-    (request,) = reader.requests
-    assert "private" not in json.dumps(reader.load(request))
-
-
 def test_without_a_crash_handler_there_is_no_journal(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,16 +375,3 @@ def test_without_a_crash_handler_there_is_no_journal(
     assert "crash kit: no request journal: " in caplog.text
     monkeypatch.delenv(SOCKET_VARIABLE)
     assert open_journal() is None
-
-
-def test_a_journal_switched_off_is_not_believed(
-    states: JournaledStates, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_arguments: object, **_named: object) -> None:
-        raise RingError("there is no memory")
-
-    states["a"] = state("a")
-    monkeypatch.setattr(journal, "end", fail)
-    del states["a"]
-    with pytest.raises(RingError, match="was switched off"):
-        JournalReader(journal.fd)

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel import cgroup
-from sglang_crashkit.srt import startup
 from sglang_crashkit.srt.children import Child
 from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
 from sglang_crashkit.srt.startup import Startup, StartupError
 from unit.srt.conftest import Listener, launch
 from unit.support.fake_ranks import READY, FakeClock, FakeRank
-from unit.support.waiting import child, descriptors
+from unit.support.waiting import descriptors
 
 TIMEOUT = "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS"
 READY_1 = [(1.0, "ready")]
@@ -193,11 +192,3 @@ def test_what_is_left_to_upstream(started, monkeypatch, stand_ins: bool):
     events = [threading.Event()]
     assert stand_ins or hooks.on_scheduler_groups(SimpleNamespace(), events) is events
     assert hooks.on_scheduler_group_started(SimpleNamespace(), pipes) is pipes
-
-
-def test_what_is_below_a_silent_controller_is_told(monkeypatch):
-    monkeypatch.setattr(startup.procfs, "read_status", lambda _pid: {"State": "S (sleeping)"})
-    with child("ready(); pause()", title="sglang::scheduler_DP0") as below:
-        found = startup._state(Child("", os.getpid(), title="sglang::data_parallel_controller"))
-        assert ", below it sglang::" in found
-        assert f"sglang::scheduler_DP0 (pid {below.pid}, " in found

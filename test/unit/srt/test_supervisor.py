@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,16 +187,3 @@ def test_a_following_node_ends_with_any_of_its_schedulers(
     assert [event for event, _message in told] == events
     assert bool(ends) is ("child_failed" in events)
     assert said in told[-1][1]
-
-
-@pytest.mark.parametrize("is_program", [True, False])
-def test_a_library_that_follows_is_left_to_upstream(monkeypatch: pytest.MonkeyPatch, is_program: bool) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(crash_exit, "ends_with_the_server", lambda: is_program)
-    monkeypatch.setattr(crash_exit, "has_begun", lambda: True)
-    monkeypatch.setattr(engine, "end_after_crash", ended.set)
-    before = set(threading.enumerate())
-    engine._follow([])
-    for thread in set(threading.enumerate()) - before:
-        thread.join(LONG)
-    assert (crash_exit.state.has_failed is not None, ended.is_set()) == (is_program, is_program)

@@ -10,6 +10,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from sglang_crashkit.capture.environment import read_versions
@@ -110,11 +111,7 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
 
 
 def _watch_start(children: Sequence[Child]) -> list[Any] | None:
-    """Return what `startup.Startup` does; None where it could not watch.
-
-    Raises:
-        StartupError: a rank will not get ready.
-    """
+    """Return what `startup.Startup` does; None where it could not watch."""
     try:
         return Startup(children).run()
     except StartupError:
@@ -127,12 +124,11 @@ def _watch_start(children: Sequence[Child]) -> list[Any] | None:
 def _children(readers: Sequence[Any], processes: Sequence[Any]) -> list[Child]:
     # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not their rank.
     is_rank = len(readers) == len(processes)
-    children = []
-    for position in range(max(len(readers), len(processes))):
-        reader = readers[position] if position < len(readers) else None
-        process = processes[position] if position < len(processes) else None
-        children.append(Child(f"Rank {position} scheduler" if is_rank or process is None else "", process, reader))
-    return children
+    pairs = enumerate(zip_longest(processes, readers))
+    return [
+        Child(f"Rank {number} scheduler" if is_rank or process is None else "", process, reader)
+        for number, (process, reader) in pairs
+    ]
 
 
 def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:
@@ -228,9 +224,11 @@ def _tell_environment(*, ready: bool) -> None:
     """Tell the crash handler what it alone knows: this process's arguments, without secrets, and versions."""
     if not os.environ.get(SOCKET_VARIABLE):
         return
+    # Where it is not there the fields themselves are resolved.
+    resolve = getattr(_server_args, "resolved_dict", None)
     facts = {
         "command_line": redact(shlex.join(sys.orig_argv), _server_args),
-        "arguments": redacted_fields(_resolved(_server_args)),
+        "arguments": redacted_fields(resolve() if callable(resolve) else fields_of(_server_args)),
         "versions": _versions(),
     }
     descriptor = write_blob(json.dumps(facts, default=_in_words).encode())
@@ -238,12 +236,6 @@ def _tell_environment(*, ready: bool) -> None:
         notify("environment", descriptor=descriptor, ready=ready)
     finally:
         os.close(descriptor)
-
-
-def _resolved(server_args: Any) -> dict[str, Any]:
-    # Where it is not there the fields themselves are resolved.
-    resolve = getattr(server_args, "resolved_dict", None)
-    return resolve() if callable(resolve) else fields_of(server_args)
 
 
 def _in_words(value: object) -> str:

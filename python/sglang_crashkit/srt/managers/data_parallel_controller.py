@@ -71,8 +71,9 @@ def on_scheduler_group_launch(launch: Function) -> Function:
             return launch(controller, *args, **kwargs)
         except Exception as error:
             logger.exception("crash kit: data-parallel rank %s could not be started", _thread.dp_rank)
-            groups.fail(error)
-            return _stay()
+            groups.error = error
+            while True:
+                time.sleep(_FOREVER_SECS)
 
     return in_place_of(launch, launch_in_thread)
 
@@ -112,7 +113,8 @@ class _Groups:
         self._missing = expected
         self._lock = threading.Lock()
         self._members: list[Child] = []
-        self._error: Exception | None = None
+        #: What the main thread is to raise.
+        self.error: Exception | None = None
         self._ready = threading.Event()
 
     def join(self, members: list[Child]) -> None:
@@ -122,10 +124,6 @@ class _Groups:
             self._missing -= 1
         while not self._ready.wait(_FOREVER_SECS):
             pass
-
-    def fail(self, error: Exception) -> None:
-        """Let the main thread raise `error`."""
-        self._error = error
 
     def await_all(self) -> None:
         """Wait for all groups, in the main thread.
@@ -142,7 +140,7 @@ class _Groups:
             startup.report(error)
             raise
         except Exception:
-            if self._error is not None:
+            if self.error is not None:
                 raise
             # Each thread reads what is left of its group's pipes.
             note_failure(self.await_all)
@@ -150,8 +148,8 @@ class _Groups:
         self._ready.set()
 
     def _all_known(self) -> bool:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         with self._lock:
             if self._missing > 0:
                 return False
@@ -184,11 +182,6 @@ def _waited_secs() -> float:
     """
     launched = startup.launched_at()
     return 0.0 if launched is None else time.monotonic() - launched + _HEAD_START_SECS
-
-
-def _stay() -> None:
-    while True:
-        time.sleep(_FOREVER_SECS)
 
 
 def _own_processes(controller: Any) -> list[Any]:

@@ -55,19 +55,15 @@ def dump_requests_of_workers(_router: Any = None) -> None:
         _done.wait(settings.exit_secs)
         return
     try:
-        _end_workers(settings)
+        crash_exit.begin(ServerExit.CRASHED, 2 * settings.budget_secs + settings.end_secs)
+        if sys.exc_info()[0] is not None:
+            tell_exception()
+        is_told = notify("crash_dump_begun")
+        workers = supervisor.end_tokenizer_workers(settings.budget_secs) or 0
+        if is_told:
+            crash_exit.report("crash_dump_ended", workers=workers)
     finally:
         _done.set()
-
-
-def _end_workers(settings: Settings) -> None:
-    crash_exit.begin(ServerExit.CRASHED, 2 * settings.budget_secs + settings.end_secs)
-    if sys.exc_info()[0] is not None:
-        tell_exception()
-    is_told = notify("crash_dump_begun")
-    workers = supervisor.end_tokenizer_workers(settings.budget_secs) or 0
-    if is_told:
-        crash_exit.report("crash_dump_ended", workers=workers)
 
 
 def _watch_sigquit(router: Any) -> None:

@@ -41,16 +41,12 @@ def on_parent_told() -> None:
     if settings.enabled:
         answer = request("await_incident", settings.budget_secs + _FINISH_SECS)
         # The server ends its processes, this one too, with a status that tells of the crash, which a kill would not.
-        _await_server(settings.budget_secs if answer is None else _FINISH_SECS)
+        # Where there is no crash handler, its end tells of the dump, too.
+        with contextlib.suppress(OSError):
+            server = ProcessHandle(find_server(os.getpid()))
+            server.has_exited(settings.budget_secs if answer is None else _FINISH_SECS)
+            server.close()
         kill_own_group()
-
-
-def _await_server(timeout_secs: float) -> None:
-    """Wait until the server has ended by itself: where there is no crash handler, this tells of the dump too."""
-    with contextlib.suppress(OSError):
-        server = ProcessHandle(find_server(os.getpid()))
-        server.has_exited(timeout_secs)
-        server.close()
 
 
 def kill_own_group() -> None:

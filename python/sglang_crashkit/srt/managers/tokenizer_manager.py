@@ -231,11 +231,8 @@ def _ignore_further_sigquit() -> None:
         # A user's program may have a handler of its own, and live on.
         return
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGQUIT, _do_nothing)
-
-
-def _do_nothing(_signum: int, _frame: object) -> None:
-    """Stand in for a signal handler; SIG_IGN would make Python report pending signals as lost."""
+        # SIG_IGN would make Python report pending signals as lost.
+        signal.signal(signal.SIGQUIT, lambda _signum, _frame: None)
 
 
 @never_raises

@@ -135,9 +135,10 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
     template = crash_dump_environ().get("CUDA_COREDUMP_PIPE", "corepipe.cuda.%h.%p")
     known = template.replace("%h", platform.node()).replace("%p", str(proc.pid))
     if "%t" in known:
-        found = _open_pipe(proc.pid, known)
-        if found is not None:
-            return found
+        name = re.compile(re.escape(Path(known).name).replace("%t", r"\d+"))
+        for _link, opened in procfs.open_files(proc.pid):
+            if name.fullmatch(opened.name):
+                return opened
     path = Path(known.replace("%t", str(int(time.time()))))
     if path.is_absolute():
         return path
@@ -145,11 +146,6 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
         return Path(proc.cwd()) / path
     except (psutil.Error, OSError):
         return Path.cwd() / path
-
-
-def _open_pipe(pid: int, template: str) -> Path | None:
-    name = re.compile(re.escape(Path(template).name).replace("%t", r"\d+"))
-    return next((path for _link, path in procfs.open_files(pid) if name.fullmatch(path.name)), None)
 
 
 def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:

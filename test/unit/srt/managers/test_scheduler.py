@@ -122,7 +122,7 @@ def test_the_server_is_the_first_ancestor_that_is_no_worker() -> None:
 def test_nothing_is_done_without_killpg_or_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[str] = []
     monkeypatch.setattr(scheduler, "kill_own_group", lambda: killed.append("group"))
-    monkeypatch.setattr(scheduler, "_await_server", lambda seconds: None)
+    monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.1")
     monkeypatch.delenv("SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION", raising=False)
     scheduler.on_parent_told()
     monkeypatch.setenv("SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION", "true")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -230,16 +229,3 @@ def test_each_diagnostic_has_its_flag(monkeypatch: pytest.MonkeyPatch, stacks: s
     dump_utils.diagnose_schedulers()
     waits = cores == "1" and answering
     assert done == ["stacks"] * int(stacks) + ["cores"] * int(cores) + ([30.0] if waits else [])
-
-
-def test_the_module_stands_in_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "old_name.py").write_text(f"from {dump_utils.__name__} import stand_in_for\nstand_in_for(__name__)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "old_name", None)
-    del sys.modules["old_name"]
-    import old_name  # type: ignore[import-not-found]
-    from old_name import pyspy_dump_schedulers  # type: ignore[import-not-found]
-
-    assert old_name is dump_utils
-    assert pyspy_dump_schedulers is dump_utils.pyspy_dump_schedulers
-    assert {"os", "subprocess", "time", "psutil"} <= vars(old_name).keys()
