@@ -30,7 +30,7 @@ from sglang_crashkit.analysis.suspects import (
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
-from sglang_crashkit.incident.request_fingerprint import fingerprint_of, parameters_of
+from sglang_crashkit.incident.requests import fingerprint_of, parameters_of
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
 from sglang_crashkit.kernel.private_files import open_regular, read_json, read_regular

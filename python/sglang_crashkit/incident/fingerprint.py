@@ -139,18 +139,10 @@ def count_fault(
 ) -> Occurrence | None:
     """Count a fault in the index, and say whether its incident is one more of the same.
 
-    Args:
-        incidents: the folder of all incidents of this host.
-        fault: what happened.
-        incident_id: the incident's id.
-        name: what its folder is called when it is finished.
-        keep: how many incidents of a fault are kept in full a day; 0 for all.
-        has_core: it has a GPU core.
-        suspects: the fingerprints of the requests that are suspected, by their ids; the most suspicious last, which is
-            known the longest.
-
-    Returns:
-        None where the index could not be had or written; then the incident is to be kept in full.
+    The index is in `incidents`, the folder of all incidents of this host, and `name` is what the folder of this one is
+    called when it is finished. Of a fault `keep` incidents a day are kept in full, all where it is 0. `suspects` has
+    the fingerprints of the suspected requests by their ids, the most suspicious last, which is known the longest.
+    None where the index could not be had or written; then the incident is to be kept in full.
     """
     # A command that only reads the index starts without the whole model.
     from sglang_crashkit.model.incident import Occurrence

@@ -131,7 +131,10 @@ def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
     """
     deadline = time.monotonic() + timeout_secs
     for root in roots:
-        _announce_teardown(root)
+        path = settings.socket_of(root)
+        if path is not None and path.exists():
+            with contextlib.suppress(protocol.HandlerUnreachableError):
+                protocol.notify(str(path), "teardown", pid=root)
     handles: dict[int, ProcessHandle] = {}
     try:
         # Once more after the first round: one may have been about to fork.
@@ -146,10 +149,3 @@ def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
     finally:
         for handle in handles.values():
             handle.close()
-
-
-def _announce_teardown(pid: int) -> None:
-    path = settings.socket_of(pid)
-    if path is not None and path.exists():
-        with contextlib.suppress(protocol.HandlerUnreachableError):
-            protocol.notify(str(path), "teardown", pid=pid)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.errors import NothingToDoError
-from sglang_crashkit.incident.request_fingerprint import fingerprint_of
-from sglang_crashkit.incident.requests import StoredRequest, read_requests
+from sglang_crashkit.incident.requests import StoredRequest, fingerprint_of, read_requests
 from sglang_crashkit.incident.store import find_one
 from unit.support.stored import make_incident
 

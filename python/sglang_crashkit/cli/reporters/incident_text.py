@@ -12,7 +12,7 @@ from typing import Any
 from sglang_crashkit.cli.reporters.incident_files import object_of
 from sglang_crashkit.incident.first_screen import cut, first_screen, undecided_in_words, without_build_paths
 from sglang_crashkit.incident.names import Names, join_names
-from sglang_crashkit.incident.request_fingerprint import parameters_of
+from sglang_crashkit.incident.requests import parameters_of
 from sglang_crashkit.incident.summary import environment_in_words, runs_of, state_in_words, was_aborted_before
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
