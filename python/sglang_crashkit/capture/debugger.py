@@ -161,7 +161,10 @@ def _debug(
         return Debugged(debugger.name, problem=_NO_TURN)
     if obstacle := obstacle_of(pid, start_ticks):
         return Debugged(debugger.name, problem=f"{_NOT_RUN}{obstacle}")
-    spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
+    spied: tuple[Thread, ...] = ()
+    if debugger.name == "gdb" and procfs.is_python(pid):
+        samples, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
+        spied = samples[0].threads if samples else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
     with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
         run = run_tool(command, deadline_secs, stop, on_start, environ=own_environ())
@@ -241,13 +244,6 @@ def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> l
     for listing in (*(_CUDA if debugger.name == "cuda-gdb" else ()), _STACKS):
         command += ["-ex", f"echo \\n== {listing}\\n", "-ex", listing]
     return command
-
-
-def _spy(pid: int, start_ticks: int, deadline_secs: float, guard: ToolGuard | None) -> tuple[Thread, ...]:
-    if not procfs.is_python(pid):
-        return ()
-    samples, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
-    return samples[0].threads if samples else ()
 
 
 def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:

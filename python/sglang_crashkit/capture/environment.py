@@ -76,17 +76,11 @@ def read_versions() -> dict[str, str]:
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    return found | _torch_build()
-
-
-def _torch_build() -> dict[str, str]:
-    """Return for which CUDA or ROCm torch was built."""
-    try:
+    with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
-        text = Path(spec.origin).with_name("version.py").read_text() if spec is not None and spec.origin else ""
-    except (ImportError, ValueError, OSError):
-        return {}
-    return dict(_TORCH_BUILD.findall(text))
+        if spec is not None and spec.origin:
+            found |= dict(_TORCH_BUILD.findall(Path(spec.origin).with_name("version.py").read_text()))
+    return found
 
 
 def read_driver() -> str | None:

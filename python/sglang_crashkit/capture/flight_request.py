@@ -18,6 +18,7 @@ there is none.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -120,11 +121,12 @@ class FlightRequest:
             # It may be one of weeks ago, and of another process.
             return False
         stem = Path(self._place.dump_stem)
-        for path in _entries(stem.parent):
-            number = path.name.removeprefix(stem.name)
-            if path.name.startswith(stem.name) and _is_rank(number):
-                self._rank, self.is_unasked = int(number), True
-                return True
+        with contextlib.suppress(OSError):
+            for path in stem.parent.iterdir():
+                number = path.name.removeprefix(stem.name)
+                if path.name.startswith(stem.name) and _is_rank(number):
+                    self._rank, self.is_unasked = int(number), True
+                    return True
         return False
 
     def look(self) -> Received | None:
@@ -190,13 +192,6 @@ class FlightRequest:
 
 def _is_rank(text: str) -> bool:
     return re.fullmatch(r"\d{1,9}", text, re.ASCII) is not None
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 class NoRecorderError(FlightDumpError):

@@ -209,15 +209,8 @@ class PatchRef:
         return f"{self.baseline}/{self.path}{_PATCH}"
 
     def read_text(self) -> str:
-        """Return the patch file's text.
-
-        Raises:
-            PatchFormatError: it is not UTF-8.
-        """
-        try:
-            return self.file.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise PatchFormatError(f"{self.name} is not UTF-8: {error}") from error
+        """Return the patch file's text."""
+        return self.file.read_bytes().decode()
 
     def read(self) -> Patch:
         """Read it.

@@ -5,6 +5,7 @@ Its text is passed with ``-c``, so it stands alone. Arguments: the kit's functio
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -30,17 +31,11 @@ def find_sglang() -> dict[str, object]:
     if found:
         distribution = importlib.metadata.Distribution.at(found[0])
         result["version"] = distribution.metadata["Version"]
-        result["editable"] = editable_source(distribution.read_text("direct_url.json") or "")
+        source = {}
+        with contextlib.suppress(ValueError):
+            source = json.loads(distribution.read_text("direct_url.json") or "{}")
+        result["editable"] = source.get("url") if source.get("dir_info", {}).get("editable") else None
     return result
-
-
-def editable_source(direct_url: str) -> str | None:
-    """Return the address of the checkout that an editable install runs from."""
-    try:
-        source = json.loads(direct_url)
-    except ValueError:
-        return None
-    return str(source.get("url")) if source.get("dir_info", {}).get("editable") else None
 
 
 def find_kit(functions: list[str]) -> dict[str, object]:

@@ -37,8 +37,6 @@ _WITHOUT_PID = re.compile(
 )
 #: The longest that all processes are asked what they map, in seconds.
 _LOOK_SECS = 5.0
-#: The inode of a machine's first PID namespace; ``PROC_PID_INIT_INO`` of ``linux/proc_ns.h``.
-_FIRST_PID = 0xEFFFFFFC
 
 
 @dataclass(frozen=True)
@@ -185,11 +183,10 @@ def _shares_folder(pid: str) -> bool:
 def _why_unseen() -> str:
     """Return why there may be processes that use this ``/dev/shm`` and cannot be seen; empty where all are seen."""
     try:
-        is_first = os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID  # noqa: PTH116
         mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
     except OSError as error:
         return f"the processes cannot be listed: {error.strerror}"
-    if not is_first:
+    if not procfs.is_host_namespace():
         return "a process outside of this container, which cannot be seen from here, may use it"
     fields = [line.split(" ") for line in mounts]
     options = [option for mount in fields if mount[2:3] == ["proc"] for option in mount[3].split(",")]

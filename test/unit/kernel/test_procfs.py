@@ -99,37 +99,6 @@ def test_a_scan_finds_descendants_and_forgets_ended_ones() -> None:
     assert scanner.scan() == set()
 
 
-ADOPTER = """
-import ctypes, subprocess
-ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); sys.stdin.read()"
-middle = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-inner = int(middle.stdout.readline())
-ready(f"{middle.pid} {inner}")
-sys.stdin.readline()
-middle.kill()
-middle.wait()
-ready()
-sys.stdin.readline()
-os.kill(inner, signal.SIGKILL)
-os.waitpid(inner, 0)
-ready()
-pause()
-"""
-
-
-def test_an_orphan_is_found_below_its_new_parent() -> None:
-    with child(ADOPTER) as root:
-        middle, inner = map(int, root.first_line.split())  # type: ignore[attr-defined]
-        scanner = procfs.TreeScanner(root.pid, refresh_every=3)
-        assert scanner.scan() == {root.pid, middle, inner}
-        for left in ({root.pid, inner}, {root.pid}):
-            root.stdin.write(b"\n")
-            root.stdin.flush()
-            assert root.stdout.readline() == b"ready\n"
-            assert left in [scanner.scan() for _ in range(3)]
-
-
 def test_without_permission_python_is_known_but_not_inspected() -> None:
     code = "import sys; from sglang_crashkit.kernel import procfs\n"
     code += "print(*[(procfs.is_python(int(pid)), procfs.may_inspect(int(pid))) for pid in sys.argv[1:]])"

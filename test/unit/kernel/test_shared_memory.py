@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.guarded_read import BlockedReadError
 from sglang_crashkit.kernel.shared_memory import FOLDER, OrphanedSegment, Segment, clear, mapped_by, of_gone
 from unit.support.targets import nothing_where_forbidden
 from unit.support.waiting import child
@@ -150,18 +149,6 @@ def test_where_another_users_process_cannot_be_read_all_stays(left_behind) -> No
     assert answer.startswith('[[], ["what process ')
     assert answer.endswith(' maps cannot be read"]]')
     assert (FOLDER / segment.name).exists()
-
-
-def test_an_unreadable_process_may_map_it(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment, dead = left_behind("torch_PID_3456_1")
-
-    def read_maps(pid: int) -> bytes:
-        if pid == os.getpid():
-            raise BlockedReadError
-        return b""
-
-    monkeypatch.setattr(procfs, "read_maps", read_maps)
-    assert why(segment, dead) == f"what process {os.getpid()} maps cannot be read"
 
 
 LOOKS = """
