@@ -26,7 +26,6 @@ srun: error: Application launch failed: Communication connection failure
 srun: Job step aborted
 """
 NO_NODE = "srun: error: Unable to create step for job 7: Requested node configuration is not available\n"
-DRAINED = "srun: error: Unable to create step for job 7: Required node not available (down, drained or reserved)\n"
 #: Pyxis prefixes what it says, and what enroot said.
 NO_CONTAINER = """slurmstepd-n2: error: pyxis: couldn't get a running container: sglang_7_n2
 slurmstepd-n2: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
@@ -64,10 +63,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (NO_MODULE, {}, "/usr/bin/python3: No module named sglang_crashkit", "install sglang-crashkit"),
         (NO_SLURMD, {}, "it does not answer Slurm: Task launch for StepId=1.5 failed", "scontrol show node n2"),
         (NO_NODE, {}, "Slurm has no such node for the job: Unable to create step for job 7", "scontrol show node n2"),
-        (DRAINED, {}, "Slurm has no such node for the job: Unable to create step for job 7", "scontrol show node n2"),
         (NO_CONTAINER, {}, "couldn't get a running container: sglang_7_n2", "--jobid=7 --nodelist=n2 enroot list"),
         (NO_PYXIS, {}, "this Slurm has no pyxis: unrecognized option '--container-name=x'", "leave --container-name"),
-        ("Traceback\nOSError: no space\n", {}, "with status 1 and without a result: OSError", "n2/srun.log"),
         ("", {}, "ended there with status 1 and without a result", "n2/srun.log"),
         (NO_STEP, LATE, "no answer within 9 s: Job 7 step creation still disabled, retrying", "--node-timeout"),
         ("", {"status": None, "problem": "interrupted"}, "interrupted", ""),

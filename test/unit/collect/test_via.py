@@ -25,20 +25,14 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("template", "expected"),
     [
         ("kubectl exec {host} -c sglang --", ["kubectl", "exec", "h-0", "-c", "sglang", "--", *KIT]),
-        ("docker exec {host}", ["docker", "exec", "h-0", *KIT]),
         ("docker -H ssh://{host} exec sglang", ["docker", "-H", "ssh://h-0", "exec", "sglang", *KIT]),
         ("kubectl exec pod/{host} -- sh -lc {command}", ["kubectl", "exec", "pod/h-0", "--", "sh", "-lc", QUOTED]),
         ("gcloud compute ssh {host} --command={command}", ["gcloud", "compute", "ssh", "h-0", f"--command={QUOTED}"]),
         ("ssh {host}", ["ssh", "-o", "BatchMode=yes", "h-0", QUOTED]),
         ("/usr/bin/ssh -p 22 me@{host}", ["/usr/bin/ssh", "-o", "BatchMode=yes", "-p", "22", "me@h-0", QUOTED]),
-        (
-            "ssh login kubectl exec {host} --",
-            ["ssh", "-o", "BatchMode=yes", "login", "kubectl", "exec", "h-0", "--", QUOTED],
-        ),
         ("ssh {host} 'cd /opt && {command}'", ["ssh", "-o", "BatchMode=yes", "h-0", f"cd /opt && {QUOTED}"]),
         ("kubectl exec {host} -c ssh --", ["kubectl", "exec", "h-0", "-c", "ssh", "--", *KIT]),
         ("sudo -n ssh {host} {command}", ["sudo", "-n", "ssh", "h-0", QUOTED]),
-        ("env 'A=b c' run --on={host}", ["env", "A=b c", "run", "--on=h-0", *KIT]),
     ],
 )
 def test_the_command_is_words_or_one_word_for_a_shell(template: str, expected: list[str]) -> None:
@@ -105,7 +99,6 @@ def test_wrapped_ssh_must_be_told_where_the_command_goes(template: str) -> None:
             "or it does not run: unable to upgrade connection: container not found",
             "kubectl exec h -c sglang -- true",
         ),
-        ("Error response from daemon: No such container: h\n", "there is no such pod or container", "kubectl exec h"),
         (
             'Error from server (Forbidden): pods "h" is forbidden: User\n',
             "it may not be entered: (Forbidden)",
@@ -116,13 +109,11 @@ def test_wrapped_ssh_must_be_told_where_the_command_goes(template: str) -> None:
             "it cannot be reached: ssh: Could",
             "-- true",
         ),
-        ("ssh: connect to host h port 22: Connection timed out\n", "it cannot be reached: ssh: connect", "-- true"),
         (
             "me@h: Permission denied (publickey,password).\n",
             "it asks for a password, or takes no key",
             "BatchMode=yes",
         ),
-        ("Password: ", "it asks for a password, or takes no key: Password:", "BatchMode=yes"),
         (
             "kex_exchange_identification: Connection closed by remote host\n",
             "it turned the connection away",

@@ -83,6 +83,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
         problem = "" if document else "incident.json is no object"
     except ValueError as error:
         problem = str(error)
+    markdown = str(_part(lambda: format_summary(document), str))
     css, script = _static("report.css"), _static("report.js")
     first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
     parts = {
@@ -120,7 +121,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
             count=len(files.listed),
             files_left_out=files.left_out,
             kit=__version__,
-            markdown=visible(cut(_markdown(document), _MAX_MARKDOWN)),
+            markdown=visible(cut(markdown or "The incident cannot be read.\n", _MAX_MARKDOWN)),
         )
     )
 
@@ -166,10 +167,6 @@ def _part(make: Callable[[], Any], otherwise: Callable[[], Any] | None = None) -
 
 
 # -- the first screen
-
-
-def _markdown(document: Mapping[str, Any]) -> str:
-    return str(_part(lambda: format_summary(document), str)) or "The incident cannot be read.\n"
 
 
 def _basis(document: Mapping[str, Any]) -> list[str]:

@@ -64,12 +64,6 @@ def test_every_process_has_two_files_and_every_moment_a_snapshot(
     assert printed[3:] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
 
 
-def test_no_debugger_runs_unless_it_is_asked_for(rank: int, tmp_path: Path, gdb: Path) -> None:
-    assert collect(rank, tmp_path / "out", *QUICK) == 0
-    assert not gdb.with_name("cuda-gdb.ran").exists()
-    assert not list((tmp_path / "out").glob("cudagdb_*"))
-
-
 def test_the_verdict_is_there_before_the_debuggers_end(rank: int, tmp_path: Path, gdb: Path) -> None:
     gdb.write_text(f"{GDB}exec sleep 600\n")
     output = tmp_path / "out"
@@ -120,9 +114,11 @@ def test_what_native_stacks_add_to_the_verdict_is_told(
     assert lines[-1].startswith("verdict with native stacks (")
 
 
-def test_a_program_reads_the_same(rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert collect(rank, tmp_path, *QUICK, "--json") == 0
     document = json.loads(capsys.readouterr().out)
+    # Nobody asked for native stacks.
+    assert not gdb.with_name("cuda-gdb.ran").exists()
     (one,) = document["processes"]
     assert (one["pid"], one["title"], one["ranks"], one["states"]) == (rank, TITLE, {"tp": 0}, ["S", "S"])
     assert [Path(document["output_dir"], name).is_file() for name in (*document["snapshots"], *one["files"])] == (

@@ -21,15 +21,8 @@ REQUESTS = [
 ]
 #: As OpenAI's API writes them.
 DEFAULTS = {
-    **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "n": 1, "stop": []},
-    **{
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "regex": None,
-        "no_stop_trim": False,
-    },
-    **{"skip_special_tokens": True, "spaces_between_special_tokens": True, "json_schema": ""},
+    **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "n": 1, "stop": [], "regex": None, "no_stop_trim": False},
+    **{"frequency_penalty": 0.0, "skip_special_tokens": True, "json_schema": ""},
 }
 
 
@@ -122,9 +115,7 @@ def test_the_likeliest_suspect_stands_first_and_the_rest_is_counted(
     [
         ({"sampling_params": DEFAULTS, "return_logprob": False, "logprob_start_len": -1}, ""),
         ({"sampling_params": DEFAULTS | {"top_k": 10**12}}, ", top_k 1000000000000"),
-        ({"sampling_params": {"temperature": 0.0, "n": 2}}, ", temperature 0.0, n 2"),
         ({"return_logprob": True, "top_logprobs_num": 600}, ", return_logprob true, top_logprobs_num 600"),
-        ({"sampling_params": {"logit_bias": {"1": 1e39}}}, ', logit_bias {"1": 1e+39}'),
         ({"sampling_params": {"regex": "a" * 99}}, f", regex {'a' * 51}..."),
         ({"sampling_params": {"stop": ["\x1b[2J"]}}, ', stop ["\\u001b[2J"]'),
         ({"sampling_params": {"regex": "\x1b[2J"}}, ', regex "\\u001b[2J"'),
@@ -248,7 +239,6 @@ def test_what_a_newer_kit_wrote_is_shown_with_a_warning(tmp_path: Path, capsys: 
         (True, {}, True),
         (False, {}, False),
         (True, {"NO_COLOR": "1"}, False),
-        (True, {"NO_COLOR": ""}, True),
         (True, {"TERM": "dumb"}, False),
     ],
 )

@@ -71,16 +71,12 @@ def test_each_part_of_the_incident_is_on_the_page(ranks: Path) -> None:
         "extend, 2 req, 37 tok, retract, 20.0 ms",
         "it was in the step; it was retracted",
         "log line 199",
+        "all stacks , 8 stacks of TP0-7",
+        f"1 stack of TP{FAULTY}",
         "2.14.1",
         "incident.json",
     ):
         assert words in text, words
-
-
-def test_the_stacks_are_merged_by_the_ranks_in_them(ranks: Path) -> None:
-    text = Page(render(ranks)).text
-    assert "all stacks , 8 stacks of TP0-7" in text
-    assert f"1 stack of TP{FAULTY}" in text
 
 
 def test_prompts_are_there_only_where_they_are_asked_for(ranks: Path, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("pages")
     makers = {
         "eight": lambda: many_ranks(folder / "eight", 8),
-        "many": lambda: many_ranks(folder / "many", 512),
         "hostile": lambda: hostile(folder / "hostile"),
     }
 
