@@ -206,7 +206,7 @@ def _receive_answer(sender: socket.socket, handler_pid: int | None) -> dict[str,
         answer = json.loads(data)
     except (OSError, ValueError, RecursionError):
         return None
-    pid, _uid = _sender_in(ancillary)
+    pid, _uid, _passed = _beside(ancillary)
     return answer if pid is not None and pid == handler_pid and isinstance(answer, dict) else None
 
 
@@ -287,7 +287,8 @@ class Mailbox:
                 data, ancillary, _flags, address = self._receiver.recvmsg(_MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
             except OSError:
                 break
-            message, passed = _decode(data, ancillary, address), _passed(ancillary)
+            pid, uid, passed = _beside(ancillary)
+            message = _decode(data, pid, uid, address)
             if message is not None:
                 messages.append(replace(message, descriptor=passed.pop(0)) if passed else message)
             for descriptor in passed:
@@ -317,22 +318,16 @@ class Mailbox:
             yield answer
 
 
-def _passed(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    return [
-        descriptor
-        for level, kind, value in ancillary
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
-        for (descriptor,) in _DESCRIPTOR.iter_unpack(value[: len(value) // _DESCRIPTOR.size * _DESCRIPTOR.size])
-    ]
-
-
-def _sender_in(ancillary: list[tuple[int, int, bytes]]) -> tuple[int | None, int]:
-    """Return pid and uid of a sender by the kernel's word; None for the pid where it said nothing."""
+def _beside(ancillary: list[tuple[int, int, bytes]]) -> tuple[int | None, int, list[int]]:
+    """Return a sender's pid (None where the kernel did not say it) and uid, and the descriptors that it passed."""
+    pid, uid, passed = None, 0, list[int]()
     for level, kind, value in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
             pid, uid, _gid = _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
-            return pid, uid
-    return None, 0
+        elif level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            whole = value[: len(value) // _DESCRIPTOR.size * _DESCRIPTOR.size]
+            passed += [descriptor for (descriptor,) in _DESCRIPTOR.iter_unpack(whole)]
+    return pid, uid, passed
 
 
 def _folder_of(address: bytes | str) -> bytes:
@@ -340,8 +335,7 @@ def _folder_of(address: bytes | str) -> bytes:
     return os.path.dirname(os.fsencode(address))  # noqa: PTH120
 
 
-def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes | str | None) -> Message | None:
-    pid, uid = _sender_in(ancillary)
+def _decode(data: bytes, pid: int | None, uid: int, address: bytes | str | None) -> Message | None:
     if pid is None or uid not in (os.geteuid(), 0):
         return None
     try:

@@ -136,7 +136,13 @@ def ask_faulthandler(
             output = _read(question, is_last=is_last)
             if output is not None:
                 waiting.remove(question)
-                results[question.hooks.pid] = _result(question, output, started)
+                pid, threads, problem = question.hooks.pid, output.threads, ""
+                seconds = round(time.monotonic() - started, 4)
+                if not any(thread.frames for thread in threads):
+                    threads, problem = (), f"it wrote nothing within {seconds:g} s"
+                elif not output.is_whole:
+                    problem = "what it wrote is not whole"
+                results[pid] = Sample(pid=pid, threads=threads, problem=problem, source="faulthandler", seconds=seconds)
         if waiting:
             time.sleep(_POLL_SECS)
     return [results[hooks.pid] for hooks in processes]
@@ -209,15 +215,6 @@ def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
     output = parse_faulthandler(text, hooks.pid, hooks.main_thread, hooks.roots)
     stands_still = question.size > 0 and now - question.grown_at >= _STILL_SECS
     return output if output.is_whole or stands_still or is_last else None
-
-
-def _result(question: _Question, output: FaulthandlerOutput, started: float) -> Sample:
-    seconds = round(time.monotonic() - started, 4)
-    if any(thread.frames for thread in output.threads):
-        threads, problem = output.threads, "" if output.is_whole else "what it wrote is not whole"
-    else:
-        threads, problem = (), f"it wrote nothing within {seconds:g} s"
-    return Sample(pid=question.hooks.pid, threads=threads, problem=problem, source="faulthandler", seconds=seconds)
 
 
 @dataclass(frozen=True)

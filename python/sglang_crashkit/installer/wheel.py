@@ -191,7 +191,10 @@ def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) 
         if folder == old_info and rest in ("RECORD", "RECORD.jws", "RECORD.p7s"):
             continue
         if folder == old_info and rest == "METADATA":
-            data = _rewrite_metadata(wheel, data, version)
+            lines = f"Version: {version}\nRequires-Dist: sglang-crashkit=={__version__}".encode()
+            data, count = _VERSION_LINE.subn(lines, data, count=1)
+            if not count:
+                raise RefusedError(f"{wheel}: METADATA has no Version")
         result.append(Member(f"{new_info}/{rest}" if folder == old_info else member.name, data, member.mode))
     files = {path: PatchedFile(entry.pristine, {entry.patched: ""}) for path, entry in locked.files.items()}
     manifest = Manifest(APPLIED, BY_WHEEL, __version__, release, files)
@@ -262,15 +265,6 @@ def _read_members(wheel: Path, dist_info: str) -> dict[str, Member]:
         if not member.name.startswith(f"{dist_info}/RECORD") and hash_of not in listed.get(member.name, ""):
             raise RefusedError(f"{wheel} is damaged: {member.name} is not as its RECORD says")
     return members
-
-
-def _rewrite_metadata(wheel: Path, data: bytes, version: str) -> bytes:
-    """Return METADATA with another version and one more requirement."""
-    lines = f"Version: {version}\nRequires-Dist: sglang-crashkit=={__version__}".encode()
-    rewritten, count = _VERSION_LINE.subn(lambda _match: lines, data, count=1)
-    if not count:
-        raise RefusedError(f"{wheel}: METADATA has no Version")
-    return rewritten
 
 
 def _files_below(folder: Path, prefix: str, *, without: str = "") -> list[Member]:

@@ -122,15 +122,6 @@ def test_any_process_of_a_server_stands_for_it() -> None:
         assert {one, other} <= set(find_processes().servers)
 
 
-def test_processes_of_another_slurm_job_or_node_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    with family(*RANKS) as (server, _pids):
-        assert titles_of(server, here=Place("7", "n2")) == list(RANKS)
-        assert titles_of(server, here=Place("7", "n1")) == []
-        assert titles_of(server, here=Place("8", "n2")) == []
-
-
 def test_without_titles_sglang_is_found_with_what_it_spawned(tmp_path: Path) -> None:
     with program(tmp_path, LAUNCH, SPAWNS, "--disaggregation-mode", "prefill") as (server, _line):
         found = wait_until(

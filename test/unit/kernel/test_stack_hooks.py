@@ -8,12 +8,10 @@ import pytest
 
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
-    HANDLER_PID,
     HookFiles,
     StackHooks,
     describe,
     is_usable,
-    read_handler_pid,
     read_stack_hooks,
 )
 
@@ -45,10 +43,3 @@ def test_only_real_time_signals_are_usable() -> None:
     assert not any(is_usable(signum) for signum in (signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM, 65))
     # Those of systemd's manager, which the process 1 of a container may be: it would halt on them.
     assert DEFAULT_SIGNAL - signal.SIGRTMIN not in {*range(7), *range(13, 31)}
-
-
-def test_the_handlers_pid_is_read_or_there_is_none(tmp_path: Path) -> None:
-    assert read_handler_pid(tmp_path) is None
-    for text, pid in (("123", 123), ("", None), ("x", None), ("-1", None), ("0", None)):
-        (tmp_path / HANDLER_PID).write_text(text)
-        assert read_handler_pid(tmp_path) == pid
