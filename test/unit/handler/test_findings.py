@@ -15,7 +15,6 @@ from sglang_crashkit.analysis import causes
 from sglang_crashkit.analysis.suspects import ABORTED, ALONE, suspects_of
 from sglang_crashkit.handler import findings
 from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, incident_with_core, without_requests
-from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.model.incident import (
@@ -30,7 +29,6 @@ from sglang_crashkit.model.incident import (
     Verdict,
     iso_time,
 )
-from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.analysis.test_suspects import incident, step
 from unit.support.stored import NOON
@@ -286,30 +284,6 @@ def test_the_rank_record_is_read_where_it_is_whole(tmp_path: Path, record: str |
     assert [one["issue"] for one in found["known_issues"]] == ([40076] if name == "poison_request" else [])
 
 
-def issues_of(incident: Incident, folder: Path) -> list[int]:
-    found = explain(incident, folder)
-    assert found is not None
-    return [one["issue"] for one in found["known_issues"]]
-
-
-def test_the_whole_stack_of_one_that_hangs_is_looked_at(tmp_path: Path) -> None:
-    incident = make_incident("hang")
-    incident.timeline.clear()
-    names = ("all_reduce", "_all_reduce", "f", "g", "h", "check_prefetch_progress")
-    frames = tuple(Frame(name, "sglang/srt/mem_cache/hiradix_cache.py", 1) for name in names)
-    incident.processes[0].samples = [Sample(pid=8, threads=(Thread("MainThread", 8, False, False, frames),))]
-    assert issues_of(incident, tmp_path) == [30760]
-
-
-def test_the_arguments_are_those_of_the_environment_in_the_folder(tmp_path: Path) -> None:
-    incident = make_incident()
-    incident.processes[0].doing = ["retract_decode (sglang/srt/managers/schedule_batch.py:1)"]
-    incident.timeline[0]["message"] = "NotImplementedError"
-    assert issues_of(incident, tmp_path) == []
-    (tmp_path / "environment.json").write_text('{"arguments": {"enable_hisparse": true}}')
-    assert issues_of(incident, tmp_path) == [40729]
-
-
 def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
     incident = make_incident("exit_status")
     incident.timeline.clear()
@@ -410,13 +384,3 @@ def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
     repeated.processes[0].exit = incident.processes[0].exit
     first.discard()
     assert incident_with_core(repeated, second, keep=3) is None
-
-
-def test_what_is_written_nowhere_is_not_counted(tmp_path: Path) -> None:
-    folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
-    incident = stored(folder, [])
-    assert count_repeat(incident, NullFolder("full"), keep=1) == []
-    incident.verdict = None
-    assert count_repeat(incident, folder, keep=1) == []
-    assert incident.fault is None
-    assert read_faults(tmp_path) == {}

@@ -18,7 +18,6 @@ from sglang_crashkit.handler.folders import (
     Place,
     SharedMemory,
     WorkFolders,
-    left_by_others,
     make_within,
     make_work_folders,
     remove_empty_spools,
@@ -29,7 +28,7 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.kernel.procfs import own_namespace, server_key
-from sglang_crashkit.kernel.shared_memory import FOLDER, OrphanedSegment
+from sglang_crashkit.kernel.shared_memory import FOLDER
 from sglang_crashkit.settings import RUN
 from unit.support.targets import nothing_where_forbidden
 from unit.support.waiting import LONG, child
@@ -378,21 +377,3 @@ def end_orphan(pid: int) -> None:
     handle.send_signal(signal.SIGKILL)
     assert handle.has_exited(LONG)
     handle.close()
-
-
-@pytest.mark.parametrize(
-    ("left", "line"),
-    [
-        ([], ""),
-        ([OrphanedSegment("torch_1_2_3", 1 << 30, "process 7 maps it")], ""),
-        (
-            [OrphanedSegment("torch_1_2_3", 1 << 29, ""), OrphanedSegment("sgl_shm_mq_1_0123abcd", 1 << 30, "")],
-            "2 segments of user 0 in /dev/shm (1.50 GiB; the largest is sgl_shm_mq_1_0123abcd) are of processes "
-            "that are gone; next: sglang-crashkit doctor",
-        ),
-    ],
-)
-def test_what_others_left_is_one_line(monkeypatch: pytest.MonkeyPatch, left: list[OrphanedSegment], line: str) -> None:
-    monkeypatch.setattr(folders.shared_memory, "of_gone", lambda: left)
-    monkeypatch.setattr(folders.os, "geteuid", lambda: 0)
-    assert left_by_others() == line

@@ -85,37 +85,6 @@ def test_there_is_no_tree_of_a_process_that_is_gone() -> None:
         ProcessTree(process.pid)
 
 
-def test_a_workers_child_does_not_matter_whatever_its_title(server: Server) -> None:
-    code = "import os, setproctitle, signal, sys, time; setproctitle.setproctitle('sglang::scheduler_TP0'); "
-    code += "signal.signal(12, lambda *_: setproctitle.setproctitle('sglang::scheduler_TP1')); "
-    # A pause would sleep through a signal that came just before it.
-    code += "fork = lambda *_: os.fork() or [time.sleep(0.01) for _ in iter(int, 1)]; "
-    code += "signal.signal(10, fork); print(flush=True); sys.stdin.read()"
-    tree = ProcessTree(server.pid)
-    pid = server.start(code)
-    (original,) = tree.refresh()
-    assert (original.role, original.matters) == ("helper", False)
-    tree.register(pid, original.handle.start_ticks)
-    assert (original.title, original.role, original.rank) == ("sglang::scheduler_TP0", "scheduler", {"tp": 0})
-    assert original.matters
-    os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: len(procfs.TreeScanner(pid).scan()) == 2, "the worker has a child")
-    (copy,) = tree.refresh()
-    try:
-        assert (copy.title, copy.role, copy.matters) == ("sglang::scheduler_TP0", "helper", False)
-        assert tree.alive()[0] is original
-
-        def has_own_title() -> bool:
-            # Again and again: Python forgets a signal that comes to a copy just as it begins.
-            os.kill(copy.pid, signal.SIGUSR2)
-            return tree.refresh() == [] and copy.title != original.title
-
-        wait_until(has_own_title, "the copy has a title of its own")
-        assert (copy.role, copy.matters) == ("helper", False)
-    finally:
-        end(copy.pid)
-
-
 def test_another_server_that_a_process_started_is_not_this_servers(server: Server) -> None:
     # A program that only uses an engine, and runs a whole server as a subprocess.
     code = "import os, setproctitle, signal, sys; pid = os.fork(); "
@@ -342,16 +311,6 @@ def test_a_known_failure_is_preferred_to_one_without_title(launching: Case, is_n
     assert launching.failures() == [launching.titled, *([pid] if is_named else [])]
 
 
-def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
-    for _ in range(2):
-        launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
-    assert launching.failures() == [REAPED]
-    # What stands for it is dropped with the others.
-    launching.say("launch", mode="server")
-    assert REAPED not in launching.handler.tree
-    launching.handler.look()
-
-
 @pytest.mark.parametrize(
     ("pid", "codes"),
     [
@@ -363,20 +322,6 @@ def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
 )
 def test_what_is_no_pid_or_exit_code_is_passed_over(launching: Case, pid: str, codes: Any) -> None:
     assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes=codes)
-
-
-def test_a_slow_rank_without_title_gets_the_servers_word(launching: Case) -> None:
-    titles = launching.fail({str(launching.starting): "Rank 1 scheduler"}, event="startup_timeout")
-    assert titles[str(launching.starting)] == "Rank 1 scheduler"
-    # That is not undone by its command line.
-    launching.handler.look()
-    rank = launching.handler.tree.get(launching.starting)
-    assert (rank.title, rank.matters) == ("Rank 1 scheduler", True)
-    # WHEN the server goes on, and the rank is killed later
-    launching.say("launch", mode="server")
-    launching.kill(launching.starting)
-    # THEN that is one failure, of another incident
-    assert launching.failures() == [launching.starting]
 
 
 @pytest.mark.parametrize("event", ["child_failed", "launch_failed"])

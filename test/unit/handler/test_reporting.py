@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -126,15 +125,6 @@ def test_a_line_goes_to_the_main_process_cut_short(short_folder: Path) -> None:
         (message,) = mailbox.receive()
     tree.root.handle.close()
     assert (message.event, message.fields["text"]) == ("say", "x" * 3000)
-
-
-def test_one_that_does_not_listen_is_logged(short_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tree = ProcessTree(os.getpid())
-    with caplog.at_level(logging.WARNING):
-        ServerLog(tree.root, short_folder).say("it hangs")
-    tree.root.handle.close()
-    (record,) = caplog.records
-    assert record.getMessage().startswith("the server's own log does not report it: ")
 
 
 def test_lines_of_the_start_wait_until_somebody_listens(short_folder: Path) -> None:

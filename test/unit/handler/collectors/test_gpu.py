@@ -300,17 +300,6 @@ def test_without_nccl_gloo_names_the_rank_that_is_behind(start_recording: Start,
         assert parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries
 
 
-def test_without_nccl_and_gloo_nothing_is_told(start_recording: Start) -> None:
-    told = crash(start_recording())
-    piece = piece_of(told, "scheduler_TP0")
-    assert (piece["status"], piece["seconds"]) == ("skipped", None)
-    assert piece["reason"].endswith("NCCL was not initialised")
-    piece = piece_of(told, "scheduler_TP0", "gloo_flight_recorder")
-    assert (piece["status"], piece["reason"]) == ("skipped", "it has no process group")
-    assert told["collectives"] is None
-    assert "## Collectives" not in told["summary"]
-
-
 def test_a_rank_holding_the_gil_says_why_gloo_is_missing(start_recording: Start) -> None:
     server = start_recording()
     server.say("tell scheduler_TP0 hold_the_lock")

@@ -221,26 +221,6 @@ def test_a_core_of_an_earlier_process_is_not_taken(start_gpu_server: Start, tmp_
     assert core_of(server, crash(server), "scheduler_TP1") == {}
 
 
-def test_half_a_core_of_a_failed_gpu_is_told(start_gpu_server: Start, tmp_path: Path) -> None:
-    server = start_gpu_server()
-    path = tmp_path / "crash" / HOST / f"core.cuda.2.{server.ranks['scheduler_TP1']}"
-    path.write_bytes(failed_core()[:500])
-    piece = core_of(server, crash(server), "scheduler_TP1")
-    assert piece["status"] == "failed"
-    assert "is no whole core" in piece["reason"]
-
-
-def test_native_stacks_are_taken_before_the_cores_and_never_again(start_gpu_server: Start) -> None:
-    server = start_gpu_server(SGLANG_CRASHKIT_NATIVE="1")
-    assert server.ask("tell scheduler_TP0 cuda 1 1") == "listening"
-    stored = crash(server)
-    assert core_of(server, stored, "scheduler_TP0")["status"] == "captured"
-    events = [entry["event"] for entry in stored.document["timeline"]]
-    assert events.count("native_stacks") == 1
-    # Both are noted when they are done.
-    assert events.index("native_stacks") < events.index("cuda_cores_asked")
-
-
 def test_the_flight_recorder_comes_before_the_core(start_gpu_server: Start, tmp_path: Path) -> None:
     """A process that writes a core answers nothing else."""
     content, dump_secs = tmp_path / "content", 1.0

@@ -63,14 +63,6 @@ def test_what_a_process_does_is_below_its_hooks(files: list[str], kept: list[str
     assert innermost([thread], 7) == [f"f ({file}:1)" for file in (files if kept is None else kept)]
 
 
-def test_what_started_a_compiler_is_kept() -> None:
-    waits = [Frame(name, "subprocess.py", 1) for name in ("_try_wait", "_wait", "wait", "call", "run")]
-    compiles = Frame("compile", "torch/_inductor/codecache.py", 5)
-    batch = Frame("run_batch", "sglang/srt/managers/scheduler.py", 7)
-    thread = Thread("MainThread", 7, active=False, owns_gil=False, frames=(*waits, compiles, compiles, batch))
-    assert innermost([thread], 7) == [*map(str, waits[:3]), str(compiles)]
-
-
 @pytest.fixture
 def with_tool(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     # One that hangs is waited for.
