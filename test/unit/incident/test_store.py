@@ -14,7 +14,6 @@ from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.incident.store import find_incidents, find_one, read_steps
 from sglang_crashkit.model.step import Step
-from sglang_crashkit.settings import DiskLimits
 from unit.support.stored import NOON, make_incident
 
 
@@ -169,16 +168,6 @@ def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert (folder.path / "a" / "later.txt").read_text() == "text"
 
 
-def test_a_renamed_folder_tells_its_name_and_is_not_removed(tmp_path: Path) -> None:
-    folder = IncidentFolder(tmp_path, "exited", "0123abcd", NOON, DiskLimits(max_use=0, keep_free=0))
-    folder.rename("killed")
-    assert folder.name == "20231114T221320.250Z-killed-0123abcd"
-    assert folder.path.name == ".partial-20231114T221320.250Z-exited-0123abcd"
-    folder.save({}, "")
-    assert folder.publish() == tmp_path / folder.name
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-
-
 def test_everything_in_it_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -209,15 +198,6 @@ def test_a_link_that_somebody_put_into_it_is_not_followed(tmp_path: Path) -> Non
     with pytest.raises(CrashkitError):
         folder.write_text("stacks/x.txt", "x")
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
-    folder = IncidentFolder(tmp_path, "killed", new_id(), NOON)
-    folder.write_text("a/b/c.txt", "x")
-    folder.write_text("d.txt", "x")
-    folder.discard()
-    assert list(tmp_path.iterdir()) == []
-    folder.discard()
 
 
 def test_evidence_is_refused_with_the_reason_and_nothing_else(tmp_path: Path) -> None:

@@ -110,18 +110,6 @@ def test_a_bisection_is_never_of_a_server_that_is_named(tmp_path: Path) -> None:
     assert main(["replay", str(path), "--bisect", "--url", "http://127.0.0.1:1"]) == 2
 
 
-def test_replay_tells_whether_the_fault_came_back(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = incident(tmp_path / "crash", {"text": "a", **POISON})
-    command = ["replay", str(path), "--max-gap", "0", "--serve", serve(BY_PARAMETERS)]
-    assert main([*command, "-o", str(tmp_path / "all")]) == 5
-    assert "the same fault: It raised." in capsys.readouterr().out
-    assert main([*command, "-o", str(tmp_path / "one"), "--only", "3"]) == 0
-    assert "not reproduced: it serves on" in capsys.readouterr().out
-    assert main([*command, "-o", str(tmp_path / "none"), "--suspects"]) == 3
-
-
 @pytest.mark.parametrize(
     ("rid", "outcome", "status"), [("0", "the same fault: It raised.", 5), ("3", "not reproduced: it serves on", 0)]
 )
