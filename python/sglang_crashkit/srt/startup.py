@@ -171,7 +171,10 @@ class Startup(Supervisor):
         if silent and now >= self._report_due:
             self._interval = min(self._interval * 2, _MAX_REPORT_SECS)
             self._report_due = now + self._interval
-            logger.warning("crash kit: %s", _of_silence(children, now - self.began))
+            total = sum(child.reader is not None for child in children)
+            states = "; ".join(f"{child.label()}: {_state(child)}" for child in silent)
+            words = f"not ready after {now - self.began:.0f} s: {len(silent)} of {total} ({states})"
+            logger.warning("crash kit: %s; ready: %s", words, _names(children, ready=True))
 
 
 def _failure(kind: Kind, child: Child, text: str, words: str = "") -> StartupError:
@@ -281,14 +284,6 @@ def _of_deaths(dead: Sequence[Child], living: Sequence[Child], began: float) -> 
     if any(child.reader is not None for child in living):
         lines.append(f"Ready: {_names(living, ready=True)}; not ready: {_names(living, ready=False)}.")
     return " ".join(lines)
-
-
-def _of_silence(children: Sequence[Child], seconds: float) -> str:
-    """Describe whom is waited for, and in what state they are, after so many seconds."""
-    silent, ready = [child for child in children if not child.ready], _names(children, ready=True)
-    total = sum(child.reader is not None for child in children)
-    states = "; ".join(f"{child.label()}: {_state(child)}" for child in silent)
-    return f"not ready after {seconds:.0f} s: {len(silent)} of {total} ({states}); ready: {ready}"
 
 
 def _names(children: Iterable[Child], *, ready: bool) -> str:

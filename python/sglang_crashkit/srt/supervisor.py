@@ -182,7 +182,12 @@ class Serving(Supervisor):
         is_asked = (status.code == 0 and self._follows) or (crash_exit.state.draining and is_orderly(status))
         if is_excused or is_asked:
             return None
-        left = child.ended_at + _hold_secs(status) - self.clock.now()
+        if status.signal in FATAL_SIGNALS:
+            hold_secs = _HARD_HOLD_SECS
+        else:
+            # Where several tokenizer workers tell the schedulers to end, this process is the last to hear of it.
+            hold_secs = Settings.from_environ().end_secs if is_orderly(status) else _SOFT_HOLD_SECS
+        left = child.ended_at + hold_secs - self.clock.now()
         if left > 0:
             return left
         if not crash_exit.has_begun():
@@ -206,13 +211,6 @@ class Serving(Supervisor):
 
 def _is_tokenizer_worker(child: Child) -> bool:
     return titles.role_of(child.title) == "tokenizer_worker"
-
-
-def _hold_secs(status: ExitStatus) -> float:
-    if status.signal in FATAL_SIGNALS:
-        return _HARD_HOLD_SECS
-    # Where several tokenizer workers tell the schedulers to end, this process is the last to hear of it.
-    return Settings.from_environ().end_secs if is_orderly(status) else _SOFT_HOLD_SECS
 
 
 _serving: Serving | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from sglang_crashkit.srt.managers import data_parallel_controller as hooks
 from sglang_crashkit.srt.startup import Startup, StartupError
 from unit.srt.conftest import Listener, launch
 from unit.support.fake_ranks import READY, FakeClock, FakeRank
+from unit.support.locked_memory import locked_process
 from unit.support.waiting import descriptors
 
 TIMEOUT = "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS"
@@ -192,3 +194,10 @@ def test_what_is_left_to_upstream(started, monkeypatch, stand_ins: bool):
     events = [threading.Event()]
     assert stand_ins or hooks.on_scheduler_groups(SimpleNamespace(), events) is events
     assert hooks.on_scheduler_group_started(SimpleNamespace(), pipes) is pipes
+
+
+def test_a_title_that_comes_too_late_is_given_up(tmp_path: Path) -> None:
+    with locked_process(tmp_path, title="sglang::scheduler_TP0") as target:
+        found = Child("Rank 0 scheduler", target.pid)
+        found.look_up_title()
+        assert (found.has_title, found.label()) == (True, f"Rank 0 scheduler (pid {target.pid})")
