@@ -181,19 +181,3 @@ def test_a_node_that_ends_badly_is_given_up_alone(argv: list[str], problem: str,
     assert (well.status, well.output, well.errors, well.problem) == (3, "here\n", "why\n", "")
     assert (tmp_path / "well/sh.log").read_text() == "why\n"
     assert len(runs["bad"].errors) <= ONE_MIB
-
-
-def test_an_interruption_ends_what_runs_and_keeps_what_was_had(tmp_path: Path) -> None:
-    ended: dict[str, NodeRun] = {}
-
-    def on_end(run: NodeRun) -> None:
-        if run.node not in ended and not ended:
-            ended[run.node] = run
-            raise KeyboardInterrupt
-        ended.setdefault(run.node, run)
-
-    commands = {"well": WELL, "hangs": ["sleep", "600"], "waits": ["touch", str(tmp_path / "asked")]}
-    interrupt = run_on_nodes(carrier([]), commands, on_end, tmp_path, Limits(at_once=2))
-    assert isinstance(interrupt, KeyboardInterrupt)
-    assert set(ended) == {"well", "hangs", "waits"}
-    assert ended["hangs"].problem == "interrupted"
