@@ -81,8 +81,11 @@ def count_repeat(
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
-    look_secs = min(_LOOK_SECS, left_secs)
-    asked, is_whole = _asked([one.rid for one in candidates], folder.path / REQUESTS, look_secs)
+    deadline = time.monotonic() + min(_LOOK_SECS, left_secs)
+    looked_at = _fields_of([one.rid for one in candidates], folder.path / REQUESTS, deadline)
+    # Not all at once in memory: their prompts may be long.
+    asked = {rid: _asked_by(fields) for rid, fields in looked_at}
+    is_whole = time.monotonic() <= deadline
     # Of some of them it is not known that no other one asks for something.
     compared = asked if is_whole else {}
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
@@ -105,16 +108,6 @@ def count_repeat(
         if was_aborted_before(lines.get(suspect.rid, {}), document):
             suspect.reasons.append(ABORTED)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
-
-
-def _asked(rids: Collection[str], path: Path, secs: float) -> tuple[dict[str, Asked], bool]:
-    """Return what requests ask for, by id, as far as the incident has them, and whether there was time for all."""
-    found: dict[str, Asked] = {}
-    deadline = time.monotonic() + secs
-    # Not all at once in memory: their prompts may be long.
-    for rid, fields in _fields_of(rids, path, deadline):
-        found[rid] = _asked_by(fields)
-    return found, time.monotonic() <= deadline
 
 
 def _asked_by(fields: Mapping[str, Any]) -> Asked:

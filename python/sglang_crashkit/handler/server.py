@@ -137,7 +137,11 @@ class CrashHandler:
         if event == "teardown":
             self._on_teardown(message, sender)
         elif sender is None:
-            self._ignore(message)
+            self._ignored += 1
+            # The 1st, the 10th, the 100th and so on: whoever sends them may never end.
+            if str(self._ignored).strip("0") == "1":
+                words = "message %.100r of process %d, not the server's, ignored (%d so far)"
+                logger.warning(words, event, message.pid, self._ignored)
         elif event == "launch" and sender.is_root:
             self._on_launch(message)
         elif event == "exiting" and sender.is_root:
@@ -219,13 +223,6 @@ class CrashHandler:
             # It may be dead and reaped by now, so that nothing is below it any more.
             return {pid, *(process.pid for process in self.tree)}
         return {pid} | procfs.TreeScanner(pid).scan()
-
-    def _ignore(self, message: Message) -> None:
-        """Say so of the 1st, the 10th, the 100th and so on: whoever sends them may never end."""
-        self._ignored += 1
-        if str(self._ignored).strip("0") == "1":
-            words = "message %.100r of process %d, not the server's, ignored (%d so far)"
-            logger.warning(words, message.event, message.pid, self._ignored)
 
     # -- the loop
 

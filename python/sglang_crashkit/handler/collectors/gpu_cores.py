@@ -107,7 +107,12 @@ class Cores:
 
     def look(self) -> None:
         """See which cores are whole by now, give up those whose time is over, and take in what was read."""
-        self._note_growth()
+        # Of any: they share the disk, and the GPU of one may be busy with what the other waits for.
+        for pid, (_process, request, _report) in self._under_way.items():
+            written = request.written
+            if written > self._written.get(pid, 0):
+                self._grown_at = time.monotonic()
+            self._written[pid] = written
         for pid, (process, request, report) in list(self._under_way.items()):
             # Asked before the look: the driver ends the process whose GPU failed as soon as its core is whole.
             reason, has_ended = "", process.handle.has_exited()
@@ -138,14 +143,6 @@ class Cores:
     @property
     def _wait_end(self) -> float:
         return min(self._grown_at + self._wait_secs, self._last_write)
-
-    def _note_growth(self) -> None:
-        # Of any: they share the disk, and the GPU of one may be busy with what the other waits for.
-        for pid, (_process, request, _report) in self._under_way.items():
-            written = request.written
-            if written > self._written.get(pid, 0):
-                self._grown_at = time.monotonic()
-            self._written[pid] = written
 
     def _see_to_the_disk(self) -> None:
         """Give all of them up where one takes more of the disk than it may: only the server's end ends its writing."""

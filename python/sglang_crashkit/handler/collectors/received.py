@@ -290,9 +290,11 @@ class StepRecords(HeldMemory):
         except (OSError, NotStepsError) as error:
             return Evidence("steps", "failed", reason=f"{name}: {error}")
         run.add_steps(process, found.steps)
+        # When it died, or now where it lives, by the monotonic clock.
+        seen_at = time.monotonic() - (0.0 if process.exited_at is None else clock.now() - process.exited_at)
         run.report(process).steps = incident.LastSteps(
             last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
-            in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
+            in_step=None if found.current is None else _in_step(found.current, seen_at),
             rids={step.number: [one.rid for one in step.requests] for step in found.steps[-_LAST:]},
         )
         run.report(process).control = found.control
@@ -389,12 +391,6 @@ def _prompts_in(path: Path) -> list[str]:
                 texts = text if isinstance(text, list) else [text]
                 found += [one[:_MAX_COMPARED] for one in texts[:_MAX_TEXTS] if isinstance(one, str)]
     return found
-
-
-def _seen_at(process: TrackedProcess) -> float:
-    """Return when a process died, or now where it lives, by the monotonic clock."""
-    now = time.monotonic()
-    return now if process.exited_at is None else now - (clock.now() - process.exited_at)
 
 
 def in_short(step: Step, current: Step | None) -> dict[str, object]:
