@@ -58,7 +58,7 @@ ALLOWED = {
         "visible",
     },
     "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "visible"},
-    "installer": {"capture", "errors"},
+    "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "replay": {"errors", "incident", "kernel", "redact", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},

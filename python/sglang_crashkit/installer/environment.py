@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import __version__
-from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
 from sglang_crashkit.installer.patches import Lock, PatchTree, base_release, find_patch_root, load_lock
 
@@ -171,13 +172,44 @@ def require_kit(environment: Environment) -> None:
     raise RefusedError(f"{python} {why}", next_step=install)
 
 
+def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run `argv` and return what it printed; it and its children are killed after `timeout` seconds.
+
+    Raises:
+        CrashkitError: it could not be started, or had to be killed.
+    """
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CrashkitError(f"cannot run {argv[0]}: {error.strerror}") from error
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException as error:
+            # The group, not the process: a child of it could hold the pipes open.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CrashkitError(f"{argv[0]} did not end within {timeout:g} s") from error
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
 def _ask(python: Path, calls: Sequence[str]) -> dict[str, Any]:
     """Run the probe and return its answer."""
     text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
-    run = run_tool([str(python), "-B", "-c", text, *calls], _PROBE_SECS, apart=True)
+    finished = run_tool([str(python), "-B", "-c", text, *calls], timeout=_PROBE_SECS)
     with suppress(ValueError, IndexError):
-        answer = json.loads(run.text.splitlines()[-1])
-        if not run.reason and isinstance(answer, dict):
+        answer = json.loads(finished.stdout.splitlines()[-1])
+        if finished.returncode == 0 and isinstance(answer, dict):
             return answer
-    why = [run.reason or "it had no answer", *run.errors.strip().splitlines()][-1]
-    raise CrashkitError(f"{python} did not say where its SGLang is: {why}", next_step=f"{python} -c pass")
+    lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
+    raise CrashkitError(f"{python} did not say where its SGLang is: {lines[-1]}", next_step=f"{python} -c pass")

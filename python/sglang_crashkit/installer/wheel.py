@@ -23,8 +23,8 @@ from pathlib import Path
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from sglang_crashkit import __version__
-from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
+from sglang_crashkit.installer.environment import run_tool
 from sglang_crashkit.installer.patches import Lock, PatchTree, base_release, find_patch_root, patch_files, sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import APPLIED, BY_WHEEL, MANIFEST_NAME, Manifest, PatchedFile, hash_or_none
@@ -133,10 +133,10 @@ def _download(release: str, name: str | None) -> Path:
             options += ["--implementation", "cp", "--python-version", python[2:]]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         argv = [*_pip(), "download", "--dest", temporary, *options, f"sglang=={release}"]
-        run = run_tool(argv, _DOWNLOAD_SECS, apart=True)
+        run = run_tool(argv, timeout=_DOWNLOAD_SECS)
         wheels = list(Path(temporary).glob("*.whl"))
-        if run.reason or len(wheels) != 1:
-            why = [run.reason or "no wheel came", *run.errors.strip().splitlines()][-1]
+        if run.returncode or len(wheels) != 1:
+            why = ["no wheel came", *run.stderr.strip().splitlines()][-1]
             raise CrashkitError(f"pip could not download sglang=={release}: {why}")
         return wheels[0].replace(folder / wheels[0].name)
 
@@ -144,7 +144,7 @@ def _download(release: str, name: str | None) -> Path:
 def _pip() -> list[str]:
     """Return the command line of a pip: this python's own, else that of one on PATH."""
     for python in (sys.executable, shutil.which("python3"), shutil.which("python")):
-        if python is not None and run_tool([python, "-m", "pip", "--version"], 60.0).status == 0:
+        if python is not None and run_tool([python, "-m", "pip", "--version"], timeout=60).returncode == 0:
             return [python, "-m", "pip"]
     raise CrashkitError(f"{sys.executable} has no pip to download with", next_step=f"{sys.executable} -m ensurepip")
 
