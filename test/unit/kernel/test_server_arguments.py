@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from sglang_crashkit.kernel.server_arguments import port_of, rendezvous_of, serves_tls, side_of
+from sglang_crashkit.kernel.server_arguments import port_of, rendezvous_of, side_of
 
 SERVER = ["python", "-m", "sglang.launch_server", "--tp", "16"]
 
@@ -15,11 +15,6 @@ SERVER = ["python", "-m", "sglang.launch_server", "--tp", "16"]
 )
 def test_the_port_on_which_the_server_answers(arguments: list[str], port: int) -> None:
     assert port_of([*SERVER, *arguments]) == port
-
-
-@pytest.mark.parametrize(("arguments", "tls"), [(["--ssl-certfile", "cert.pem"], True), ([], False)])
-def test_whether_the_server_answers_https(arguments: list[str], tls: bool) -> None:
-    assert serves_tls([*SERVER, *arguments]) is tls
 
 
 @pytest.mark.parametrize(
