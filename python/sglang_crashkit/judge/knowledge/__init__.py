@@ -1,0 +1,19 @@
+"""The tables that the judge reads, as YAML: see the comment at the head of each."""
+
+from __future__ import annotations
+
+import functools
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+#: The same form, read in C where PyYAML was built with it.
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """Return the content of ``<name>.yaml``, which is read once."""
+    text = files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.load(text, Loader=_LOADER)  # noqa: S506 - the loader is a safe one

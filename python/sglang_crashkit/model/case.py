@@ -1,0 +1,169 @@
+"""The one form of the evidence that the judge reads: all events of a case, put in order and sorted by process.
+
+`reduce` is pure: the same events give the same `Case`, whoever saw them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from sglang_crashkit.model.event import (
+    AnyEvent,
+    Arguments,
+    Collective,
+    Container,
+    Exit,
+    Gpu,
+    GpuKernel,
+    Kernel,
+    Line,
+    Progress,
+    Raised,
+    Stack,
+    Stage,
+    Stop,
+    Unread,
+)
+
+_RANK = re.compile(r"\b(TP|DP|PP|EP|ATTN_CP|MOE_DP|CP)\s?(\d+)\b")
+#: Processes that hold no model.
+_ROLES = ("detokenizer", "tokenizer", "router", "controller", "encoder", "trainer")
+
+
+class Process(msgspec.Struct, kw_only=True):
+    """One process of the case, and all that is known of it, in order."""
+
+    who: str  # its short name; see `event.Event`
+    node: str = ""
+    side: str = ""
+    pid: int = 0
+    role: str = ""  # ``scheduler``, or one of `_ROLES`; empty where it is not known
+    ranks: dict[str, int] = {}  # ``{"tp": 3}``; empty of a single scheduler
+    stacks: list[Stack] = []
+    raised: list[Raised] = []
+    exits: list[Exit] = []
+    lines: list[Line] = []
+    stages: list[Stage] = []
+    progress: list[Progress] = []
+    last_at: float = 0.0  # of its last fact
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """The evidence of one case."""
+
+    arguments: dict[str, Any] = {}  # of the first server; empty where they are not known
+    servers: list[Arguments] = []  # each server's own, such as both of a pair
+    release: str = ""
+    processes: dict[str, Process] = {}  # by node, side and name, in the order of their first fact
+    events: list[AnyEvent] = []  # everything, in order of time as far as it is known
+    kernel: list[Kernel] = []
+    containers: list[Container] = []
+    gpus: list[Gpu] = []
+    collectives: list[Collective] = []
+    gpu_kernels: list[GpuKernel] = []
+    stops: list[Stop] = []
+    unread: list[Unread] = []
+    ready_at: float | None = None  # when it was ready, 0.0 where that has no time; None where it was not seen to be
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the server was seen to get ready, or to serve."""
+        return self.ready_at is not None
+
+    @property
+    def schedulers(self) -> list[Process]:
+        """The processes that hold the model, in the order of their ranks."""
+        found = [one for one in self.processes.values() if one.role == "scheduler"]
+        return sorted(found, key=lambda one: (one.side, *(one.ranks.get(name, -1) for name in ("pp", "dp", "tp"))))
+
+
+def ranks_in(who: str) -> dict[str, int]:
+    """Return the ranks in a short name: ``DP1 TP3`` is ``{"dp": 1, "tp": 3}``."""
+    return {name.lower(): int(number) for name, number in _RANK.findall(who)}
+
+
+def role_in(who: str) -> str:
+    """Return the role that a short name stands for; empty where it names none."""
+    if ranks_in(who) or who.startswith("scheduler"):
+        return "scheduler"
+    return next((role for role in _ROLES if role in who), "")
+
+
+def reduce(events: Iterable[AnyEvent]) -> Case:
+    """Make the case of some events, in whatever order they come."""
+    case = Case()
+    for event in sorted(events, key=_place):
+        _add(case, event)
+    return case
+
+
+def _place(event: AnyEvent) -> tuple[float, int]:
+    # What has no time stands where it stood in its file, before what came with one: its source gave it the time of
+    # the line before, so this is only what has no time at all.
+    return event.at, event.order
+
+
+def _add(case: Case, event: AnyEvent) -> None:
+    case.events.append(event)
+    last = max(event.at, getattr(event, "last_at", 0.0))
+    if event.at:
+        case.first_at = min(case.first_at or event.at, event.at)
+    case.last_at = max(case.last_at, last)
+    process = _process_of(case, event)
+    process.last_at = max(process.last_at, last)
+    match event:
+        case Arguments():
+            case.servers.append(event)
+            case.arguments = case.arguments or event.values
+            case.release = case.release or event.release
+        case Line():
+            process.lines.append(event)
+        case Raised():
+            process.raised.append(event)
+        case Stack():
+            process.stacks.append(event)
+            process.pid = process.pid or event.sample.pid
+        case Exit():
+            process.exits.append(event)
+        case Stage():
+            process.stages.append(event)
+            if event.name == "ready":
+                case.ready_at = event.at if case.ready_at is None else min(case.ready_at, event.at)
+        case Progress():
+            process.progress.append(event)
+            if event.kind in ("prefill", "decode") and case.ready_at is None:
+                case.ready_at = event.at
+        case Kernel():
+            case.kernel.append(event)
+        case Container():
+            case.containers.append(event)
+        case Gpu():
+            case.gpus.append(event)
+        case Collective():
+            case.collectives.append(event)
+        case GpuKernel():
+            case.gpu_kernels.append(event)
+        case Stop():
+            case.stops.append(event)
+        case Unread():
+            case.unread.append(event)
+
+
+def _process_of(case: Case, event: AnyEvent) -> Process:
+    key = "/".join(filter(None, (event.side, event.node, event.who)))
+    process = case.processes.get(key)
+    if process is None:
+        process = case.processes[key] = Process(
+            who=event.who,
+            node=event.node,
+            side=event.side,
+            role=role_in(event.who),
+            ranks=ranks_in(event.who),
+        )
+    return process

@@ -1,0 +1,206 @@
+"""One fact of an incident, as a source states it. Facts don't judge: what a log calls fatal is a `Line`, no verdict.
+
+Every source (the parsers of text, the live side) makes these; `case.reduce` makes one `Case` of them. Fields that all
+have are in `Event`; each kind has its own Struct, and `AnyEvent` is the union that JSON lines hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_crashkit.model.sample import Frame, Sample
+
+#: Levels of a log line; ``""`` where the line has none, as what C++ code writes to stderr.
+LineLevel = Literal["", "debug", "info", "warning", "error", "critical"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
+    """What all facts have.
+
+    Attributes:
+        order: place in the evidence; of two facts of one source without a time, the smaller one was first.
+        at: when, in seconds since the epoch, UTC where the source says so; 0.0 where it is not known.
+        who: the process by its short name: ``TP3``, ``DP1 TP3``, ``scheduler``, ``detokenizer``, ``tokenizer``,
+            ``router``, ``pid 4711``; empty where the source does not say.
+        node: the host, pod, container or file that the fact comes from, as far as it tells several apart.
+        side: ``prefill`` or ``decode`` where the source says so.
+        source: where it stands: ``server.log:120``.
+    """
+
+    order: int = 0
+    at: float = 0.0
+    who: str = ""
+    node: str = ""
+    side: str = ""
+    source: str = ""
+
+
+class Arguments(Event, frozen=True, kw_only=True, tag="arguments"):
+    """The arguments that a server was started with, by their Python names (``tp_size``), and SGLang's release."""
+
+    values: dict[str, Any] = {}
+    release: str = ""
+
+
+class Line(Event, frozen=True, kw_only=True, tag="line"):
+    """A line of a log, or of stderr, without its carrier and prefix.
+
+    Lines that differ only in numbers are one fact: `count` of them, first at `at`, last at `last_at`.
+    """
+
+    text: str
+    level: LineLevel = ""
+    logger: str = ""  # who says it where that is no SGLang: ``NCCL``, ``Gloo``, ``glog``, ``uvicorn``
+    count: int = 1
+    last_at: float = 0.0
+
+
+class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One exception of a chain."""
+
+    type: str  # with its module as printed: ``torch.OutOfMemoryError``
+    text: str = ""
+    frames: tuple[Frame, ...] = ()  # innermost first
+
+
+class Raised(Event, frozen=True, kw_only=True, tag="raised"):
+    """A traceback: the exception that arrived, with what it came from behind it."""
+
+    chain: tuple[Error, ...]  # the one that arrived first, then its cause, and so on
+    said: str = ""  # the line that introduces it: ``Scheduler hit an exception:``; empty without one
+    thread: str = ""  # the thread where it is not the main one: ``Thread-5 (transfer_worker)``
+    level: LineLevel = ""  # of the line that introduces it
+    count: int = 1
+
+    @property
+    def error(self) -> Error:
+        """The exception that arrived."""
+        return self.chain[0]
+
+
+class Stack(Event, frozen=True, kw_only=True, tag="stack"):
+    """What a process did at a moment."""
+
+    sample: Sample
+    by: str = ""  # what printed it: ``py-spy``, ``faulthandler``, ``gdb``, ``cuda-gdb``, ``watchdog``
+    fatal: str = ""  # of faulthandler: ``Segmentation fault``, where the stack is that of a process that died
+
+
+class Kernel(Event, frozen=True, kw_only=True, tag="kernel"):
+    """A line of the kernel's log about memory, a GPU, a device or a process."""
+
+    #: ``oom_kill``, ``xid``, ``amdgpu``, ``nvlink``, ``mce``, ``segfault``, ``trap``, ``hung_task``, ``disk``, ``net``
+    kind: str
+    text: str
+    pid: int = 0
+    name: str = ""  # of the process that it names
+    number: int = 0  # Xid, signal or errno
+    facts: dict[str, Any] = {}  # ``gpu``, ``anon_kb``, ``memcg``, ``limit_kb``, ``constraint`` …
+
+
+class Exit(Event, frozen=True, kw_only=True, tag="exit"):
+    """A process ended, or was said to have."""
+
+    code: int | None = None
+    signal: str = ""  # ``SIGKILL``
+    reason: str = ""  # as the source has it: ``OOMKilled``
+    text: str = ""
+
+
+class Stop(Event, frozen=True, kw_only=True, tag="stop"):
+    """The server was asked to end: SIGTERM or Ctrl-C, by systemd, Kubernetes, Docker or a person."""
+
+    by: str = ""  # ``systemd``, ``kubernetes``, ``docker``, ``signal``
+    text: str = ""
+    is_end: bool = False  # it also ended in good order
+
+
+class Stage(Event, frozen=True, kw_only=True, tag="stage"):
+    """A process came to a stage of its start, or the server was ready."""
+
+    #: ``distributed``, ``weights``, ``kv_cache``, ``graphs``, ``compile``, ``warmup``, ``ready``
+    name: str
+    is_done: bool = False
+    text: str = ""
+
+
+class Progress(Event, frozen=True, kw_only=True, tag="progress"):
+    """A batch ran, or a request was answered. One event for each process and kind: so many, from `at` to `last_at`."""
+
+    kind: str  # ``prefill``, ``decode``, ``answer``, ``refused`` (HTTP 4xx), ``failed`` (HTTP 5xx), ``health``
+    count: int = 1
+    last_at: float = 0.0
+    last_order: int = 0
+    running: int = 0  # requests that ran, by the last one
+    queued: int = 0
+    status: int = 0  # the last HTTP status
+    text: str = ""  # the last line
+
+
+class Container(Event, frozen=True, kw_only=True, tag="container"):
+    """What Kubernetes or Docker says of a container."""
+
+    name: str = ""
+    state: str = ""  # ``Running``, ``CrashLoopBackOff``
+    reason: str = ""  # of its last end: ``OOMKilled``, ``Error``
+    code: int | None = None
+    restarts: int = 0
+    notes: tuple[str, ...] = ()  # events such as ``Liveness probe failed: …``
+
+
+class Gpu(Event, frozen=True, kw_only=True, tag="gpu"):
+    """What ``nvidia-smi`` or ``rocm-smi`` says of one GPU."""
+
+    index: int
+    name: str = ""
+    used_mb: float = 0.0
+    total_mb: float = 0.0
+    use: float = -1.0  # percent, -1 where it is not known
+    faults: str = ""  # uncorrectable errors, ``ERR!``, ``Unknown Error`` …
+    driver: str = ""
+
+
+class Collective(Event, frozen=True, kw_only=True, tag="collective"):
+    """An operation of a rank in torch's flight recorder, or in NCCL's watchdog: the last one of a group."""
+
+    group: str = ""
+    number: int = 0
+    operation: str = ""
+    state: str = ""  # ``scheduled``, ``started``, ``completed``, ``timeout``
+    sizes: str = ""
+    rank: int = -1
+
+
+class GpuKernel(Event, frozen=True, kw_only=True, tag="gpu_kernel"):
+    """A kernel that a debugger saw on a GPU, or an exception of the GPU's."""
+
+    name: str = ""
+    exception: str = ""  # ``CUDA_EXCEPTION_14, Warp Illegal Address``
+    device: int = -1
+    text: str = ""
+
+
+class Unread(Event, frozen=True, kw_only=True, tag="unread"):
+    """A file, or a part of one, of which nothing was understood; quoted in short."""
+
+    text: str
+
+
+AnyEvent = (
+    Arguments
+    | Line
+    | Raised
+    | Stack
+    | Kernel
+    | Exit
+    | Stop
+    | Stage
+    | Progress
+    | Container
+    | Gpu
+    | Collective
+    | GpuKernel
+    | Unread
+)

@@ -1,0 +1,1 @@
+"""Parsers of what people have who have no kit: logs, stacks, tracebacks, kernel lines, what Kubernetes says."""
