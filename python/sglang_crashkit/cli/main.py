@@ -19,6 +19,7 @@ COMMANDS = {
     "status": "say whether the SGLang that a python imports is patched",
     "doctor": "say what would keep a crash here from being recorded, and the command that mends it",
     "wheel": "build a patched SGLang wheel and put the kit's own beside it",
+    "explain": "say what a log, stacks or kernel lines tell of a failure; needs no kit on the server",
     "incidents": "list the incidents below a crash folder, newest first",
     "show": "print one incident on one screen, or one part of it in full",
     "bundle": "pack an incident and a report of it into one file, for a bug report",
@@ -32,6 +33,7 @@ _EXAMPLES = """\
 examples:
   sglang-crashkit show latest --folder /var/crash/sglang   it crashed
   sglang-crashkit collect                                  it hangs
+  sglang-crashkit explain server.log                       there is only a log
   sglang-crashkit doctor                                   nothing is wrong yet
 """
 #: What the help of each command ends with.

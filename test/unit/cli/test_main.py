@@ -125,6 +125,7 @@ ARGUMENTS = {
     "status": ["--python", "/absent", "--json"],
     "doctor": ["--pid", NOBODY, "--json"],
     "wheel": ["absent.whl", "-o", "/absent", "--json"],
+    "explain": ["CRASH", "--json"],
     "incidents": ["CRASH", "--json"],
     "show": ["CRASH", "--json"],
     "bundle": ["CRASH", "--report", "--json"],

@@ -1,0 +1,73 @@
+"""``sglang-crashkit explain``: what a log, stacks, kernel lines or other plain evidence tells of a failure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sglang_crashkit.cli.output import say, say_json, say_title
+from sglang_crashkit.errors import ExitCode, UsageError
+
+_EXAMPLES = """\
+examples:
+  sglang-crashkit explain server.log
+  kubectl logs --previous POD | sglang-crashkit explain -
+  sglang-crashkit explain server.log dmesg.txt py-spy.txt
+  sglang-crashkit explain logs/ --markdown        for an issue upstream
+  sglang-crashkit explain --class gpu_stall       what a class means
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="logs, stacks, dmesg, kubectl describe …, also gzip, a folder of these, or - for the standard input",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON object")
+    form.add_argument("--markdown", action="store_true", help="print what goes into an issue, without secrets")
+    form.add_argument("--class", dest="kind", metavar="CLASS", help="print what a class of verdicts means, and end")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Read the evidence, judge it and print the verdict."""
+    if args.kind is not None:
+        return _class(args.kind)
+    if not args.files:
+        raise UsageError("there is no file to explain", next_step="sglang-crashkit explain FILE, or - for stdin")
+    from sglang_crashkit.judge.verdict import judge
+    from sglang_crashkit.model.case import reduce
+    from sglang_crashkit.redact import redact_json, redact_text
+    from sglang_crashkit.sources.text.reader import read
+    from sglang_crashkit.view import verdict as view
+
+    case = reduce(read([Path(name) for name in args.files]))
+    verdict = judge(case)
+    if args.json:
+        import msgspec
+
+        document = {"verdict": msgspec.to_builtins(verdict), "processes": view.processes(case)}
+        say_json(redact_json(document), indent=2)
+    elif args.markdown:
+        say(*(redact_text(line) for line in view.markdown(verdict, case)))
+    else:
+        head, *rest = view.screen(verdict, case)
+        say_title(redact_text(head))
+        say(*map(redact_text, rest))
+    return ExitCode.DONE
+
+
+def _class(kind: str) -> ExitCode:
+    from sglang_crashkit.judge.knowledge import load
+
+    classes = load("classes")
+    if kind not in classes:
+        raise UsageError(f"there is no class {kind}", next_step=f"one of {', '.join(classes)}")
+    row = classes[kind]
+    say(f"{kind}: {row['words']}", f"known by: {row['known_by']}", f"a restart helps: {row['restart']}")
+    say(*(f"next: {step}" for step in row["next"]))
+    return ExitCode.DONE

@@ -1,0 +1,111 @@
+"""Upstream's issues by which a failure is known already: ``knowledge/known_issues.yaml``.
+
+An entry is claimed where all of its conditions hold:
+
+- ``error``: the pattern that an exception begins with (its class without the module, and its text), or that a line of
+  the log has where the entry names no frames;
+- ``frames``: patterns of places that the exception came through; of a hang (``hang: true``), in which a process
+  stands, or every rank (``all_ranks: true``);
+- ``arguments``: patterns of the server's arguments, such as ``--speculative-algorithm=EAGLE*``.
+
+A release from ``fixed_in`` on does not have the issue, nor one before ``since``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.model.case import Case
+from sglang_crashkit.model.event import Error
+from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.model.verdict import KnownIssue
+
+#: Of a text that is compared: an exception may quote a whole configuration.
+_MAX_TEXT = 2000
+
+
+def known_issues(case: Case, *, is_hang: bool) -> list[dict[str, Any]]:
+    """Return the entries that a case shows, those with the most conditions first.
+
+    Args:
+        case: the evidence.
+        is_hang: whether it is judged to be a hang, for the entries that tell one.
+    """
+    errors = [
+        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", _places(error))
+        for process in case.processes.values()
+        for raised in process.raised
+        for error in raised.chain
+    ]
+    lines = [
+        line.text[:_MAX_TEXT]
+        for process in case.processes.values()
+        for line in process.lines
+        if line.level not in ("debug", "info")
+    ]
+    stacks = [
+        {
+            _place(frame)
+            for stack in process.stacks
+            for thread in (*stack.sample.threads, *stack.sample.native)
+            for frame in thread.frames
+        }
+        for process in case.processes.values()
+        if process.stacks
+    ]
+    arguments = list(_options(case.arguments))
+    release = _parts(case.release)
+
+    def applies(entry: dict[str, Any]) -> bool:
+        if release and entry["fixed_in"] and release >= _parts(entry["fixed_in"]):
+            return False
+        if release and entry.get("since") and release < _parts(entry["since"]):
+            return False
+        if not _are_in(entry.get("arguments", ()), arguments):
+            return False
+        frames = entry.get("frames", ())
+        if entry.get("hang"):
+            found = [_are_in(frames, places) for places in stacks]
+            return is_hang and any(found) and (all(found) or not entry.get("all_ranks"))
+        pattern = re.compile(entry["error"])
+        if any(pattern.match(line) and _are_in(frames, places) for line, places in errors):
+            return True
+        return not frames and any(pattern.search(line) for line in lines)
+
+    found = [entry for entry in load("known_issues") if applies(entry)]
+    return sorted(found, key=lambda entry: -len(entry.get("frames", ())) - len(entry.get("arguments", ())))
+
+
+def named(entry: dict[str, Any]) -> KnownIssue:
+    """Return an entry as a verdict names it."""
+    return KnownIssue(**{name: entry[name] for name in ("issue", "title", "fixed_in", "workaround")})
+
+
+def _places(error: Error) -> set[str]:
+    return {_place(frame) for frame in error.frames}
+
+
+def _place(frame: Frame) -> str:
+    # Without its line, folder and class: stacks name the class where the Python is new enough, tracebacks never do.
+    return f"{frame.function.rpartition('.')[2]} ({frame.file.rpartition('/')[2]})"
+
+
+def _options(arguments: dict[str, Any]) -> Iterable[str]:
+    for name, value in arguments.items():
+        option = f"--{name.removesuffix('_size') if name in ('tp_size', 'dp_size') else name}".replace("_", "-")
+        if value is True:
+            yield option
+        elif value not in (None, False):
+            yield f"{option}={value}"
+
+
+def _are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
+    return all(any(fnmatchcase(text, pattern) for text in texts) for pattern in patterns)
+
+
+def _parts(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", release.partition("+")[0]))

@@ -1,0 +1,94 @@
+"""The verdict: of all that the parts of the judge found, what explains the case."""
+
+from __future__ import annotations
+
+import re
+
+from sglang_crashkit.judge.failures import find_failures
+from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.judge.known_issues import known_issues, named
+from sglang_crashkit.judge.stalls import find_stalls
+from sglang_crashkit.model.case import Case
+from sglang_crashkit.model.event import Raised
+from sglang_crashkit.model.verdict import Verdict
+
+#: A finding below this weight says that something failed, and not what: any other explains more.
+_TELLING = 40
+_MAX_STEPS, _MAX_STEP = 8, 240
+#: Of a known issue's exception, what a search needs.
+_MAX_QUERY_WORDS = 12
+
+
+def judge(case: Case) -> Verdict:
+    """Return the one verdict of a case."""
+    stalls = find_stalls(case)
+    findings = [*find_failures(case), *stalls]
+    chosen = min(findings, key=_rank, default=Finding(kind="unknown", level="unknown"))
+    row = load("classes").get(chosen.kind) or load("classes")["unknown"]
+    verdict = Verdict(
+        kind=chosen.kind,
+        level=chosen.level,
+        first=chosen.who,
+        component=chosen.component,
+        restart_helps=chosen.restart or row["restart"],
+        headline=chosen.headline or _headline(case),
+        cause=chosen.cause or row["words"],
+        because=chosen.because,
+    )
+    steps = [*chosen.next]
+    if not row.get("calm"):
+        issues = known_issues(case, is_hang=any(one is chosen for one in stalls))
+        verdict.known_issues = [named(entry) for entry in issues]
+        steps[1:1] = [
+            f"upstream issue {entry['issue']}: {entry['title']}; {entry['workaround'] or 'no workaround is known'}"
+            + (f" (fixed in {entry['fixed_in']})" if entry["fixed_in"] else "")
+            for entry in issues[:2]
+        ]
+        query = "" if issues else search_query(case)
+        steps += row["next"]
+        if query:
+            steps[_MAX_STEPS - 1 :] = []
+            steps.append(f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}")
+    else:
+        steps += row["next"]
+    verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(steps)][:_MAX_STEPS]
+    return verdict
+
+
+def is_calm(kind: str) -> bool:
+    """Return whether a class says that nothing has failed."""
+    return bool((load("classes").get(kind) or {}).get("calm"))
+
+
+def _rank(finding: Finding) -> tuple[bool, bool, bool, tuple[float, int], int]:
+    # What failed comes before what is well, a cause before what follows from it, and the first before the others.
+    return (
+        is_calm(finding.kind),
+        finding.is_consequence,
+        finding.weight < _TELLING,
+        finding.where,
+        -finding.weight,
+    )
+
+
+def _headline(case: Case) -> str:
+    if not case.events:
+        return "there is nothing to read here"
+    seen = len([one for one in case.processes.values() if one.who])
+    return f"{len(case.events)} facts of {seen} processes; none tells a failure"
+
+
+def search_query(case: Case) -> str:
+    """Return a query for upstream's tracker from the first exception and its innermost frame of SGLang; or nothing."""
+    raised = next((event for event in case.events if isinstance(event, Raised)), None)
+    if raised is None:
+        return ""
+    error = raised.error
+    # Numbers, paths and names in quotes are of this case alone.
+    words = re.sub(r"['\"][^'\"]{0,200}['\"]|\S*/\S*|\S*\d\S*|[^\w\s]", " ", error.text[:400]).split()
+    frame = next((one for one in error.frames if "sglang/" in one.file), None)
+    parts = [error.type.rpartition(".")[2], *words[:_MAX_QUERY_WORDS]]
+    if frame is not None:
+        parts.append(frame.function.rpartition(".")[2])
+    return "+".join(parts)

@@ -1,0 +1,104 @@
+"""A verdict on one screen, and as Markdown for an issue."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from sglang_crashkit.model.case import Case, Process
+from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.visible import visible
+
+CLASSES_PAGE = "docs/classes.md"
+#: What the levels mean, for who reads the word for the first time.
+_LEVELS = {
+    "established": "established: the kernel, the driver or the exception itself says so",
+    "supported": "supported: the evidence points there",
+    "unknown": "unknown: the evidence does not tell",
+}
+_RESTART = {"yes": "likely to help", "no": "does not help", "unknown": "may help or not"}
+_WIDTH, _LABEL = 118, 9
+#: Arguments that an issue needs most; the others are in the log.
+_TOLD_ARGUMENTS = 40
+_MAX_FRAMES, _MAX_QUOTES, _MAX_PROCESSES = 12, 6, 16
+
+
+def screen(verdict: Verdict, case: Case) -> Iterator[str]:
+    """Yield the lines of a verdict for a terminal, the headline first."""
+    yield visible(verdict.headline, keep="")
+    yield ""
+    rows: list[tuple[str, Iterable[str]]] = [
+        ("class", [f"{verdict.kind}: {verdict.cause}"]),
+        ("level", [_LEVELS[verdict.level]]),
+        ("first", [verdict.first] if verdict.first else []),
+        ("part", [verdict.component] if verdict.component else []),
+        ("restart", [_RESTART[verdict.restart_helps]]),
+        ("release", [case.release] if case.release else []),
+        ("because", verdict.because[:_MAX_QUOTES]),
+        ("next", [f"{number}. {step}" for number, step in enumerate(verdict.next, start=1)]),
+        ("known", [f"#{one.issue}: {one.title}" for one in verdict.known_issues]),
+        ("more", [f"{CLASSES_PAGE}#{verdict.kind}"]),
+    ]
+    for label, values in rows:
+        head = f"{label:<{_LABEL}}"
+        for value in values:
+            text = visible(value, keep="")
+            yield from textwrap.wrap(
+                text, _WIDTH, initial_indent=head, subsequent_indent=" " * _LABEL, break_on_hyphens=False
+            )
+            head = " " * _LABEL
+
+
+def markdown(verdict: Verdict, case: Case) -> Iterator[str]:
+    """Yield the lines of what goes into an upstream issue: verdict, release, arguments, frames, words."""
+    yield f"### {visible(verdict.headline, keep='')}"
+    yield ""
+    yield f"- class: `{verdict.kind}` ({verdict.level}): {verdict.cause}"
+    for label, value in (("first", verdict.first), ("component", verdict.component), ("SGLang", case.release)):
+        if value:
+            yield f"- {label}: {value}"
+    if case.arguments:
+        told = [f"{name}={value!r}" for name, value in case.arguments.items() if value not in (None, False, "", "auto")]
+        yield from ("", "**Arguments**", "", "```", *_wrapped(", ".join(told[:_TOLD_ARGUMENTS])), "```")
+    if verdict.because:
+        yield from ("", "**Evidence**", "", "```", *(visible(line, keep="") for line in verdict.because), "```")
+    for process in [one for one in case.processes.values() if one.raised or one.stacks][:_MAX_PROCESSES]:
+        lines = _frames_of(process)
+        if lines:
+            yield from ("", f"**{process.who or 'a process'}**", "", "```", *lines, "```")
+    yield from ("", "**Next**", "", *(f"{number}. {step}" for number, step in enumerate(verdict.next, start=1)))
+    if verdict.known_issues:
+        yield from ("", *(f"- looks like #{one.issue}: {one.title}" for one in verdict.known_issues))
+
+
+def processes(case: Case) -> list[dict[str, Any]]:
+    """Return what is known of each process, for JSON: its name, where it was and what it said last."""
+    return [
+        {
+            "who": one.who,
+            **({"node": one.node} if one.node else {}),
+            **({"side": one.side} if one.side else {}),
+            **({"pid": one.pid} if one.pid else {}),
+            "doing": _frames_of(one)[:3],
+            "last_line": one.lines[-1].text[:300] if one.lines else "",
+        }
+        for one in case.processes.values()
+        if one.who
+    ][:256]
+
+
+def _frames_of(process: Process) -> list[str]:
+    if process.raised:
+        error = process.raised[0].error
+        text = f"{error.type}: {error.text.splitlines()[0][:200]}" if error.text else error.type
+        return [visible(text, keep=""), *(f"  {frame}" for frame in error.frames[:_MAX_FRAMES])]
+    if process.stacks:
+        sample = process.stacks[-1].sample
+        thread = sample.main_thread or next(iter((*sample.threads, *sample.native)), None)
+        return [visible(str(frame), keep="") for frame in thread.frames[:_MAX_FRAMES]] if thread else []
+    return []
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(visible(text, keep=""), _WIDTH, break_on_hyphens=False)
