@@ -12,6 +12,8 @@ import pytest
 import sglang_crashkit
 from lanelib import figures
 from sglang_crashkit.cli.main import COMMANDS, load_command
+from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.view import classes
 
 KIT = Path(sglang_crashkit.__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -78,3 +80,8 @@ def test_the_documents_say_what_the_last_run_measured() -> None:
     assert figures.PAGE.read_text() == figures.page(document)
     assert figures.BEGIN in text
     assert figures.with_costs(text, document) == text
+
+
+def test_the_page_of_classes_is_what_explain_prints() -> None:
+    page = (ROOT / "docs" / "classes.md").read_text()
+    assert page.splitlines() == list(classes.page(load("classes")))

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
     form.add_argument("--markdown", action="store_true", help="print what goes into an issue, without secrets")
-    form.add_argument("--class", dest="kind", metavar="CLASS", help="print what a class of verdicts means, and end")
+    form.add_argument("--class", dest="kind", metavar="CLASS", help="print what a class of verdicts, or all, means")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -63,11 +63,13 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _class(kind: str) -> ExitCode:
     from sglang_crashkit.judge.knowledge import load
+    from sglang_crashkit.view.classes import page, section
 
     classes = load("classes")
-    if kind not in classes:
-        raise UsageError(f"there is no class {kind}", next_step=f"one of {', '.join(classes)}")
-    row = classes[kind]
-    say(f"{kind}: {row['words']}", f"known by: {row['known_by']}", f"a restart helps: {row['restart']}")
-    say(*(f"next: {step}" for step in row["next"]))
+    if kind == "all":
+        say(*page(classes))
+    elif kind in classes:
+        say(*section(kind, classes[kind]))
+    else:
+        raise UsageError(f"there is no class {kind}", next_step=f"all, or one of {', '.join(classes)}")
     return ExitCode.DONE

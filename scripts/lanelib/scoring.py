@@ -1,0 +1,192 @@
+"""How well `explain` answers a folder of cases: plain evidence, each with what an expert would say of it.
+
+A case is a folder with ``expected.json`` beside the evidence:
+
+- ``class``, ``first``, ``component``: the answer; ``accept``, ``first_accept``, ``component_accept``: others that are
+  right too. None stands for nobody, or for no part.
+- ``next_must_mention``: of each inner list, one word must be in the headline, the cause or the next steps.
+- ``must_not_say``: words that none of these may say, but to deny them.
+- ``level_max``: the highest level that the evidence allows.
+
+An answer is *right* with class, first, component and every mention; *useful* where all but the class, or all but first
+and component, are; *vague* where it says no more than that something failed; else *wrong*. A failure where nothing has
+failed is a *false alarm*; *established* with another class or first is *wrong, established*.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = ("right", "useful", "vague", "wrong", "wrong, established", "false alarm")
+_LEVELS = ("unknown", "supported", "established")
+_CALM = {"no_incident", "asked_to_stop", "busy"}
+_VAGUE = {
+    *("unknown", "no_progress", "exception", "exception_in_sglang", "startup_failed", "aborted", "exited", "killed"),
+    "hang",
+}
+_DENIALS = {"no", "not", "never", "without", "neither", "isn", "wasn", "nothing", "than", "instead"}
+#: What an operator reads of an answer: steps, characters of a step, characters of headline and cause.
+_STEPS, _STEP, _LINE = 8, 240, 300
+#: Files shorter than this keep their head and their form: a pasted line has neither.
+_LONG = 40
+
+
+@dataclass(frozen=True)
+class Row:
+    """The score of one case."""
+
+    case: str
+    result: str  # one of RESULTS
+    short: list[str]  # what the answer lacks or says too much
+    kind: str  # the class that was answered
+    restart: bool  # whether the word on a restart is right
+    known: bool  # whether its own issue is named
+
+
+def _plain(text: object) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", str(text).lower()))
+
+
+def _says(text: str, word: str) -> bool:
+    wanted = _plain(word)
+    if not wanted:
+        return word in text
+    plain = _plain(text)
+    if len(wanted) > 3:
+        return re.search(rf"(?<![a-z0-9]){re.escape(wanted)}", plain) is not None
+    return re.search(rf"\b{re.escape(wanted)}\b", plain) is not None or word in text
+
+
+def _claims(text: str, word: str) -> bool:
+    """Say whether a text says the word where its own sentence does not deny it."""
+    for sentence in re.split(r"(?<=[.;!?])\s|\n", text):
+        if _says(sentence, word):
+            before, _, after = _plain(sentence).partition(_plain(word))
+            if not _DENIALS & {*before.split()[-4:], *after.split()[:4]}:
+                return True
+    return False
+
+
+def _is_named(expected: str | None, answer: str | None) -> bool:
+    if expected is None:
+        return _plain(answer or "") in ("", "none", "null", "nobody")
+    wanted, got = re.findall(r"[a-z]+|\d+", _plain(expected)), re.findall(r"[a-z]+|\d+", _plain(answer or ""))
+    return bool(got) and len(got) <= max(8, len(wanted) + 4) and all(part in got for part in wanted)
+
+
+def score(case: str, wanted: dict[str, Any], verdict: dict[str, Any]) -> Row:
+    """Hold one answer against what an expert says."""
+    kind, level = str(verdict.get("class") or "unknown"), str(verdict.get("level") or "unknown")
+    steps = [str(step)[:_STEP] for step in verdict.get("next") or []][:_STEPS]
+    said = "\n".join([str(verdict.get("headline"))[:_LINE], str(verdict.get("cause"))[:_LINE], *steps])
+    short = []
+
+    classes = [wanted["class"], *wanted.get("accept", [])]
+    if not (is_class := kind in classes):
+        short.append(f"class {kind}, not {wanted['class']}")
+    firsts = [wanted.get("first"), *wanted.get("first_accept", [])]
+    if not (is_first := any(_is_named(one, verdict.get("first")) for one in firsts)):
+        short.append(f"first {verdict.get('first')}, not {wanted.get('first')}")
+    part = _plain(verdict.get("component") or "").split()
+    parts = [_plain(one or "").split() for one in [wanted.get("component"), *wanted.get("component_accept", [])]]
+    if not (is_part := any(part == one or (one and set(one) <= set(part)) for one in parts)):
+        short.append(f"component {verdict.get('component')}, not {wanted.get('component')}")
+    missing = [group for group in wanted.get("next_must_mention", []) if not any(_says(said, word) for word in group)]
+    short += [f"does not mention {' | '.join(group)[:120]}" for group in missing]
+    forbidden = [word for word in wanted.get("must_not_say", []) if _claims(f"{kind}\n{said}", word)]
+    short += [f"says {word}" for word in forbidden]
+    restarts = [wanted.get("restart_helps"), *wanted.get("restart_accept", [])]
+    if not (is_restart := verdict.get("restart_helps") in restarts):
+        short.append(f"restart {verdict.get('restart_helps')}, not {wanted.get('restart_helps')}")
+    if not (is_level := level in _LEVELS[: _LEVELS.index(wanted.get("level_max", "established")) + 1]):
+        short.append(f"level {level}")
+
+    if wanted["class"] in _CALM and kind not in {*_CALM, *classes, "unknown"}:
+        result = "false alarm"
+    elif level == "established" and not (is_class and is_first):
+        result = "wrong, established"
+    elif not is_level or forbidden:
+        result = "wrong"
+    elif is_first and is_part and not missing:
+        result = "right" if is_class else "useful"
+    elif is_class and not missing:
+        result = "useful"
+    else:
+        result = "vague" if kind in _VAGUE or is_class else "wrong"
+    number = re.search(r"(\d+)$", str(wanted.get("report") or ""))
+    known = bool(number) and any(str(one["issue"]) == number[1] for one in verdict.get("known_issues") or [])
+    return Row(case=case, result=result, short=short, kind=kind, restart=is_restart, known=known)
+
+
+def cut_head(lines: list[str]) -> list[str]:
+    """Return lines without the first fifth, as a log that was rotated."""
+    return lines[len(lines) // 5 :]
+
+
+def colours(lines: list[str]) -> list[str]:
+    """Return lines of which each third is coloured, as docker compose prints them."""
+    return [f"\x1b[33m{line}\x1b[0m" if place % 3 == 0 and line else line for place, line in enumerate(lines)]
+
+
+def prefix(lines: list[str]) -> list[str]:
+    """Return lines behind a time, as ``kubectl logs --timestamps`` has them."""
+    return [
+        f"2026-10-05T08:{place // 60 % 60:02d}:{place % 60:02d}.000000000Z {line}" for place, line in enumerate(lines)
+    ]
+
+
+CHANGES: dict[str, Callable[[list[str]], list[str]]] = {"cut-head": cut_head, "colours": colours, "prefix": prefix}
+
+
+def score_folder(folder: Path, changes: Iterable[str] = ()) -> list[Row]:
+    """Explain every case below a folder, its files under names that say nothing.
+
+    Args:
+        folder: of cases.
+        changes: names of `CHANGES`, done to the evidence first.
+    """
+    import msgspec
+
+    from sglang_crashkit.judge.verdict import judge
+    from sglang_crashkit.model.case import reduce
+    from sglang_crashkit.sources.text.reader import read
+
+    rows = []
+    for expected in sorted(folder.glob("*/expected.json")):
+        files = sorted(one for one in expected.parent.iterdir() if one != expected)
+        with tempfile.TemporaryDirectory() as temporary:
+            copies = [Path(temporary) / f"evidence-{place}" for place in range(len(files))]
+            for file, copy in zip(files, copies, strict=True):
+                shutil.copyfile(file, copy)
+                for change in changes:
+                    _change(copy, CHANGES[change])
+            verdict = msgspec.to_builtins(judge(reduce(read(copies))))
+        rows.append(score(expected.parent.name, json.loads(expected.read_text()), verdict))
+    return rows
+
+
+def _change(file: Path, change: Callable[[list[str]], list[str]]) -> None:
+    data = file.read_bytes()
+    is_log = b"\0" not in data and b"Thread 0x" not in data and not data.startswith(b"Process ")
+    if is_log and data.count(b"\n") > _LONG:
+        lines = data.decode(errors="surrogateescape").split("\n")
+        file.write_text("\n".join(change(lines)), errors="surrogateescape")
+
+
+def summary(rows: list[Row]) -> str:
+    """Return the sums in a line."""
+    counts = Counter(row.result for row in rows)
+    results = ", ".join(f"{result} {counts[result]}" for result in RESULTS)
+    share = counts["right"] / max(1, len(rows))
+    return (
+        f"{len(rows)} cases: {results} ({share:.0%} right); restart right {sum(row.restart for row in rows)}; "
+        f"its own issue named {sum(row.known for row in rows)}"
+    )
