@@ -14,6 +14,7 @@ examples:
   kubectl logs --previous POD | sglang-crashkit explain -
   sglang-crashkit explain server.log dmesg.txt py-spy.txt
   sglang-crashkit explain logs/ --markdown        for an issue upstream
+  sglang-crashkit explain INCIDENT server.log     an incident beside what stderr said
   sglang-crashkit explain --class gpu_stall       what a class means
 """
 
@@ -25,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="*",
-        help="logs, stacks, dmesg, kubectl describe …, also gzip, a folder of these, or - for the standard input",
+        help="a log, stacks, dmesg … (also gzip), a folder of these, an incident, or - for the standard input",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
@@ -42,10 +43,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.judge.verdict import judge
     from sglang_crashkit.model.case import reduce
     from sglang_crashkit.redact import redact_json, redact_text
+    from sglang_crashkit.sources.incident import is_incident, logs_of, read_incident
     from sglang_crashkit.sources.text.reader import read
     from sglang_crashkit.view import verdict as view
 
-    case = reduce(read([Path(name) for name in args.files]))
+    paths = [Path(name) for name in args.files]
+    incidents = [path for path in paths if is_incident(path)]
+    texts = [path for path in paths if path not in incidents]
+    events = [event for path in incidents for event in read_incident(path)]
+    case = reduce([*events, *read([*texts, *(log for path in incidents for log in logs_of(path))])])
     verdict = judge(case)
     if args.json:
         import msgspec
