@@ -49,6 +49,8 @@ _BY_DEATH = frozenset({"signal", "oom_kill", "exit_status", "parent_ended"})
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 _LEVELS = frozenset({"established", "supported"})
 _IN_STEP = "in that step"
+#: Classes whose cause C++ code or the C library wrote to stderr, which no log handler sees.
+_ON_STDERR = frozenset({"aborted", "exited", "fatal_signal", "segfault"})
 #: Why there are no requests of an incident that was only observed.
 SERVER_WENT_ON = "the server went on"
 
@@ -394,9 +396,23 @@ class _Screen:
                 rest = (text[: found.start()] + text[found.end() :]).strip(" :,;")
                 text = f"{found[1]}{_COMMENT}{rest}" if rest else found[1]
             yield "next", text, 2
-        section = "steps" if mapping_of(self._document.get("cause")).get("class") == "rank_divergence" else "stacks"
+        kind = str(mapping_of(self._document.get("cause")).get("class"))
+        if kind in _ON_STDERR:
+            yield "next", self._log_command(), 2
+        section = "steps" if kind == "rank_divergence" else "stacks"
         yield "next", f"{_OWN_COMMAND}show {self._where} --{section}", 1
         yield "next", f"{_OWN_COMMAND}bundle {self._where} --no-prompts{_COMMENT}for a bug report", 1
+
+    def _log_command(self) -> str:
+        place = mapping_of(self._environment.get("place"))
+        kubernetes, container = mapping_of(place.get("kubernetes")), str(place.get("container") or "")
+        explain, why = f"{_OWN_COMMAND}explain {self._where}", f"{_COMMENT}reads why in what it wrote to stderr"
+        if pod := kubernetes.get("pod_name"):
+            namespace = f" -n {kubernetes['pod_namespace']}" if kubernetes.get("pod_namespace") else ""
+            return f"kubectl logs --previous {pod}{namespace} | {explain} -{why}"
+        if container:
+            return f"docker logs {container[:12]} 2>&1 | {explain} -{why}"
+        return f"{explain} SERVER.log{why}"
 
 
 def _lines(label: str, text: str, most: int) -> Iterator[str]:

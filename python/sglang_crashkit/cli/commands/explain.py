@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from sglang_crashkit.cli.output import say, say_json, say_title
@@ -17,6 +18,9 @@ examples:
   sglang-crashkit explain INCIDENT server.log     an incident beside what stderr said
   sglang-crashkit explain --class gpu_stall       what a class means
 """
+
+#: What names an incident that is no path.
+_INCIDENT = re.compile(r"latest|[0-9a-f]{4,8}")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.sources.text.reader import read
     from sglang_crashkit.view import verdict as view
 
-    paths = [Path(name) for name in args.files]
+    paths = [_path_of(name) for name in args.files]
     incidents = [path for path in paths if is_incident(path)]
     texts = [path for path in paths if path not in incidents]
     events = [event for path in incidents for event in read_incident(path)]
@@ -65,6 +69,15 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_title(redact_text(head))
         say(*map(redact_text, rest))
     return ExitCode.DONE
+
+
+def _path_of(name: str) -> Path:
+    path = Path(name)
+    if name != "-" and not path.exists() and _INCIDENT.fullmatch(name):
+        from sglang_crashkit.cli.crash_folder import find_incident
+
+        return find_incident(name, None).path
+    return path
 
 
 def _class(kind: str) -> ExitCode:
