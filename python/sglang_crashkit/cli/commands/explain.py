@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.output import say, say_json, say_title
-from sglang_crashkit.errors import ExitCode, UsageError
+from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.model.case import Case
+    from sglang_crashkit.model.verdict import Verdict
 
 _EXAMPLES = """\
 examples:
@@ -22,6 +30,9 @@ examples:
 #: What names an incident that is no path.
 _INCIDENT = re.compile(r"latest|[0-9a-f]{4,8}")
 
+#: Of each file of plain evidence, what an incident keeps: its end.
+_MAX_SAVED = 4 << 20
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
@@ -35,6 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
     form.add_argument("--markdown", action="store_true", help="print what goes into an issue, without secrets")
+    form.add_argument("--save", metavar="FOLDER", type=Path, help="keep it as an incident for show and bundle")
+    form.add_argument("--html", metavar="FILE", type=Path, help="write it as one page, to look at in a browser")
     form.add_argument("--class", dest="kind", metavar="CLASS", help="print what a class of verdicts, or all, means")
 
 
@@ -62,6 +75,14 @@ def run(args: argparse.Namespace) -> ExitCode:
 
         document = {"verdict": msgspec.to_builtins(verdict), "processes": view.processes(case)}
         say_json(redact_json(document), indent=2)
+    elif args.save is not None:
+        say(_save(verdict, case, texts, args.save))
+    elif args.html is not None:
+        from sglang_crashkit.cli.reporters.html import write_html
+
+        with tempfile.TemporaryDirectory() as temporary:
+            write_html(_save(verdict, case, texts, Path(temporary)), args.html)
+        say(args.html)
     elif args.markdown:
         say(*(redact_text(line) for line in view.markdown(verdict, case)))
     else:
@@ -69,6 +90,37 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_title(redact_text(head))
         say(*map(redact_text, rest))
     return ExitCode.DONE
+
+
+def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> Path:
+    """Write an incident of plain evidence below a folder, its text beside it, and return the incident's path."""
+    from sglang_crashkit import __version__
+    from sglang_crashkit.incident.store import IncidentName
+    from sglang_crashkit.incident.summary import format_summary
+    from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
+    from sglang_crashkit.redact import redact_json, redact_text
+    from sglang_crashkit.view.document import KIND, document
+
+    now = time.time()
+    told = redact_json(document(verdict, case, now=now, kit=__version__))
+    try:
+        incident = make_private_folder(folder / str(IncidentName(case.last_at or now, KIND, told["id"])))
+        write_json(incident / "incident.json", told)
+        write_private(incident / "summary.md", format_summary(told).encode())
+        logs = make_private_folder(incident / "logs")
+        files = (file for text in texts for file in (sorted(text.rglob("*")) if text.is_dir() else [text]))
+        for number, file in enumerate(file for file in files if file.is_file()):
+            with file.open("rb") as opened:
+                skipped = max(0, file.stat().st_size - _MAX_SAVED)
+                opened.seek(skipped)
+                text = opened.read(_MAX_SAVED).decode(errors="replace")
+            # In a line that is cut a secret has lost its name.
+            text = redact_text(text.partition("\n")[2] if skipped else text)
+            write_private(logs / f"{number}-{file.name}", text.encode(errors="replace"))
+    except OSError as error:
+        why = error.strerror or error
+        raise CrashkitError(f"{folder} cannot be written: {why}", next_step="--save FOLDER, another one") from error
+    return incident
 
 
 def _path_of(name: str) -> Path:
