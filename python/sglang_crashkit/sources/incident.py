@@ -38,7 +38,8 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
     environment = _read_json(folder / "environment.json")
     orders = count(1)
     source = folder.name
-    processes = {one["pid"]: one for one in map(mapping_of, document.get("processes") or []) if "pid" in one}
+    told = map(mapping_of, document.get("processes") or [])
+    processes = {pid: one for one in told if isinstance(pid := one.get("pid"), int)}
     names = {pid: _name(one) for pid, one in processes.items()}
     server = mapping_of(document.get("server"))
     about = mapping_of(document.get("environment"))
@@ -58,12 +59,14 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
         if kind == "teardown":
             # SGLang's own end: what dies from here on was killed by it.
             break
-        who = names.get(pid, "")
+        who = names.get(pid, "") if isinstance(pid, int) else ""
         if kind == "process_exited" and who:
             code, signal = entry.get("code"), entry.get("signal")
             yield Exit(order=next(orders), at=at, who=who, code=code, signal=signal or "", source=source)
         elif kind == "exception":
-            error = _exception(folder, processes.get(pid, {}), str(entry.get("message") or ""))
+            error = _exception(
+                folder, processes.get(pid, {}) if isinstance(pid, int) else {}, str(entry.get("message") or "")
+            )
             yield Raised(order=next(orders), at=at, who=who, chain=(error,), source=source)
         elif kind == "asked_to_end":
             yield Stop(order=next(orders), at=at, by="signal", text="it was asked to end", source=source)

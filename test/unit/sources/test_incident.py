@@ -1,0 +1,91 @@
+"""The events that an incident on disk holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.model.case import Case, reduce
+from sglang_crashkit.model.event import Kernel
+from sglang_crashkit.sources.incident import is_incident, read_incident
+
+DATA = Path(__file__).parents[1] / "incident" / "data"
+
+
+def incident(folder: Path, name: str) -> Path:
+    shutil.copyfile(DATA / f"{name}.json", folder / "incident.json")
+    return folder
+
+
+def case_of(folder: Path, name: str) -> Case:
+    return reduce(read_incident(incident(folder, name)))
+
+
+def test_a_killed_rank_has_its_signal_and_the_other_its_exception(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "killed")
+    assert [one.signal for one in case.processes["TP1"].exits] == ["SIGKILL"]
+    assert [one.error.type for one in case.processes["TP0"].raised] == ["RuntimeError"]
+    assert case.processes["TP0"].last_at >= case.processes["TP1"].exits[0].at
+    assert case.release == "0.5.23"
+    assert case.arguments["tp_size"] == 2
+    assert case.is_started
+
+
+def test_what_the_server_killed_as_it_ended_did_not_fail(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "exception")
+    assert [one.who for one in case.processes.values() if one.exits] == []
+    assert case.processes["TP1"].raised[0].error.text.startswith("Test crash")
+
+
+def test_the_samples_of_a_hang_have_states_and_frames(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "stopped")
+    stacks = case.processes["TP1"].stacks
+    assert {one.sample.state for one in stacks} == {"T"}
+    assert case.processes["TP0"].stacks[0].sample.main_thread is not None
+
+
+def test_an_out_of_memory_kill_of_the_cgroup_is_the_kernels_word(tmp_path: Path) -> None:
+    document = json.loads((DATA / "killed.json").read_text())
+    document["environment"]["memory"]["events"]["oom_kill"] = 1
+    (tmp_path / "incident.json").write_text(json.dumps(document))
+    assert [one.kind for one in read_incident(tmp_path) if isinstance(one, Kernel)] == ["oom_kill"]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        [],
+        {"processes": [{"pid": []}], "timeline": [{"event": "exception", "pid": []}]},
+        {"processes": [None, 3, {"pid": 1}], "timeline": "x"},
+        {"processes": [{"pid": 1, "looks": [[], {"doing": [7]}]}], "gpus": {"xids": [4]}},
+        {"timeline": [{"event": "exception", "pid": 1, "message": None, "time": 5}], "environment": []},
+    ],
+)
+def test_a_document_of_another_shape_raises_nothing(document: object, tmp_path: Path) -> None:
+    (tmp_path / "incident.json").write_text(json.dumps(document))
+    assert is_incident(tmp_path)
+    reduce(read_incident(tmp_path))
+
+
+def test_one_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "incident.json").write_text("{")
+    with pytest.raises(CrashkitError, match=r"incident\.json cannot be read"):
+        list(read_incident(tmp_path))
+
+
+def test_a_record_outside_the_incident_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "incident"
+    folder.mkdir()
+    (tmp_path / "secret.json").write_text(json.dumps({"message": "Stolen: secret"}))
+    evidence = [{"kind": "exception", "status": "captured", "path": "../secret.json"}]
+    document = {
+        "processes": [{"pid": 1, "role": "scheduler", "evidence": evidence}],
+        "timeline": [{"event": "exception", "pid": 1, "message": "ValueError: seen"}],
+    }
+    (folder / "incident.json").write_text(json.dumps(document))
+    assert [one.error.type for one in reduce(read_incident(folder)).processes["scheduler"].raised] == ["ValueError"]
