@@ -1,0 +1,396 @@
+"""What one process does at a moment: from the kernel's state, its native frames and its Python frames, in that order.
+
+All frames count up to the first of SGLang's own: a call into the driver above a Triton frame is the driver's, a barrier
+above a compiler's frame is a barrier. The tables are in ``knowledge/activities.yaml``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.model.sample import Frame, Sample, Thread, main_thread
+
+#: Where the kernel keeps a process that a cgroup of version 2 freezes.
+_FREEZER = frozenset({"do_freezer_trap", "get_signal", "__refrigerator"})
+_OPERATION = re.compile(
+    r"^_?(all_reduce|all_gather|reduce_scatter|broadcast|barrier|all_to_all|gather|scatter|reduce|dispatch|combine"
+    r"|allgather|allreduce|alltoall)",
+    re.IGNORECASE,
+)
+_MAX_FRAMES = 400
+
+
+class Activity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process does.
+
+    Attributes:
+        kind: a key of ``kinds`` in ``activities.yaml``.
+        operation: the collective, the direction of a transfer (``send``, ``recv``) or the function of the driver.
+        backend: ``NCCL``, ``gloo``, ``DeepEP`` …; empty where it is not known.
+        leaf: the innermost frame that says what it waits in.
+        place: the innermost frame of SGLang's own that does not only pass a call on.
+        purpose: what SGLang does there; a name of ``purposes``, empty where it is not known.
+        detail: more of the kernel's state: its function, the tracer.
+    """
+
+    kind: str
+    operation: str = ""
+    backend: str = ""
+    leaf: Frame | None = None
+    place: Frame | None = None
+    purpose: str = ""
+    detail: str = ""
+
+    @property
+    def waits(self) -> str:
+        """For whom it waits: ``ranks``, ``gpu``, ``driver``, ``peer``, ``host``, ``file``, ``lock`` or ``none``."""
+        return str(_tables().kinds[self.kind]["waits"])
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it may take minutes and is no hang."""
+        return bool(_tables().kinds[self.kind].get("work"))
+
+    @property
+    def is_for_requests(self) -> bool:
+        """Whether it waits for new requests, or passes them on, as it always does when there are none."""
+        if self.kind == "idle":
+            return True
+        return self.purpose in ("requests", "idle") and self.kind in ("collective", "socket", "gil", "p2p", "own")
+
+    @property
+    def where(self) -> str:
+        """The place as ``function (file:line)``, SGLang's own where it is known; empty without a stack."""
+        frame = self.place or self.leaf
+        return str(frame) if frame else ""
+
+    @property
+    def call(self) -> tuple[str, str, str]:
+        """What is the same in ranks that are in the same call: operation, function and file of the caller."""
+        frame = self.place or self.leaf
+        if frame is None:
+            return self.operation or self.kind, "", ""
+        return self.operation or self.kind, bare(frame.function), frame.file
+
+    @property
+    def words(self) -> str:
+        """What it does, as the predicate of a sentence."""
+        words = str(_tables().kinds[self.kind]["words"])
+        name = self.operation
+        if self.kind == "collective":
+            words = f"waits in {name}" if name else words
+        elif self.kind == "p2p":
+            words = f"waits in a {name or 'transfer'} between pipeline stages"
+        elif name and self.kind in ("driver", "gpu_sync", "gpu_launch"):
+            words += f" ({name})"
+        if self.backend:
+            words += f" of {self.backend}"
+        if self.detail:
+            words += f" ({self.detail})"
+        purpose = _tables().purpose_words.get(self.purpose)
+        if purpose and self.kind not in ("idle", "unknown"):
+            words += f" for {purpose}"
+        return f"{words} in {self.where}" if self.where else words
+
+
+class _Tables(msgspec.Struct):
+    kinds: dict[str, dict[str, Any]]
+    purpose_words: dict[str, str]
+    native: list[dict[str, Any]]
+    python: list[dict[str, Any]]
+    purposes: list[dict[str, Any]]
+    roles: list[dict[str, Any]]
+    front: list[dict[str, Any]]
+    patterns: dict[str, re.Pattern[str]]
+
+
+@functools.cache
+def _tables() -> _Tables:
+    document = load("activities")
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        compiled = ("file", "function", "pattern")
+        return [
+            {key: re.compile(value) if key in compiled else value for key, value in row.items()}
+            for row in document[name]
+        ]
+
+    return _Tables(
+        kinds=document["kinds"],
+        purpose_words={row["name"]: row["words"] for row in document["purposes"]},
+        native=rows("native"),
+        python=rows("python"),
+        purposes=rows("purposes"),
+        roles=rows("roles"),
+        front=rows("front"),
+        patterns={
+            name: re.compile(document[name])
+            for name in (
+                "own",
+                "wrappers",
+                "wrapper_functions",
+                "outside",
+                "interpreter",
+                "loops",
+                "steps",
+                "serving",
+                "receiving",
+            )
+        },
+    )
+
+
+def bare(function: str) -> str:
+    """Return a function's name without its class and its outer functions."""
+    return function.rpartition(".")[2]
+
+
+def is_own(frame: Frame) -> bool:
+    """Return whether a frame is of SGLang."""
+    return _tables().patterns["own"].search(frame.file) is not None
+
+
+def is_loop(frame: Frame) -> bool:
+    """Return whether a frame is a loop of SGLang, or passes all work on: below it alone, nothing is told."""
+    patterns, name = _tables().patterns, bare(frame.function)
+    return bool(patterns["loops"].match(name) or patterns["steps"].match(name))
+
+
+def activity_of(sample: Sample) -> Activity:
+    """Return what a process does: by the kernel's word, then by its main thread."""
+    if by_kernel := of_state(sample.state, sample.wchan, sample.tracer):
+        return by_kernel
+    thread = _main(sample.threads, sample.pid)
+    native = _main(sample.native, sample.pid)
+    holds_gil = None if thread is None or not (thread.active or thread.owns_gil) else thread.owns_gil
+    return of_frames(
+        thread.frames[:_MAX_FRAMES] if thread else (),
+        native.frames[:_MAX_FRAMES] if native else (),
+        tuple(sample.kernels),
+        holds_gil,
+    )
+
+
+def frames_of(sample: Sample) -> tuple[Frame, ...]:
+    """Return the frames of a process's main thread, innermost first: Python's, or its native ones without these."""
+    thread = _main(sample.threads, sample.pid) or _main(sample.native, sample.pid)
+    return thread.frames[:_MAX_FRAMES] if thread else ()
+
+
+def _main(threads: Sequence[Thread], pid: int) -> Thread | None:
+    found = main_thread(threads, pid)
+    if found is None and threads:
+        # A stack that was pasted alone, or a tool that names no thread: the one that runs SGLang's loop, else the last,
+        # which faulthandler and gdb print for the main thread.
+        found = next((one for one in threads if role_by(one.frames)), threads[-1])
+    return found
+
+
+def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
+    """Return what the kernel's state of a process says by itself, None where it says nothing."""
+    if state == "T":
+        return Activity(kind="stopped", detail="state T, until somebody sends SIGCONT")
+    if state == "S" and wchan in _FREEZER:
+        return Activity(kind="stopped", detail="frozen by its cgroup, as a container that is paused")
+    if state == "t":
+        return Activity(kind="traced", detail=f"by process {tracer}" if tracer else "state t")
+    if state == "D":
+        return Activity(kind="disk_sleep", detail=f"state D in the kernel's {wchan}" if wchan else "state D")
+    if state and state in "ZX":
+        return Activity(kind="dead", detail=f"state {state}")
+    return None
+
+
+@functools.lru_cache(maxsize=8192)
+def of_frames(
+    frames: tuple[Frame, ...],
+    native: tuple[Frame, ...] = (),
+    kernels: tuple[str, ...] = (),
+    holds_gil: bool | None = None,
+) -> Activity:
+    """Return what the frames of a thread say.
+
+    Args:
+        frames: its Python frames, innermost first.
+        native: its stack with native frames, innermost first, where it is known.
+        kernels: the CUDA kernels that run for its process.
+        holds_gil: whether it held the GIL while it ran on a CPU; None where it slept or that is not known.
+    """
+    python = frames or tuple(one for one in native if _is_python(one))
+    above = _native_head(native)
+    head = _head(python)
+    place = _place(python)
+    purpose = _purpose(python)
+    by_native = _by_native(above)
+    by_python = _by_python(python, head)
+    row: dict[str, Any] = {}
+    leaf = next(iter(python or above), None)
+    waits_for_ranks = by_python is not None and by_python[0]["kind"] in ("collective", "p2p", "store")
+    if by_native and by_python and waits_for_ranks and by_native[0]["kind"] in ("collective", "gpu_sync", "gpu_launch"):
+        # A barrier of NCCL waits for its stream: it still is a barrier.
+        row, leaf = by_python
+        row = {**row, "backend": by_native[0].get("backend") or row.get("backend", "")}
+    elif by_native and (not by_native[0].get("weak") or by_python is None or by_python[0].get("weak")):
+        row, leaf = by_native
+    elif by_python:
+        row, leaf = by_python
+    kind = str(row.get("kind", ""))
+    if kind in ("", "lock", "socket", "sleep", "file") and _is_idle(python):
+        kind = "idle"
+    elif not kind:
+        kind = _by_gil(leaf, holds_gil) if leaf is not None else "unknown"
+    operation, backend = "", str(row.get("backend", ""))
+    if kind in ("collective", "store"):
+        operation = next((found[1] for one in head if (found := _OPERATION.match(bare(one.function)))), "")
+        if not backend and leaf is not None and "nccl" in f"{leaf.file} {leaf.function}".lower():
+            backend = "NCCL"
+    elif kind == "p2p":
+        operation = _direction(python)
+    elif kind in ("driver", "gpu_sync", "gpu_launch") and leaf is not None:
+        operation = leaf.function if leaf in above or bare(leaf.function) != leaf.function else bare(leaf.function)
+    if kind in ("gpu_sync", "gpu_launch", "own") and kernels and all("nccl" in name.lower() for name in kernels):
+        kind, backend, operation = "collective", "NCCL", operation if kind == "collective" else ""
+    return Activity(
+        kind=kind,
+        operation=operation,
+        backend=backend,
+        leaf=leaf,
+        place=place,
+        purpose=purpose,
+        detail=", ".join(dict.fromkeys(kernels))[:120],
+    )
+
+
+def _is_python(frame: Frame) -> bool:
+    return frame.file.endswith(".py") or frame.file.startswith("<")
+
+
+def _native_head(native: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Return the native frames above the first Python frame of SGLang's own, innermost first."""
+    interpreter = _tables().patterns["interpreter"]
+    above = []
+    for frame in native:
+        if _is_python(frame):
+            if is_own(frame):
+                break
+        elif interpreter.search(frame.function):
+            break
+        else:
+            above.append(frame)
+    return tuple(above)
+
+
+def _head(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """Return the Python frames up to SGLang's own, that included; what only passes a call on does not end them."""
+    for index, frame in enumerate(frames):
+        if is_own(frame) and not _is_wrapper(frame):
+            return tuple(frames[: index + 1])
+    return tuple(frames)
+
+
+def _is_wrapper(frame: Frame) -> bool:
+    patterns = _tables().patterns
+    return bool(patterns["wrappers"].search(frame.file) or patterns["wrapper_functions"].match(bare(frame.function)))
+
+
+def _place(frames: Sequence[Frame]) -> Frame | None:
+    own = [frame for frame in frames if is_own(frame)]
+    return next((frame for frame in own if not _is_wrapper(frame)), own[0] if own else None)
+
+
+def _matches(row: dict[str, Any], frame: Frame) -> bool:
+    file, function = row.get("file"), row.get("function")
+    return (file is None or file.search(frame.file) is not None) and (
+        function is None or function.search(bare(frame.function)) is not None
+    )
+
+
+def _by_native(above: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
+    for row in _tables().native:
+        pattern = row["function"]
+        found = next((frame for frame in above if pattern.search(frame.function)), None)
+        if found is not None:
+            return row, found
+    return None
+
+
+def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
+    strong = [row for row in _tables().python if not row.get("weak")]
+    for frame in head:
+        for row in strong:
+            if not row.get("anywhere") and (frame is head[0] or not row.get("leaf")) and _matches(row, frame):
+                return row, frame
+    for row in strong:
+        if row.get("anywhere"):
+            found = next((frame for frame in frames if _matches(row, frame)), None)
+            if found is not None:
+                return row, found
+    for row in _tables().python:
+        if row.get("weak"):
+            found = next((frame for frame in head if _matches(row, frame)), None)
+            if found is not None:
+                return row, found
+    return None
+
+
+def _purpose(frames: Sequence[Frame]) -> str:
+    for frame in frames:
+        if is_own(frame):
+            for row in _tables().purposes:
+                if _matches(row, frame):
+                    return str(row["name"])
+    return ""
+
+
+def _is_idle(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread is in its loop: nothing that tells lies between its innermost frame and the loop."""
+    patterns = _tables().patterns
+    caller = next((frame for frame in frames if not patterns["outside"].search(frame.file)), None)
+    if caller is None:
+        return any(patterns["serving"].search(frame.file) for frame in frames)
+    name = bare(caller.function)
+    if is_own(caller):
+        return bool(
+            re.match(
+                r"^(event_loop\w*|handle_loop|recv_requests|_pull_raw_reqs|maybe_sleep\w*|on_idle|watch_\w+)$", name
+            )
+        )
+    return patterns["serving"].search(caller.file) is not None
+
+
+def _by_gil(leaf: Frame, holds_gil: bool | None) -> str:
+    # In a layer or a model, a thread that runs without the GIL is in a call that waits for the GPU, or enqueues to it.
+    on_gpu = re.search(r"(^|/)(layers|models|model_executor|speculative|kernels|sgl_kernel|torch/(nn|_ops))", leaf.file)
+    return "gpu_sync" if on_gpu and holds_gil is False else "own"
+
+
+def _direction(frames: Sequence[Frame]) -> str:
+    for frame in frames[:8]:
+        name = bare(frame.function)
+        if "point_to_point" in name or "send_recv" in name:
+            continue
+        if found := re.search(r"(?:^|_)i?(send|recv)(?:_|$)", name):
+            return found[1]
+    return ""
+
+
+def role_by(frames: Sequence[Frame]) -> str:
+    """Return which process of SGLang's has such a main thread: ``scheduler``, ``tokenizer`` …; empty where none is."""
+    for row in _tables().roles:
+        if any(_matches(row, frame) for frame in frames):
+            return str(row["role"])
+    return ""
+
+
+def front_work(frames: Sequence[Frame]) -> tuple[str, str]:
+    """Return what a front end does on its event loop and the component that it is of; empty where it is not known."""
+    for row in _tables().front:
+        if any(row["pattern"].search(f"{frame.file} {frame.function}") for frame in frames[:40]):
+            return str(row["name"]), str(row["component"])
+    return "", ""

@@ -1,0 +1,620 @@
+"""What the words of a log tell of a stall: watchdogs, health checks, time limits, and what goes on meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sglang_crashkit.judge import topology
+from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.model.case import Case, Process
+from sglang_crashkit.model.event import Collective, Line, Raised
+from sglang_crashkit.model.sample import Frame
+
+_MAX_TEXT = 4000
+#: What comes within so many seconds of the end of the evidence goes on to its end.
+_AT_THE_END = 60.0
+#: Beyond the time limit that a health check names, so many seconds late say that the loop itself did not come round.
+_LATE = 40.0
+_HALF_HOUR = 1800.0
+_SLOW_SHARD = 30.0
+_TIC = re.compile(r"tic start time: (\d\d):(\d\d):(\d\d)")
+_WORK = re.compile(
+    r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)|"
+    r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)"
+)
+_GROUP = re.compile(r"\[PG (?:ID )?(\S+?)(?: PG GUID \S+?)? Rank (\d+)\]|\[Rank (\d+)\]|\[rank(\d+)\]")
+
+
+class Sign(msgspec.Struct, frozen=True, kw_only=True):
+    """A line, or an exception's words, that says that somebody waited too long."""
+
+    name: str
+    text: str
+    who: str
+    at: float
+    last_at: float
+    order: int
+    source: str
+    groups: tuple[str, ...]
+    process: Process
+
+
+class Signs(msgspec.Struct, kw_only=True):
+    """All signs of a case, in order.
+
+    Attributes:
+        found: the signs.
+        last_batch: when the last batch ran, 0.0 where none was seen or it has no time.
+        last_answer: when the last request or health check was answered.
+        is_hang: somebody waited too long, and it did not go on after that.
+        is_alive: batches, answers or health checks go on to the end of the evidence.
+        was_ended: a watchdog or a time limit ended a process.
+        is_slow_load: the weights come slowly.
+        told: the most telling of the lines, with their sources.
+    """
+
+    found: list[Sign]
+    last_batch: float = 0.0
+    last_answer: float = 0.0
+    is_hang: bool = False
+    is_alive: bool = False
+    was_ended: bool = False
+    is_slow_load: bool = False
+    told: list[str] = []
+
+    @property
+    def where(self) -> tuple[float, int] | None:
+        """The place of the first sign of a hang, None without one."""
+        return next(((one.at, one.order) for one in self.found if one.name in _OF_A_HANG), None)
+
+    def all(self, *names: str) -> list[Sign]:
+        """Return the signs with these names."""
+        return [one for one in self.found if one.name in names]
+
+
+_OF_A_HANG = ("watchdog", "health", "silent", "nccl", "gloo", "exchange")
+_ENDING = ("watchdog", "nccl", "gloo", "exchange")
+
+
+@functools.cache
+def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+    return [(row["name"], re.compile(row["pattern"])) for row in load("activities")["signs"]]
+
+
+@functools.cache
+def _kernels() -> list[tuple[re.Pattern[str], str, str]]:
+    return [(re.compile(row["pattern"]), row["component"], row["name"]) for row in load("activities")["gpu_kernels"]]
+
+
+def read(case: Case) -> Signs:
+    """Return the signs of a case."""
+    found: list[Sign] = []
+    for process in case.processes.values():
+        for line in process.lines:
+            found += _of_text(process, line, line.text)
+        for raised in process.raised:
+            found += _of_text(process, raised, f"{raised.said}\n{raised.error.type}: {raised.error.text}")
+    found.sort(key=lambda one: (one.at, one.order))
+    signs = Signs(found=found)
+    progress = [one for process in case.processes.values() for one in process.progress]
+    batches = [max(one.at, one.last_at) for one in progress if one.kind in ("prefill", "decode")]
+    answers = [
+        max(one.at, one.last_at)
+        for one in progress
+        if one.kind in ("answer", "refused") or (one.kind == "health" and one.status < 400)
+    ]
+    signs.last_batch, signs.last_answer = max(batches, default=0.0), max(answers, default=0.0)
+    hang = signs.all(*_OF_A_HANG)
+    ended = [one for one in hang if one.name in _ENDING and not _is_soft(one)]
+    last = max((max(one.at, one.last_at) for one in hang), default=0.0)
+    goes_on = signs.last_batch > last + 1.0
+    signs.was_ended = bool(ended)
+    signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs)
+    is_late = max(signs.last_batch, signs.last_answer) >= case.last_at - _AT_THE_END
+    signs.is_alive = bool(batches or answers) and (is_late or goes_on) and not signs.is_hang
+    signs.is_slow_load = any(float(one.groups[2] or 0) >= _SLOW_SHARD for one in signs.all("shards"))
+    signs.told = [f"{one.text.strip()[:160]} ({one.source or 'log'})" for one in _once(hang)]
+    return signs
+
+
+def _of_text(process: Process, event: Line | Raised, text: str) -> Iterable[Sign]:
+    text = text[:_MAX_TEXT]
+    for name, pattern in _patterns():
+        if match := pattern.search(text):
+            yield Sign(
+                name=name,
+                text=text,
+                who=topology.short_name(process) if process.ranks else process.who,
+                at=event.at,
+                last_at=max(event.at, getattr(event, "last_at", 0.0)),
+                order=event.order,
+                source=event.source,
+                groups=tuple(one or "" for one in match.groups()),
+                process=process,
+            )
+
+
+def _once(found: Iterable[Sign]) -> list[Sign]:
+    return list({one.name: one for one in reversed(list(found))}.values())[::-1]
+
+
+def _is_soft(sign: Sign) -> bool:
+    return sign.name == "watchdog" and sign.groups[2] == "True"
+
+
+def _probe_failed(case: Case, signs: Signs) -> bool:
+    """Return whether an orchestrator's probe was not answered while nothing else is known to have failed."""
+    return (
+        any(
+            re.search(r"(?i)(liveness|readiness|startup) probe failed", note)
+            for one in case.containers
+            for note in one.notes
+        )
+        and not signs.last_batch > case.last_at
+    )
+
+
+# -- what they tell
+
+
+def judge(signs: Signs, case: Case) -> list[Finding]:
+    """Return what words of a log tell by themselves."""
+    rules = (_sizes, _recorders, _late_health, _exchange, _lost_peer, _transfers)
+    return [found for rule in rules if (found := rule(signs, case)) is not None]
+
+
+def _at(sign: Sign) -> tuple[float, int]:
+    return sign.at, sign.order
+
+
+def _quote(*some: Sign) -> list[str]:
+    return [
+        f"{one.who + ': ' if one.who else ''}{' '.join(one.text.split())[:180]} ({one.source or 'log'})" for one in some
+    ]
+
+
+def _pair_component(case: Case) -> str | None:
+    return "pd_transfer" if topology.topology_of(case).side else None
+
+
+def _sizes(signs: Signs, case: Case) -> Finding | None:
+    found = signs.all("sizes")
+    if not found:
+        return None
+    first = found[0]
+    sizes = re.search(r"nbytes\.? (\d+) vs\.? (\d+)", first.text)
+    told = f" ({sizes[1]} bytes against {sizes[2]})" if sizes else ""
+    frames = next((one.error.frames for one in first.process.raised if one.error.frames), ())
+    who = first.who or None
+    return Finding(
+        kind="collective_mismatch",
+        who=who,
+        component=component_of(frames) or _pair_component(case),
+        restart="yes",
+        headline=f"ranks of one group ran a collective with different sizes{told}; {who or 'a rank'} noticed it",
+        because=_quote(*found[:3]),
+        next=[
+            "the rank that ended is the victim: ranks of its group took different branches, or had different queues",
+            "compare the last lines of each rank's log (aborted requests, queue lengths); upgrade to a newer release",
+        ],
+        where=_at(first),
+        weight=90,
+    )
+
+
+def _recorders(signs: Signs, case: Case) -> Finding | None:
+    """Return what the last operations of the ranks tell, by flight recorders or by NCCL's watchdog."""
+    last = _operations(signs, case)
+    for group, ranks in last.items():
+        if len(ranks) < 2:
+            continue
+        kinds = {(one.operation, one.sizes) for one in ranks.values() if one.operation}
+        numbers = {one.number for one in ranks.values()}
+        told = "; ".join(
+            f"rank {rank} {one.state or 'in'} number {one.number} {one.operation} {one.sizes}".rstrip()
+            for rank, one in sorted(ranks.items())[:4]
+        )
+        first = min(ranks.values(), key=lambda one: (one.at, one.order))
+        where = signs.where or (first.at, first.order)
+        name = f"group {group}" if group else "one group"
+        steps = [f"`py-spy dump --native --pid PID` of each rank of {name} shows which branch it took"]
+        if len(numbers) == 1 and len(kinds) > 1:
+            return Finding(
+                kind="collective_mismatch",
+                headline=f"ranks of {name} are in different operations at the same number: {told}"[:290],
+                because=[told],
+                next=steps,
+                where=where,
+                weight=85,
+            )
+        if len(numbers) > 1:
+            least = min(numbers)
+            behind = [rank for rank, one in sorted(ranks.items()) if one.number == least]
+            named = f"TP{behind[0]}" if len(behind) == 1 and len(ranks) > 1 else None
+            return Finding(
+                kind="rank_stuck" if named else "rank_divergence",
+                who=named,
+                headline=f"{named or 'some ranks'} of {name} did not come to the operation of the others: {told}"[:290],
+                because=[told],
+                next=steps,
+                where=where,
+                weight=85,
+            )
+    return _nccl_timeouts(signs, case, last)
+
+
+def _operations(signs: Signs, case: Case) -> dict[str, dict[int, Collective]]:
+    found: dict[str, dict[int, Collective]] = {}
+    seen = list(case.collectives)
+    if not seen:
+        for sign in signs.all("nccl"):
+            group, work = _GROUP.search(sign.text), _WORK.search(sign.text)
+            if work is None or work[1] is None:
+                continue
+            rank = next((int(one) for one in (group.groups()[1:] if group else ()) if one), -1)
+            rank = sign.process.ranks.get("tp", rank) if rank < 0 else rank
+            seen.append(
+                Collective(
+                    group=group[1] or "" if group else "",
+                    number=int(work[1]),
+                    operation=work[2].lower(),
+                    sizes=f"{work[3]} to {work[4]} elements",
+                    state="timed out in",
+                    rank=rank,
+                    at=sign.at,
+                    order=sign.order,
+                )
+            )
+    for one in seen:
+        known = found.setdefault(one.group, {}).get(one.rank)
+        # A dump has all that is unfinished: the first of these is what the rank waits in.
+        place, before = _unfinished(one), _unfinished(known) if known else None
+        if before is None or place < before:
+            found[one.group][one.rank] = one
+    return found
+
+
+def _unfinished(one: Collective) -> tuple[bool, int]:
+    # The first that is not finished comes first, then the last that is.
+    is_finished = one.state == "completed"
+    return is_finished, -one.number if is_finished else one.number
+
+
+def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collective]]) -> Finding | None:
+    found = signs.all("nccl", "gloo")
+    if not found:
+        return None
+    first = found[0]
+    ranks = next(iter(sorted(last.values(), key=len, reverse=True)), {})
+    layout = topology.topology_of(case)
+    operation = next((one.operation for one in ranks.values() if one.operation), "") or "a collective"
+    missing = sorted(set(range(layout.tp)) - set(ranks)) if ranks and layout.is_known and layout.pp == 1 else []
+    seen = [one.ranks for one in case.schedulers]
+    nodes = topology.unseen_nodes(layout, seen)
+    who = topology.name_nodes(nodes) if nodes else f"TP{missing[0]}" if len(missing) == 1 else None
+    reported = len(ranks) or len({one.who for one in found if one.who})
+    steps = [
+        "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 at the next start leaves a flight recorder dump at the time limit",
+        "`py-spy dump --native --pid PID` of every rank before the time limit shows who is not in it",
+    ]
+    if nodes:
+        steps.insert(0, f"read the log of {who}, the other node, at the same time: nothing of its ranks is seen here")
+    words = f"{reported} of {layout.ranks} ranks" if layout.is_known else f"{reported or 'some'} ranks"
+    return Finding(
+        kind="rank_stuck" if who and not nodes else "symmetric_stall",
+        who=who,
+        headline=f"{words} waited in {operation} until its time limit"
+        + (f"; {who} reported none, so the others waited for it" if who else ", and none is known to be elsewhere"),
+        because=_quote(*found[:3]),
+        next=steps,
+        where=_at(first),
+        weight=60,
+    )
+
+
+def _late_health(signs: Signs, _case: Case) -> Finding | None:
+    """Return that the main process's event loop did not come round, where a health check's end came far too late."""
+    for sign in signs.all("health"):
+        began = _TIC.search(sign.text)
+        if began is None or not sign.at:
+            continue
+        hours, minutes, seconds = (int(one) for one in began.groups())
+        lag = (sign.at - (3600 * hours + 60 * minutes + seconds)) % 86400.0
+        # What is off by half hours is another time zone.
+        if lag % _HALF_HOUR > float(sign.groups[0]) + _LATE:
+            late = (lag % _HALF_HOUR if lag > 43200 else lag) / 60
+            return Finding(
+                kind="tokenizer_stuck",
+                who="tokenizer",
+                component="tokenizer",
+                restart="yes",
+                headline=f"the main process's event loop did not come round for {late:.0f} minutes: a health check that"
+                f" began at {began[1]}:{began[2]}:{began[3]} ended only then; the schedulers worked on meanwhile",
+                because=_quote(sign),
+                next=[
+                    "`py-spy dump --pid PID` of the main process while it is silent, twice: what holds its event loop?",
+                    "raise --tokenizer-worker-num, so that tokenizing does not run on that loop",
+                ],
+                where=_at(sign),
+                weight=75,
+            )
+    for sign in signs.all("silent"):
+        return Finding(
+            kind="tokenizer_stuck",
+            who="tokenizer",
+            component="tokenizer",
+            headline=f"the main process's event loop did not come round: {sign.text[:160]}",
+            because=_quote(sign),
+            where=_at(sign),
+            weight=60,
+        )
+    return None
+
+
+def _exchange(signs: Signs, _case: Case) -> Finding | None:
+    """Return who kept the others waiting where an exchange between GPUs ran into its time limit."""
+    found = signs.all("exchange")
+    if not found:
+        return None
+    compiling = [one for one in signs.all("compile") if one.at <= found[0].at]
+    late = compiling[-1] if compiling else None
+    component = (component_of_text(late.text) or "compiler") if late else "expert_parallel"
+    steps = ["the network is not the first suspect: see what the ranks that did not join were doing"]
+    if late:
+        steps.insert(0, "precompile before serving: `python3 -m sglang.compile_deep_gemm` with the server's arguments")
+        steps.append("send a warm-up request of each length to all ranks, or raise the exchange's time limit")
+    who = (late.who or None) if late else None
+    headline = f"{found[0].who or 'a rank'} waited for the exchange of experts until its time limit"
+    if late:
+        headline += f", while {who or 'another rank'} compiled kernels and did not join it"
+    return Finding(
+        kind="rank_stuck" if late else "symmetric_stall",
+        who=who,
+        component=component,
+        restart="yes",
+        headline=headline[:290],
+        because=_quote(*found[:2], *([late] if late else [])),
+        next=steps,
+        where=_at(found[0]),
+        weight=70,
+    )
+
+
+def _lost_peer(signs: Signs, _case: Case) -> Finding | None:
+    found = signs.all("lost_prefill", "no_bootstrap")
+    if not found:
+        return None
+    first = found[0]
+    address = next((one.groups[1] for one in found if one.name == "lost_prefill"), "")
+    at = f" ({address})" if address else ""
+    return Finding(
+        kind="peer_lost",
+        who="prefill",
+        component="pd_transfer",
+        headline=f"the prefill server{at} does not answer any more; {first.who or 'decode'} gave up the requests of it",
+        because=_quote(*_once(found)[:3]),
+        next=[
+            f"look at the prefill server's log, its pod and its node{at}: that one failed; decode is the victim",
+            "give decode's liveness probe more time: its health check fails only while it waits for prefill",
+        ],
+        where=_at(first),
+        weight=75,
+    )
+
+
+def _transfers(signs: Signs, case: Case) -> Finding | None:
+    found = signs.all("transfer_timeout")
+    if not found or signs.all("lost_prefill"):
+        return None
+    first = found[0]
+    side = topology.topology_of(case, first.process.side).side
+    other = {"prefill": "decode", "decode": "prefill"}.get(side)
+    return Finding(
+        kind="transfer_stuck",
+        who=other,
+        component="pd_transfer",
+        headline=f"KV transfers did not end within their time limit; they wait for the {other or 'other'} side",
+        because=_quote(*found[:3]),
+        next=[f"read what the {other or 'other'} side says of the same room, and whether its transfer threads live"],
+        where=_at(first),
+        weight=55,
+    )
+
+
+# -- where nothing else tells
+
+
+def judge_silence(signs: Signs, case: Case) -> list[Finding]:
+    """Return what is known of a server that does not go on, or that does, where neither stacks nor words tell more."""
+    for rule in (_watchdogs, _health):
+        if (found := rule(signs, case)) is not None:
+            return [found]
+    if signs.is_alive:
+        where = (case.last_at, len(case.events))
+        return [
+            Finding(kind="no_incident", headline="the server serves to the end of the evidence", where=where, weight=10)
+        ]
+    return []
+
+
+def _watchdogs(signs: Signs, case: Case) -> Finding | None:
+    found = signs.all("watchdog")
+    if not found:
+        return None
+    first = found[0]
+    secs = first.groups[1]
+    name = first.groups[0].lower()
+    for role in ("detokenizer", "tokenizer"):
+        if name.startswith(role):
+            headline = f"the {role} made no progress for {secs} s, says its watchdog"
+            return Finding(
+                kind=f"{role}_stuck",
+                who=role,
+                component=role,
+                headline=headline,
+                because=_quote(first),
+                where=_at(first),
+            )
+    if _is_soft(first) and signs.last_batch > first.last_at + 1.0:
+        headline = f"a batch took longer than {secs} s, and the server went on"
+        return Finding(kind="busy", headline=headline, because=_quote(first), where=_at(first), weight=20)
+    who = list(dict.fromkeys(one.who for one in found if one.who))
+    layout = topology.topology_of(case, first.process.side, (one.ranks for one in case.schedulers))
+    told = topology.name_ranks(who) if who else "the scheduler"
+    every = f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told
+    headline = f"{every} made no progress for {secs} s{_last_batch(case)}; what they wait in no stack shows"
+    steps = [
+        "`sglang-crashkit collect`, or `py-spy dump --native --pid PID` of every rank, while it hangs",
+        f"do that before the watchdog's {secs} s are over; --soft-watchdog-timeout prints stacks and ends nothing",
+    ]
+    if nodes := topology.unseen_nodes(layout, (one.ranks for one in case.schedulers)):
+        steps.insert(0, f"read the log of {topology.name_nodes(nodes)}, the other node, which is not in this evidence")
+    return Finding(
+        kind="no_progress", headline=headline[:290], because=_quote(*found[:4]), next=steps, where=_at(first), weight=45
+    )
+
+
+def _last_batch(case: Case) -> str:
+    last = max(
+        (
+            (one.last_at, one.last_order, process, one)
+            for process in case.processes.values()
+            for one in process.progress
+            if one.kind in ("prefill", "decode")
+        ),
+        key=lambda item: item[:2],
+        default=None,
+    )
+    if last is None:
+        return ""
+    _at, _order, process, progress = last
+    who = f" of {topology.short_name(process)}" if process.ranks else ""
+    return f" after a {progress.kind} batch{who} ({progress.running} running, {progress.queued} queued)"
+
+
+def _health(signs: Signs, case: Case) -> Finding | None:
+    found = signs.all("health")
+    probe = next(
+        (note for one in case.containers for note in one.notes if re.search(r"(?i)liveness probe failed", note)), ""
+    )
+    if not signs.is_hang or not (found or probe):
+        return None
+    where = _at(found[0]) if found else (case.last_at, len(case.events))
+    because = [*_quote(*found[:2]), *([probe[:200]] if probe else [])]
+    first_bad = found[0].at if found else 0.0
+    goes_on = (
+        signs.last_batch > max(first_bad + 20.0, signs.last_answer + 5.0)
+        if found
+        else (signs.last_batch > signs.last_answer + 5.0)
+    )
+    if goes_on and found:
+        return Finding(
+            kind="detokenizer_stuck",
+            who="detokenizer",
+            component="detokenizer",
+            headline="batches go on while no answer comes back: the detokenizer does not pass them on",
+            because=because,
+            where=where,
+            weight=55,
+        )
+    if goes_on or (not found and re.search(r"(?i)deadline exceeded|timeout", probe)):
+        return Finding(
+            kind="tokenizer_stuck",
+            who="tokenizer",
+            component="tokenizer",
+            headline="the schedulers work on while the main process answers neither requests nor /health in time",
+            because=because,
+            next=[
+                "`py-spy dump --pid PID` of the main process while the probe fails; raise --tokenizer-worker-num",
+                "give the liveness probe more time (timeoutSeconds, failureThreshold): the engine behind it works",
+            ],
+            where=where,
+            weight=50,
+        )
+    if not found:
+        return None
+    layout = topology.topology_of(case)
+    steps = ["`sglang-crashkit collect`, or `py-spy dump --native --pid PID` of every rank, while it hangs"]
+    if nodes := topology.unseen_nodes(layout, (one.ranks for one in case.schedulers)):
+        steps.insert(0, f"read the log of {topology.name_nodes(nodes)}, the other node, which is not in this evidence")
+    return Finding(
+        kind="no_progress",
+        headline=f"no batch runs and no health check is answered{_last_batch(case)}"[:290],
+        because=because,
+        next=steps,
+        where=where,
+        weight=45,
+    )
+
+
+# -- components and kernels
+
+
+def kernels_of(case: Case) -> list[str]:
+    """Return the names of the kernels that a debugger saw on the GPUs, the most frequent first."""
+    names = [one.name for one in case.gpu_kernels if one.name and not one.exception]
+    names += [name for process in case.processes.values() for stack in process.stacks for name in stack.sample.kernels]
+    return sorted(dict.fromkeys(names), key=lambda one: -names.count(one))
+
+
+def component_of_kernel(name: str) -> str | None:
+    """Return the component that a kernel on the GPU is of."""
+    return next((component for pattern, component, _name in _kernels() if pattern.search(name)), None)
+
+
+def steps_of_kernel(name: str) -> list[str]:
+    """Return what to do about a kernel that does not end."""
+    component = component_of_kernel(name)
+    steps = []
+    if component == "custom_all_reduce":
+        steps.append(
+            "--disable-custom-all-reduce takes that kernel out: it polls its peers' memory without a time limit"
+        )
+    elif component == "expert_parallel":
+        steps.append("another --moe-a2a-backend (none), or --deepep-mode normal, takes that exchange out")
+    elif component == "distributed_init":
+        steps.append(
+            "NCCL_DEBUG=INFO shows the transport; the rank whose GPU runs no such kernel is the one to look at"
+        )
+    elif component == "attention":
+        steps.append("another --attention-backend takes that kernel out")
+    return steps
+
+
+_COMPONENTS = (
+    (re.compile(r"deep_gemm"), "deep_gemm"),
+    (re.compile(r"disaggregation/"), "pd_transfer"),
+    (re.compile(r"mamba"), "mamba"),
+    (re.compile(r"hicache|hiradix|cache_controller|memory_pool_host"), "hicache"),
+    (re.compile(r"radix_cache|unified_cache"), "radix_cache"),
+    (re.compile(r"constrained/"), "grammar"),
+    (re.compile(r"speculative/"), "speculative"),
+    (re.compile(r"lora/"), "lora"),
+    (re.compile(r"triton/compiler|_inductor"), "compiler"),
+    (re.compile(r"flashinfer"), "flashinfer"),
+    (re.compile(r"layers/attention"), "attention"),
+    (re.compile(r"layers/moe"), "moe"),
+    (re.compile(r"layers/quantization"), "quantization"),
+    (re.compile(r"model_loader"), "model_loader"),
+    (re.compile(r"update_weights|weight_updater"), "weight_update"),
+    (re.compile(r"_pp_|pp_mixin"), "pipeline_parallel"),
+    (re.compile(r"mlp_sync|dp_attn"), "data_parallel"),
+)
+
+
+def component_of(frames: Sequence[Frame]) -> str | None:
+    """Return the component of a stack, innermost frame first."""
+    for frame in frames:
+        if found := component_of_text(f"{frame.file} {frame.function}"):
+            return found
+    return None
+
+
+def component_of_text(text: str) -> str | None:
+    """Return the component that a place or a line names."""
+    return next((component for pattern, component in _COMPONENTS if pattern.search(text.lower())), None)

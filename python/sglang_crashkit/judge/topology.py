@@ -1,0 +1,205 @@
+"""Which ranks there are by the arguments, which of them are seen, and who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang_crashkit.model.case import Case, Process
+
+_T = TypeVar("_T")
+_MAX_NAMED = 4
+_MAX_SIZE = 1 << 20
+_NUMBER = re.compile(r"\d+")
+
+
+class Topology(msgspec.Struct, kw_only=True):
+    """The ranks of one server, as far as its arguments, or what is seen of it, tell.
+
+    Attributes:
+        tp, pp, dp, ep, cp: sizes, 1 where they are not known.
+        nodes: on how many nodes it runs.
+        node_rank: which of these the arguments are of, None where they do not say.
+        is_dp_attention: its data-parallel ranks are ranks of tensor parallelism, and work together.
+        side: ``prefill`` or ``decode``; empty where it is no half of a pair.
+        is_known: the sizes come from arguments.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+    nodes: int = 1
+    node_rank: int | None = None
+    is_dp_attention: bool = False
+    side: str = ""
+    is_known: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many schedulers it has."""
+        return self.tp * self.pp * (1 if self.is_dp_attention else self.dp)
+
+    def node_of(self, ranks: Mapping[str, int]) -> int:
+        """Return on which node a rank runs, counted from 0."""
+        per_stage = max(self.nodes // self.pp, 1)
+        stages_of_node = max(self.pp // self.nodes, 1)
+        ranks_of_node = max(self.tp // per_stage, 1)
+        return ranks.get("pp", 0) // stages_of_node * per_stage + ranks.get("tp", 0) // ranks_of_node
+
+
+def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] = ()) -> Topology:
+    """Return the topology of the server of one side, by its arguments and by the ranks that are seen of it.
+
+    Args:
+        case: the case.
+        side: ``prefill`` or ``decode``, empty where there is one server.
+        members: the ranks of the schedulers that are seen.
+    """
+    all_arguments = [one for one in case.servers if one.values] or []
+    own = [one for one in all_arguments if side and _side(one.values, one.side) == side]
+    values = (own or all_arguments)[0].values if (own or all_arguments) else case.arguments
+    if side and not own and len(all_arguments) > 1:
+        values = {}
+    sizes = {name: _size(values, f"{name}_size", name, long) for name, long in _LONG_NAMES.items()}
+    nodes = {_size(one.values, "node_rank", default=-1) for one in (own or all_arguments)}
+    known = Topology(
+        **sizes,
+        cp=max(_size(values, "attn_cp_size"), _size(values, "cp_size")),
+        nodes=_size(values, "nnodes"),
+        node_rank=nodes.pop() if len(nodes) == 1 and -1 not in nodes else None,
+        is_dp_attention=bool(values.get("enable_dp_attention")),
+        side=side or _side(values, ""),
+        is_known=any(f"{name}_size" in values for name in ("tp", "pp", "dp")),
+    )
+    for ranks in members:
+        for name in ("tp", "pp", "dp", "ep"):
+            setattr(known, name, min(_MAX_SIZE, max(getattr(known, name), ranks.get(name, 0) + 1)))
+    if known.dp > 1 and not known.is_dp_attention:
+        known.is_dp_attention = _are_numbered_across(list(members), known.dp)
+    return known
+
+
+_LONG_NAMES = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "expert_parallel_size",
+}
+
+
+def _size(values: Mapping[str, Any], *names: str, default: int = 1) -> int:
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            value = int(value)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE:
+            return value if default < 0 else max(1, value)
+    return default
+
+
+def _side(values: Mapping[str, Any], said: str) -> str:
+    mode = str(values.get("disaggregation_mode") or "")
+    return said or (mode if mode in ("prefill", "decode") else "")
+
+
+def _are_numbered_across(members: Sequence[Mapping[str, int]], dp: int) -> bool:
+    """Return whether ranks of tensor parallelism are numbered across the replicas, as with attention in parallel."""
+    by_replica: dict[int, set[int]] = {}
+    for ranks in members:
+        by_replica.setdefault(ranks.get("dp", 0), set()).add(ranks.get("tp", 0))
+    numbers = [number for some in by_replica.values() for number in some]
+    return len(by_replica) > 1 and dp > 1 and len(numbers) == len(set(numbers))
+
+
+def stage_of(ranks: Mapping[str, int]) -> int:
+    """Return the pipeline stage of a rank."""
+    return ranks.get("pp", 0)
+
+
+def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], Mapping[str, int]]) -> list[list[_T]]:
+    """Return the members that work together: those of one pipeline stage, and of one replica."""
+    found: dict[tuple[int, int], list[_T]] = {}
+    for member in members:
+        own = ranks(member)
+        replica = 0 if topology.is_dp_attention else own.get("dp", 0)
+        found.setdefault((replica, stage_of(own)), []).append(member)
+    return [found[key] for key in sorted(found)]
+
+
+def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
+    """Return the ranks by the arguments of which nothing is seen, by stage and rank of tensor parallelism."""
+    if not topology.is_known or topology.ranks > _MAX_SIZE:
+        return []
+    there = {(one.get("pp", 0), one.get("tp", 0)) for one in seen}
+    missing = ((pp, tp) for pp in range(topology.pp) for tp in range(topology.tp) if (pp, tp) not in there)
+    return [{"tp": tp, **({"pp": pp} if topology.pp > 1 else {})} for pp, tp in missing]
+
+
+def unseen_nodes(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[int]:
+    """Return the nodes, counted from 0, of which no rank is seen."""
+    if topology.nodes <= 1:
+        return []
+    there = {topology.node_of(ranks) for ranks in seen}
+    return [node for node in range(topology.nodes) if node not in there]
+
+
+def root_stages(waits: Mapping[int, set[int]]) -> list[int]:
+    """Return the stages from which the wait of a pipeline comes, upstream-most first.
+
+    Args:
+        waits: by stage, the stages that it waits for; empty for one that waits for no other.
+
+    Returns:
+        The stages that wait for no other, of those that others wait for; all of a ring in which each waits.
+    """
+    awaited = {other for others in waits.values() for other in others}
+    roots = [stage for stage, others in sorted(waits.items()) if not others]
+    return [stage for stage in roots if stage in awaited] or roots or sorted(waits)
+
+
+def name_nodes(nodes: Sequence[int]) -> str:
+    """Return nodes as a short name: ``node 1``, ``nodes 1, 2 and 3``."""
+    if len(nodes) == 1:
+        return f"node {nodes[0]}"
+    return f"nodes {_listed([str(one) for one in nodes])}"
+
+
+def name_ranks(names: Sequence[str]) -> str:
+    """Return who they are as part of a sentence; of many of one kind the range: ``TP0 to TP7``."""
+    if len(names) <= _MAX_NAMED:
+        return _listed(names)
+    numbers = [found.group() if (found := re.fullmatch(r"TP(\d+)", name)) else "" for name in names]
+    if all(numbers):
+        return f"{len(names)} ranks ({_ranges([int(one[2:]) for one in numbers])})"
+    return f"{len(names)} ranks ({', '.join(names[:2])} … {names[-1]})"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    told: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if told and number == told[-1][1] + 1:
+            told[-1][1] = number
+        else:
+            told.append([number, number])
+    words = [f"TP{first}" if first == last else f"TP{first} to TP{last}" for first, last in told[:_MAX_NAMED]]
+    return ", ".join(words) + (" …" if len(told) > _MAX_NAMED else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = list(names[:_MAX_NAMED])
+    if len(names) > _MAX_NAMED:
+        shown.append(f"{len(names) - _MAX_NAMED} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else ""
+
+
+def short_name(process: Process) -> str:
+    """Return what a process is called in a verdict: its short name without what says nothing beside ``TP``."""
+    if "tp" in process.ranks:
+        names = [f"{axis.upper()}{process.ranks[axis]}" for axis in ("pp", "dp", "tp") if axis in process.ranks]
+        return " ".join(names)
+    return process.who or process.role

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang_crashkit.judge.activity import activity_of, front_work, of_frames, of_state, role_by
+from unit.judge.stack_events import LOOP, RECV_REQUESTS, RESULT, SRT, TORCH_WRAPPER, frames, stack
+
+BATCH = (f"run_batch ({SRT}/managers/scheduler.py:2100)", *LOOP)
+
+
+def kind_of(*texts: str, native: tuple[str, ...] = ()) -> tuple[str, str]:
+    activity = of_frames(frames(*texts), frames(*native))
+    return activity.kind, activity.operation
+
+
+@pytest.mark.parametrize(
+    ("state", "wchan", "tracer", "kind"),
+    [
+        ("T", "", 0, "stopped"),
+        ("S", "do_freezer_trap", 0, "stopped"),
+        ("t", "", 77, "traced"),
+        ("D", "rpc_wait_bit_killable", 0, "disk_sleep"),
+        ("Z", "", 0, "dead"),
+        ("S", "futex_wait_queue", 0, None),
+        ("R", "", 0, None),
+        ("", "", 0, None),
+    ],
+)
+def test_the_kernel_s_state(state: str, wchan: str, tracer: int, kind: str | None) -> None:
+    activity = of_state(state, wchan, tracer)
+    assert (activity.kind if activity else None) == kind
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        # Collectives, of any release and library; what passes the call on does not matter.
+        (("all_reduce (torch/distributed/distributed_c10d.py:2919)", TORCH_WRAPPER), ("collective", "all_reduce")),
+        (("_all_gather_base (torch/distributed/distributed_c10d.py:4)",), ("collective", "all_gather")),
+        (("all_gather_into_tensor (torch/distributed/distributed_c10d.py:3898)",), ("collective", "all_gather")),
+        (("barrier (torch/distributed/distributed_c10d.py:4810)",), ("collective", "barrier")),
+        ((f"broadcast ({SRT}/distributed/parallel_state.py:1547)",), ("collective", "broadcast")),
+        (
+            ("internode_dispatch (deep_ep/buffer.py:380)", "dispatch (deep_ep/buffer.py:300)"),
+            ("collective", "dispatch"),
+        ),
+        (("ncclAllReduce (sglang/srt/distributed/device_communicators/pynccl_wrapper.py:401)",), ("collective", "")),
+        # Point to point, with its direction.
+        (("send (torch/distributed/distributed_c10d.py:2487)", TORCH_WRAPPER), ("p2p", "send")),
+        (
+            (
+                "recv (torch/distributed/distributed_c10d.py:2500)",
+                f"recv_object ({SRT}/distributed/parallel_state.py:900)",
+            ),
+            ("p2p", "recv"),
+        ),
+        (
+            (
+                f"point_to_point_pyobj ({SRT}/utils/common.py:2744)",
+                f"_pp_recv_pyobj_from_prev_stage ({SRT}/managers/scheduler_pp_mixin.py:768)",
+            ),
+            ("p2p", "recv"),
+        ),
+        (
+            (
+                f"_pp_commit_comm_work ({SRT}/managers/scheduler_pp_mixin.py:692)",
+                f"_pp_send_dict_to_next_stage ({SRT}/managers/scheduler_pp_mixin.py:851)",
+            ),
+            ("p2p", "send"),
+        ),
+        # The store, as at a start.
+        (
+            (
+                "_store_based_barrier (torch/distributed/distributed_c10d.py:900)",
+                "init_process_group (torch/distributed/distributed_c10d.py:1)",
+            ),
+            ("store", ""),
+        ),
+        (("_tcp_rendezvous_handler (torch/distributed/rendezvous.py:200)",), ("store", "")),
+        # The GPU.
+        (("synchronize (torch/cuda/streams.py:231)",), ("gpu_sync", "synchronize")),
+        (("synchronize (torch/cuda/__init__.py:1040)",), ("gpu_sync", "synchronize")),
+        (("replay (torch/cuda/graphs.py:140)",), ("gpu_launch", "replay")),
+        (
+            ("_init_handles (triton/compiler/compiler.py:466)", "run (triton/runtime/jit.py:743)"),
+            ("driver", "_init_handles"),
+        ),
+        (("_lazy_init (torch/cuda/__init__.py:400)",), ("driver", "_lazy_init")),
+        # Work that may take long.
+        (("compile (triton/compiler/compiler.py:300)", "run (triton/runtime/jit.py:700)"), ("compile", "")),
+        (("wait (subprocess.py:1200)", "_run_ninja_build (torch/utils/cpp_extension.py:2300)"), ("compile", "")),
+        ((f"execute ({SRT}/layers/deep_gemm_wrapper/compile_utils.py:262)",), ("compile", "")),
+        (("wait (threading.py:355)", "build_and_load (flashinfer/jit/core.py:200)"), ("compile", "")),
+        (("wait (torch/utils/file_baton.py:49)", "load (torch/utils/cpp_extension.py:1500)"), ("build_lock", "")),
+        (("acquire (filelock/_api.py:300)",), ("build_lock", "")),
+        (
+            (
+                "load_file (safetensors/torch.py:300)",
+                f"safetensors_weights_iterator ({SRT}/model_loader/weight_utils.py:700)",
+            ),
+            ("weight_load", ""),
+        ),
+        # Other programs.
+        (("readinto (socket.py:700)", "_read_status (http/client.py:280)", "get (requests/api.py:73)"), ("http", "")),
+        ((f"batch_exists ({SRT}/mem_cache/storage/mooncake_store/mooncake_store.py:300)",), ("storage", "")),
+        ((f"poll ({SRT}/disaggregation/mooncake/conn.py:900)",), ("transfer", "")),
+        (("wait (threading.py:355)", f"set_result ({SRT}/managers/cache_controller.py:80)"), ("lock", "")),
+        (("recv (zmq/sugar/socket.py:700)", f"get_load ({SRT}/managers/io.py:1)"), ("socket", "")),
+    ],
+)
+def test_what_frames_of_python_say(texts: tuple[str, ...], expected: tuple[str, str]) -> None:
+    assert kind_of(*texts, *BATCH) == expected
+
+
+@pytest.mark.parametrize(
+    ("native", "python", "expected"),
+    [
+        # The driver's call wins over the compiler's frame that asked for it.
+        ("cuModuleLoadData (libcuda.so.590)", "_init_handles (triton/compiler/compiler.py:466)", "driver"),
+        ("cuLibraryLoadData (libcuda.so.1)", "build_and_load (flashinfer/jit/core.py:200)", "driver"),
+        ("cuModuleGetFunction (libcuda.so.1)", f"forward ({SRT}/layers/linear.py:10)", "driver"),
+        ("hipModuleLoadData (libamdhip64.so)", "run (triton/runtime/jit.py:743)", "driver"),
+        # An implicit synchronisation has no frame of Python's.
+        ("cuEventSynchronize (libcuda.so.580)", f"forward ({SRT}/layers/sampler.py:10)", "gpu_sync"),
+        ("at::native::_local_scalar_dense_cuda (libtorch_cuda.so)", f"_apply ({SRT}/sampling/x.py:78)", "gpu_sync"),
+        ("at::native::nonzero_cuda (libtorch_cuda.so)", f"verify ({SRT}/speculative/eagle_info.py:70)", "gpu_sync"),
+        ("cuLaunchKernel (libcuda.so.580)", f"forward ({SRT}/layers/sampler.py:10)", "gpu_launch"),
+        # A barrier that waits for its stream is a barrier.
+        ("cudaStreamSynchronize (libcudart.so)", "barrier (torch/distributed/distributed_c10d.py:4810)", "collective"),
+        ("gloo::transport::tcp::UnboundBuffer::waitRecv (libtorch_cpu.so)", f"x ({SRT}/managers/y.py:1)", "collective"),
+        ("take_gil (python3.12)", "all_reduce (torch/distributed/distributed_c10d.py:2919)", "gil"),
+        ("__lll_lock_wait (libc.so.6)", "acquire (threading.py:10)", "lock"),
+        ("__pread64 (libc.so.6)", f"load_weights ({SRT}/models/llama.py:600)", "weight_load"),
+    ],
+)
+def test_native_frames_come_before_python_s(native: str, python: str, expected: str) -> None:
+    assert kind_of(python, *BATCH, native=(native, python, *BATCH))[0] == expected
+    # As gdb has it: C functions of the interpreter follow, and no frame of Python's.
+    activity = of_frames(frames(python, *BATCH), frames(native, "_PyEval_EvalFrameDefault (python3.12)", "main (x)"))
+    assert activity.kind == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (RECV_REQUESTS, "idle"),
+        (("poll (zmq/sugar/poll.py:106)", f"maybe_sleep ({SRT}/managers/scheduler.py:300)", *LOOP), "idle"),
+        ((f"event_loop_normal ({SRT}/managers/scheduler.py:1500)", *LOOP[1:]), "idle"),
+        (("recv (zmq/sugar/socket.py:7)", f"event_loop ({SRT}/managers/detokenizer_manager.py:140)"), "idle"),
+        (
+            ("select (selectors.py:468)", "_run_once (asyncio/base_events.py:1898)", "run (uvicorn/server.py:67)"),
+            "idle",
+        ),
+        ((f"LRUList.get_prev_no_lock ({SRT}/mem_cache/mamba_radix_cache.py:291)", *BATCH), "own"),
+        (("encode (transformers/tokenization_utils_base.py:2714)", f"x ({SRT}/entrypoints/openai/a.py:1)"), "own"),
+    ],
+)
+def test_idle_and_own_work(texts: tuple[str, ...], expected: str) -> None:
+    assert kind_of(*texts)[0] == expected
+
+
+def test_a_layer_that_runs_without_the_gil_waits_for_the_gpu() -> None:
+    leaf = (f"_apply ({SRT}/layers/penaltylib/min_new_tokens.py:78)", *BATCH)
+    assert activity_of(stack("TP0", *leaf, active=True, gil=False).sample).kind == "gpu_sync"
+    assert activity_of(stack("TP0", *leaf, active=True, gil=True).sample).kind == "own"
+    assert activity_of(stack("TP0", *leaf).sample).kind == "own"
+
+
+def test_words_name_the_wait_its_reason_and_the_place() -> None:
+    words = of_frames(frames(*RESULT)).words
+    assert words.startswith("waits for its GPU (synchronize) for a batch in process_batch_result_decode (")
+    dp_sync = (
+        "all_gather_into_tensor (torch/distributed/distributed_c10d.py:3898)",
+        f"prepare_mlp_sync_batch_raw ({SRT}/managers/scheduler.py:2121)",
+    )
+    assert "all_gather for the data-parallel synchronisation" in of_frames(frames(*dp_sync)).words
+
+
+def test_a_process_without_a_stack_is_in_an_unknown_place() -> None:
+    assert activity_of(stack("TP0").sample).kind == "unknown"
+
+
+def test_kernels_of_nccl_make_a_wait_for_the_gpu_a_collective() -> None:
+    sample = stack("TP0", *RESULT, kernels=("ncclDevKernel_AllReduce_Sum_bf16_RING_LL",)).sample
+    assert activity_of(sample).kind == "collective"
+    other = stack("TP0", *RESULT, kernels=("flash_fwd_kernel",)).sample
+    assert activity_of(other).kind == "gpu_sync"
+
+
+@pytest.mark.parametrize(
+    ("texts", "role"),
+    [
+        (LOOP, "scheduler"),
+        ((f"event_loop ({SRT}/managers/detokenizer_manager.py:140)",), "detokenizer"),
+        (
+            ("run_until_complete (asyncio/base_events.py:1)", f"launch_server ({SRT}/entrypoints/http_server.py:2)"),
+            "tokenizer",
+        ),
+        ((f"run_data_parallel_controller_process ({SRT}/managers/data_parallel_controller.py:900)",), "controller"),
+        (("main (train.py:10)",), ""),
+    ],
+)
+def test_roles_by_functions(texts: tuple[str, ...], role: str) -> None:
+    assert role_by(frames(*texts)) == role
+
+
+@pytest.mark.parametrize(
+    ("text", "component"),
+    [
+        ("_batch_encode_plus (transformers/tokenization_utils_fast.py:540)", "tokenizer"),
+        ("render (jinja2/environment.py:1300)", "chat_template"),
+        ("resize (PIL/Image.py:2200)", "multimodal"),
+        ("_compile_json_schema (xgrammar/compiler.py:30)", "grammar"),
+        ("f (x.py:1)", ""),
+    ],
+)
+def test_what_a_front_end_does_on_its_event_loop(text: str, component: str) -> None:
+    assert front_work(frames(text))[1] == component
