@@ -587,7 +587,7 @@ def steps_of_kernel(name: str) -> list[str]:
 
 
 _COMPONENTS = (
-    (re.compile(r"deep_gemm"), "deep_gemm"),
+    (re.compile(r"deep_?gemm"), "deep_gemm"),
     (re.compile(r"disaggregation/"), "pd_transfer"),
     (re.compile(r"mamba"), "mamba"),
     (re.compile(r"hicache|hiradix|cache_controller|memory_pool_host"), "hicache"),

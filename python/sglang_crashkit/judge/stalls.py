@@ -618,7 +618,8 @@ def _standing(group: Sequence[Member], named: Sequence[Member] = ()) -> str:
     """Return where everybody stands, those that are named first."""
     if not named:
         return _told(group)[:_MAX_HEADLINE]
-    others = [one for one in group if one not in named]
+    ids = {id(one) for one in named}
+    others = [one for one in group if id(one) not in ids]
     return (f"{_told(named)}, while {_told(others)}" if others else _told(named))[:_MAX_HEADLINE]
 
 

@@ -89,9 +89,10 @@ def case(*events: AnyEvent, arguments: Mapping[str, Any] | None = None) -> Case:
 def hang(at: float = 100.0) -> list[AnyEvent]:
     """Return the words of a log of a server that makes no progress any more."""
     words = "Health check failed. Server couldn't get a response from detokenizer for last 20 seconds."
+    began = f"00:{int(at - 20) // 60:02}:{int(at - 20) % 60:02}"
     return [
         Progress(kind="decode", who="TP0", at=at - 60, last_at=at - 40, running=3),
-        Line(text=f"{words} tic start time: 00:01:20. last_heartbeat time: 00:01:00", at=at),
+        Line(text=f"{words} tic start time: {began}. last_heartbeat time: 00:01:00", at=at),
     ]
 
 

@@ -1,0 +1,567 @@
+"""Hangs by their stacks and by their words: who waits for whom, each kind with several siblings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.stalls import find_stalls
+from sglang_crashkit.model.case import Case
+from sglang_crashkit.model.event import AnyEvent, Collective, Container, GpuKernel, Line, Progress, Raised
+from sglang_crashkit.model.event import Error as ErrorOf
+from unit.judge.stack_events import (
+    BROADCAST,
+    LOOP,
+    MODEL_ALL_REDUCE,
+    POLL,
+    RECV_REQUESTS,
+    RESULT,
+    SRT,
+    TORCH_WRAPPER,
+    alive,
+    case,
+    frames,
+    hang,
+    stack,
+)
+
+BATCH = (f"run_batch ({SRT}/managers/scheduler.py:2100)", *LOOP)
+SCHEDULE = (
+    f"get_new_batch_prefill ({SRT}/managers/scheduler.py:1900)",
+    f"get_next_batch_to_run ({SRT}/managers/scheduler.py:1700)",
+    *LOOP,
+)
+EVICTION = (
+    f"RadixCache._delete_leaf ({SRT}/mem_cache/radix_cache.py:601)",
+    f"RadixCache.evict ({SRT}/mem_cache/radix_cache.py:500)",
+)
+COMPILING = (f"execute ({SRT}/layers/deep_gemm_wrapper/compile_utils.py:262)", *BATCH)
+TRITON = (
+    "compile (triton/compiler/compiler.py:300)",
+    "run (triton/runtime/jit.py:700)",
+    f"forward ({SRT}/layers/moe/x.py:9)",
+    *BATCH,
+)
+LOADING = (
+    "load_file (safetensors/torch.py:300)",
+    f"safetensors_weights_iterator ({SRT}/model_loader/weight_utils.py:700)",
+    f"load_model ({SRT}/model_executor/model_runner.py:900)",
+    *LOOP[1:],
+)
+UPDATE = (
+    "broadcast (torch/distributed/distributed_c10d.py:2818)",
+    TORCH_WRAPPER,
+    f"update_weights_from_distributed ({SRT}/model_executor/model_runner.py:1369)",
+    f"process_input_requests ({SRT}/managers/scheduler.py:1377)",
+    *LOOP,
+)
+DP_SYNC = (
+    "all_gather_into_tensor (torch/distributed/distributed_c10d.py:3898)",
+    TORCH_WRAPPER,
+    f"prepare_mlp_sync_batch_raw ({SRT}/managers/scheduler_dp_attn_mixin.py:121)",
+    *LOOP,
+)
+SEND = (
+    "send (torch/distributed/distributed_c10d.py:2487)",
+    f"send_object ({SRT}/distributed/parallel_state.py:886)",
+    f"event_loop_pp ({SRT}/managers/scheduler_pp_mixin.py:150)",
+    *LOOP[1:],
+)
+RECV = (
+    "recv (torch/distributed/distributed_c10d.py:2500)",
+    f"recv_object ({SRT}/distributed/parallel_state.py:930)",
+    f"_pp_recv_pyobj_from_prev_stage ({SRT}/managers/scheduler_pp_mixin.py:768)",
+    f"event_loop_pp ({SRT}/managers/scheduler_pp_mixin.py:150)",
+    *LOOP[1:],
+)
+STORE = (
+    "_store_based_barrier (torch/distributed/distributed_c10d.py:900)",
+    "init_process_group (torch/distributed/distributed_c10d.py:1700)",
+    f"init_distributed_environment ({SRT}/distributed/parallel_state.py:1500)",
+    f"init_torch_distributed ({SRT}/model_executor/model_runner.py:700)",
+    *LOOP[1:],
+)
+TOKENIZING = (
+    "_batch_encode_plus (transformers/tokenization_utils_fast.py:540)",
+    f"_tokenize_one_request ({SRT}/managers/tokenizer_manager.py:600)",
+    "run_forever (asyncio/base_events.py:641)",
+    f"launch_server ({SRT}/entrypoints/http_server.py:2492)",
+)
+SERVING = (
+    "select (selectors.py:468)",
+    "_run_once (asyncio/base_events.py:1898)",
+    f"launch_server ({SRT}/entrypoints/http_server.py:2492)",
+)
+DETOKENIZING = (
+    "decode (transformers/tokenization_utils_base.py:3900)",
+    f"handle_batch_token_id_out ({SRT}/managers/detokenizer_manager.py:200)",
+    f"event_loop ({SRT}/managers/detokenizer_manager.py:140)",
+    f"run_detokenizer_process ({SRT}/managers/detokenizer_manager.py:300)",
+)
+
+
+def first_of(one: Case) -> Finding:
+    found = find_stalls(one)
+    assert found, "nothing was found"
+    return min(found, key=lambda finding: -finding.weight)
+
+
+def ranks(count: int, *texts: str, but: dict[int, Sequence[str]] | None = None, **more: Any) -> list[AnyEvent]:
+    """Return so many ranks that are in one place, `but` some of them elsewhere."""
+    return [stack(f"TP{rank}", *(but or {}).get(rank, texts), **more) for rank in range(count)]
+
+
+def twice(who: str, first: Sequence[str], second: Sequence[str], **more: Any) -> list[AnyEvent]:
+    return [stack(who, *first, at=90.0, **more), stack(who, *second, at=93.0, **more)]
+
+
+# -- one rank is elsewhere
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+@pytest.mark.parametrize("waiting", [BROADCAST, DP_SYNC, MODEL_ALL_REDUCE, RESULT, POLL])
+def test_the_rank_that_is_elsewhere_is_named(count: int, waiting: Sequence[str]) -> None:
+    found = first_of(case(*ranks(count, *waiting, but={1: (*EVICTION, *SCHEDULE)}), *hang()))
+    assert (found.kind, found.who, found.component) == ("rank_stuck", "TP1", "radix_cache")
+    assert found.level == "supported"
+    assert "evict" in found.headline or "_delete_leaf" in found.headline
+    assert any("py-spy dump --native --pid 1001" in step for step in found.next)
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        ("acquire (threading.py:300)", f"put ({SRT}/managers/cache_controller.py:80)", *SCHEDULE),
+        ("recv (zmq/sugar/socket.py:700)", f"get_load ({SRT}/managers/scheduler_metrics_mixin.py:10)", *BATCH),
+        ("sleep (time.py:1)", f"wait_for_room ({SRT}/mem_cache/hiradix_cache.py:700)", *SCHEDULE),
+        ("readinto (socket.py:7)", "get (requests/api.py:73)", f"fetch ({SRT}/managers/mm_utils.py:30)", *BATCH),
+    ],
+)
+def test_whatever_the_rank_that_is_elsewhere_does(elsewhere: Sequence[str]) -> None:
+    found = first_of(case(*ranks(4, *BROADCAST, but={2: elsewhere}), *hang()))
+    assert (found.kind, found.who) == ("rank_stuck", "TP2")
+
+
+def test_the_one_whose_gpu_does_not_come_back_is_named_where_the_others_are_past_the_batch() -> None:
+    found = first_of(case(*ranks(4, *BROADCAST, but={3: RESULT}), *hang()))
+    assert (found.kind, found.who) == ("rank_stuck", "TP3")
+
+
+def test_of_data_parallel_replicas_the_one_that_hangs_is_named_and_not_the_idle_one() -> None:
+    stuck = [stack("DP1 TP0", *BROADCAST, pid=11), stack("DP1 TP1", *EVICTION, *SCHEDULE, pid=12)]
+    idle = [stack("DP0 TP0", *RECV_REQUESTS, pid=13), stack("DP0 TP1", *BROADCAST, pid=14)]
+    found = first_of(case(*stuck, *idle, *hang()))
+    assert (found.kind, found.who) == ("rank_stuck", "DP1 TP1")
+
+
+def test_samples_of_one_process_in_several_files_come_together() -> None:
+    files = [stack("TP0", *BROADCAST, node="a.txt", pid=7), stack("TP0", *BROADCAST, node="b.txt", pid=7)]
+    other = [stack("TP1", *EVICTION, *SCHEDULE, node="a.txt"), stack("TP1", *SCHEDULE, node="b.txt")]
+    found = first_of(case(*files, *other, *hang()))
+    assert (found.kind, found.who) == ("rank_stuck", "TP1")
+
+
+# -- all wait
+
+
+@pytest.mark.parametrize("waiting", [MODEL_ALL_REDUCE, DP_SYNC, POLL, BROADCAST])
+@pytest.mark.parametrize("count", [2, 8])
+def test_nobody_is_named_where_all_are_in_the_same_call(waiting: Sequence[str], count: int) -> None:
+    found = first_of(case(*ranks(count, *waiting), *hang()))
+    assert (found.kind, found.who) == ("symmetric_stall", None)
+    assert "all " in found.headline or "TP0 and TP1" in found.headline
+
+
+@pytest.mark.parametrize(("nodes", "count", "who"), [(2, 8, "node 1"), (4, 4, "nodes 1, 2 and 3")])
+def test_the_nodes_that_are_not_seen_are_named(nodes: int, count: int, who: str) -> None:
+    arguments = {"tp_size": nodes * count, "nnodes": nodes}
+    found = first_of(case(*ranks(count, *BROADCAST), *hang(), arguments=arguments))
+    assert (found.kind, found.who) == ("symmetric_stall", who)
+    assert any("other node" in step for step in found.next)
+
+
+def test_a_rank_without_a_stack_is_named_where_it_is_the_only_one() -> None:
+    found = first_of(case(*ranks(3, *DP_SYNC), *hang(), arguments={"tp_size": 4}))
+    assert (found.kind, found.who) == ("symmetric_stall", "TP3")
+
+
+def test_the_start_waits_for_the_node_that_has_not_come() -> None:
+    found = first_of(case(*ranks(8, *STORE), arguments={"tp_size": 16, "nnodes": 2}))
+    assert (found.kind, found.who) == ("startup_timeout", "node 1")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        (BROADCAST, POLL, "collective_mismatch"),
+        (DP_SYNC, BROADCAST, "collective_mismatch"),
+        (MODEL_ALL_REDUCE, BROADCAST, "rank_divergence"),
+        (DP_SYNC, MODEL_ALL_REDUCE, "collective_mismatch"),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 8])
+def test_ranks_in_different_calls(one: Sequence[str], other: Sequence[str], kind: str, count: int) -> None:
+    half = dict.fromkeys(range(count // 2), other)
+    found = first_of(case(*ranks(count, *one, but=half), *hang()))
+    assert (found.kind, found.who) == (kind, None)
+    assert found.restart in ("yes", None)
+
+
+def test_the_only_rank_in_another_call_is_named() -> None:
+    found = first_of(case(*ranks(8, *BROADCAST, but={5: POLL}), *hang()))
+    assert (found.kind, found.who) == ("collective_mismatch", "TP5")
+
+
+def test_ranks_of_a_batch_may_be_in_different_layers() -> None:
+    ahead = (*MODEL_ALL_REDUCE[:4], f"forward ({SRT}/layers/moe/fused_moe.py:300)", *MODEL_ALL_REDUCE[6:])
+    found = first_of(case(*ranks(4, *MODEL_ALL_REDUCE, but={0: ahead}), *hang()))
+    assert (found.kind, found.who) == ("symmetric_stall", None)
+
+
+def test_some_have_a_batch_and_the_first_waits_for_requests() -> None:
+    found = first_of(case(*ranks(4, *MODEL_ALL_REDUCE, but={0: RECV_REQUESTS}), *hang()))
+    assert found.kind == "rank_divergence"
+
+
+@pytest.mark.parametrize("update", ["update_weights_from_distributed", "init_weights_update_group"])
+def test_an_update_of_weights_waits_for_the_trainer(update: str) -> None:
+    texts = [text.replace("update_weights_from_distributed", update) for text in UPDATE]
+    found = first_of(case(*ranks(2, *texts)))
+    assert (found.kind, found.who, found.component) == ("weight_update_deadlock", "trainer", "weight_update")
+    assert any("trainer" in step for step in found.next)
+    assert any("src" in step for step in found.next)
+
+
+# -- the GPU and its driver
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("texts", "native"),
+    [
+        (RESULT, ()),
+        (("replay (torch/cuda/graphs.py:140)", f"replay ({SRT}/model_executor/cuda_graph_runner.py:800)", *BATCH), ()),
+        ((f"forward ({SRT}/layers/sampler.py:80)", *BATCH), ("cuStreamSynchronize (libcuda.so.580)",)),
+        ((f"verify ({SRT}/speculative/eagle_info.py:300)", *BATCH), ("at::native::nonzero_cuda (libtorch_cuda.so)",)),
+        ((f"forward ({SRT}/layers/linear.py:80)", *BATCH), ("cuLaunchKernel (libcuda.so.580)",)),
+    ],
+)
+def test_all_wait_for_their_gpu(count: int, texts: Sequence[str], native: Sequence[str]) -> None:
+    found = first_of(case(*ranks(count, *texts, native=(*native, *texts) if native else ()), *hang()))
+    assert (found.kind, found.who) == ("gpu_stall", None)
+    assert any("cuda-gdb" in step for step in found.next)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "component", "word"),
+    [
+        ("sglang::all_reduce_1shot_push_kernel<__nv_bfloat16, 4u>", "custom_all_reduce", "--disable-custom-all-reduce"),
+        ("void cross_device_reduce_1stage<float, 8>", "custom_all_reduce", "--disable-custom-all-reduce"),
+        ("deep_ep::internode::dispatch<4>", "expert_parallel", "--moe-a2a-backend"),
+        ("flash::prepare_varlen_num_blocks_kernel", "attention", "--attention-backend"),
+    ],
+)
+def test_the_kernel_that_the_gpus_run_tells_the_component(kernel: str, component: str, word: str) -> None:
+    found = first_of(case(*ranks(4, *RESULT), GpuKernel(name=kernel), *hang()))
+    assert (found.kind, found.component) == ("gpu_stall", component)
+    assert any(word in step for step in found.next)
+    assert kernel[:40] in found.headline
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLibraryLoadData", "hipModuleLoadData", "cuMemHostRegister"])
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_call_of_the_driver_that_does_not_come_back(call: str, count: int) -> None:
+    texts = (
+        "_init_handles (triton/compiler/compiler.py:466)",
+        f"forward ({SRT}/layers/attention/dsa_backend.py:9)",
+        *BATCH,
+    )
+    found = first_of(case(*ranks(count, *texts, native=(f"{call} (libcuda.so.590)", *texts)), *hang()))
+    assert found.kind == "driver_stuck"
+    assert (found.who is None) == (count > 1)
+    assert call in found.headline
+    assert any("CUDA_MODULE_LOADING" in step for step in found.next) == ("Load" in call)
+
+
+# -- work of its own
+
+
+def test_a_scheduler_below_the_same_function_with_changing_leaves() -> None:
+    moving = [(f"get_prev_no_lock ({SRT}/mem_cache/mamba_radix_cache.py:{line})",) for line in (291, 292)]
+    base = (f"evict_mamba ({SRT}/mem_cache/mamba_radix_cache.py:800)", *SCHEDULE)
+    events = twice("scheduler", (*moving[0], *base), base, gil=True, active=True)
+    found = first_of(case(*events, *hang()))
+    assert (found.kind, found.who, found.component) == ("rank_stuck", "scheduler", "mamba")
+    assert "evict_mamba" in found.headline
+
+
+def test_all_ranks_in_the_same_place_of_their_own_code() -> None:
+    found = first_of(case(*ranks(4, *EVICTION, *SCHEDULE, gil=True, active=True), *hang()))
+    assert (found.kind, found.who, found.component) == ("own_work", None, "radix_cache")
+
+
+def test_a_scheduler_that_moves_about_at_its_batches_is_busy() -> None:
+    found = first_of(case(*twice("scheduler", BATCH, (*EVICTION, *SCHEDULE)), *alive()))
+    assert found.kind in ("busy", "no_incident")
+
+
+# -- pipelines
+
+
+def stages(*each: Sequence[str], tp: int = 2) -> list[AnyEvent]:
+    return [stack(f"PP{pp} TP{rank}", *texts) for pp, texts in enumerate(each) for rank in range(tp)]
+
+
+@pytest.mark.parametrize(
+    ("each", "kind", "who"),
+    [
+        # The stage after waits for the GPU.
+        ((SEND, RESULT), "gpu_stall", "PP1"),
+        ((RESULT, RECV), "gpu_stall", "PP0"),
+        ((RESULT, RECV, RECV, RECV), "gpu_stall", "PP0"),
+        # Each stage waits for the other, or for one in a collective of its own.
+        ((RECV, RECV), "collective_mismatch", None),
+        ((SEND, SEND), "collective_mismatch", None),
+        ((SEND, DP_SYNC), "collective_mismatch", None),
+    ],
+)
+def test_the_stage_that_waits_for_none(each: Sequence[Sequence[str]], kind: str, who: str | None) -> None:
+    found = first_of(case(*stages(*each), *hang()))
+    assert (found.kind, found.who) == (kind, who)
+
+
+def test_of_the_first_stage_the_rank_that_the_others_wait_for() -> None:
+    waiting = [stack(f"PP1 TP{rank}", *RECV) for rank in range(2)]
+    first = [stack("PP0 TP0", *BROADCAST), stack("PP0 TP1", *EVICTION, *SCHEDULE)]
+    found = first_of(case(*waiting, *first, *hang()))
+    assert (found.kind, found.who) == ("rank_stuck", "PP0 TP1")
+
+
+def test_a_stage_that_is_not_seen() -> None:
+    events = [stack(f"PP1 TP{rank}", *RECV) for rank in range(2)]
+    found = first_of(case(*events, *hang(), arguments={"tp_size": 2, "pp_size": 2, "nnodes": 2}))
+    assert (found.kind, found.who) == ("symmetric_stall", "node 0")
+
+
+# -- beside the ranks
+
+
+@pytest.mark.parametrize(
+    "scheduler", [RECV_REQUESTS, (f"_pull_raw_reqs ({SRT}/managers/x/request_receiver.py:9)", *LOOP)]
+)
+def test_the_main_process_tokenizes_on_its_event_loop(scheduler: Sequence[str]) -> None:
+    found = first_of(case(stack("pid 1", *TOKENIZING, pid=1), stack("scheduler", *scheduler), *hang()))
+    assert (found.kind, found.who, found.component) == ("tokenizer_stuck", "tokenizer", "tokenizer")
+    assert any("--tokenizer-worker-num" in step for step in found.next)
+    assert any("probe" in step for step in found.next)
+
+
+def test_the_detokenizer_works_at_one_message() -> None:
+    events = [stack("detokenizer", *DETOKENIZING, pid=5), *ranks(2, *BROADCAST, but={0: RECV_REQUESTS})]
+    found = first_of(case(*events, *hang()))
+    assert (found.kind, found.who) == ("detokenizer_stuck", "detokenizer")
+
+
+def test_the_front_end_is_not_blamed_for_ranks_that_hang() -> None:
+    found = first_of(case(stack("pid 1", *TOKENIZING, pid=1), *ranks(4, *DP_SYNC, but={1: EVICTION}), *hang()))
+    assert (found.kind, found.who) == ("rank_stuck", "TP1")
+
+
+# -- the kernel's word
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "level"),
+    [
+        ({"state": "T"}, "stopped_process", "established"),
+        ({"state": "t", "tracer": 9}, "stopped_process", "established"),
+        ({"state": "S", "wchan": "do_freezer_trap"}, "stopped_process", "established"),
+        ({"state": "D", "wchan": "rpc_wait_bit_killable"}, "stuck_in_kernel", "supported"),
+    ],
+)
+def test_what_the_kernel_says_of_a_rank(state: dict[str, Any], kind: str, level: str) -> None:
+    found = first_of(case(*ranks(3, *BROADCAST), stack("TP3", *BATCH, **state), *hang()))
+    assert (found.kind, found.level, found.who) == (kind, level, "TP3")
+
+
+def test_a_rank_that_wants_to_run_and_hardly_does() -> None:
+    states = {"state": "R"}
+    events = [
+        stack("TP1", *BATCH, at=10.0, cpu_secs=50.0, **states),
+        stack("TP1", *BATCH, at=20.0, cpu_secs=50.2, **states),
+    ]
+    found = first_of(case(*events, stack("TP0", *BROADCAST, at=10.0), *hang()))
+    assert (found.kind, found.who) == ("starved_process", "TP1")
+
+
+# -- what is no hang
+
+
+@pytest.mark.parametrize("log", [alive(), []])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_ranks_that_wait_for_requests_do_not_hang(log: list[AnyEvent], count: int) -> None:
+    found = first_of(case(*ranks(count, *BROADCAST, but={0: RECV_REQUESTS}), *log))
+    assert (found.kind, found.who) == ("no_incident", None)
+
+
+@pytest.mark.parametrize("texts", [RESULT, MODEL_ALL_REDUCE, BATCH])
+def test_one_look_at_a_server_that_serves_is_no_hang(texts: Sequence[str]) -> None:
+    assert first_of(case(*ranks(4, *texts), *alive())).kind in ("no_incident", "busy")
+
+
+@pytest.mark.parametrize(("texts", "component"), [(COMPILING, "deep_gemm"), (TRITON, "compiler")])
+def test_a_compiler_is_at_work_and_the_others_wait_for_it(texts: Sequence[str], component: str) -> None:
+    found = first_of(case(*ranks(4, *MODEL_ALL_REDUCE, but={0: texts})))
+    assert (found.kind, found.component) == ("busy", component)
+
+
+def test_ranks_that_load_weights_are_at_work() -> None:
+    assert first_of(case(*ranks(4, *LOADING))).kind == "busy"
+    slow = Line(
+        text="Loading safetensors checkpoint shards:   3% Completed | 4/141 [08:00<3:59:59, 118.20s/it]", at=5.0
+    )
+    assert first_of(case(slow, *ranks(4, *LOADING))).kind == "slow_storage"
+
+
+def test_a_long_batch_after_which_batches_go_on_is_no_hang() -> None:
+    later = Progress(kind="decode", who="TP0", at=150.0, last_at=200.0)
+    found = first_of(case(*hang(), later, Progress(kind="health", at=10.0, last_at=200.0, status=200)))
+    assert found.kind in ("no_incident", "busy")
+
+
+# -- words alone
+
+
+def watchdog(
+    who: str, at: float = 400.0, text: str = "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)"
+) -> Line:
+    return Line(text=text, who=who, at=at)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Watchdog timeout (self.watchdog_timeout=300)",
+        "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)",
+        "self.watchdog_timeout=300: Watchdog timeout (self.watchdog_timeout=300)",
+    ],
+)
+def test_watchdogs_of_all_ranks_and_no_stack(text: str) -> None:
+    events = [watchdog(f"TP{rank}", text=text) for rank in range(8)]
+    batch = Progress(kind="prefill", who="TP0", at=10.0, last_at=99.0, running=5)
+    found = first_of(case(*events, batch, arguments={"tp_size": 8}))
+    assert (found.kind, found.who) == ("no_progress", None)
+    assert "all 8 ranks" in found.headline
+    assert "prefill" in found.headline
+    assert any("py-spy" in step for step in found.next)
+
+
+@pytest.mark.parametrize("role", ["Detokenizer", "Tokenizer"])
+def test_watchdogs_of_the_others(role: str) -> None:
+    text = f"{role}Manager watchdog timeout (self.watchdog_timeout=60, self.soft=True)"
+    found = first_of(case(watchdog(role.lower(), text=text)))
+    assert (found.kind, found.who) == (f"{role.lower()}_stuck", role.lower())
+
+
+def test_batches_go_on_and_no_answer_comes_back() -> None:
+    later = Progress(kind="decode", who="TP0", at=150.0, last_at=200.0)
+    found = first_of(case(*hang(at=100.0), *hang(at=199.0), later))
+    assert (found.kind, found.who) == ("detokenizer_stuck", "detokenizer")
+
+
+def test_a_health_check_that_ends_much_too_late_tells_of_the_event_loop() -> None:
+    words = "Health check failed. Server couldn't get a response from detokenizer for last 20 seconds."
+    line = Line(text=f"{words} tic start time: 00:10:00. last_heartbeat time: 00:09:59", at=86400.0 + 1530.0)
+    found = first_of(case(line))
+    assert (found.kind, found.who) == ("tokenizer_stuck", "tokenizer")
+    in_time = Line(text=f"{words} tic start time: 00:25:10. last_heartbeat time: 00:25:09", at=86400.0 + 1530.0)
+    assert first_of(case(in_time)).kind == "no_progress"
+
+
+def test_a_probe_that_fails_while_the_schedulers_work_on() -> None:
+    note = 'Liveness probe failed: Get "http://10.0.0.1:30000/health": context deadline exceeded'
+    batches = Progress(kind="decode", at=10.0, last_at=100.0)
+    answers = Progress(kind="answer", at=10.0, last_at=40.0, status=200)
+    found = first_of(case(Container(name="sglang", notes=(note,)), batches, answers))
+    assert (found.kind, found.who) == ("tokenizer_stuck", "tokenizer")
+
+
+# -- collectives in words and in recorders
+
+
+def nccl(rank: int, number: int, operation: str = "ALLREDUCE", size: int = 4096) -> Line:
+    work = f"WorkNCCL(SeqNum={number}, OpType={operation}, NumelIn={size}, NumelOut={size}, Timeout(ms)=600000)"
+    group = f"[PG ID 2 PG GUID 3 Rank {rank}]"
+    return Line(
+        text=f"{group} Watchdog caught collective operation timeout: {work} ran for 600034 milliseconds", at=9.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "who"),
+    [
+        ([nccl(rank, 77) for rank in range(4)], "symmetric_stall", None),
+        ([nccl(0, 77), nccl(1, 77, "ALLGATHER"), nccl(2, 77), nccl(3, 77)], "collective_mismatch", None),
+        ([nccl(0, 77), nccl(1, 77, size=8192), nccl(2, 77), nccl(3, 77)], "collective_mismatch", None),
+        ([nccl(0, 77), nccl(1, 76), nccl(2, 77), nccl(3, 77)], "rank_stuck", "TP1"),
+        ([nccl(rank, 77) for rank in (0, 1, 3)], "rank_stuck", "TP2"),
+    ],
+)
+def test_time_limits_of_nccl(lines: list[AnyEvent], kind: str, who: str | None) -> None:
+    found = first_of(case(*lines, arguments={"tp_size": 4}))
+    assert (found.kind, found.who) == (kind, who)
+
+
+def test_flight_recorders_that_disagree() -> None:
+    def entry(rank: int, operation: str, number: int = 4, state: str = "scheduled") -> Collective:
+        return Collective(group="tp", rank=rank, number=number, operation=operation, state=state)
+
+    found = first_of(case(entry(0, "gloo:all_reduce"), entry(1, "gloo:broadcast")))
+    assert found.kind == "collective_mismatch"
+    late = case(entry(0, "all_reduce", 9), entry(1, "all_reduce", 9), entry(2, "all_reduce", 8, "completed"))
+    assert (first_of(late).kind, first_of(late).who) == ("rank_stuck", "TP2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[enforce fail at /gloo/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 1. Received data",
+        "Detected mismatch between collectives on ranks. Rank 0 is running collective: ALLREDUCE, but Rank 1 …",
+    ],
+)
+def test_words_of_sizes_that_differ(text: str) -> None:
+    raised = Raised(who="TP2", chain=(ErrorOf(type="RuntimeError", text=text, frames=frames(*POLL)),))
+    assert (first_of(case(raised)).kind, first_of(case(raised)).component) == ("collective_mismatch", "pd_transfer")
+    assert first_of(case(Line(text=f"what():  {text}"))).kind == "collective_mismatch"
+
+
+def test_an_exchange_of_experts_waits_for_a_rank_that_compiles() -> None:
+    compiling = Line(text="Try DeepGEMM JIT Compiling for <GroupedFp8> N=7168", who="DP12 TP12 EP12", at=5.0)
+    error = ErrorOf(type="RuntimeError", text="DeepEP error: timeout (dispatch CPU)")
+    found = first_of(case(compiling, Raised(who="DP2 TP2 EP2", at=105.0, chain=(error,))))
+    assert (found.kind, found.who, found.component) == ("rank_stuck", "DP12 TP12", "deep_gemm")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Losing connection with prefill instance (bootstrap_addr: 10.0.0.3:8998), 3 requests affected",
+        "Lost connection with prefill instance (bootstrap_addr: prefill-0:8998), 41 requests affected",
+    ],
+)
+def test_the_other_server_of_a_pair_is_gone(text: str) -> None:
+    found = first_of(case(Line(text=text, who="TP0", at=50.0), *hang()))
+    assert (found.kind, found.who, found.component) == ("peer_lost", "prefill", "pd_transfer")
+
+
+def test_a_healthy_log_is_no_incident() -> None:
+    found = find_stalls(case(*alive()))
+    assert [one.kind for one in found] == ["no_incident"]
+
+
+def test_nothing_tells_nothing() -> None:
+    assert find_stalls(case()) == []
+    assert find_stalls(case(Line(text="hello"))) == []

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.judge import topology
+from sglang_crashkit.model.case import Process, ranks_in
+from unit.judge.stack_events import case
+
+
+def layout_of(arguments: dict[str, Any], *names: str) -> topology.Topology:
+    return topology.topology_of(case(arguments=arguments), "", [ranks_in(name) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "expected"),
+    [
+        ({"tp_size": 8, "nnodes": 2}, "TP3", 0),
+        ({"tp_size": 8, "nnodes": 2}, "TP4", 1),
+        ({"tp_size": 16, "nnodes": 4}, "TP11", 2),
+        ({"tp_size": 4, "pp_size": 2, "nnodes": 2}, "PP1 TP0", 1),
+        ({"tp_size": 8, "pp_size": 2, "nnodes": 4}, "PP1 TP5", 3),
+        ({"tp_size": 2, "pp_size": 4, "nnodes": 2}, "PP2 TP1", 1),
+        ({"tp_size": 8}, "TP7", 0),
+    ],
+)
+def test_on_which_node_a_rank_runs(arguments: dict[str, Any], ranks: str, expected: int) -> None:
+    assert layout_of(arguments).node_of(ranks_in(ranks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen", "nodes"),
+    [
+        ({"tp_size": 8, "nnodes": 2}, ("TP0", "TP1", "TP2", "TP3"), [1]),
+        ({"tp_size": 8, "nnodes": 2}, ("TP4",), [0]),
+        ({"tp_size": 16, "nnodes": 4}, ("TP0", "TP15"), [1, 2]),
+        ({"tp_size": 8, "nnodes": 2}, ("TP0", "TP7"), []),
+        ({"tp_size": 8}, ("TP0",), []),
+        ({"tp_size": "8", "nnodes": "2"}, ("TP0",), [1]),
+        ({"tp_size": "many", "nnodes": None}, ("TP0",), []),
+    ],
+)
+def test_nodes_of_which_no_rank_is_seen(arguments: dict[str, Any], seen: tuple[str, ...], nodes: list[int]) -> None:
+    assert topology.unseen_nodes(layout_of(arguments), map(ranks_in, seen)) == nodes
+
+
+def test_ranks_of_which_nothing_is_seen() -> None:
+    layout = layout_of({"tp_size": 2, "pp_size": 2})
+    assert topology.unseen_ranks(layout, map(ranks_in, ("PP0 TP0", "PP1 TP1"))) == [
+        {"tp": 1, "pp": 0},
+        {"tp": 0, "pp": 1},
+    ]
+    assert topology.unseen_ranks(layout_of({}), []) == []
+
+
+def test_what_is_seen_tells_sizes_that_no_argument_does() -> None:
+    layout = layout_of({}, "PP0 TP0", "PP1 TP3")
+    assert (layout.tp, layout.pp, layout.is_known) == (4, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "groups"),
+    [
+        # Replicas number their ranks from 0 each, and work apart.
+        (("DP0 TP0", "DP0 TP1", "DP1 TP0", "DP1 TP1"), {}, [2, 2]),
+        # With data-parallel attention all ranks are numbered as one, and work together.
+        (("DP0 TP0", "DP0 TP1", "DP1 TP2", "DP1 TP3"), {}, [4]),
+        (("DP0 TP0", "DP1 TP1"), {"enable_dp_attention": True, "dp_size": 2}, [2]),
+        (("PP0 TP0", "PP0 TP1", "PP1 TP0", "PP1 TP1"), {}, [2, 2]),
+        (("TP0", "TP1", "TP2"), {}, [3]),
+    ],
+)
+def test_which_ranks_work_together(names: tuple[str, ...], arguments: dict[str, Any], groups: list[int]) -> None:
+    layout = layout_of(arguments, *names)
+    assert [len(one) for one in topology.groups_of(layout, names, ranks_in)] == groups
+
+
+@pytest.mark.parametrize(
+    ("waits", "roots"),
+    [
+        ({0: {1}, 1: set()}, [1]),
+        ({0: set(), 1: {0}, 2: {1}}, [0]),
+        ({0: {1}, 1: {2}, 2: set(), 3: {2}}, [2]),
+        ({0: {1}, 1: {0}}, [0, 1]),
+        ({0: {3}, 1: {0}, 2: {1}, 3: {2}}, [0, 1, 2, 3]),
+        ({0: set(), 1: set()}, [0, 1]),
+    ],
+)
+def test_from_which_stage_the_wait_of_a_pipeline_comes(waits: dict[int, set[int]], roots: list[int]) -> None:
+    assert topology.root_stages(waits) == roots
+
+
+def test_the_side_of_a_pair_has_its_own_sizes() -> None:
+    from sglang_crashkit.model.event import Arguments
+
+    both = case(
+        Arguments(values={"tp_size": 8, "disaggregation_mode": "prefill"}, side="prefill", order=1),
+        Arguments(values={"tp_size": 2, "disaggregation_mode": "decode"}, side="decode", order=2),
+    )
+    assert topology.topology_of(both, "prefill").tp == 8
+    assert topology.topology_of(both, "decode").tp == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["TP3"], "TP3"),
+        (["TP0", "TP1"], "TP0 and TP1"),
+        ([f"TP{number}" for number in range(8)], "8 ranks (TP0 to TP7)"),
+        (["TP0", "TP1", "TP2", "TP5", "TP7"], "5 ranks (TP0 to TP2, TP5, TP7)"),
+    ],
+)
+def test_names_of_ranks(names: list[str], expected: str) -> None:
+    assert topology.name_ranks(names) == expected
+
+
+def test_the_short_name_of_a_rank_leaves_out_what_says_nothing() -> None:
+    who = "DP3 TP3 EP3"
+    assert topology.short_name(Process(who=who, ranks=ranks_in(who))) == "DP3 TP3"
+    assert topology.short_name(Process(who="detokenizer")) == "detokenizer"
