@@ -141,6 +141,9 @@ def _tables() -> _Tables:
                 "steps",
                 "serving",
                 "receiving",
+                "gpu_files",
+                "gpu_functions",
+                "batch_threads",
             )
         },
     )
@@ -167,13 +170,23 @@ def activity_of(sample: Sample) -> Activity:
     if by_kernel := of_state(sample.state, sample.wchan, sample.tracer):
         return by_kernel
     thread = _main(sample.threads, sample.pid)
-    native = _main(sample.native, sample.pid)
-    holds_gil = None if thread is None or not (thread.active or thread.owns_gil) else thread.owns_gil
+    seen = _of_threads(thread, _main(sample.native, sample.pid), sample)
+    if seen.kind in ("lock", "own") and thread is not None:
+        # The main thread only waits for the one in which the batch runs.
+        pattern = _tables().patterns["batch_threads"]
+        for one in sample.threads:
+            if one is not thread and any(pattern.match(bare(frame.function)) for frame in one.frames):
+                native = next((other for other in sample.native if other.native_id == one.native_id), None)
+                return _of_threads(one, native, sample)
+    return seen
+
+
+def _of_threads(thread: Thread | None, native: Thread | None, sample: Sample) -> Activity:
     return of_frames(
         thread.frames[:_MAX_FRAMES] if thread else (),
         native.frames[:_MAX_FRAMES] if native else (),
         tuple(sample.kernels),
-        holds_gil,
+        thread is not None and thread.owns_gil,
     )
 
 
@@ -212,7 +225,7 @@ def of_frames(
     frames: tuple[Frame, ...],
     native: tuple[Frame, ...] = (),
     kernels: tuple[str, ...] = (),
-    holds_gil: bool | None = None,
+    holds_gil: bool = False,
 ) -> Activity:
     """Return what the frames of a thread say.
 
@@ -220,7 +233,7 @@ def of_frames(
         frames: its Python frames, innermost first.
         native: its stack with native frames, innermost first, where it is known.
         kernels: the CUDA kernels that run for its process.
-        holds_gil: whether it held the GIL while it ran on a CPU; None where it slept or that is not known.
+        holds_gil: whether it held the GIL.
     """
     python = frames or tuple(one for one in native if _is_python(one))
     above = _native_head(native)
@@ -364,10 +377,11 @@ def _is_idle(frames: Sequence[Frame]) -> bool:
     return patterns["serving"].search(caller.file) is not None
 
 
-def _by_gil(leaf: Frame, holds_gil: bool | None) -> str:
-    # In a layer or a model, a thread that runs without the GIL is in a call that waits for the GPU, or enqueues to it.
-    on_gpu = re.search(r"(^|/)(layers|models|model_executor|speculative|kernels|sgl_kernel|torch/(nn|_ops))", leaf.file)
-    return "gpu_sync" if on_gpu and holds_gil is False else "own"
+def _by_gil(leaf: Frame, holds_gil: bool) -> str:
+    # A tensor's `.item()` or `nonzero()` has no frame of Python's: the innermost one is that of its caller.
+    patterns = _tables().patterns
+    on_gpu = patterns["gpu_files"].search(leaf.file) or patterns["gpu_functions"].match(bare(leaf.function))
+    return "gpu_sync" if on_gpu and not holds_gil else "own"
 
 
 def _direction(frames: Sequence[Frame]) -> str:

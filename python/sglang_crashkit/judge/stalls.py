@@ -9,6 +9,7 @@ is named.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -36,6 +37,7 @@ _STARVED, _BUSY = 0.1, 0.5
 _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 _PLURALS = {"waits": "wait", "is": "are", "compiles": "compile", "loads": "load", "runs": "run", "sleeps": "sleep"}
 _PLURALS |= {"writes": "write", "has": "have"}
+_OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
 #: What a rank does between batches, or at any of them, wherever in the model it is.
 _AT_A_BATCH = frozenset({"batch", "speculative", "sampling", "graphs", "schedule", "warmup"})
 
@@ -136,22 +138,20 @@ def _members(case: Case) -> list[Member]:
         members.append(
             Member(
                 process=process,
-                name=_name(process, role),
+                name=topology.short_name(process) if process.ranks else process.who or role,
                 role=role,
                 stacks=stacks,
                 activities=[activity_of(one.sample) for one in stacks],
                 frames=frames,
             )
         )
+    for role, alike in _by(members, lambda one: one.role).items():
+        for one in alike:
+            if not one.ranks and (len(alike) == 1 or not one.name):
+                one.name = (
+                    role if role and len(alike) == 1 else f"pid {one.pid}" if one.pid else one.name or "a process"
+                )
     return members
-
-
-def _name(process: Process, role: str) -> str:
-    if process.ranks:
-        return topology.short_name(process)
-    if role in ("tokenizer", "detokenizer", "scheduler"):
-        return role
-    return process.who or role or "a process"
 
 
 # -- what stacks tell
@@ -163,7 +163,9 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
         return []
     if held := _held(scene, members):
         return [held]
-    ranks = [one for one in members if one.role in ("scheduler", "")]
+    ranks = [one for one in members if one.role == "scheduler"] or [
+        one for one in members if not one.role and any(map(is_own, one.frames[-1]))
+    ]
     found = []
     for side in dict.fromkeys(one.process.side for one in ranks):
         found += _judge_ranks(scene, side, [one for one in ranks if one.process.side == side])
@@ -317,8 +319,8 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
             return _finding(scene, "rank_stuck", on_gpu, group, steps=_gpu_steps(scene, on_gpu), weight=70)
         return _finding(scene, "rank_divergence", past, group, steps=_branch_steps(group), weight=70)
     calls = _by(group, _call)
-    is_update = [one for one in group if one.last.purpose == "weights"]
-    if is_update and len(is_update) == len(group):
+    is_update = [one for one in group if one.last.purpose in ("weights", "pause")]
+    if is_update and all(one in is_update or one.last.is_for_requests for one in group):
         return _weight_update(scene, group)
     if len(calls) > 1 and (scene.signs.is_hang or not scene.signs.is_alive):
         few = min(calls.values(), key=len)
@@ -368,15 +370,22 @@ def layout_ranks(layout: topology.Topology, group: Sequence[Member]) -> range:
 
 
 def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
-    place = group[0].last.place
+    places = [one.last.place for one in group if one.last.purpose in ("weights", "pause") and one.last.place]
+    place = places[0] if places else None
+    trainers = [one for one in scene.members if one.role in ("trainer", "") and one.last.kind != "unknown"]
+    joins_group = place is not None and bool(re.search(r"distributed|group", place.function))
     steps = [
         "take the trainer's stack (`py-spy dump --pid` of each training rank): which of them is not in the same call?",
         "compare the trainer's group with the engine's: master address and port, group_name, world_size, rank_offset",
         "compare the source rank (src) of each broadcast, and the order, names and number of the tensors on both sides",
     ]
-    found = _finding(scene, "weight_update_deadlock", [], group, steps=steps, weight=80, component="weight_update")
-    found.who, found.restart = "trainer", "unknown"
-    found.because.append(f"a member of the update's group has not joined {place}: the trainer is the other member")
+    found = _finding(
+        scene, "weight_update_deadlock", [], [*group, *trainers], steps=steps, weight=80, component="weight_update"
+    )
+    found.restart = "unknown"
+    if len(places) == len(group) and (joins_group or group[0].last.purpose == "weights"):
+        found.who = "trainer"
+        found.because.append(f"a member of the update's group has not joined {place}: the trainer is the other member")
     return found
 
 
@@ -471,12 +480,13 @@ def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -
 
 def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
     """Return what is said of ranks that wait for another program: a store, the other side of a pair, a hub."""
-    first, side = members[0], members[0].process.side or topology.topology_of(scene.case, "").side
-    other = {"prefill": "decode", "decode": "prefill"}.get(side)
+    first = members[0]
+    other = _OTHER_SIDE.get(_side(scene, members))
     is_pair = any("disaggregation" in frame.file for frame in first.frames[-1])
     if is_pair and other:
         steps = [f"read the {other} server's log and take its stacks: does it live, and does its port answer?"]
-        found = _finding(scene, "transfer_stuck", [], group, steps=steps, weight=60, component="pd_transfer")
+        kind = "peer_lost" if first.last.kind == "http" else "transfer_stuck"
+        found = _finding(scene, kind, [], group, steps=steps, weight=60, component="pd_transfer")
         found.who = other
         return found
     if first.last.kind == "weight_load" or any("huggingface" in frame.file for frame in first.frames[-1]):
@@ -487,6 +497,13 @@ def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member])
     named = members if len(members) < len(group) or len(group) == 1 else []
     component = signs.component_of(first.frames[-1]) or "storage"
     return _finding(scene, "rank_stuck" if named else "no_progress", named, group, steps=steps, component=component)
+
+
+def _side(scene: Scene, members: Sequence[Member]) -> str:
+    """Return the side of a pair that ranks are of, by their stacks where the arguments do not say."""
+    known = members[0].process.side or topology.topology_of(scene.case).side
+    functions = " ".join(frame.function for frame in members[0].frames[-1])
+    return known or next((side for side in _OTHER_SIDE if f"disagg_{side}" in functions), "")
 
 
 def _no_progress(scene: Scene, group: Sequence[Member]) -> Finding | None:
@@ -537,8 +554,11 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
         return []
     if scene.signs.is_hang:
         found = _finding(scene, "no_progress", [], members, weight=45)
-        other = {"prefill": "decode", "decode": "prefill"}.get(topology.topology_of(scene.case).side)
-        if other:
+        found.headline = f"{found.headline}: no request reaches the schedulers, or no answer comes back"[:_MAX_HEADLINE]
+        found.next = [
+            "`py-spy dump --pid PID` of the main process and of the detokenizer: the schedulers only wait for work"
+        ]
+        if other := _OTHER_SIDE.get(_side(scene, ranks)):
             found.who, found.kind = other, "transfer_stuck"
             found.next = [f"take the stacks and the log of the {other} side: these ranks here wait for work"]
         return [found]

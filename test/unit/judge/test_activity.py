@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_crashkit.judge.activity import activity_of, front_work, of_frames, of_state, role_by
+from sglang_crashkit.model.sample import Thread
 from unit.judge.stack_events import LOOP, RECV_REQUESTS, RESULT, SRT, TORCH_WRAPPER, frames, stack
 
 BATCH = (f"run_batch ({SRT}/managers/scheduler.py:2100)", *LOOP)
@@ -163,7 +166,25 @@ def test_a_layer_that_runs_without_the_gil_waits_for_the_gpu() -> None:
     leaf = (f"_apply ({SRT}/layers/penaltylib/min_new_tokens.py:78)", *BATCH)
     assert activity_of(stack("TP0", *leaf, active=True, gil=False).sample).kind == "gpu_sync"
     assert activity_of(stack("TP0", *leaf, active=True, gil=True).sample).kind == "own"
-    assert activity_of(stack("TP0", *leaf).sample).kind == "own"
+    assert activity_of(stack("TP0", *leaf).sample).kind == "gpu_sync"
+    scheduling = (f"match_prefix ({SRT}/mem_cache/radix_cache.py:78)", *BATCH)
+    assert activity_of(stack("TP0", *scheduling, active=True).sample).kind == "own"
+
+
+def test_the_thread_that_runs_the_batch_counts_where_the_main_thread_waits_for_it() -> None:
+    main = (
+        "wait (threading.py:355)",
+        f"resolve_last_batch_result ({SRT}/managers/tp_worker_overlap_thread.py:170)",
+        *LOOP,
+    )
+    sample = stack("TP0", *main).sample
+    batch = frames(
+        *RESULT[:1], f"forward_thread_func_ ({SRT}/managers/tp_worker_overlap_thread.py:120)", "run (threading.py:1)"
+    )
+    sample = replace(
+        sample, threads=(*sample.threads, Thread("Thread-2 (forward_thread_func)", 77, False, False, batch))
+    )
+    assert activity_of(sample).kind == "gpu_sync"
 
 
 def test_words_name_the_wait_its_reason_and_the_place() -> None:
