@@ -1,13 +1,526 @@
-"""Events from files of plain text, whatever they hold."""
+"""Events from files of plain text: what is in them is known by its content, and one file may hold everything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gzip
+import io
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from sglang_crashkit.model.event import AnyEvent
+import msgspec
+
+from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.model.event import (
+    AnyEvent,
+    Arguments,
+    Collective,
+    Error,
+    Exit,
+    GpuKernel,
+    Kernel,
+    Line,
+    LineLevel,
+    Progress,
+    Raised,
+    Stack,
+    Stage,
+    Stop,
+    Unread,
+)
+from sglang_crashkit.model.sample import Sample, parse_pyspy
+from sglang_crashkit.sources.text import cluster, facts, kernel_lines, stacks, tracebacks
+from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, seconds
+
+_OWN = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
+_OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[ :,-]")
+_RANK = re.compile(r"\[?\[?[Rr]ank ?(\d{1,5})\]?:?\]?:? ?")
+_PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
+_THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
+_FENCE = re.compile(r"\s*(?:```|~~~)")
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_WORK = re.compile(
+    r"SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)(?:, NumelIn=(?P<sizes>\d+))?.{0,120}?"
+    r"ran for (?P<ms>\d+) milliseconds"
+)
+_GROUP = re.compile(r"PG (?:ID|GUID) (\S{1,60})")
+_CUDA_EXCEPTION = re.compile(r"(CUDA_EXCEPTION_\d+)[:, ]+(.{1,80}?)(?:\.|\)|$)")
+_CUDA_KERNEL = re.compile(
+    r"\*? +\d+ +\S+ +(\d+) +\d+ +(?:Active|Pending|Sleeping)\b.{0,200}?(?:\) ){1,2} ?(\S.{0,600})$"
+)
+_RUNNING = re.compile(r"#running-req: (\d+)")
+_QUEUED = re.compile(r"#queue-req: (\d+)")
+_LOGGERS = (
+    ("NCCL", re.compile(r"NCCL (?:WARN|INFO|ERROR)|ProcessGroupNCCL|\bncclInternalError\b|nccl\w*Error")),
+    ("Gloo", re.compile(r"\bgloo[/:]|\[enforce fail at|ProcessGroupGloo")),
+    ("C++", re.compile(r"terminate called|^\s*what\(\):|Aborted \(core")),
+    ("HIP", re.compile(r"Memory access fault by GPU|\bHIP error\b|\bROCr\b|:0:rocdevice")),
+    ("rust", re.compile(r"panicked at|RUST_BACKTRACE")),
+    ("glog", re.compile(r"^[IWEF]\d{4} \d\d:\d\d:\d\d")),
+)
+#: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
+_MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
+#: Of each process, the last lines that say nothing bad.
+_LAST_LINES = 100
+_HEAD = 400
+_ZIPPED = b"\x1f\x8b"
 
 
-def read(paths: Sequence[Path]) -> Iterator[AnyEvent]:  # noqa: ARG001
-    """Yield the events of some files."""
-    return iter(())
+def read(paths: Sequence[Path], *, progress: Callable[[int, int], None] | None = None) -> Iterator[AnyEvent]:
+    """Yield what some files hold, in the order of the files.
+
+    Args:
+        paths: files, folders, or ``-`` for the standard input.
+        progress: called now and then with how many bytes were read, and of how many.
+
+    Raises:
+        NothingToDoError: none of them is there.
+        CrashkitError: one of them cannot be read.
+    """
+    files = list(_files(paths))
+    total = sum(file.stat().st_size for file in files if str(file) != "-")
+    readers, done, order = [], 0, 0
+    for file in files:
+
+        def tell(size: int, before: int = done) -> None:
+            if progress is not None:
+                progress(before + size, total)
+
+        reader = _File(file, order, tell)
+        reader.read()
+        readers.append(reader)
+        order = reader.order + 1
+        done += reader.size
+    yield from _placed(readers)
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if str(path) == "-":
+            yield path
+        elif path.is_dir():
+            yield from [one for one in sorted(path.rglob("*")) if one.is_file()][:_MAX_FILES]
+        elif path.is_file():
+            yield path
+        else:
+            raise NothingToDoError(f"there is no file {path}", next_step=f"ls -l {path.parent}")
+
+
+@dataclass
+class _Stream:
+    """The lines of one program in a file: what tells it apart is its carrier's key."""
+
+    at: float = 0.0
+    has_own_time: bool = False
+    who: str = ""  # of the last line that said so
+    thread: str = ""
+    said: str = ""  # the last line before a traceback
+    level: LineLevel = ""
+    traceback: tracebacks.Traceback | None = None
+    block: stacks.StackBlock | None = None
+    started: tuple[float, int] = (0.0, 0)  # time and place of the first line of either
+
+
+@dataclass
+class _Batches:
+    """The progress of one process of one kind."""
+
+    at: float
+    order: int
+    count: int = 0
+    last: str = ""
+    last_order: int = 0
+    last_at: float = 0.0
+
+
+@dataclass
+class _File:
+    path: Path
+    order: int
+    tell: Callable[[int], Any]
+    size: int = 0
+    events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
+    streams: dict[str, _Stream] = field(default_factory=dict)
+    batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
+    lines: dict[tuple[str, str, LineLevel, str], list[Any]] = field(default_factory=dict)
+    last: dict[tuple[str, str], deque[Line]] = field(default_factory=dict)
+    sample: str = ""  # of what was not understood
+    understood: bool = False
+
+    def read(self) -> None:
+        """Read the file whole; what is in it is in `events` then."""
+        try:
+            with self._open() as opened:
+                head = opened.read(1 << 16)
+                if not self._special(head, opened):
+                    self._read_lines(head, opened)
+        except (OSError, EOFError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise CrashkitError(f"{self.path} cannot be read: {why}", next_step=f"ls -l {self.path}") from error
+        self._end()
+
+    def _open(self) -> BinaryIO:
+        if str(self.path) == "-":
+            raw: BinaryIO = sys.stdin.buffer
+            head = raw.peek(2)[:2] if isinstance(raw, io.BufferedReader) else b""
+            return gzip.open(raw, "rb") if head == _ZIPPED else io.BytesIO(raw.read())  # type: ignore[return-value]
+        raw = self.path.open("rb")
+        if raw.peek(2)[:2] == _ZIPPED:
+            return gzip.open(raw, "rb")  # type: ignore[return-value]
+        return raw
+
+    def _special(self, head: bytes, opened: BinaryIO) -> bool:
+        """Read a file that is no text by lines; return whether it was one."""
+        if b"\0" in head[:4096]:
+            kind = "a pickle" if head[:1] == b"\x80" else "binary data"
+            self.events.append(("", Unread(order=self.order, source=self.path.name, text=f"{kind}, which is not read")))
+            return True
+        if head.lstrip()[:1] == b"[" and b'"frames"' in head:
+            try:
+                threads = parse_pyspy((head + opened.read(_MAX_WHOLE)).decode(errors="replace"))
+            except ValueError:
+                return False
+            main = next((one for one in threads if one.name == "MainThread"), threads[0])
+            sample = Sample(pid=main.native_id or 0, threads=threads)
+            self._add("", Stack(order=self.order, sample=sample, by="py-spy", source=self.path.name))
+            return True
+        return False
+
+    def _read_lines(self, head: bytes, opened: BinaryIO) -> None:
+        text = head.decode(errors="replace")
+        first = text.splitlines()[:_HEAD]
+        year = re.search(r"\b(20\d\d)-\d\d-\d\d", text)
+        carrier = Carrier(first, int(year[1]) if year else 0)
+        bare = [carrier.strip(line).text for line in first]
+        if cluster.is_description(bare):
+            self._add_all(
+                "", cluster.containers_of([*bare, *(carrier.strip(line).text for line in text.splitlines()[_HEAD:])])
+            )
+        if cluster.is_pod_table(bare):
+            self._add_all("", cluster.pods_of(bare))
+        if cluster.is_smi(bare):
+            self._add_all("", cluster.gpus_of(bare))
+        self.size = 0
+        for line in self._split(head, opened):
+            self.size += len(line)
+            self.order += 1
+            if not self.order % 50_000:
+                self.tell(self.size)
+            if self._is_batch(line):
+                continue
+            decoded = line[:MAX_LINE].decode(errors="replace")
+            if _FENCE.match(decoded):
+                continue
+            carried = carrier.strip(decoded)
+            self._take(carried)
+            if not self.sample and carried.text.strip():
+                self.sample = carried.text.strip()[:200]
+
+    @staticmethod
+    def _split(head: bytes, opened: BinaryIO) -> Iterator[bytes]:
+        rest = head
+        while rest:
+            *lines, rest = rest.split(b"\n")
+            yield from lines
+            chunk = opened.read(1 << 20)
+            if not chunk:
+                if rest:
+                    yield rest
+                return
+            # A line without an end costs no more than its beginning.
+            rest = rest[: 2 * MAX_LINE] + chunk
+
+    def _is_batch(self, line: bytes) -> bool:
+        """Take a line of a batch, of which a log has most, without looking at it any closer."""
+        if line[:3] != b"[20" or b" batch" not in line[20:120]:
+            return False
+        end = line.find(b"]", 20, 100)
+        body = line[end + 2 : end + 10]
+        if end < 0 or body not in (b"Decode b", b"Prefill "):
+            return False
+        who = line[21:end].decode(errors="replace")
+        kind = "decode" if body[:1] == b"D" else "prefill"
+        key = ("", who, kind, 0)
+        entry = self.batches.get(key)
+        if entry is None:
+            entry = self.batches[key] = _Batches(seconds(line[1:20].decode(errors="replace")), self.order)
+        entry.count += 1
+        entry.last, entry.last_order = line[:600].decode(errors="replace"), self.order
+        self.understood = True
+        stream = self.streams.get("")
+        if stream is not None and (stream.traceback or stream.block):
+            self._close(stream, "")
+        return True
+
+    def _add(self, key: str, event: AnyEvent) -> None:
+        self.understood = True
+        self.events.append((key, event))
+
+    def _add_all(self, key: str, events: Iterator[AnyEvent]) -> None:
+        for event in events:
+            self._add(key, msgspec.structs.replace(event, order=self.order, source=self._source()))
+
+    def _source(self) -> str:
+        return f"{self.path.name}:{self.order}"
+
+    def _take(self, carried: Carried) -> None:
+        text, key = carried.text, carried.stream
+        stream = self.streams.get(key)
+        if stream is None:
+            stream = self.streams[key] = _Stream()
+        if carried.is_kernel or kernel_lines.is_telling(text):
+            self._kernel(carried, key, stream)
+            return
+        own = _OWN.match(text)
+        if own:
+            self._close(stream, key)
+            stream.at, stream.has_own_time = seconds(own[1]), True
+            stream.who = _name(own[2] or "")
+            text = text[own.end() :]
+        elif other := _OTHER.match(text):
+            if at := seconds(other[1]):
+                stream.at, stream.has_own_time = at, True
+        elif carried.at and not stream.has_own_time:
+            stream.at = carried.at
+        if stream.traceback is not None and stream.traceback.take(text):
+            return
+        if stream.block is not None or stacks_begin(text):
+            block, is_taken = stacks.parse(stream.block, text)
+            if block is not stream.block:
+                self._close(stream, key)
+                if block is not None:
+                    stream.started = (stream.at, self.order)
+            stream.block = block
+            if is_taken:
+                return
+        if tracebacks.begins(text):
+            self._begin_traceback(text, stream, key)
+            return
+        self._close(stream, key)
+        if text.strip():
+            self._line(text, key, stream, is_own=own is not None, program=carried.program)
+
+    def _begin_traceback(self, text: str, stream: _Stream, key: str) -> None:
+        self._close(stream, key)
+        said, _, _ = text.partition(tracebacks.HEADER)
+        stream.traceback = tracebacks.Traceback(said=(said.strip() or stream.said)[:400])
+        stream.level = "error"
+        stream.started = (stream.at, self.order)
+        if rank := _RANK.match(text):
+            stream.who = stream.who or f"TP{rank[1]}"
+        stream.traceback.take(text)
+
+    def _close(self, stream: _Stream, key: str) -> None:
+        """End the traceback or the stacks that a stream is in."""
+        at, order = stream.started
+        source = f"{self.path.name}:{order}"
+        if stream.traceback is not None:
+            chain = stream.traceback.chain()
+            if chain:
+                said = stream.traceback.said
+                who = facts.subject_of(said) if said.startswith("Process ") else stream.who
+                self._add(
+                    key,
+                    Raised(
+                        order=order, at=at, who=who or stream.who, chain=chain, said=said, thread=stream.thread,
+                        level=stream.level, source=source,
+                    ),
+                )  # fmt: skip
+            stream.traceback, stream.thread, stream.said = None, "", ""
+        if stream.block is not None:
+            block, stream.block = stream.block, None
+            if block.threads or block.fatal:
+                sample = block.sample()
+                who = stacks.who_of(block.title) or stream.who
+                self._add(
+                    key,
+                    Stack(order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, source=source),
+                )
+
+    def _kernel(self, carried: Carried, key: str, stream: _Stream) -> None:
+        found = kernel_lines.parse(carried.text)
+        at = carried.at or stream.at
+        if found is None:
+            self.understood = self.understood or carried.is_kernel
+            return
+        kind, told = found
+        name, pid, number = (told.pop(part, "") for part in ("name", "pid", "number"))
+        self._add(
+            key,
+            Kernel(
+                order=self.order, at=at, kind=kind, text=carried.text[:400], pid=int(pid or 0), name=name,
+                number=int(number or 0), facts=told, source=self._source(),
+            ),
+        )  # fmt: skip
+
+    def _line(self, text: str, key: str, stream: _Stream, *, is_own: bool, program: str) -> None:
+        at, who, source = stream.at, stream.who if is_own else "", self._source()
+        if access := facts.ACCESS.search(text):
+            self._access(access, key, at)
+            return
+        if (arguments := facts.arguments_of(text)) is not None and arguments:
+            self._add(key, Arguments(order=self.order, at=at, values=arguments, source=source))
+            return
+        if release := facts.release_of(text):
+            self._add(key, Arguments(order=self.order, at=at, release=release, source=source))
+        if match := _PROCESS.match(text):
+            stream.who, stream.said = stacks.who_of(match[1]) or stream.who, text
+            return
+        if match := _THREAD.search(text):
+            stream.thread, stream.said = match[1], text
+            return
+        if not is_own and (rank := _RANK.match(text)):
+            who = f"TP{rank[1]}"
+        level = facts.level_of(text)
+        if is_own and (bare := tracebacks.bare_exception(text)) and level != "info":
+            error = Error(type=bare[0], text=bare[1][:2000])
+            self._add(key, Raised(order=self.order, at=at, who=who, chain=(error,), level=level, source=source))
+        if work := _WORK.search(text):
+            group = _GROUP.search(text)
+            rank_number = int(who[2:]) if who.startswith("TP") and who[2:].isdigit() else -1
+            self._add(
+                key,
+                Collective(
+                    order=self.order, at=at, who=who, group=group[1] if group else "", number=int(work["number"]),
+                    operation=work["operation"], sizes=work["sizes"] or "", state="timeout", rank=rank_number,
+                    source=source,
+                ),
+            )  # fmt: skip
+        if found := _CUDA_EXCEPTION.search(text):
+            self._add(
+                key,
+                GpuKernel(
+                    order=self.order,
+                    at=at,
+                    who=who,
+                    exception=": ".join(found.groups()),
+                    text=text[:400],
+                    source=source,
+                ),
+            )
+        elif kernel := _CUDA_KERNEL.match(text):
+            device = int(kernel[1])
+            self._add(
+                key,
+                GpuKernel(order=self.order, at=at, device=device, name=kernel[2][:400], text=text[:400], source=source),
+            )
+        if (stop := facts.stop_of(text)) is not None and not (stop[0] == "systemd" and program not in ("systemd", "")):
+            self._add(
+                key, Stop(order=self.order, at=at, who=who, by=stop[0], is_end=stop[1], text=text[:400], source=source)
+            )
+        if (stage := facts.stage_of(text)) is not None:
+            self._add(
+                key,
+                Stage(
+                    order=self.order, at=at, who=who, name=stage[0], is_done=stage[1], text=text[:200], source=source
+                ),
+            )
+        if (ended := facts.exit_of(text)) is not None and ended != (0, ""):
+            subject = facts.subject_of(text)
+            self._add(
+                key,
+                Exit(
+                    order=self.order, at=at, who=subject, code=ended[0], signal=ended[1], text=text[:400], source=source
+                ),
+            )
+        logger = next((name for name, pattern in _LOGGERS if pattern.search(text[:600])), "")
+        stream.said = text[:400]
+        self._keep(
+            text,
+            key,
+            Line(order=self.order, at=at, who=who, text=text[:2000], level=level, logger=logger, source=source),
+        )
+
+    def _keep(self, text: str, key: str, line: Line) -> None:
+        if line.level in ("info", "debug"):
+            last = self.last.setdefault((key, line.who), deque(maxlen=_LAST_LINES))
+            last.append(line)
+            return
+        likeness = (key, line.who, line.level, _NUMBERS.sub("#", text[:240]))
+        if (entry := self.lines.get(likeness)) is not None:
+            entry[1] += 1
+            entry[2] = line.at
+        elif len(self.lines) < _MAX_LINES:
+            self.lines[likeness] = [line, 1, line.at]
+
+    def _access(self, access: re.Match[str], key: str, at: float) -> None:
+        method, path, status = access[1], access[2], int(access[3])
+        if path.startswith(("/health", "/ping", "/readyz", "/livez")):
+            kind = "health"
+        elif status >= 500:
+            kind = "failed"
+        elif status >= 400:
+            kind = "refused"
+        else:
+            kind = "answer" if method == "POST" else "health"
+        entry = self.batches.setdefault((key, "", kind, status), _Batches(at, self.order))
+        entry.count += 1
+        entry.last, entry.last_order, entry.last_at = access.string[:400], self.order, at
+
+    def _end(self) -> None:
+        for key, stream in self.streams.items():
+            self._close(stream, key)
+        for (key, who, kind, status), entry in self.batches.items():
+            running, queued = _RUNNING.search(entry.last), _QUEUED.search(entry.last)
+            own = _OWN.match(entry.last)
+            self._add(
+                key,
+                Progress(
+                    order=entry.order, at=entry.at, who=who, kind=kind, count=entry.count, status=status,
+                    last_at=entry.last_at or (seconds(own[1]) if own else 0.0), last_order=entry.last_order,
+                    running=int(running[1]) if running else 0, queued=int(queued[1]) if queued else 0,
+                    text=entry.last[:300], source=f"{self.path.name}:{entry.last_order}",
+                ),
+            )  # fmt: skip
+        for (key, _who, _level, _text), (line, count, last_at) in self.lines.items():
+            self.events.append((key, msgspec.structs.replace(line, count=count, last_at=last_at)))
+        for (key, _who), last in self.last.items():
+            self.events += [(key, line) for line in last]
+        if not self.understood and not self.lines and self.sample:
+            self.events.append(("", Unread(order=self.order, source=self.path.name, text=self.sample)))
+
+
+def stacks_begin(text: str) -> bool:
+    """Return whether a line may begin a block of stacks."""
+    head = text.lstrip()[:8]
+    return head.startswith(("Process ", "Thread ", "Current ", "Fatal Py", "#"))
+
+
+def _name(prefix: str) -> str:
+    # What stands behind the time: ranks, and in some releases the module.
+    words = [word for word in prefix.split() if re.fullmatch(r"(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d+", word)]
+    return " ".join(words)
+
+
+def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
+    """Yield the events of all files, with the node and the side that each came from."""
+    places: dict[tuple[int, str], tuple[str, str]] = {}
+    serving = []
+    for number, reader in enumerate(readers):
+        for key in dict.fromkeys(key for key, _ in reader.events):
+            own = [event for its, event in reader.events if its == key]
+            arguments = next((event.values for event in own if isinstance(event, Arguments) and event.values), {})
+            side = str(arguments.get("disaggregation_mode") or "")
+            side = side if side in ("prefill", "decode") else _side_in(key or reader.path.stem)
+            nodes = arguments.get("nnodes")
+            node = f"node {arguments.get('node_rank') or 0}" if isinstance(nodes, int) and nodes > 1 else ""
+            if arguments or any(isinstance(event, Progress | Raised) for event in own):
+                serving.append((number, key))
+            places[number, key] = (node, side)
+    told = {places[one] for one in serving}
+    for number, reader in enumerate(readers):
+        for key, event in reader.events:
+            node, side = places[number, key]
+            if not node and len(serving) > 1 and (number, key) in serving and len(told) < len(serving):
+                node = key or reader.path.stem
+            yield msgspec.structs.replace(event, node=node, side=side) if node or side else event
+
+
+def _side_in(name: str) -> str:
+    name = name.lower()
+    is_prefill, is_decode = "prefill" in name, "decode" in name
+    return "prefill" if is_prefill and not is_decode else "decode" if is_decode and not is_prefill else ""

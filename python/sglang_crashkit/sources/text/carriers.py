@@ -1,0 +1,142 @@
+"""What stands in front of a line of a log because of the way it came: taken off, and told apart by it.
+
+kubectl, CRI, Docker (JSON and compose), Slurm, journald, syslog, Ray, terminals and pasted issues each put something of
+their own around what a process wrote. A line may have several, one inside the other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+#: Longer lines are cut: a log may hold a prompt of a megabyte.
+MAX_LINE = 20_000
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[A-Za-z]|\][^\x07]{0,200}\x07|[()][A-Z0-9])")
+_TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d"
+_CRI = re.compile(rf"({_TIME}\S{{0,16}}) (stdout|stderr) ([FP]) ?")
+_KUBECTL = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)) ")
+_POD = re.compile(r"\[?(?:pod/)?([\w.-]{1,120})/([\w.-]{1,80})\]? (?=\S)")
+_COMPOSE = re.compile(r"([A-Za-z][\w.-]{0,79}) *\| ?")
+_TASK = re.compile(r" {0,5}(\d{1,5}): ?")
+_JOURNAL = re.compile(
+    r"((?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d+)?)|(?:\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S{0,16})) "
+    r"([\w.-]{1,120}) ([\w./@:-]{1,120}?)(?:\[(\d{1,8})\])?: ?"
+)
+_RAY = re.compile(r"\(([\w.:-]{1,80}) pid=(\d{1,8})(?:, ip=([\d.a-f:]{3,45}))?(?:, \w+=[\w.-]{1,80})*\) ?")
+_KERNEL = re.compile(
+    r"(?:<\d{1,3}>)?\[ *(\d{1,9}\.\d{1,6}|[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\] "
+)
+_QUOTE = re.compile(r"(?:> ?){1,4}")
+_PRIORITY = re.compile(r"<\d{1,3}>(?=\S)")
+#: What a file is taken to have in front of its lines is looked for in so many of them.
+_LOOKED_AT = 400
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A line without what carried it."""
+
+    text: str
+    at: float = 0.0  # by the carrier, in seconds since the epoch; 0.0 without one
+    stream: str = ""  # what tells lines of several programs apart: a pod, a service, a task, an actor
+    program: str = ""  # of the journal: ``kernel``, ``systemd``
+    is_kernel: bool = False
+
+
+class Carrier:
+    """Takes off what the lines of one file have in front; made from the first of them.
+
+    Args:
+        lines: the first lines of the file.
+        year: of journal lines, which have none.
+    """
+
+    def __init__(self, lines: Iterable[str], year: int = 0) -> None:
+        plain = [self._bare(line) for line in lines if line.strip()][:_LOOKED_AT]
+        enough = max(3, len(plain) // 3)
+        # Each of these may also be text of a program's own, so that only a file full of them has them.
+        self._is_compose = sum(bool(_COMPOSE.match(line)) for line in plain) >= enough
+        self._is_srun = sum(bool(_TASK.match(line)) for line in plain) >= enough
+        self._is_quoted = sum(line.startswith(">") for line in plain) >= enough
+        self.year = year
+
+    @staticmethod
+    def _bare(line: str) -> str:
+        line = line[:MAX_LINE].rstrip("\r\n")
+        return _ESCAPES.sub("", line) if "\x1b" in line else line
+
+    def strip(self, line: str) -> Carried:
+        """Return a line without its carriers."""
+        text, at, stream, program = self._bare(line), 0.0, "", ""
+        if self._is_quoted and (match := _QUOTE.match(text)):
+            text = text[match.end() :]
+        for _ in range(4):
+            before = text
+            if text.startswith('{"') and (inner := _from_json(text)) is not None:
+                text, at = _ESCAPES.sub("", inner[0]), inner[1] or at
+            elif (match := _CRI.match(text)) or (match := _KUBECTL.match(text)):
+                text, at = text[match.end() :], seconds(match[1]) or at
+            elif match := _RAY.match(text):
+                text, stream = text[match.end() :], f"{match[3] or ''}/{match[2]}".strip("/")
+            elif (
+                (text[:1] in "[p" and (match := _POD.match(text)) and ("pod/" in match[0] or match[0][0] == "["))
+                or (self._is_compose and (match := _COMPOSE.match(text)))
+                or (self._is_srun and (match := _TASK.match(text)))
+            ):
+                text, stream = text[match.end() :], match[1]
+            elif match := _JOURNAL.match(text):
+                text, at, program = text[match.end() :], self._journal_time(match[1]) or at, match[3]
+            elif match := _PRIORITY.match(text):
+                text = text[match.end() :]
+            if text == before:
+                break
+        if match := _KERNEL.match(text):
+            return Carried(text[match.end() :], kernel_time(match[1]) or at, stream, "kernel", is_kernel=True)
+        return Carried(text, at, stream, program, is_kernel=program == "kernel")
+
+    def _journal_time(self, text: str) -> float:
+        if text[0].isdigit():
+            return seconds(text)
+        month, day, clock = text.split(None, 2)
+        if month not in _MONTHS:
+            return 0.0
+        return seconds(f"{self.year or 1970:04d}-{_MONTHS.index(month) + 1:02d}-{int(day):02d} {clock}")
+
+
+def seconds(text: str) -> float:
+    """Return a time of a log in seconds since the epoch, taken as UTC where it says nothing; 0.0 where it is none."""
+    text = text.strip().replace(",", ".").replace("Z", "+00:00")
+    # Python 3.10 reads three or six digits of a second alone.
+    text = re.sub(r"\.(\d{1,9})", lambda match: f".{match[1][:6]:0<6}", text)
+    text = re.sub(r"([+-]\d\d)(\d\d)$", r"\1:\2", text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return 0.0
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def kernel_time(text: str) -> float:
+    """Return the time of a line of ``dmesg -T``; 0.0 for the seconds since a boot that nobody knows."""
+    words = text.split()
+    if len(words) != 5 or words[1] not in _MONTHS:
+        return 0.0
+    return seconds(f"{words[4]}-{_MONTHS.index(words[1]) + 1:02d}-{int(words[2]):02d} {words[3]}")
+
+
+def _from_json(line: str) -> tuple[str, float] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    text = next((entry[key] for key in ("log", "message", "msg", "MESSAGE") if isinstance(entry.get(key), str)), None)
+    if text is None:
+        return None
+    time = next(
+        (entry[key] for key in ("time", "timestamp", "ts", "@timestamp") if isinstance(entry.get(key), str)), ""
+    )
+    return text.rstrip("\n"), seconds(time)

@@ -1,0 +1,101 @@
+"""What Kubernetes, Docker and the GPUs' own tools say in tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from sglang_crashkit.model.event import AnyEvent, Container, Gpu
+
+_POD_NAME = re.compile(r"Name: +(\S{1,200})$")
+_FIELD = re.compile(r" +(State|Last State|Reason|Exit Code|Restart Count): +(.{1,200})$")
+_EVENT = re.compile(r" +(?:Warning|Normal) +(\S{1,60}) +(?:\S+(?: \(x\d+ over \S+\))?) +\S+ +(.{1,600})$")
+_ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d+)(?: \([^)]*\))? +\S+")
+_GPU_HEAD = re.compile(r"\| +(\d{1,3}) +(.{2,40}?) +(?:On|Off|N/A) *\|")
+_GPU_USE = re.compile(r"\|.{0,80}?\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)")
+_DRIVER = re.compile(r"Driver Version: (\S{3,20})")
+_GPU_CSV = re.compile(r"(\d{1,3}), ([A-Z][^,]{2,60}), .{0,200}")
+#: Headings and cells by which a file is known to be one of these.
+_KUBECTL, _SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
+
+
+def is_description(lines: Sequence[str]) -> bool:
+    """Return whether lines are what ``kubectl describe pod`` prints."""
+    return sum(any(line.lstrip().startswith(word) for word in _KUBECTL) for line in lines) >= 2
+
+
+def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+    """Yield what ``kubectl describe pod`` says of each pod: its last end, how often it was restarted, its events."""
+    name, state, reason, restarts = "", "", "", 0
+    code: int | None = None
+    notes: list[str] = []
+    section = ""
+
+    def found() -> Container:
+        return Container(name=name, state=state, reason=reason, code=code, restarts=restarts, notes=tuple(notes[:50]))
+
+    for line in lines:
+        if match := _POD_NAME.match(line):
+            if name:
+                yield found()
+            name, state, reason, restarts, code, notes, section = match[1], "", "", 0, None, [], ""
+        elif match := _FIELD.match(line):
+            field, value = match[1], match[2].strip()
+            if field in ("State", "Last State"):
+                section = field
+                state = value if field == "State" else state
+            elif field == "Reason":
+                if section == "State" and value != "Error":
+                    state = value
+                reason = value if section == "Last State" or value in ("OOMKilled", "Error") else reason
+            elif field == "Exit Code" and value.lstrip("-").isdigit():
+                code = int(value)
+            elif field == "Restart Count" and value.isdigit():
+                restarts = int(value)
+        elif match := _EVENT.match(line):
+            notes.append(f"{match[1]}: {match[2]}")
+    if name:
+        yield found()
+
+
+def pods_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+    """Yield the rows of ``kubectl get pods``."""
+    for line in lines:
+        if match := _ROW.match(line):
+            yield Container(name=match[1], state=match[2], reason=match[2], restarts=int(match[3]))
+
+
+def is_pod_table(lines: Sequence[str]) -> bool:
+    """Return whether lines are what ``kubectl get pods`` prints."""
+    return any(re.match(r"NAME +READY +STATUS", line) for line in lines[:20])
+
+
+def is_smi(lines: Sequence[str]) -> bool:
+    """Return whether lines hold a table of ``nvidia-smi``."""
+    return any(_SMI in line for line in lines[:400])
+
+
+def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+    """Yield the GPUs in a table of ``nvidia-smi``."""
+    driver, pending = "", None
+    for line in lines:
+        if match := _DRIVER.search(line):
+            driver = match[1]
+        if match := _GPU_HEAD.match(line):
+            fault = "ERR!" if "ERR!" in line else ""
+            cell = line.rstrip(" |").rpartition("|")[2].strip()
+            if cell.isdigit() and int(cell) > 0:
+                fault = f"{cell} uncorrectable errors"
+            pending = (int(match[1]), match[2].strip(), fault)
+        elif pending is not None and (match := _GPU_USE.match(line)):
+            index, name, fault = pending
+            use = float(match[3]) if match[3].isdigit() else -1.0
+            yield Gpu(
+                index=index, name=name, used_mb=float(match[1]), total_mb=float(match[2]), use=use, driver=driver,
+                faults=fault or ("ERR!" if "ERR!" in line else ""),
+            )  # fmt: skip
+            pending = None
+        elif pending is not None and "ERR!" in line:
+            index, name, _ = pending
+            yield Gpu(index=index, name=name, driver=driver, faults="ERR!")
+            pending = None

@@ -1,0 +1,223 @@
+"""What one line of a log states by itself: a level, a stage, an end, arguments, a release."""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_crashkit.model.event import LineLevel
+
+_LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
+    (
+        "critical",
+        re.compile(
+            r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Fatal Python error"
+            r"|F\d{4} \d\d:"
+            r"|Memory access fault by GPU|Aborted \(|core dumped|\[PG ID \d.{0,200}(?:timeout|exception)"
+            r"|hit an exception"
+        ),
+    ),
+    (
+        "error",
+        re.compile(
+            r"\bERROR\b|^E\d{4} \d\d:|^ERR\b|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
+            r"|\bcrash(?:ed)?\b)"
+        ),
+    ),
+    (
+        "error",
+        re.compile(
+            r"(?i)\b(?:failed|failure|refused|cannot|can't|could not|unable to|denied|timed? ?out|timeout"
+            r"|killed|lost|"
+            r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|unsupported"
+            r"|invalid|"
+            r"not supported|mismatch|unhealthy|stuck|divergence)\b|(?:Error|Exception)[:( ]"
+        ),
+    ),
+    (
+        "warning",
+        re.compile(
+            r"\bWARN(?:ING)?\b|^W\d{4} \d\d:|(?i:\bwarning\b|\bdeprecated\b|\bretry(?:ing)?\b"
+            r"|\bslow\b)|Warning:"
+        ),
+    ),
+)
+_STATED = re.compile(r"(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|debug|info|warning|error)\b[:\s]")
+
+ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP/[\d.]+" (\d{3})')
+
+_STAGES: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
+    (name, is_done, re.compile(pattern))
+    for name, is_done, pattern in (
+        ("ready", True, r"fired up and ready to roll|ready to roll!"),
+        ("distributed", False, r"Init torch distributed begin|initializing distributed|rendezvous"),
+        ("distributed", True, r"Init torch distributed ends?\b"),
+        ("weights", True, r"Load(?:ing)? weights? (?:end|ends|finished|took)|Loading .{0,40}shards: +100%"),
+        ("weights", False, r"Load(?:ing)? weights? begin|Loading .{0,60}shards:|Loading weights|load_model"),
+        ("kv_cache", True, r"KV Cache is allocated|max_total_num_tokens=|Memory pool end"),
+        ("graphs", True, r"Capture (?:\w+ )*(?:cuda |piecewise )?graph (?:end|ends)"),
+        ("graphs", False, r"Capture (?:\w+ )*(?:cuda |piecewise )?graph begin|Capturing (?:batches|num tokens)"),
+        ("compile", False, r"(?i)\b(?:jit|pre-?)?-?compil(?:e|ing|ation)\b|DeepGEMM warm|ninja|nvcc|autotun|tuning"),
+        ("warmup", False, r"(?i)\bwarm-?(?:ing )?up\b"),
+        ("http", True, r"Application startup complete|Uvicorn running on"),
+    )
+)
+_STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
+    (by, is_end, re.compile(pattern))
+    for by, is_end, pattern in (
+        (
+            "signal",
+            True,
+            r"Finished server process|SIGTERM.{0,60}(?:exit|finished)|Gracefully exit"
+            r"|All requests (?:are )?drained",
+        ),
+        (
+            "signal",
+            False,
+            r"(?:received|got|caught|handling) (?:signal )?(?:SIGTERM|SIGINT|15\b)"
+            r"|SIGTERM received|SIGINT received"
+            r"|Received sigterm|Signal SIGTERM received|\bKeyboardInterrupt\b|\^C$|Shutting down$"
+            r"|signal_handler",
+        ),
+        ("systemd", False, r"^Stopping |State 'stop-sigterm'|Scheduled restart job"),
+        ("systemd", True, r"^Stopped |Deactivated successfully|: Succeeded\.|Consumed .{1,60} CPU time"),
+        (
+            "kubernetes",
+            False,
+            r"Stopping container|\bPreempt(?:ed|ing)\b|\bEvict(?:ed|ion)\b|ScalingReplicaSet"
+            r"|Scaled down|DeletionTimestamp",
+        ),
+        (
+            "slurm",
+            False,
+            r"CANCELLED AT|DUE TO TIME LIMIT|DUE TO PREEMPTION|Job step aborted"
+            r"|forcing job termination",
+        ),
+        ("docker", False, r"docker (?:stop|compose down)|Container \S+ (?:Stopping|Stopped)"),
+    )
+)
+_CODE = re.compile(
+    r"(?:exit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|status)?|exitcode|return(?:ed)? code|returncode"
+    r"|status)"
+    r"[:= ]{1,3}(?P<code>-?\d{1,3})\b"
+    r"|code=(?:killed|dumped|exited), status=(?P<status>\d{1,3})(?:/(?P<name>[A-Z]+))?"
+    r"|Exited \((?P<docker>\d{1,3})\)"
+    r"|(?P<killed>\bKilled\b)$|(?P<aborted>\bAborted\b)(?: +\(core dumped\))?$"
+    r"|(?P<bus>\bBus error\b)(?: \(core dumped\))?"
+    r"|(?P<segv>\bSegmentation fault\b)(?: \(core dumped\))?$|died (?:by|of|from|with) (?P<signal>SIG[A-Z]+)"
+    r"|(?:killed|terminated) by (?:signal )?(?P<by>SIG[A-Z]+|\d{1,2}\b)"
+)
+_SUBJECT = re.compile(
+    r"(?i)scheduler_?(?P<ranks>(?:[_ ]?(?:DP|TP|PP|EP)_?\d+)*)|rank[ _=:]?(?P<rank>\d+)|(?P<detokenizer>detokenizer)"
+    r"|task (?P<task>\d+)"
+)
+_ARGUMENT = re.compile(r"(?:^|, )([a-z_]\w{1,60})=")
+_RELEASE = re.compile(
+    r"(?i)\bsglang(?:_router)?(?:[ :=v-]{1,4}| version[:= ]+v?|/sglang:v?)(0\.\d{1,2}\.\d{1,2}(?:\.?(?:post|rc)\d+)?)"
+)
+_OPTION = re.compile(r"--([a-z][a-z0-9-]{1,60})(?:[= ]([^\s-]\S*|-\d\S*))?")
+#: Short names of options, by the name that the arguments have.
+_ALIASES = {
+    "tp": "tp_size", "tensor_parallel_size": "tp_size", "dp": "dp_size", "data_parallel_size": "dp_size",
+    "pp": "pp_size", "pipeline_parallel_size": "pp_size", "ep": "ep_size", "expert_parallel_size": "ep_size",
+    "model": "model_path", "speculative_algo": "speculative_algorithm",
+}  # fmt: skip
+_MAX_ARGUMENTS = 20_000
+
+
+def level_of(text: str) -> LineLevel:
+    """Return how bad a line is, by its own word where it has one, else by the words in it."""
+    if stated := _STATED.match(text):
+        word = stated[1].upper()
+        if word in ("DEBUG", "INFO"):
+            return "debug" if word == "DEBUG" else "info"
+    text = text[:1500]
+    return next((level for level, pattern in _LEVELS if pattern.search(text)), "info")
+
+
+def stage_of(text: str) -> tuple[str, bool] | None:
+    """Return the stage of a start that a line tells, and whether it is done."""
+    text = text[:400]
+    return next(((name, is_done) for name, is_done, pattern in _STAGES if pattern.search(text)), None)
+
+
+def stop_of(text: str) -> tuple[str, bool] | None:
+    """Return who asked the server to end by this line, and whether it has ended."""
+    text = text[:600]
+    return next(((by, is_end) for by, is_end, pattern in _STOPS if pattern.search(text)), None)
+
+
+def exit_of(text: str) -> tuple[int | None, str] | None:
+    """Return the exit status and the signal by which a line says that a process ended; None where it says none."""
+    match = _CODE.search(text[:1000])
+    if match is None:
+        return None
+    for name, number in (("killed", 9), ("aborted", 6), ("bus", 7), ("segv", 11)):
+        if match[name]:
+            return None, signal.Signals(number).name
+    if named := match["signal"] or match["by"]:
+        return (None, named) if named.startswith("SIG") else (None, signal_name(int(named)))
+    if match["name"] and match["name"] != "FAILURE":
+        return None, f"SIG{match['name']}" if match["status"] != "0" else ""
+    code = int(match["code"] or match["status"] or match["docker"] or 0)
+    return code, signal_name(-code if code < 0 else code - 128 if code > 128 else 0)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; empty where there is none of this number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
+
+
+def subject_of(text: str) -> str:
+    """Return the short name of the process that a line of another one speaks of; empty where it names none."""
+    match = _SUBJECT.search(text[:600])
+    if match is None:
+        return ""
+    if match["detokenizer"]:
+        return "detokenizer"
+    if match["rank"]:
+        return f"TP{match['rank']}"
+    if match["task"]:
+        return ""
+    ranks = re.findall(r"(DP|TP|PP|EP)_?(\d+)", match["ranks"] or "")
+    return " ".join(f"{name}{number}" for name, number in ranks) or "scheduler"
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return the arguments in a line with ``server_args=ServerArgs(…)`` or a command line of a server, or None."""
+    place = text.find("ServerArgs(")
+    if place >= 0:
+        return dict(_fields(text[place + len("ServerArgs(") :][:_MAX_ARGUMENTS]))
+    if "sglang.launch_server" in text or "sglang serve" in text:
+        found = {}
+        for name, value in _OPTION.findall(text[:_MAX_ARGUMENTS]):
+            name = name.replace("-", "_")
+            found[_ALIASES.get(name, name)] = _value(value) if value else True
+        return found
+    return None
+
+
+def release_of(text: str) -> str:
+    """Return SGLang's release where a line says it; empty where it does not."""
+    match = _RELEASE.search(text[:600])
+    return match[1] if match else ""
+
+
+def _fields(text: str) -> Iterator[tuple[str, Any]]:
+    starts = list(_ARGUMENT.finditer(text))
+    for match, following in zip(starts, [*starts[1:], None], strict=True):
+        value = text[match.end() : following.start() if following else len(text)]
+        yield match[1], _value(value if following else value.rstrip().removesuffix(")"))
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text[:200]

@@ -1,0 +1,81 @@
+"""Lines of the kernel's log that say something of memory, a GPU, a device or a process."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+#: The kind of `model.event.Kernel`, and what tells it; named groups become its fields or facts.
+_PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (
+            "xid",
+            r"NVRM: Xid \((?:PCI:)?(?P<gpu>[\w:.]{1,24})\): (?P<number>\d+)"
+            r"(?:, pid='?(?P<pid>\d+)'?)?(?:, name=(?P<name>[\w:.-]+))?",
+        ),
+        (
+            "oom_kill",
+            r"(?:Memory cgroup out of memory"
+            r"|Out of memory(?: \(\w+\))?): (?:OOM )?[Kk]ill(?:ed)? "
+            r"process (?P<pid>\d+) \((?P<name>[^)]{1,32})\)"
+            r"(?:.{0,40}?total-vm:(?P<total_kb>\d+)kB)?(?:, anon-rss:(?P<anon_kb>\d+)kB)?",
+        ),
+        ("oom_kill", r"oom-kill:constraint=(?P<constraint>\w+).{0,400}?,task=(?P<name>[^,]{1,32}),pid=(?P<pid>\d+)"),
+        ("oom_kill", r"(?P<name>[\w:. -]{1,32}) invoked oom-killer"),
+        (
+            "segfault",
+            r"(?P<name>[\w:.-]{1,32})\[(?P<pid>\d+)\]: segfault at .{0,200}?"
+            r"(?: in (?P<library>[^\s\[]{1,120}))?",
+        ),
+        ("trap", r"traps: (?P<name>[\w:.-]{1,32})\[(?P<pid>\d+)\] (?P<trap>[\w ]{1,40}?) ip:"),
+        (
+            "hung_task",
+            r"INFO: task (?P<name>[\w:./-]{1,32}):(?P<pid>\d+) blocked for more than (?P<number>\d+) seconds",
+        ),
+        (
+            "amdgpu",
+            r"amdgpu.{0,80}?(?:page fault|VM_L2_PROTECTION_FAULT|GPU reset|ring \S+ timeout|GPU is lost"
+            r"|RAS|uncorrectable|poison|MES failed)",
+        ),
+        ("nvlink", r"(?i)(?:nvlink|nvswitch|SXid).{0,120}?(?:error|fatal|fault|down|failed)"),
+        ("gpu_lost", r"(?i)NVRM: .{0,120}?(?:has fallen off the bus|GPU .{0,40}lost|RmInitAdapter failed)"),
+        ("mce", r"(?i)(?:mce: \[Hardware Error\]|Machine check|EDAC .{0,80}(?:UE|CE) )"),
+        ("pcie", r"(?i)(?:pcieport|AER).{0,160}?(?:fatal|uncorrected|surprise|link down|slot\(\S+\): )"),
+        (
+            "disk",
+            r"(?i)(?:I/O error|EXT4-fs error|XFS .{0,60}(?:error|corruption)|nvme.{0,60}(?:timeout|reset"
+            r"|I/O)|nfs: server .{1,80} not responding|blk_update_request)",
+        ),
+        (
+            "net",
+            r"(?i)(?:mlx5_core|bnxt|ib_|eth\d|ens\w+|bond\d).{0,160}?(?:link down|Link is Down|error"
+            r"|timeout|failed|health compromised)",
+        ),
+    )
+)
+_WORDS = ("Xid", "ill", "oom", "segfault", "traps:", "blocked for", "amdgpu", "ink", "SXid", "NVRM", "ardware", "heck",
+          "EDAC", "pcie", "AER", "rror", "not responding", "nvme", "nfs", "mlx5", "bnxt", "own", "GPU")  # fmt: skip
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the kind of a kernel line and its facts; None where it says nothing of these."""
+    if not any(word in text for word in _WORDS):
+        return None
+    text = text[:2000]
+    for kind, pattern in _PATTERNS:
+        if match := pattern.search(text):
+            return kind, {name: value for name, value in match.groupdict().items() if value is not None}
+    return None
+
+
+def is_telling(text: str) -> bool:
+    """Return whether a line without the kernel's carrier has words that only the kernel says."""
+    return (
+        "NVRM: Xid" in text
+        or "oom-kill:constraint" in text
+        or "invoked oom-killer" in text
+        or ("ut of memory: Kill" in text)
+        or ("segfault at " in text and " ip " in text)
+        or ("blocked for more than" in text and "INFO: task" in text)
+    )
