@@ -12,7 +12,7 @@ from sglang_crashkit.judge import topology
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Collective, Line, Raised
+from sglang_crashkit.model.event import Collective, Exit, Line, Raised
 from sglang_crashkit.model.sample import Frame
 
 _MAX_TEXT = 4000
@@ -22,6 +22,31 @@ _AT_THE_END = 60.0
 _LATE = 40.0
 _HALF_HOUR = 1800.0
 _SLOW_SHARD = 30.0
+#: How long a stage of the start may take before it counts as one that does not end, in seconds; in their order.
+_PATIENCE = {
+    "distributed": 300.0,
+    "weights": 3600.0,
+    "kv_cache": 600.0,
+    "compile": 3600.0,
+    "graphs": 2400.0,
+    "warmup": 1800.0,
+}
+_STAGE_WORDS = {
+    "distributed": "joining the distributed groups",
+    "weights": "loading weights",
+    "kv_cache": "allocating the KV cache",
+    "compile": "compiling kernels",
+    "graphs": "capturing CUDA graphs",
+    "warmup": "warming up",
+}
+_STAGE_PARTS = {
+    "distributed": "distributed_init",
+    "weights": "model_loader",
+    "kv_cache": "kv_pool",
+    "compile": "compiler",
+    "graphs": "cuda_graph",
+    "warmup": "scheduler",
+}
 _TIC = re.compile(r"tic start time: (\d\d):(\d\d):(\d\d)")
 _WORK = re.compile(
     r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)|"
@@ -115,11 +140,27 @@ def read(case: Case) -> Signs:
     goes_on = signs.last_batch > last + 1.0
     signs.was_ended = bool(ended)
     signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs)
-    is_late = max(signs.last_batch, signs.last_answer) >= case.last_at - _AT_THE_END
-    signs.is_alive = bool(batches or answers) and (is_late or goes_on) and not signs.is_hang
+    good = max(signs.last_batch, signs.last_answer, case.ready_at or 0.0)
+    is_late = good >= case.last_at - _AT_THE_END
+    is_seen = bool(batches or answers or case.is_started)
+    signs.is_alive = is_seen and (is_late or goes_on) and not signs.is_hang and not _failed_after(case, good)
     signs.is_slow_load = any(float(one.groups[2] or 0) >= _SLOW_SHARD for one in signs.all("shards"))
     signs.told = [f"{one.text.strip()[:160]} ({one.source or 'log'})" for one in _once(hang)]
     return signs
+
+
+def _failed_after(case: Case, good: float) -> bool:
+    """Return whether something went wrong after the last sign of life, whatever it was."""
+    for event in reversed(case.events):
+        if event.at and event.at < good:
+            return False
+        if isinstance(event, Exit) and (event.signal or event.code):
+            return True
+        if isinstance(event, Raised) and event.at > good:
+            return True
+        if isinstance(event, Line) and event.level in ("error", "critical") and event.at > good:
+            return True
+    return False
 
 
 def _of_text(process: Process, event: Line | Raised, text: str) -> Iterable[Sign]:
@@ -431,15 +472,56 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
 
 def judge_silence(signs: Signs, case: Case) -> list[Finding]:
     """Return what is known of a server that does not go on, or that does, where neither stacks nor words tell more."""
-    for rule in (_watchdogs, _health):
+    for rule in (_watchdogs, _health, _starting):
         if (found := rule(signs, case)) is not None:
             return [found]
     if signs.is_alive:
-        where = (case.last_at, len(case.events))
-        return [
-            Finding(kind="no_incident", headline="the server serves to the end of the evidence", where=where, weight=10)
-        ]
+        headline = f"nothing is wrong here: the server serves to the end of the evidence{_last_batch(case)}"
+        return [_calm(case, "no_incident", headline)]
     return []
+
+
+def _calm(case: Case, kind: str, headline: str, component: str | None = None) -> Finding:
+    last = max((one.order for one in case.events), default=0)
+    return Finding(kind=kind, headline=headline[:290], component=component, where=(case.last_at, last), weight=10)
+
+
+def _starting(_signs: Signs, case: Case) -> Finding | None:
+    """Return where a server stands that was not seen to get ready, and whether that takes too long."""
+    places: dict[str, list[str]] = {}
+    last = 0.0
+    for process in case.processes.values():
+        if process.stages and process.stages[-1].name in _PATIENCE:
+            who = topology.short_name(process) if process.ranks else process.who or "the server"
+            places.setdefault(process.stages[-1].name, []).append(who)
+            last = max(last, process.stages[-1].at)
+    if case.is_started or not places:
+        return None
+    stage = min(places, key=list(_PATIENCE).index)
+    told = "; ".join(f"{topology.name_ranks(who)}: {_STAGE_WORDS[name]}" for name, who in places.items())
+    component = _STAGE_PARTS[stage]
+    if not last or case.last_at - last < _PATIENCE[stage]:
+        return _calm(
+            case, "busy", f"the server starts, and was not ready at the end of the evidence: {told}", component
+        )
+    headline = f"the start has not moved for {(case.last_at - last) / 60:.0f} minutes: {told}"
+    named = places[stage] if len(places) > 1 and len(places[stage]) <= 2 else []
+    found = Finding(
+        kind={"distributed": "startup_timeout", "weights": "slow_storage"}.get(stage, "no_progress"),
+        who=topology.name_ranks(named) if named else None,
+        component=component,
+        headline=headline[:290],
+        next=["`py-spy dump --native --pid PID` of each rank, twice, shows in what it is and whether it moves"],
+        where=(last, 0),
+        weight=45,
+    )
+    if stage == "distributed":
+        layout = topology.topology_of(case)
+        nodes = topology.unseen_nodes(layout, (one.ranks for one in case.schedulers))
+        found.who = topology.name_nodes(nodes) if nodes else found.who
+        told = found.who or "each other node"
+        found.next.insert(0, f"see whether {told} was started with the same --dist-init-addr, and reaches it")
+    return found
 
 
 def _watchdogs(signs: Signs, case: Case) -> Finding | None:

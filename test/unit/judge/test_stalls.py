@@ -10,7 +10,17 @@ import pytest
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.stalls import find_stalls
 from sglang_crashkit.model.case import Case
-from sglang_crashkit.model.event import AnyEvent, Collective, Container, GpuKernel, Line, Progress, Raised
+from sglang_crashkit.model.event import (
+    AnyEvent,
+    Collective,
+    Container,
+    Exit,
+    GpuKernel,
+    Line,
+    Progress,
+    Raised,
+    Stage,
+)
 from sglang_crashkit.model.event import Error as ErrorOf
 from unit.judge.stack_events import (
     BROADCAST,
@@ -565,3 +575,47 @@ def test_a_healthy_log_is_no_incident() -> None:
 def test_nothing_tells_nothing() -> None:
     assert find_stalls(case()) == []
     assert find_stalls(case(Line(text="hello"))) == []
+
+
+# -- starts
+
+
+def stage(who: str, name: str, at: float) -> Stage:
+    return Stage(who=who, name=name, at=at)
+
+
+def test_a_start_in_progress_is_at_work() -> None:
+    events = [stage("TP0", "weights", 100.0), stage("TP1", "weights", 101.0), Line(text="x", at=160.0)]
+    found = first_of(case(*events))
+    assert (found.kind, found.component) == ("busy", "model_loader")
+    assert "loading weights" in found.headline
+
+
+def test_a_node_that_does_not_come() -> None:
+    events = [stage(f"TP{rank}", "distributed", 100.0) for rank in range(4)]
+    found = first_of(case(*events, Line(text="x", at=900.0), arguments={"tp_size": 8, "nnodes": 2}))
+    assert (found.kind, found.who) == ("startup_timeout", "node 1")
+    assert any("--dist-init-addr" in step for step in found.next)
+
+
+def test_the_rank_that_stays_behind_in_the_start() -> None:
+    events = [stage(f"TP{rank}", "graphs" if rank else "kv_cache", 100.0) for rank in range(4)]
+    found = first_of(case(*events, Line(text="x", at=9000.0)))
+    assert (found.kind, found.who) == ("no_progress", "TP0")
+
+
+def test_a_start_that_came_to_its_end_is_no_incident() -> None:
+    ready = [stage("TP0", "weights", 100.0), Stage(name="ready", is_done=True, at=2100.0)]
+    assert [one.kind for one in find_stalls(case(*ready))] == ["no_incident"]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Exit(signal="SIGKILL", at=101.0),
+        Raised(who="TP0", at=101.0, chain=(ErrorOf(type="ValueError", text="x"),)),
+        Line(text="something broke", level="error", at=101.0),
+    ],
+)
+def test_what_ends_badly_is_not_called_healthy(end: AnyEvent) -> None:
+    assert find_stalls(case(*alive(), end)) == []
