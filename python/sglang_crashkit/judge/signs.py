@@ -12,7 +12,7 @@ from sglang_crashkit.judge import topology
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Collective, Exit, Line, Raised
+from sglang_crashkit.model.event import Collective, Exit, Line, Raised, Stack
 from sglang_crashkit.model.sample import Frame
 
 _MAX_TEXT = 4000
@@ -47,6 +47,7 @@ _STAGE_PARTS = {
     "graphs": "cuda_graph",
     "warmup": "scheduler",
 }
+_BATCH = re.compile(r"(Prefill|Decode) batch\b")
 _TIC = re.compile(r"tic start time: (\d\d):(\d\d):(\d\d)")
 _WORK = re.compile(
     r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)|"
@@ -126,39 +127,45 @@ def read(case: Case) -> Signs:
             found += _of_text(process, raised, f"{raised.said}\n{raised.error.type}: {raised.error.text}")
     found.sort(key=lambda one: (one.at, one.order))
     signs = Signs(found=found)
-    progress = [one for process in case.processes.values() for one in process.progress]
-    batches = [max(one.at, one.last_at) for one in progress if one.kind in ("prefill", "decode")]
-    answers = [
-        max(one.at, one.last_at)
-        for one in progress
-        if one.kind in ("answer", "refused") or (one.kind == "health" and one.status < 400)
-    ]
-    signs.last_batch, signs.last_answer = max(batches, default=0.0), max(answers, default=0.0)
+    batches, answers = [(0.0, 0)], [(0.0, 0)]
+    for process in case.processes.values():
+        batches += [(one.at, one.order) for one in process.lines if _BATCH.match(one.text)]
+        for one in process.progress:
+            if one.kind in ("prefill", "decode"):
+                batches.append((one.last_at or one.at, one.last_order))
+            elif one.kind in ("answer", "refused") or (one.kind == "health" and one.status < 400):
+                answers.append((one.last_at or one.at, one.last_order))
+    good = max(*batches, *answers, (case.ready_at or 0.0, 0))
+    signs.last_batch, signs.last_answer = max(batches)[0], max(answers)[0]
     hang = signs.all(*_OF_A_HANG)
     ended = [one for one in hang if one.name in _ENDING and not _is_soft(one)]
     last = max((max(one.at, one.last_at) for one in hang), default=0.0)
     goes_on = signs.last_batch > last + 1.0
     signs.was_ended = bool(ended)
     signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs)
-    good = max(signs.last_batch, signs.last_answer, case.ready_at or 0.0)
-    is_late = good >= case.last_at - _AT_THE_END
-    is_seen = bool(batches or answers or case.is_started)
-    signs.is_alive = is_seen and (is_late or goes_on) and not signs.is_hang and not _failed_after(case, good)
+    is_late = good[0] >= case.last_at - _AT_THE_END
+    is_seen = len(batches) + len(answers) > 2 or case.is_started
+    signs.is_alive = (
+        is_seen and (is_late or goes_on) and not signs.is_hang and not _failed_after(case, good, max(batches))
+    )
     signs.is_slow_load = any(float(one.groups[2] or 0) >= _SLOW_SHARD for one in signs.all("shards"))
     signs.told = [f"{one.text.strip()[:160]} ({one.source or 'log'})" for one in _once(hang)]
     return signs
 
 
-def _failed_after(case: Case, good: float) -> bool:
-    """Return whether something went wrong after the last sign of life, whatever it was."""
+def _failed_after(case: Case, good: tuple[float, int], batch: tuple[float, int]) -> bool:
+    """Return whether something went wrong after the last sign of life, whatever it was.
+
+    A main process answers health checks for as long as it lives: after the end of another, only a batch is such a sign.
+    """
     for event in reversed(case.events):
-        if event.at and event.at < good:
+        place = (event.at, event.order)
+        if event.at and place < batch:
             return False
-        if isinstance(event, Exit) and (event.signal or event.code):
+        if (isinstance(event, Exit) and (event.signal or event.code)) or (isinstance(event, Stack) and event.fatal):
             return True
-        if isinstance(event, Raised) and event.at > good:
-            return True
-        if isinstance(event, Line) and event.level in ("error", "critical") and event.at > good:
+        is_bad = isinstance(event, Raised) or (isinstance(event, Line) and event.level in ("error", "critical"))
+        if is_bad and place > good:
             return True
     return False
 
@@ -190,14 +197,12 @@ def _is_soft(sign: Sign) -> bool:
 
 def _probe_failed(case: Case, signs: Signs) -> bool:
     """Return whether an orchestrator's probe was not answered while nothing else is known to have failed."""
-    return (
-        any(
-            re.search(r"(?i)(liveness|readiness|startup) probe failed", note)
-            for one in case.containers
-            for note in one.notes
-        )
-        and not signs.last_batch > case.last_at
-    )
+    return (case.is_started or signs.last_batch > 0) and bool(_probe(case)) and not signs.last_batch > case.last_at
+
+
+def _probe(case: Case) -> str:
+    notes = (note for one in case.containers for note in one.notes)
+    return next((note for note in notes if re.search(r"(?i)(liveness|startup) probe failed", note)), "")
 
 
 # -- what they tell
@@ -219,10 +224,6 @@ def _quote(*some: Sign) -> list[str]:
     ]
 
 
-def _pair_component(case: Case) -> str | None:
-    return "pd_transfer" if topology.topology_of(case).side else None
-
-
 def _sizes(signs: Signs, case: Case) -> Finding | None:
     found = signs.all("sizes")
     if not found:
@@ -235,7 +236,8 @@ def _sizes(signs: Signs, case: Case) -> Finding | None:
     return Finding(
         kind="collective_mismatch",
         who=who,
-        component=component_of(frames) or _pair_component(case),
+        component=component_of(frames)
+        or ("pd_transfer" if first.process.side or topology.topology_of(case).side else None),
         restart="yes",
         headline=f"ranks of one group ran a collective with different sizes{told}; {who or 'a rank'} noticed it",
         because=_quote(*found[:3]),
@@ -402,7 +404,7 @@ def _exchange(signs: Signs, _case: Case) -> Finding | None:
     found = signs.all("exchange")
     if not found:
         return None
-    compiling = [one for one in signs.all("compile") if one.at <= found[0].at]
+    compiling = [one for one in signs.all("compile") if one.at <= found[-1].last_at and one.who]
     late = compiling[-1] if compiling else None
     component = (component_of_text(late.text) or "compiler") if late else "expert_parallel"
     steps = ["the network is not the first suspect: see what the ranks that did not join were doing"]
@@ -500,6 +502,21 @@ def _starting(_signs: Signs, case: Case) -> Finding | None:
     stage = min(places, key=list(_PATIENCE).index)
     told = "; ".join(f"{topology.name_ranks(who)}: {_STAGE_WORDS[name]}" for name, who in places.items())
     component = _STAGE_PARTS[stage]
+    probe = _probe(case)
+    if probe and any("Killing" in note or "will be restarted" in note for one in case.containers for note in one.notes):
+        return Finding(
+            kind="startup_timeout",
+            component=component,
+            restart="no",
+            headline=f"the orchestrator's probe ended the server while it started: {told}"[:290],
+            because=[probe[:200]],
+            next=[
+                "give the start more time: a startupProbe with failureThreshold times periodSeconds above its time",
+                "load faster: weights on a local disk, or compiled kernels in a cache that stays",
+            ],
+            where=(last, 0),
+            weight=50,
+        )
     if not last or case.last_at - last < _PATIENCE[stage]:
         return _calm(
             case, "busy", f"the server starts, and was not ready at the end of the evidence: {told}", component
@@ -581,9 +598,7 @@ def _last_batch(case: Case) -> str:
 
 def _health(signs: Signs, case: Case) -> Finding | None:
     found = signs.all("health")
-    probe = next(
-        (note for one in case.containers for note in one.notes if re.search(r"(?i)liveness probe failed", note)), ""
-    )
+    probe = _probe(case)
     if not signs.is_hang or not (found or probe):
         return None
     where = _at(found[0]) if found else (case.last_at, len(case.events))

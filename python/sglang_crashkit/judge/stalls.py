@@ -120,8 +120,8 @@ def _members(case: Case) -> list[Member]:
     found: dict[tuple[object, ...], list[tuple[Process, Stack]]] = {}
     for process in case.processes.values():
         for stack in process.stacks:
-            if stack.fatal:
-                continue
+            if any(one.fatal for one in process.stacks):
+                continue  # what a process was in when it died
             pid = stack.sample.pid or process.pid
             key = (
                 (process.side, process.who or stack.sample.title, pid)
@@ -230,7 +230,7 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
     if awaited is idle:
         if all(one.last.is_for_requests for one in waiting):
             return None
-        steps = _branch_steps(group)
+        steps = _branch_steps(scene, group)
         return _finding(
             scene, "rank_divergence", idle if len(idle) < len(waiting) else [], group, steps=steps, weight=70
         )
@@ -272,7 +272,14 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
     if kind == "driver":
         steps = _driver_steps(most)
         return _finding(
-            scene, "driver_stuck", most if len(group) == 1 else [], group, steps=steps, weight=80, restart="no"
+            scene,
+            "driver_stuck",
+            most if len(group) == 1 else [],
+            group,
+            steps=steps,
+            weight=80,
+            restart="no",
+            component="driver",
         )
     if kind in ("compile", "weight_load", "profile"):
         return _at_work(scene, most, group)
@@ -317,7 +324,7 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
             return _gpu_stall(scene, group)
         if len(on_gpu) <= len(on_host):
             return _finding(scene, "rank_stuck", on_gpu, group, steps=_gpu_steps(scene, on_gpu), weight=70)
-        return _finding(scene, "rank_divergence", past, group, steps=_branch_steps(group), weight=70)
+        return _finding(scene, "rank_divergence", past, group, steps=_branch_steps(scene, group), weight=70)
     calls = _by(group, _call)
     is_update = [one for one in group if one.last.purpose in ("weights", "pause")]
     if is_update and all(one in is_update or one.last.is_for_requests for one in group):
@@ -328,7 +335,7 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         is_batch = any(one.last.purpose in _AT_A_BATCH for one in group)
         is_requests = any(one.last.is_for_requests for one in group)
         kind = "rank_divergence" if is_batch and is_requests else "collective_mismatch"
-        return _finding(scene, kind, named, group, steps=_branch_steps(group), weight=70, restart="yes")
+        return _finding(scene, kind, named, group, steps=_branch_steps(scene, group), weight=70, restart="yes")
     if scene.signs.is_alive and not scene.signs.is_hang:
         return None
     return _symmetric(scene, layout, group)
@@ -662,13 +669,16 @@ def _call(member: Member) -> tuple[str, str]:
 # -- steps
 
 
-def _branch_steps(group: Sequence[Member]) -> list[str]:
+def _branch_steps(scene: Scene, group: Sequence[Member]) -> list[str]:
     places = list(dict.fromkeys(bare(one.last.place.function) for one in group if one.last.place))[:3]
     told = " against ".join(f"`{one}`" for one in places)
-    return [
+    steps = [
         f"search upstream's issues for {told}, and upgrade to a newer release: SGLang chose different branches",
         "compare the last lines of each rank's log before the stop: the first that differ (queue, abort) are the cause",
     ]
+    if scene.case.arguments.get("enable_hierarchical_cache"):
+        steps.append("start without --enable-hierarchical-cache: its events are decided by each rank alone")
+    return steps
 
 
 def _own_steps(members: Sequence[Member]) -> list[str]:
@@ -713,4 +723,4 @@ def _pipeline_steps(scene: Scene, members: Sequence[Member]) -> list[str]:
     steps = ["the stages are in different operations: run without pipeline parallelism (--pp-size 1, more --tp-size)"]
     if layout.is_dp_attention:
         steps.append("or take out --enable-dp-attention: with --pp-size above 1 not every release supports it")
-    return [*steps, *_branch_steps(members)]
+    return [*steps, *_branch_steps(scene, members)]
