@@ -1,11 +1,494 @@
-"""What failed: exceptions, ends, kernel lines and words of a start, by the tables of ``families.yaml``."""
+"""What failed: exceptions, ends, words and kernel lines, each by what it means (``knowledge/families.yaml``).
+
+Each fact is asked three things: what kind of failure it is, which process had it, and in which part of SGLang. What
+follows from another failure, what the server outlived, and what came after it was asked to end, is no cause.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case
+from sglang_crashkit.model.event import (
+    AnyEvent,
+    Arguments,
+    Container,
+    Error,
+    Exit,
+    Gpu,
+    GpuKernel,
+    Kernel,
+    Line,
+    Progress,
+    Raised,
+    Stack,
+    Stage,
+    Stop,
+)
+from sglang_crashkit.model.sample import Frame
+
+_Place = tuple[float, int]
+#: A text that is matched: a message may quote a whole configuration.
+_MAX_TEXT, _MAX_QUOTE = 3000, 220
+#: Seconds of work after a failure by which a server is taken to have outlived it.
+_OUTLIVED_S = 3.0
+_LOOP = re.compile(
+    r"event_loop|run_batch|process_batch_result|get_next_batch_to_run|recv_requests|process_input_requests"
+)
+_START = re.compile(
+    r"__init__|load_model|_launch|launch_|init_|capture|run_scheduler_process|<module>|prepare_server_args|import_module"
+)
+#: The function in which a process of each role is, whatever raised below it.
+_ROLES = (
+    ("detokenizer", re.compile(r"detokenizer_manager|run_detokenizer")),
+    ("scheduler", re.compile(r"managers/scheduler|run_scheduler_process|tp_worker|model_runner")),
+    ("tokenizer", re.compile(r"tokenizer_manager|tokenizer_communicator|http_server|multi_tokenizer|engine\.py|grpc")),
+)
+#: Names of processes that are SGLang's, as the kernel cuts them.
+_OURS = re.compile(r"(?i)^(?:sglang|python|pt_main|ray::|ray_|uvicorn|launch_server|cicc|ninja|nvcc|cudafe|ptxas)")
+#: Xid errors of a program, by which a kernel of it failed; all others are the hardware's, or follow.
+#: https://docs.nvidia.com/deploy/xid-errors/
+_XID_OF_PROGRAM, _XID_FOLLOWS = frozenset({8, 13, 31, 32, 68, 69, 80}), frozenset({43, 45})
+_XIDS = {
+    48: "double-bit ECC error", 63: "row remapping", 64: "row remapping failed", 74: "NVLink error",
+    79: "GPU has fallen off the bus", 92: "high single-bit ECC rate", 94: "contained ECC error",
+    95: "uncontained ECC error", 119: "GSP does not answer", 120: "GSP error", 140: "unrecovered ECC error",
+    145: "NVLink RLW error", 149: "NVLink error", 154: "GPU recovery action",
+}  # fmt: skip
+_SIGNALS = {"SIGSEGV": "segfault", "SIGABRT": "aborted", "SIGBUS": "bus_error", "SIGKILL": "killed"}
+_ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+_OPTION = re.compile(r"--[a-z][a-z0-9-]{2,60}|\bSGLANG_[A-Z_]{3,60}\b|\bNCCL_[A-Z_]{3,40}\b")
+_HARMLESS = re.compile(
+    r"(?i)^(?:WARNING|INFO|DEBUG)\b|(?:will|fall(?:ing)?) ?back|deprecat|ignored?\b|retry|skipp"
+    r"|not (?:found|available|installed)[,;.] (?:using|use|fall)|task exception was never retrieved|client (?:disconnect|closed)|"
+    r"abort(?:ed|ing) request|bad request|invalid request|validation error|\b4\d\d\b.{0,20}(?:Bad|Not|Unprocess)|longer than the model|is disabled|if you|"
+    r"please consider|may (?:cause|lead)|gen throughput|#running-req"
+)
 
 
-def find_failures(case: Case) -> list[Finding]:  # noqa: ARG001
+class _Family(msgspec.Struct, kw_only=True):
+    """A row of ``families.yaml``."""
+
+    kind: str
+    type: str = ""
+    words: str = ""
+    frames: str = ""
+    when: str = ""
+    who: str = ""
+    start_kind: str = ""
+    part: str = ""
+    restart: str = ""
+    sure: bool = False
+    follows: bool = False
+    steps: list[str] = []
+
+    def match(
+        self, error: Error | None, text: str, places: str, *, is_started: bool, role: str
+    ) -> dict[str, str] | None:
+        """Return what the row's pattern names in a text; None where the row does not fit."""
+        if (self.when == "start" and is_started) or (self.when == "serving" and not is_started):
+            return None
+        if self.type and (error is None or not re.match(self.type, error.type.rpartition(".")[2])):
+            return None
+        if (self.who and role != self.who) or (self.frames and not re.search(self.frames, places)):
+            return None
+        if not self.words:
+            return {}
+        found = re.search(self.words, text)
+        return None if found is None else {name: value for name, value in found.groupdict().items() if value}
+
+
+@functools.cache
+def _families() -> list[_Family]:
+    return msgspec.convert(load("families"), list[_Family])
+
+
+def find_failures(case: Case) -> list[Finding]:
     """Return what explains a failure in the case."""
-    return []
+    return [*_Failures(case).find()]
+
+
+class _Failures:
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        work = [one for one in case.events if isinstance(one, Progress) and one.kind in ("prefill", "decode", "answer")]
+        ready = [one for one in case.events if isinstance(one, Stage) and one.name == "ready"]
+        self._work, self._began = work, [*map(_place, work), *map(_place, ready)]
+        self._starts = [_place(one) for one in case.events if isinstance(one, Arguments) and one.values]
+        self._stops = [one for one in case.events if isinstance(one, Stop)]
+        self._asked = min(
+            (_place(one) for one in self._stops if one.by != "signal" or not self._by_kit(one)), default=None
+        )
+
+    def _by_kit(self, stop: Stop) -> bool:
+        # The server ends itself by a signal once a rank has failed.
+        return "sigquit" in stop.text.lower() or "child" in stop.text.lower()
+
+    def find(self) -> Iterator[Finding]:
+        """Yield a finding for each fact that tells one."""
+        for event in self._case.events:
+            for finding in self._of(event):
+                if not finding.where[1]:
+                    finding.where = _place(event)
+                if self._asked is not None and finding.where > self._asked and not _is_calm(finding.kind):
+                    continue
+                yield finding
+        yield from self._calm()
+
+    def _of(self, event: AnyEvent) -> Iterator[Finding]:
+        match event:
+            case Raised():
+                yield from self._raised(event)
+            case Line() if event.level in ("error", "critical"):
+                yield from self._line(event)
+            case Kernel():
+                yield from self._kernel(event)
+            case Exit():
+                yield from self._exit(event)
+            case Container():
+                yield from self._container(event)
+            case Gpu() if event.faults:
+                yield Finding(
+                    kind="gpu_hardware", component="gpu", weight=60,
+                    headline=f"GPU {event.index} ({event.name}) shows {event.faults}",
+                    because=[f"{event.source}: GPU {event.index}: {event.faults}"],
+                    next=[f"`nvidia-smi -q -i {event.index} -d ECC,ROW_REMAPPER`; take GPU {event.index} out of service"],
+                )  # fmt: skip
+            case GpuKernel() if event.exception:
+                yield Finding(
+                    kind="cuda_fault", level="established", who=event.who or None, weight=80,
+                    component=component_of(words=f"{event.name} {event.text}", arguments=self._case.arguments) or "gpu",
+                    headline=f"the GPU reports {event.exception}" + (f" in {event.name[:80]}" if event.name else ""),
+                    because=[_quoted(event, event.text or event.exception)],
+                )  # fmt: skip
+            case Stack() if event.fatal:
+                yield from self._fatal(event)
+            case _:
+                return
+
+    # -- exceptions
+
+    def _raised(self, event: Raised) -> Iterator[Finding]:
+        chain = [
+            error for error in event.chain if error.type not in ("SystemExit", "CancelledError", "KeyboardInterrupt")
+        ]
+        if not chain or self._is_outlived(event):
+            return
+        frames = [frame for error in chain for frame in error.frames]
+        role = _role(event.who, frames)
+        is_started = self._is_started(event, frames)
+        # The one that came first tells most; a row may know the one that arrived.
+        for error in (*reversed(chain), None):
+            text = f"{error.type}: {error.text}" if error else " ".join(one.text for one in chain)
+            found = self._family(error, f"{event.said} {text}", frames, is_started=is_started, role=role)
+            if found is not None and not (found[0].follows and len(chain) > 1 and error is not chain[0]):
+                yield self._finding(event, *found, error or chain[-1], frames, is_started=is_started, role=role)
+                return
+        error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
+        own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames)
+        kind = "startup_failed" if not is_started else "exception_in_sglang" if own else "exception"
+        if event.thread and not event.who and "Main" not in event.thread and is_started:
+            kind = "thread_died"
+        row = _Family(kind=kind)
+        yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
+
+    def _family(
+        self, error: Error | None, text: str, frames: Sequence[Frame], *, is_started: bool, role: str
+    ) -> tuple[_Family, dict[str, str]] | None:
+        text = text[:_MAX_TEXT]
+        places = "\n".join(f"{frame.function} ({frame.file})" for frame in frames[:60])
+        for row in _families():
+            found = row.match(error, text, places, is_started=is_started, role=role)
+            if found is not None:
+                return row, found
+        return None
+
+    def _finding(
+        self, event: Raised, row: _Family, named: dict[str, str], error: Error, frames: Sequence[Frame], *,
+        is_started: bool, role: str,
+    ) -> Finding:  # fmt: skip
+        kind = row.start_kind if row.start_kind and not is_started else row.kind
+        words = f"{error.type}: {error.text} {event.said}"
+        arguments = self._case.arguments
+        part = row.part or component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
+        who = (
+            event.who or (role if role != "scheduler" or not self._case.schedulers else "") or _only(self._case) or role
+        )
+        inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
+        first_line = error.text.strip().partition("\n")[0][:_MAX_QUOTE]
+        where = f" in {inner.function} ({inner.file}:{inner.line})" if inner else ""
+        phase = "while it served" if is_started else "before it was ready"
+        side = f" of the {event.side} server" if event.side else ""
+        through = f" in thread {event.thread}" if event.thread else ""
+        steps = [_filled(step, named) for step in row.steps]
+        steps += (
+            [f"the message names {', '.join(options)}: change that first"] if (options := _options(error.text)) else []
+        )
+        if way := way_out(part, arguments, is_seen=bool(frames)):
+            steps.append(f"the {part} part is in the stack: {way}")
+        is_sure = row.sure or (kind in ("exception_in_sglang", "exception") and bool(frames) and is_started)
+        return Finding(
+            kind=kind,
+            level="established" if is_sure and frames else "supported",
+            who=who or None,
+            component=part,
+            restart=_restart(row.restart, kind, is_started=is_started),
+            headline=f"{who or 'a process'}{side} raised {error.type.rpartition('.')[2]}{through}{where} {phase}: "
+            + first_line,
+            because=[_quoted(event, f"{error.type}: {first_line}"), *(str(frame) for frame in error.frames[:4])],
+            next=steps,
+            is_consequence=row.follows,
+            weight=70 if row.words or row.type else 50,
+        )
+
+    def _is_outlived(self, event: AnyEvent) -> bool:
+        """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
+        place = _place(event)
+        end = min((one for one in self._starts if one > place), default=(float("inf"), 0))
+        for one in self._work:
+            if one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
+                continue
+            if one.who and event.who and one.who != event.who and one.kind != "answer":
+                continue
+            later = one.last_at - event.at if one.last_at and event.at else 0.0
+            if one.last_order > event.order and (later >= _OUTLIVED_S or (not later and not one.last_at)):
+                return True
+        return False
+
+    def _is_started(self, event: AnyEvent, frames: Sequence[Frame] = ()) -> bool:
+        place = _place(event)
+        last_start = max((one for one in self._starts if one <= place), default=(0.0, 0))
+        if any(last_start <= one <= place for one in self._began):
+            return True
+        names = " ".join(frame.function for frame in frames)
+        if _LOOP.search(names):
+            return True
+        if last_start != (0.0, 0) or _START.search(names):
+            return False
+        return self._case.is_started or not frames
+
+    # -- lines
+
+    def _line(self, event: Line) -> Iterator[Finding]:
+        if _HARMLESS.search(event.text) or self._is_outlived(event):
+            return
+        is_started = self._is_started(event)
+        found = self._family(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
+        if found is None:
+            return
+        row, named = found
+        kind = row.start_kind if row.start_kind and not is_started else row.kind
+        part = row.part or component_of(words=event.text, arguments=self._case.arguments)
+        steps = [_filled(step, named) for step in row.steps]
+        steps += (
+            [f"the message names {', '.join(options)}: change that first"] if (options := _options(event.text)) else []
+        )
+        if way := way_out(part, self._case.arguments, is_seen=True):
+            steps.append(f"the message speaks of {part}: {way}")
+        who = event.who or _only(self._case) or ""
+        side = f" of the {event.side} server" if event.side else ""
+        yield Finding(
+            kind=kind,
+            who=who or None,
+            component=part,
+            restart=_restart(row.restart, kind, is_started=is_started),
+            headline=f"{who or 'the server'}{side} says: {event.text.strip()[:_MAX_QUOTE]}",
+            because=[_quoted(event, event.text)],
+            next=steps,
+            is_consequence=row.follows,
+            weight=45 if event.level == "critical" else 41,
+        )
+
+    # -- the kernel, ends, containers
+
+    def _kernel(self, event: Kernel) -> Iterator[Finding]:
+        is_ours = not event.name or bool(_OURS.match(event.name)) or any(
+            event.pid and event.pid == one.pid for one in self._case.processes.values()
+        )  # fmt: skip
+        because = [_quoted(event, event.text)]
+        if event.kind == "oom_kill" and is_ours:
+            limit = (
+                "its memory cgroup's limit"
+                if "emory cgroup" in event.text or "MEMCG" in event.text
+                else "the host's memory"
+            )
+            size = f", {int(event.facts['anon_kb']) >> 20} GiB of its own" if "anon_kb" in event.facts else ""
+            who = self._named(event.pid)
+            yield Finding(
+                kind="host_oom", level="established", who=who, weight=90,
+                component="cgroup" if "cgroup" in limit else None,
+                headline=f"the kernel killed {who or event.name or 'a process'}"
+                f"{f' (pid {event.pid}{size})' if event.pid else ''} as {limit} ran out",
+                because=because,
+                next=self._memory_steps(),
+            )  # fmt: skip
+        elif event.kind == "xid" and event.number not in _XID_FOLLOWS and is_ours:
+            is_program = event.number in _XID_OF_PROGRAM
+            gpu = str(event.facts.get("gpu", ""))
+            words = _XIDS.get(event.number, "a fault of a program's kernel" if is_program else "a fault of the GPU")
+            yield Finding(
+                kind="cuda_fault" if is_program else "gpu_hardware", level="supported" if is_program else "established",
+                who=self._named(event.pid), component="gpu", weight=60 if is_program else 95,
+                headline=f"the driver reports Xid {event.number} on GPU {gpu}: {words}",
+                because=because,
+                next=[f"take GPU {gpu} out of service: `nvidia-smi -q -i {gpu}`, then reset or exchange it"]
+                if not is_program
+                else [],
+            )  # fmt: skip
+        elif event.kind in ("amdgpu", "nvlink", "gpu_lost", "mce", "pcie"):
+            is_fault = event.kind == "amdgpu" and "page fault" in event.text
+            yield Finding(
+                kind="cuda_fault" if is_fault else "gpu_hardware", level="established", component="gpu",
+                who=self._named(event.pid), weight=75,
+                headline=f"the kernel's log says: {event.text[:_MAX_QUOTE]}", because=because,
+            )  # fmt: skip
+        elif event.kind in ("segfault", "trap") and is_ours:
+            library = str(event.facts.get("library") or "")
+            yield Finding(
+                kind="segfault" if event.kind == "segfault" else "fatal_signal", level="established",
+                who=self._named(event.pid), component=component_of(words=library), weight=80,
+                headline=f"{self._named(event.pid) or event.name} (pid {event.pid}) died of a segmentation fault"
+                + (f" in {library}" if library else ""),
+                because=because,
+            )  # fmt: skip
+
+    def _named(self, pid: int) -> str | None:
+        return next((one.who for one in self._case.processes.values() if pid and one.pid == pid and one.who), None)
+
+    def _memory_steps(self) -> list[str]:
+        arguments = self._case.arguments
+        return [
+            f"lower --{name.replace('_', '-')} (now {arguments[name]}), or raise the memory limit"
+            for name in ("hicache_size", "hicache_ratio", "cpu_offload_gb")
+            if arguments.get(name)
+        ]
+
+    def _exit(self, event: Exit) -> Iterator[Finding]:
+        if event.signal in _ORDERLY or event.code == 0 or (event.code == 143 or event.code == 130):
+            return
+        who = event.who or _only(self._case)
+        kind = _SIGNALS.get(event.signal, "fatal_signal" if event.signal else "exited")
+        how = event.signal or f"exit status {event.code}"
+        if "Out Of Memory" in event.text or "oom" in event.text.lower():
+            kind = "host_oom"
+        lost = {"detokenizer": "detokenizer_lost"}.get(event.who, kind) if kind == "exited" else kind
+        yield Finding(
+            kind=lost,
+            level="established" if event.signal and kind != "killed" else "supported",
+            who=who or None,
+            headline=f"{who or 'a process'} ended by {how}",
+            because=[_quoted(event, event.text or how)],
+            weight=39 if event.signal else 20,
+        )
+
+    def _container(self, event: Container) -> Iterator[Finding]:
+        because = [f"{event.source}: {event.name}: {event.reason or event.state} (exit code {event.code})"]
+        if event.reason == "OOMKilled" or event.state == "OOMKilled":
+            yield Finding(
+                kind="host_oom", level="established", component="cgroup", weight=85, because=because,
+                headline=f"the container {event.name} was killed at its memory limit (OOMKilled, "
+                f"{event.restarts} restarts)",
+                next=self._memory_steps(),
+            )  # fmt: skip
+        elif event.code == 137:
+            probe = next((note for note in event.notes if "probe failed" in note or "Killing" in note), "")
+            yield Finding(
+                kind="killed", weight=38, because=[*because, *([probe] if probe else [])],
+                headline=f"the container {event.name} was killed (exit code 137)"
+                + (f" after {probe[:100]}" if probe else ""),
+                next=["raise the liveness probe's failureThreshold until the cause is known"] if probe else [],
+            )  # fmt: skip
+
+    def _fatal(self, event: Stack) -> Iterator[Finding]:
+        kind = next(
+            (
+                kind
+                for word, kind in (("Segmentation", "segfault"), ("Abort", "aborted"), ("Bus", "bus_error"))
+                if word in event.fatal
+            ),
+            "fatal_signal",
+        )  # fmt: skip
+        thread = next((one for one in event.sample.threads if one.active), next(iter(event.sample.threads), None))
+        frames = thread.frames if thread else ()
+        part = component_of(frames, arguments=self._case.arguments)
+        who = event.who or _only(self._case) or _role("", frames)
+        way = way_out(part, self._case.arguments, is_seen=True)
+        yield Finding(
+            kind=kind, level="established", who=who or None, component=part, weight=75,
+            headline=f"{who or 'a process'} died of {event.fatal}" + (f" in {frames[0]}" if frames else ""),
+            because=[_quoted(event, f"Fatal Python error: {event.fatal}"), *(str(frame) for frame in frames[:4])],
+            next=[f"the {part} part is in the stack: {way}"] if way else [],
+        )  # fmt: skip
+
+    # -- nothing has failed
+
+    def _calm(self) -> Iterator[Finding]:
+        asked = [one for one in self._stops if not self._by_kit(one)]
+        if asked:
+            stop = asked[0]
+            by = {"signal": "a signal", "kubernetes": "Kubernetes", "slurm": "Slurm", "docker": "Docker"}.get(
+                stop.by, stop.by
+            )
+            yield Finding(
+                kind="asked_to_stop", component=None, where=_place(stop), weight=60,
+                headline=f"the server was asked to stop by {by}: {stop.text.strip()[:160]}",
+                because=[_quoted(one, one.text) for one in asked[:3]],
+                next=[f"nothing failed: it was asked to stop ({by}); look at who asked, such as a rollout, a scale-down, "
+                      "a preemption or a time limit"],
+            )  # fmt: skip
+
+
+def _is_calm(kind: str) -> bool:
+    return bool(load("classes").get(kind, {}).get("calm"))
+
+
+def _place(event: AnyEvent) -> _Place:
+    return event.at, event.order
+
+
+def _role(who: str, frames: Sequence[Frame]) -> str:
+    if who.startswith(("detokenizer", "tokenizer", "router")):
+        return who.split()[0]
+    if who:
+        return "scheduler"
+    for frame in reversed(frames):
+        for role, pattern in _ROLES:
+            if pattern.search(f"{frame.function} ({frame.file})"):
+                return role
+    return ""
+
+
+def _only(case: Case) -> str:
+    """Return the one scheduler, where there is no more than one."""
+    schedulers = {one.who for one in case.schedulers}
+    return next(iter(schedulers)) if len(schedulers) == 1 and case.arguments.get("tp_size", 1) in (1, None) else ""
+
+
+def _restart(stated: str, kind: str, *, is_started: bool) -> Any:
+    if stated:
+        return stated
+    if kind in ("exception_in_sglang", "exception"):
+        # What was reached once under load is a matter of timing or of a request; at the start it comes again.
+        return "yes" if is_started else "no"
+    return None
+
+
+def _options(text: str) -> list[str]:
+    return list(dict.fromkeys(_OPTION.findall(text[:_MAX_TEXT])))[:4]
+
+
+def _filled(step: str, named: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda match: named.get(match[1], match[1]), step)
+
+
+def _quoted(event: AnyEvent, text: str) -> str:
+    who = f" {event.who}" if event.who else ""
+    return f"{event.source}{who}: {text.strip()[:_MAX_QUOTE]}"

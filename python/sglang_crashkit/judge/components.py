@@ -1,0 +1,94 @@
+"""In which part of SGLang, or around it, something happened: by ``knowledge/components.yaml``."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.model.sample import Frame
+
+#: Frames that tell a part, from the inside; those further out are the event loop's, which everything passes.
+_NEAR = 14
+_MAX_WORDS = 1500
+#: Parts that nearly every stack passes: they count where no other does.
+_COMMON = frozenset({"scheduler", "model_loader", "http", "kv_pool", "tokenizer", "moe", "attention", "cuda_graph"})
+_NEUTRAL = re.compile(
+    r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
+    r"threading\.py|concurrent/|asyncio/|runpy|<string>"
+)
+
+
+@functools.cache
+def _patterns() -> tuple[tuple[str, re.Pattern[str] | None, re.Pattern[str] | None], ...]:
+    return tuple(
+        (
+            name,
+            re.compile("|".join(f"(?:{one})" for one in row["frames"]), re.IGNORECASE) if row["frames"] else None,
+            re.compile("|".join(f"(?:{one.replace('(?i)', '')})" for one in row["words"]), re.IGNORECASE)
+            if row["words"]
+            else None,
+        )
+        for name, row in load("components").items()
+    )
+
+
+def component_of(
+    frames: Sequence[Frame] = (), words: str = "", *, thread: str = "", arguments: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return the part that frames and words speak of; None where they speak of none that is known.
+
+    Args:
+        frames: of an exception or a stack, innermost first.
+        words: of its message.
+        thread: the name of its thread, where that is not the main one.
+        arguments: the server's, by their Python names; they decide between parts that the words alone suggest.
+    """
+    places = [f"{one.function} ({one.file})" for one in frames if not _NEUTRAL.search(f"{one.function} ({one.file})")]
+    by_frames = [(name, near) for near, place in enumerate(places[:_NEAR]) for name in _of_frame(place)]
+    if thread and (name := next(iter(_of_frame(thread)), None)):
+        by_frames.insert(0, (name, 0))
+    words = words[:_MAX_WORDS]
+    by_words = [name for name, _, pattern in _patterns() if pattern is not None and pattern.search(words)]
+    scores: dict[str, float] = {}
+    for name, near in by_frames:
+        worth = (4.0 if name in _COMMON else 8.0) / (1 + near / 4)
+        scores[name] = max(scores.get(name, 0.0), worth)
+    for name in by_words:
+        is_on = arguments is not None and is_switched_on(name, arguments)
+        scores[name] = scores.get(name, 0.0) + (2.0 if name in _COMMON else 3.0) + (1.0 if is_on else 0.0)
+    if not scores:
+        return None
+    return max(scores, key=lambda name: scores[name])
+
+
+def _of_frame(place: str) -> Iterable[str]:
+    return [name for name, pattern, _ in _patterns() if pattern is not None and pattern.search(place)][:2]
+
+
+def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:
+    """Return whether the arguments have a part on that is off by default."""
+    for switch in load("components").get(component, {}).get("on", ()):
+        name, _, value = switch.partition("=")
+        has = arguments.get(name)
+        if has in (None, False, "", "none", "None"):
+            continue
+        if not value or re.fullmatch(value, str(has)):
+            return True
+    return False
+
+
+def way_out(component: str | None, arguments: Mapping[str, Any], *, is_seen: bool) -> str:
+    """Return what takes a part out of the path; empty where it is not in it, or nothing does.
+
+    Args:
+        component: the part.
+        arguments: the server's.
+        is_seen: whether a stack or a message has the part.
+    """
+    row = load("components").get(component or "")
+    if row is None or not (is_seen or is_switched_on(component or "", arguments)):
+        return ""
+    return str(row["out"])
