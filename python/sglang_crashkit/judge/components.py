@@ -17,7 +17,7 @@ _MAX_WORDS = 1500
 _COMMON = frozenset({"scheduler", "model_loader", "http", "kv_pool", "tokenizer", "moe", "attention", "cuda_graph"})
 _NEUTRAL = re.compile(
     r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
-    r"threading\.py|concurrent/|asyncio/|runpy|<string>"
+    r"tvm_ffi|threading\.py|concurrent/|asyncio/|runpy|<string>"
 )
 
 
@@ -70,7 +70,8 @@ def _of_frame(place: str) -> Iterable[str]:
 
 def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:
     """Return whether the arguments have a part on that is off by default."""
-    for switch in load("components").get(component, {}).get("on", ()):
+    row = load("components").get(component)
+    for switch in row["switch"] if row else ():
         name, _, value = switch.partition("=")
         has = arguments.get(name)
         if has in (None, False, "", "none", "None"):

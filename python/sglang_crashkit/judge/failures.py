@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_crashkit.judge.components import component_of, way_out
+from sglang_crashkit.judge.components import component_of, is_switched_on, way_out
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case
@@ -65,11 +65,16 @@ _XIDS = {
 }  # fmt: skip
 _SIGNALS = {"SIGSEGV": "segfault", "SIGABRT": "aborted", "SIGBUS": "bus_error", "SIGKILL": "killed"}
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+#: Parts that are off by default and hand memory to the GPU's kernels asynchronously: the likelier, the earlier.
+_SUSPECTS = ("hicache", "expert_parallel", "speculative", "lora", "mamba", "weight_update", "custom_all_reduce")
+#: What a stack or a message shows of an asynchronous failure is where it was noticed.
+_NOTICED = frozenset({None, "scheduler", "gpu", "kv_pool", "driver"})
 _OPTION = re.compile(r"--[a-z][a-z0-9-]{2,60}|\bSGLANG_[A-Z_]{3,60}\b|\bNCCL_[A-Z_]{3,40}\b")
 _HARMLESS = re.compile(
     r"(?i)^(?:WARNING|INFO|DEBUG)\b|(?:will|fall(?:ing)?) ?back|deprecat|ignored?\b|retry|skipp"
-    r"|not (?:found|available|installed)[,;.] (?:using|use|fall)|task exception was never retrieved|client (?:disconnect|closed)|"
-    r"abort(?:ed|ing) request|bad request|invalid request|validation error|\b4\d\d\b.{0,20}(?:Bad|Not|Unprocess)|longer than the model|is disabled|if you|"
+    r"|not (?:found|available|installed)[,;.] (?:using|use|fall)|task exception was never retrieved"
+    r"|client (?:disconnect|closed)|abort(?:ed|ing) request|bad request|invalid request|validation error"
+    r"|\b4\d\d\b.{0,20}(?:Bad|Not|Unprocess)|longer than the model|is disabled|if you|(?:User|Future)Warning|"
     r"please consider|may (?:cause|lead)|gen throughput|#running-req"
 )
 
@@ -88,6 +93,7 @@ class _Family(msgspec.Struct, kw_only=True):
     restart: str = ""
     sure: bool = False
     follows: bool = False
+    weight: int = 0
     steps: list[str] = []
 
     def match(
@@ -123,6 +129,7 @@ class _Failures:
         ready = [one for one in case.events if isinstance(one, Stage) and one.name == "ready"]
         self._work, self._began = work, [*map(_place, work), *map(_place, ready)]
         self._starts = [_place(one) for one in case.events if isinstance(one, Arguments) and one.values]
+        self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._stops = [one for one in case.events if isinstance(one, Stop)]
         self._asked = min(
             (_place(one) for one in self._stops if one.by != "signal" or not self._by_kit(one)), default=None
@@ -134,6 +141,49 @@ class _Failures:
 
     def find(self) -> Iterator[Finding]:
         """Yield a finding for each fact that tells one."""
+        found = [*self._found()]
+        # What names a rank is its own word; a role may be any of several.
+        raised = [
+            one for one in found if re.search(r"\d", one.who or "") and one.weight >= 50 and not one.is_consequence
+        ]
+        first = min(raised, key=lambda one: one.where, default=None)
+        told = min((one.where for one in found if one.weight >= 41), default=(float("inf"), 0))
+        named = {one.who for one in found if one.weight >= 41}
+        for one in found:
+            if one.kind in ("killed", "exited", "aborted") and one.weight < 40 and one.where > told:
+                # SGLang ends its own processes once one has failed; what is named by itself did fail by itself.
+                one.is_consequence = one.kind == "exited" or not one.who or one.who in named
+            if one.kind in ("cuda_fault", "gpu_hardware", "aborted", "kv_pool_leak") and one.who is None and first:
+                # The fact is the GPU's or the library's; who noticed it is another one's word.
+                one.who, one.level = first.who, "supported" if one.level == "established" else one.level
+            if one.kind == "cuda_fault" and one.component in _NOTICED:
+                one.component = self._suspect()
+                if way := way_out(one.component, self._case.arguments, is_seen=False):
+                    one.next.append(f"{one.component} is on and hands memory to the GPU's kernels: {way}")
+            if one.kind in ("kv_pool_leak", "kv_pool_exhausted") and one.component in _NOTICED:
+                one.component = "kv_pool"
+            if one.kind in ("gpu_hardware", "host_oom") and one.who is None and one.level == "established":
+                one.level = "supported"
+            if one.kind == "connection_lost":
+                self._name_the_other_node(one)
+            yield one
+
+    def _suspect(self) -> str:
+        on = [name for name in _SUSPECTS if is_switched_on(name, self._case.arguments)]
+        return on[0] if on else "gpu"
+
+    def _name_the_other_node(self, finding: Finding) -> None:
+        nodes = self._case.arguments.get("nnodes")
+        if not isinstance(nodes, int) or nodes < 2:
+            return
+        seen = {one.values.get("node_rank") for one in self._case.servers if one.values}
+        unseen = sorted({*range(nodes)} - seen)
+        names = ", ".join(f"node {number}" for number in unseen)
+        finding.who = names if len(unseen) == 1 else None
+        finding.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {finding.headline}"
+        finding.next.insert(0, f"read the log of {names or 'each node'} at that time: what ended first is there")
+
+    def _found(self) -> Iterator[Finding]:
         for event in self._case.events:
             for finding in self._of(event):
                 if not finding.where[1]:
@@ -149,6 +199,9 @@ class _Failures:
                 yield from self._raised(event)
             case Line() if event.level in ("error", "critical"):
                 yield from self._line(event)
+            case Line() if event.level == "warning" and not self._case.is_started:
+                # What a start warned of may be why it failed, where nothing else tells.
+                yield from self._line(event, most=37)
             case Kernel():
                 yield from self._kernel(event)
             case Exit():
@@ -160,7 +213,7 @@ class _Failures:
                     kind="gpu_hardware", component="gpu", weight=60,
                     headline=f"GPU {event.index} ({event.name}) shows {event.faults}",
                     because=[f"{event.source}: GPU {event.index}: {event.faults}"],
-                    next=[f"`nvidia-smi -q -i {event.index} -d ECC,ROW_REMAPPER`; take GPU {event.index} out of service"],
+                    next=[f"`nvidia-smi -q -i {event.index} -d ECC,ROW_REMAPPER`; take that GPU out of service"],
                 )  # fmt: skip
             case GpuKernel() if event.exception:
                 yield Finding(
@@ -180,6 +233,9 @@ class _Failures:
         chain = [
             error for error in event.chain if error.type not in ("SystemExit", "CancelledError", "KeyboardInterrupt")
         ]
+        if any(error.type == "KeyboardInterrupt" for error in event.chain):
+            yield self._stopped("Ctrl-C", _quoted(event, "KeyboardInterrupt"), _place(event))
+            return
         if not chain or self._is_outlived(event):
             return
         frames = [frame for error in chain for frame in error.frames]
@@ -197,7 +253,7 @@ class _Failures:
         kind = "startup_failed" if not is_started else "exception_in_sglang" if own else "exception"
         if event.thread and not event.who and "Main" not in event.thread and is_started:
             kind = "thread_died"
-        row = _Family(kind=kind)
+        row = _Family(kind=kind, weight=50 if error.text.strip() else 38)
         yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
 
     def _family(
@@ -219,6 +275,9 @@ class _Failures:
         words = f"{error.type}: {error.text} {event.said}"
         arguments = self._case.arguments
         part = row.part or component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
+        if role == "tokenizer" and not is_started:
+            # The program itself, before it has a tokenizer manager.
+            role = ""
         who = (
             event.who or (role if role != "scheduler" or not self._case.schedulers else "") or _only(self._case) or role
         )
@@ -234,10 +293,9 @@ class _Failures:
         )
         if way := way_out(part, arguments, is_seen=bool(frames)):
             steps.append(f"the {part} part is in the stack: {way}")
-        is_sure = row.sure or (kind in ("exception_in_sglang", "exception") and bool(frames) and is_started)
         return Finding(
             kind=kind,
-            level="established" if is_sure and frames else "supported",
+            level="established" if row.sure and frames else "supported",
             who=who or None,
             component=part,
             restart=_restart(row.restart, kind, is_started=is_started),
@@ -246,7 +304,7 @@ class _Failures:
             because=[_quoted(event, f"{error.type}: {first_line}"), *(str(frame) for frame in error.frames[:4])],
             next=steps,
             is_consequence=row.follows,
-            weight=70 if row.words or row.type else 50,
+            weight=min(row.weight or 70, 100 if error.text.strip() else 38),
         )
 
     def _is_outlived(self, event: AnyEvent) -> bool:
@@ -277,8 +335,8 @@ class _Failures:
 
     # -- lines
 
-    def _line(self, event: Line) -> Iterator[Finding]:
-        if _HARMLESS.search(event.text) or self._is_outlived(event):
+    def _line(self, event: Line, most: int = 100) -> Iterator[Finding]:
+        if (most == 100 and _HARMLESS.search(event.text)) or self._is_outlived(event):
             return
         is_started = self._is_started(event)
         found = self._family(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
@@ -304,7 +362,7 @@ class _Failures:
             because=[_quoted(event, event.text)],
             next=steps,
             is_consequence=row.follows,
-            weight=45 if event.level == "critical" else 41,
+            weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )
 
     # -- the kernel, ends, containers
@@ -314,6 +372,15 @@ class _Failures:
             event.pid and event.pid == one.pid for one in self._case.processes.values()
         )  # fmt: skip
         because = [_quoted(event, event.text)]
+        if event.kind in ("oom_kill", "segfault", "trap") and not self._is_known(event) and self._is_well(event):
+            return
+        if (
+            event.kind == "oom_kill"
+            and not event.pid
+            and any(one.pid for one in self._case.kernel if one.kind == "oom_kill")
+        ):
+            # The kernel says in a later line of the same kill which process it chose.
+            return
         if event.kind == "oom_kill" and is_ours:
             limit = (
                 "its memory cgroup's limit"
@@ -321,10 +388,12 @@ class _Failures:
                 else "the host's memory"
             )
             size = f", {int(event.facts['anon_kb']) >> 20} GiB of its own" if "anon_kb" in event.facts else ""
-            who = self._named(event.pid)
+            who = self._named(event.pid) or (f"pid {event.pid}" if event.pid else None)
+            stages = [one.name for one in self._case.events if isinstance(one, Stage) and not self._case.is_started]
+            loading = "model_loader" if stages and "weights" in stages[-2:] else None
             yield Finding(
                 kind="host_oom", level="established", who=who, weight=90,
-                component="cgroup" if "cgroup" in limit else None,
+                component=loading or ("cgroup" if "cgroup" in limit else None),
                 headline=f"the kernel killed {who or event.name or 'a process'}"
                 f"{f' (pid {event.pid}{size})' if event.pid else ''} as {limit} ran out",
                 because=because,
@@ -336,7 +405,7 @@ class _Failures:
             words = _XIDS.get(event.number, "a fault of a program's kernel" if is_program else "a fault of the GPU")
             yield Finding(
                 kind="cuda_fault" if is_program else "gpu_hardware", level="supported" if is_program else "established",
-                who=self._named(event.pid), component="gpu", weight=60 if is_program else 95,
+                who=self._named(event.pid) or self._rank_of(gpu), component="gpu", weight=60 if is_program else 95,
                 headline=f"the driver reports Xid {event.number} on GPU {gpu}: {words}",
                 because=because,
                 next=[f"take GPU {gpu} out of service: `nvidia-smi -q -i {gpu}`, then reset or exchange it"]
@@ -344,7 +413,7 @@ class _Failures:
                 else [],
             )  # fmt: skip
         elif event.kind in ("amdgpu", "nvlink", "gpu_lost", "mce", "pcie"):
-            is_fault = event.kind == "amdgpu" and "page fault" in event.text
+            is_fault = event.kind == "amdgpu" and ("page fault" in event.text or "PROTECTION_FAULT" in event.text)
             yield Finding(
                 kind="cuda_fault" if is_fault else "gpu_hardware", level="established", component="gpu",
                 who=self._named(event.pid), weight=75,
@@ -360,8 +429,32 @@ class _Failures:
                 because=because,
             )  # fmt: skip
 
+    def _is_known(self, event: Kernel) -> bool:
+        told = any(f"pid={event.pid}" in one.text or f"pid {event.pid}" in one.text for one in self._exits)
+        return bool(event.pid) and (told or self._named(event.pid) is not None)
+
+    def _is_well(self, event: AnyEvent) -> bool:
+        """Return whether the server shows no harm from an event of unknown time that names none of its processes."""
+        harm = any(isinstance(one, Raised | Exit) or (isinstance(one, Line) and one.level == "critical")
+                   for one in self._case.events)  # fmt: skip
+        return self._is_outlived(event) or (bool(self._work) and not harm and not event.at)
+
     def _named(self, pid: int) -> str | None:
-        return next((one.who for one in self._case.processes.values() if pid and one.pid == pid and one.who), None)
+        if not pid:
+            return None
+        known = next((one.who for one in self._case.processes.values() if one.pid == pid and one.who), None)
+        told = (one.who for one in self._exits if one.who and re.search(rf"\bpid[= ]{pid}\b", one.text))
+        return known or next(told, None)
+
+    def _rank_of(self, bus: str) -> str | None:
+        """Return the rank on a GPU, where the order of the GPUs tells it."""
+        if self._case.arguments.get("base_gpu_id") or self._case.arguments.get("nnodes", 1) not in (1, None):
+            return None
+        index = next((one.index for one in self._case.gpus if one.bus and bus.lower().startswith(one.bus)), None)
+        size = self._case.arguments.get("tp_size")
+        used = [one.used_mb > one.total_mb / 2 for one in self._case.gpus]
+        fits = index < size if isinstance(size, int) and index is not None else all(used)
+        return f"TP{index}" if index is not None and fits else None
 
     def _memory_steps(self) -> list[str]:
         arguments = self._case.arguments
@@ -382,7 +475,6 @@ class _Failures:
         lost = {"detokenizer": "detokenizer_lost"}.get(event.who, kind) if kind == "exited" else kind
         yield Finding(
             kind=lost,
-            level="established" if event.signal and kind != "killed" else "supported",
             who=who or None,
             headline=f"{who or 'a process'} ended by {how}",
             because=[_quoted(event, event.text or how)],
@@ -421,8 +513,22 @@ class _Failures:
         part = component_of(frames, arguments=self._case.arguments)
         who = event.who or _only(self._case) or _role("", frames)
         way = way_out(part, self._case.arguments, is_seen=True)
+        is_started = self._is_started(event, frames)
+        row = self._family(None, "", frames, is_started=is_started, role="scheduler")
+        if row is not None and kind == "aborted":
+            steps = [_filled(step, row[1]) for step in row[0].steps]
+            yield Finding(
+                kind=row[0].kind,
+                who=who or None,
+                component=row[0].part or part,
+                weight=76,
+                headline=f"{who or 'a process'} aborted in {frames[0]}",
+                because=[_quoted(event, f"Fatal Python error: {event.fatal}"), *(str(frame) for frame in frames[:4])],
+                next=[*steps, f"{part} is in the stack: {way or 'report it'}"],
+            )
+        # A thread that aborted for another's fault, as a watchdog's, tells nothing.
         yield Finding(
-            kind=kind, level="established", who=who or None, component=part, weight=75,
+            kind=kind, level="established", who=who or None, component=part, weight=75 if kind != "aborted" else 39,
             headline=f"{who or 'a process'} died of {event.fatal}" + (f" in {frames[0]}" if frames else ""),
             because=[_quoted(event, f"Fatal Python error: {event.fatal}"), *(str(frame) for frame in frames[:4])],
             next=[f"the {part} part is in the stack: {way}"] if way else [],
@@ -432,18 +538,26 @@ class _Failures:
 
     def _calm(self) -> Iterator[Finding]:
         asked = [one for one in self._stops if not self._by_kit(one)]
+        if self._case.is_started:
+            yield Finding(
+                kind="no_incident", weight=1, where=(self._case.last_at, 0),
+                headline="nothing is wrong in this evidence: no process failed",
+            )  # fmt: skip
         if asked:
             stop = asked[0]
             by = {"signal": "a signal", "kubernetes": "Kubernetes", "slurm": "Slurm", "docker": "Docker"}.get(
                 stop.by, stop.by
             )
-            yield Finding(
-                kind="asked_to_stop", component=None, where=_place(stop), weight=60,
-                headline=f"the server was asked to stop by {by}: {stop.text.strip()[:160]}",
-                because=[_quoted(one, one.text) for one in asked[:3]],
-                next=[f"nothing failed: it was asked to stop ({by}); look at who asked, such as a rollout, a scale-down, "
-                      "a preemption or a time limit"],
-            )  # fmt: skip
+            yield self._stopped(f"{by}: {stop.text.strip()[:160]}", _quoted(stop, stop.text), _place(stop))
+
+    @staticmethod
+    def _stopped(by: str, because: str, where: _Place) -> Finding:
+        return Finding(
+            kind="asked_to_stop", where=where, weight=60, because=[because],
+            headline=f"the server was asked to stop by {by}",
+            next=["nothing failed: it was asked to stop (SIGTERM, Ctrl-C); look at who asked, such as a person, "
+                  "systemd, a rollout, a scale-down, a preemption or a time limit"],
+        )  # fmt: skip
 
 
 def _is_calm(kind: str) -> bool:

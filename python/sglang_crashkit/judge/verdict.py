@@ -10,7 +10,7 @@ from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues, named
 from sglang_crashkit.judge.stalls import find_stalls
 from sglang_crashkit.model.case import Case
-from sglang_crashkit.model.event import Raised
+from sglang_crashkit.model.event import Kernel, Line, Raised
 from sglang_crashkit.model.verdict import Verdict
 
 #: A finding below this weight says that something failed, and not what: any other explains more.
@@ -52,8 +52,22 @@ def judge(case: Case) -> Verdict:
             steps.append(f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}")
     else:
         steps += row["next"]
-    verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(steps)][:_MAX_STEPS]
+    verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(_by_vendor(steps, case))][:_MAX_STEPS]
     return verdict
+
+
+def _by_vendor(steps: list[str], case: Case) -> list[str]:
+    """Return steps with what the case's GPUs call otherwise, without those that they do not have."""
+    texts = [event.text for event in case.events if isinstance(event, Line | Kernel) and event.text]
+    texts += [f"{event.error.type} {event.error.text[:500]}" for event in case.events if isinstance(event, Raised)]
+    texts.append(str(case.arguments.get("device") or ""))
+    for row in load("vendors").values():
+        if any(re.search(row["words"], text) for text in texts):
+            steps = [step for step in steps if not any(word in step for word in row["not"])]
+            for word, other in row["replace"].items():
+                steps = [step.replace(word, other) for step in steps]
+            break
+    return steps
 
 
 def is_calm(kind: str) -> bool:

@@ -154,6 +154,7 @@ class Gpu(Event, frozen=True, kw_only=True, tag="gpu"):
     """What ``nvidia-smi`` or ``rocm-smi`` says of one GPU."""
 
     index: int
+    bus: str = ""  # its address: ``0000:9c:00``
     name: str = ""
     used_mb: float = 0.0
     total_mb: float = 0.0

@@ -30,6 +30,11 @@ _KERNEL = re.compile(
     r"(?:<\d{1,3}>)?\[ *(\d{1,9}\.\d{1,6}|[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\] "
 )
 _QUOTE = re.compile(r"(?:> ?){1,4}")
+#: Another program's logger that repeats a line of the server's.
+_LOGGER = re.compile(
+    r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S{0,20} (?:- )?(?:[\w.]{1,80} )?(?:- )?(?:DEBUG|INFO|WARNING|ERROR) (?:- )?"
+    r"(?=\[20\d\d-|Traceback \(|  File \"|[\w.]{1,80}(?:Error|Exception)\b)"
+)
 _PRIORITY = re.compile(r"<\d{1,3}>(?=\S)")
 #: What a file is taken to have in front of its lines is looked for in so many of them.
 _LOOKED_AT = 400
@@ -90,7 +95,7 @@ class Carrier:
                 text, stream = text[match.end() :], match[1]
             elif match := _JOURNAL.match(text):
                 text, at, program = text[match.end() :], self._journal_time(match[1]) or at, match[3]
-            elif match := _PRIORITY.match(text):
+            elif match := _PRIORITY.match(text) or _LOGGER.match(text):
                 text = text[match.end() :]
             if text == before:
                 break

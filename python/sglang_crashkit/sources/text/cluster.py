@@ -11,7 +11,9 @@ _POD_NAME = re.compile(r"Name: +(\S{1,200})$")
 _FIELD = re.compile(r" +(State|Last State|Reason|Exit Code|Restart Count): +(.{1,200})$")
 _EVENT = re.compile(r" +(?:Warning|Normal) +(\S{1,60}) +(?:\S+(?: \(x\d+ over \S+\))?) +\S+ +(.{1,600})$")
 _ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d+)(?: \([^)]*\))? +\S+")
-_GPU_HEAD = re.compile(r"\| +(\d{1,3}) +(.{2,40}?) +(?:On|Off|N/A) *\|")
+_GPU_HEAD = re.compile(
+    r"\| +(\d{1,3}) +(.{2,40}?) +(?:On|Off|N/A) *\|(?: *(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
+)
 _GPU_USE = re.compile(r"\|.{0,80}?\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)")
 _DRIVER = re.compile(r"Driver Version: (\S{3,20})")
 _GPU_CSV = re.compile(r"(\d{1,3}), ([A-Z][^,]{2,60}), .{0,200}")
@@ -86,16 +88,16 @@ def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             cell = line.rstrip(" |").rpartition("|")[2].strip()
             if cell.isdigit() and int(cell) > 0:
                 fault = f"{cell} uncorrectable errors"
-            pending = (int(match[1]), match[2].strip(), fault)
+            pending = (int(match[1]), match[2].strip(), fault, (match[3] or "").lower())
         elif pending is not None and (match := _GPU_USE.match(line)):
-            index, name, fault = pending
+            index, name, fault, bus = pending
             use = float(match[3]) if match[3].isdigit() else -1.0
             yield Gpu(
-                index=index, name=name, used_mb=float(match[1]), total_mb=float(match[2]), use=use, driver=driver,
-                faults=fault or ("ERR!" if "ERR!" in line else ""),
+                index=index, bus=bus, name=name, used_mb=float(match[1]), total_mb=float(match[2]), use=use,
+                driver=driver, faults=fault or ("ERR!" if "ERR!" in line else ""),
             )  # fmt: skip
             pending = None
         elif pending is not None and "ERR!" in line:
-            index, name, _ = pending
-            yield Gpu(index=index, name=name, driver=driver, faults="ERR!")
+            index, name, _, bus = pending
+            yield Gpu(index=index, bus=bus, name=name, driver=driver, faults="ERR!")
             pending = None

@@ -45,7 +45,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         ),
     ),
 )
-_STATED = re.compile(r"(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|debug|info|warning|error)\b[:\s]")
+_STATED = re.compile(r"(?:.{0,60}?[\s|\[(-])?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?=[:\s\]|)-])")
 
 ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP/[\d.]+" (\d{3})')
 
@@ -100,8 +100,7 @@ _STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
     )
 )
 _CODE = re.compile(
-    r"(?:exit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|status)?|exitcode|return(?:ed)? code|returncode"
-    r"|status)"
+    r"(?:exit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|status)?|exitcode|return(?:ed)? code|returncode)"
     r"[:= ]{1,3}(?P<code>-?\d{1,3})\b"
     r"|code=(?:killed|dumped|exited), status=(?P<status>\d{1,3})(?:/(?P<name>[A-Z]+))?"
     r"|Exited \((?P<docker>\d{1,3})\)"
@@ -111,7 +110,8 @@ _CODE = re.compile(
     r"|(?:killed|terminated) by (?:signal )?(?P<by>SIG[A-Z]+|\d{1,2}\b)"
 )
 _SUBJECT = re.compile(
-    r"(?i)scheduler_?(?P<ranks>(?:[_ ]?(?:DP|TP|PP|EP)_?\d+)*)|rank[ _=:]?(?P<rank>\d+)|(?P<detokenizer>detokenizer)"
+    r"(?i)scheduler_(?P<number>\d+)\b|scheduler_?(?P<ranks>(?:[_ ]?(?:DP|TP|PP|EP)_?\d+)*)"
+    r"|rank[ _=:]?(?P<rank>\d+)|(?P<detokenizer>detokenizer)"
     r"|task (?P<task>\d+)"
 )
 _ARGUMENT = re.compile(r"(?:^|, )([a-z_]\w{1,60})=")
@@ -130,10 +130,10 @@ _MAX_ARGUMENTS = 20_000
 
 def level_of(text: str) -> LineLevel:
     """Return how bad a line is, by its own word where it has one, else by the words in it."""
-    if stated := _STATED.match(text):
+    if "NCCL WARN" not in text and (stated := _STATED.match(text)):
         word = stated[1].upper()
-        if word in ("DEBUG", "INFO"):
-            return "debug" if word == "DEBUG" else "info"
+        if word in ("DEBUG", "INFO", "WARN", "WARNING"):
+            return "debug" if word == "DEBUG" else "info" if word == "INFO" else "warning"
     text = text[:1500]
     return next((level for level, pattern in _LEVELS if pattern.search(text)), "info")
 
@@ -181,8 +181,8 @@ def subject_of(text: str) -> str:
         return ""
     if match["detokenizer"]:
         return "detokenizer"
-    if match["rank"]:
-        return f"TP{match['rank']}"
+    if number := match["rank"] or match["number"]:
+        return f"TP{number}"
     if match["task"]:
         return ""
     ranks = re.findall(r"(DP|TP|PP|EP)_?(\d+)", match["ranks"] or "")

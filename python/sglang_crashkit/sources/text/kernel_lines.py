@@ -35,7 +35,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         (
             "amdgpu",
-            r"amdgpu.{0,80}?(?:page fault|VM_L2_PROTECTION_FAULT|GPU reset|ring \S+ timeout|GPU is lost"
+            r"amdgpu.{0,80}?(?:page fault|VM_L2_PROTECTION_FAULT|GPU reset|ring \S+ timeout(?! is)|GPU is lost"
             r"|RAS|uncorrectable|poison|MES failed)",
         ),
         ("nvlink", r"(?i)(?:nvlink|nvswitch|SXid).{0,120}?(?:error|fatal|fault|down|failed)"),
