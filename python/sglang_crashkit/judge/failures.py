@@ -70,6 +70,8 @@ _SUSPECTS = ("hicache", "expert_parallel", "speculative", "lora", "mamba", "weig
 #: What a stack or a message shows of an asynchronous failure is where it was noticed.
 _NOTICED = frozenset({None, "scheduler", "gpu", "kv_pool", "driver"})
 _OPTION = re.compile(r"--[a-z][a-z0-9-]{2,60}|\bSGLANG_[A-Z_]{3,60}\b|\bNCCL_[A-Z_]{3,40}\b")
+_QUOTES = re.compile(r"(?<!\d )'[^'\n]{20,2000}'|\"[^\"\n]{20,2000}\"")
+_OF_VALUES = frozenset({"ValueError", "KeyError", "TypeError", "IndexError", "UnicodeDecodeError", "JSONDecodeError"})
 _HARMLESS = re.compile(
     r"(?i)^(?:WARNING|INFO|DEBUG)\b|(?:will|fall(?:ing)?) ?back|deprecat|ignored?\b|retry|skipp"
     r"|not (?:found|available|installed)[,;.] (?:using|use|fall)|task exception was never retrieved"
@@ -93,6 +95,7 @@ class _Family(msgspec.Struct, kw_only=True):
     restart: str = ""
     sure: bool = False
     follows: bool = False
+    own: bool = False
     weight: int = 0
     steps: list[str] = []
 
@@ -162,7 +165,11 @@ class _Failures:
                     one.next.append(f"{one.component} is on and hands memory to the GPU's kernels: {way}")
             if one.kind in ("kv_pool_leak", "kv_pool_exhausted") and one.component in _NOTICED:
                 one.component = "kv_pool"
-            if one.kind in ("gpu_hardware", "host_oom") and one.who is None and one.level == "established":
+            if (
+                one.kind in ("gpu_hardware", "host_oom", "cuda_fault")
+                and one.who is None
+                and one.level == "established"
+            ):
                 one.level = "supported"
             if one.kind == "connection_lost":
                 self._name_the_other_node(one)
@@ -236,32 +243,38 @@ class _Failures:
         if any(error.type == "KeyboardInterrupt" for error in event.chain):
             yield self._stopped("Ctrl-C", _quoted(event, "KeyboardInterrupt"), _place(event))
             return
+        chain = chain or [one for one in event.chain if one.type == "SystemExit" and one.text != "0"]
         if not chain or self._is_outlived(event):
             return
         frames = [frame for error in chain for frame in error.frames]
         role = _role(event.who, frames)
         is_started = self._is_started(event, frames)
         # The one that came first tells most; a row may know the one that arrived.
-        for error in (*reversed(chain), None):
-            text = f"{error.type}: {error.text}" if error else " ".join(one.text for one in chain)
+        for error in reversed(chain):
+            text = f"{error.type}: {error.text}"
             found = self._family(error, f"{event.said} {text}", frames, is_started=is_started, role=role)
             if found is not None and not (found[0].follows and len(chain) > 1 and error is not chain[0]):
-                yield self._finding(event, *found, error or chain[-1], frames, is_started=is_started, role=role)
+                yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
         own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames)
         kind = "startup_failed" if not is_started else "exception_in_sglang" if own else "exception"
         if event.thread and not event.who and "Main" not in event.thread and is_started:
             kind = "thread_died"
+        kind = "exited" if error.type == "SystemExit" else kind
         row = _Family(kind=kind, weight=50 if error.text.strip() else 38)
         yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
 
     def _family(
         self, error: Error | None, text: str, frames: Sequence[Frame], *, is_started: bool, role: str
     ) -> tuple[_Family, dict[str, str]] | None:
-        text = text[:_MAX_TEXT]
+        name = error.type.rpartition(".")[2] if error else ""
+        # What stands in quotes may be anybody's words, as a prompt's; so may all of an error about a value.
+        text = _QUOTES.sub("''", text[:_MAX_TEXT]) if error and is_started else text[:_MAX_TEXT]
         places = "\n".join(f"{frame.function} ({frame.file})" for frame in frames[:60])
         for row in _families():
+            if is_started and name in _OF_VALUES and not (row.type or row.frames or row.own):
+                continue
             found = row.match(error, text, places, is_started=is_started, role=role)
             if found is not None:
                 return row, found

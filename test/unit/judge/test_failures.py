@@ -1,0 +1,167 @@
+"""What failed, who failed first, and in which part: exceptions, ends and kernel lines, several of each kind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_crashkit.judge.components import component_of, way_out
+from sglang_crashkit.judge.verdict import judge
+from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.event import (
+    AnyEvent,
+    Arguments,
+    Container,
+    Error,
+    Exit,
+    Kernel,
+    Line,
+    Progress,
+    Raised,
+    Stage,
+    Stop,
+)
+from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.model.verdict import Verdict
+
+RAISED = yaml.safe_load((Path(__file__).parent / "raised.yaml").read_text())
+READY = Stage(order=1, at=1.0, name="ready", is_done=True)
+FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)")
+
+
+def frames_of(lines: tuple[str, ...] | list[str]) -> tuple[Frame, ...]:
+    found = (re.fullmatch(r"(.*) \((.*?):(\d+)\)", line) for line in lines)
+    return tuple(Frame(one[1], one[2], int(one[3])) for one in found if one)
+
+
+def raised(text: str, *frames: str, who: str = "TP0", order: int = 5, **fields: Any) -> Raised:
+    kind, _, words = text.partition(": ")
+    chain = (Error(type=kind, text=words, frames=frames_of(frames)),)
+    return Raised(order=order, at=float(order), who=who, chain=chain, **fields)
+
+
+def verdict_of(*events: AnyEvent) -> Verdict:
+    return judge(reduce(events))
+
+
+@pytest.mark.parametrize(
+    ("classes", "frames", "error"),
+    [pytest.param(row["classes"], row["frames"], error, id=error[:60]) for row in RAISED for error in row["errors"]],
+)
+def test_an_exception_has_its_class(classes: list[str], frames: list[str], error: str) -> None:
+    verdict = verdict_of(raised(error, *frames))
+    assert verdict.kind in classes
+    # An exception's own class says so; its words are at most a hint.
+    assert verdict.level != "established" or error.startswith("torch.OutOfMemoryError")
+    assert verdict.next
+
+
+@pytest.mark.parametrize("who", ["TP3", "DP1 TP3", "PP1 TP0", "ATTN_CP2 TP2"])
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        "RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:41022",
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "EOFError: ",
+    ],
+)
+def test_the_first_failure_is_named_and_not_what_followed(who: str, consequence: str) -> None:
+    first = raised("ValueError: a bug", *FORWARD, who=who, order=9)
+    verdict = verdict_of(READY, raised(consequence, *FORWARD, who="TP7", order=8), first)
+    assert verdict.first == who
+    assert verdict.kind == "exception_in_sglang"
+
+
+def kernel(kind: str, **fields: Any) -> Kernel:
+    return Kernel(order=5, at=5.0, kind=kind, **fields)
+
+
+@pytest.mark.parametrize(
+    ("event", "kind", "level"),
+    [
+        (kernel("xid", number=79, text="NVRM: Xid 79", facts={"gpu": "1b"}), "gpu_hardware", "supported"),
+        (kernel("xid", number=31, text="NVRM: Xid 31", facts={"gpu": "1b"}), "cuda_fault", "supported"),
+        (kernel("oom_kill", pid=7, name="sglang::schedul", text="Out of memory"), "host_oom", "established"),
+        (kernel("segfault", pid=7, name="python3", text="segfault at 0"), "segfault", "established"),
+        (kernel("amdgpu", text="amdgpu: GPU reset begin"), "gpu_hardware", "supported"),
+        (Container(order=5, name="sglang", reason="OOMKilled", code=137), "host_oom", "supported"),
+        (Container(order=5, name="sglang", reason="Error", code=137), "killed", "supported"),
+        (Exit(order=5, at=5.0, who="TP1", signal="SIGKILL", text="Killed"), "killed", "supported"),
+        (Exit(order=5, at=5.0, who="detokenizer", code=1, text="exit code 1"), "detokenizer_lost", "supported"),
+        (Line(order=5, at=5.0, level="critical", text="Found rank divergence at 7"), "consensus_check", "supported"),
+        (Stop(order=5, at=5.0, by="systemd", text="Stopping sglang.service"), "asked_to_stop", "supported"),
+        (raised("KeyboardInterrupt: ", *FORWARD), "asked_to_stop", "supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_fact_has_its_class_and_no_more_than_its_level(event: AnyEvent, kind: str, level: str) -> None:
+    verdict = verdict_of(READY, event)
+    assert (verdict.kind, verdict.level) == (kind, level)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        raised(
+            "ValueError: The input is longer than the model's context", "handle (sglang/srt/entrypoints/x.py:1)", who=""
+        ),
+        Line(order=5, at=5.0, level="error", text="Task exception was never retrieved"),
+        Kernel(order=5, at=5.0, kind="oom_kill", pid=99, name="python3", text="Memory cgroup out of memory"),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_the_server_outlives_is_nothing(event: AnyEvent) -> None:
+    work = Progress(order=2, at=2.0, kind="decode", who="TP0", count=50, last_at=90.0, last_order=60)
+    assert verdict_of(READY, work, event).kind == "no_incident"
+
+
+def test_what_fails_after_the_server_was_asked_to_stop_is_no_failure() -> None:
+    stop = Stop(order=4, at=4.0, by="kubernetes", text="Stopping container sglang")
+    assert verdict_of(READY, stop, raised("RuntimeError: x", *FORWARD, order=6)).kind == "asked_to_stop"
+
+
+def test_a_part_is_taken_out_only_where_it_is_on() -> None:
+    fault = raised("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", *FORWARD)
+    off = verdict_of(Arguments(values={"tp_size": 1}), READY, fault)
+    on = verdict_of(Arguments(values={"enable_hierarchical_cache": True}), READY, fault)
+    assert on.component == "hicache"
+    assert any("--enable-hierarchical-cache" in step for step in on.next)
+    assert not any("--enable-hierarchical-cache" in step for step in off.next)
+
+
+def test_the_steps_name_what_the_vendor_calls_it() -> None:
+    fault = raised("RuntimeError: HIP error: an illegal memory access was encountered", *FORWARD)
+    steps = " ".join(verdict_of(READY, fault).next)
+    assert "AMD_SERIALIZE_KERNEL" in steps
+    assert "CUDA_LAUNCH_BLOCKING" not in steps
+
+
+def test_the_option_of_a_message_is_named_first() -> None:
+    verdict = verdict_of(raised("ValueError: --page-size must be 64 with --attention-backend flashmla", "x (y.py:1)"))
+    assert verdict.kind == "unsupported_configuration"
+    assert "--page-size" in verdict.next[0]
+
+
+@pytest.mark.parametrize(
+    ("frame", "words", "part"),
+    [
+        ("write_backup (sglang/srt/mem_cache/hiradix_cache.py:1)", "", "hicache"),
+        ("write (sglang/srt/mem_cache/storage/aibrix/x.py:1)", "", "hicache"),
+        ("verify (sglang/srt/speculative/eagle_worker_v2.py:1)", "", "speculative"),
+        ("accept_token (sglang/srt/constrained/xgrammar_backend.py:1)", "", "grammar"),
+        ("dispatch (sglang/srt/layers/moe/token_dispatcher/deepep.py:1)", "", "expert_parallel"),
+        ("send_kvcache (sglang/srt/disaggregation/nixl/conn.py:1)", "", "nixl"),
+        ("load_lora_adapter (sglang/srt/lora/lora_manager.py:1)", "", "lora"),
+        ("apply (sglang/srt/layers/quantization/fp8.py:1)", "", "quantization"),
+        ("x (y.py:1)", "the mamba cache has no free slot", "mamba"),
+        ("x (y.py:1)", "", None),
+    ],
+)
+def test_a_part_is_known_by_its_frames_or_words(frame: str, words: str, part: str | None) -> None:
+    assert component_of(frames_of([frame]), words) == part
+    assert way_out(part, {}, is_seen=False) == ""
