@@ -1,4 +1,4 @@
-"""Upstream's issues by which a failure is known already: ``known_issues.yaml`` beside this module.
+"""Upstream's issues by which a failure is known already: the judge's ``known_issues.yaml``.
 
 An entry is claimed where all of its conditions hold: ``error``, the pattern that the exception of the first failure
 begins with (its class without the module, and its text); ``frames``, patterns of places that it came through; of a hang
@@ -12,11 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, KnownIssue, are_in
 from sglang_crashkit.analysis.causes.no_progress import hangs_by_itself
+from sglang_crashkit.judge.knowledge import load
 
 #: An entry's frame in which a rank waits for the others.
 _COLLECTIVE = re.compile(r"all_reduce|all_gather|broadcast")
@@ -52,11 +52,7 @@ def matching(issues: Iterable[KnownIssue], case: Case) -> list[KnownIssue]:
 @lru_cache(maxsize=1)
 def load_issues() -> tuple[KnownIssue, ...]:
     """Return the entries of the data file; it raises where that is broken."""
-    import yaml
-
-    text = resources.files(__package__).joinpath("known_issues.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    entries: list[dict[str, Any]] = yaml.load(text, Loader=loader)  # noqa: S506 - both are safe loaders
+    entries: list[dict[str, Any]] = [dict(entry) for entry in load("known_issues")]
     for fields in entries:
         fields |= {name: tuple(fields[name]) for name in ("frames", "arguments") if name in fields}
     return tuple(KnownIssue(**fields) for fields in entries)
