@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
 from sglang_crashkit.judge import topology
+from sglang_crashkit.judge.components import component_of
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Collective, Exit, Line, Raised, Stack
-from sglang_crashkit.model.sample import Frame
 
 _MAX_TEXT = 4000
 #: What comes within so many seconds of the end of the evidence goes on to its end.
@@ -334,9 +334,9 @@ def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collectiv
         return None
     first = found[0]
     ranks = next(iter(sorted(last.values(), key=len, reverse=True)), {})
-    layout = topology.topology_of(case)
+    layout = topology.topology_of(case, "", (one.ranks for one in case.schedulers))
     operation = next((one.operation for one in ranks.values() if one.operation), "") or "a collective"
-    missing = sorted(set(range(layout.tp)) - set(ranks)) if ranks and layout.is_known and layout.pp == 1 else []
+    missing = sorted(set(range(layout.tp)) - set(ranks)) if ranks and layout.pp == 1 else []
     seen = [one.ranks for one in case.schedulers]
     nodes = topology.unseen_nodes(layout, seen)
     who = topology.name_nodes(nodes) if nodes else f"TP{missing[0]}" if len(missing) == 1 else None
@@ -406,7 +406,7 @@ def _exchange(signs: Signs, _case: Case) -> Finding | None:
         return None
     compiling = [one for one in signs.all("compile") if one.at <= found[-1].last_at and one.who]
     late = compiling[-1] if compiling else None
-    component = (component_of_text(late.text) or "compiler") if late else "expert_parallel"
+    component = (component_of(words=late.text) or "compiler") if late else "expert_parallel"
     steps = ["the network is not the first suspect: see what the ranks that did not join were doing"]
     if late:
         steps.insert(0, "precompile before serving: `python3 -m sglang.compile_deep_gemm` with the server's arguments")
@@ -488,7 +488,7 @@ def _calm(case: Case, kind: str, headline: str, component: str | None = None) ->
     return Finding(kind=kind, headline=headline[:290], component=component, where=(case.last_at, last), weight=10)
 
 
-def _starting(_signs: Signs, case: Case) -> Finding | None:
+def _starting(signs: Signs, case: Case) -> Finding | None:
     """Return where a server stands that was not seen to get ready, and whether that takes too long."""
     places: dict[str, list[str]] = {}
     last = 0.0
@@ -497,7 +497,7 @@ def _starting(_signs: Signs, case: Case) -> Finding | None:
             who = topology.short_name(process) if process.ranks else process.who or "the server"
             places.setdefault(process.stages[-1].name, []).append(who)
             last = max(last, process.stages[-1].at)
-    if case.is_started or not places:
+    if case.is_started or signs.last_batch or not places:
         return None
     stage = min(places, key=list(_PATIENCE).index)
     told = "; ".join(f"{topology.name_ranks(who)}: {_STAGE_WORDS[name]}" for name, who in places.items())
@@ -681,37 +681,3 @@ def steps_of_kernel(name: str) -> list[str]:
     elif component == "attention":
         steps.append("another --attention-backend takes that kernel out")
     return steps
-
-
-_COMPONENTS = (
-    (re.compile(r"deep_?gemm"), "deep_gemm"),
-    (re.compile(r"disaggregation/"), "pd_transfer"),
-    (re.compile(r"mamba"), "mamba"),
-    (re.compile(r"hicache|hiradix|cache_controller|memory_pool_host"), "hicache"),
-    (re.compile(r"radix_cache|unified_cache"), "radix_cache"),
-    (re.compile(r"constrained/"), "grammar"),
-    (re.compile(r"speculative/"), "speculative"),
-    (re.compile(r"lora/"), "lora"),
-    (re.compile(r"triton/compiler|_inductor"), "compiler"),
-    (re.compile(r"flashinfer"), "flashinfer"),
-    (re.compile(r"layers/attention"), "attention"),
-    (re.compile(r"layers/moe"), "moe"),
-    (re.compile(r"layers/quantization"), "quantization"),
-    (re.compile(r"model_loader"), "model_loader"),
-    (re.compile(r"update_weights|weight_updater"), "weight_update"),
-    (re.compile(r"_pp_|pp_mixin"), "pipeline_parallel"),
-    (re.compile(r"mlp_sync|dp_attn"), "data_parallel"),
-)
-
-
-def component_of(frames: Sequence[Frame]) -> str | None:
-    """Return the component of a stack, innermost frame first."""
-    for frame in frames:
-        if found := component_of_text(f"{frame.file} {frame.function}"):
-            return found
-    return None
-
-
-def component_of_text(text: str) -> str | None:
-    """Return the component that a place or a line names."""
-    return next((component for pattern, component in _COMPONENTS if pattern.search(text.lower())), None)

@@ -26,6 +26,7 @@ from sglang_crashkit.judge.activity import (
     is_own,
     role_by,
 )
+from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Stack
@@ -112,6 +113,10 @@ def find_stalls(case: Case) -> list[Finding]:
     found = [*_judge_stacks(scene), *signs.judge(scene.signs, case)]
     if not any(one.weight >= 40 for one in found):
         found += signs.judge_silence(scene.signs, case)
+    for one in found:
+        # A wait that everybody passes says nothing of its part.
+        if one.weight >= 60 and (step := way_out(one.component, case.arguments, is_seen=one.kind != "symmetric_stall")):
+            one.next.insert(2, step)
     return found
 
 
@@ -252,6 +257,8 @@ def _is_idle(scene: Scene, group: Sequence[Member]) -> bool:
 def _awaited(scene: Scene, awaited: Sequence[Member], group: Sequence[Member]) -> Finding | None:
     """Return what is said of members that are elsewhere while the others wait for them."""
     first = awaited[0].last
+    if scene.signs.is_alive and not first.is_work:
+        return None  # what one look at a server that serves shows
     if first.is_work and (not scene.signs.was_ended or first.kind == "weight_load"):
         return _at_work(scene, awaited, group)
     if first.kind in ("storage", "http", "transfer"):
@@ -399,6 +406,17 @@ def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
 def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
     if not scene.signs.is_hang and scene.signs.is_alive:
         return None
+    layout = topology.topology_of(scene.case, group[0].process.side, (one.ranks for one in scene.case.schedulers))
+    missing = topology.unseen_ranks(layout, (one.ranks for one in scene.members)) if layout.ranks <= 64 else []
+    if len(missing) == 1 and len(group) > 1:
+        found = _finding(scene, "rank_stuck", [], group, weight=70)
+        found.who = " ".join(f"{axis.upper()}{number}" for axis, number in reversed(missing[0].items()))
+        found.headline = f"{found.headline}; of {found.who} there is no stack"[:_MAX_HEADLINE]
+        found.next = [
+            f"look at {found.who} first: `grep State /proc/PID/status`; T is stopped: `kill -CONT PID`",
+            f"take its stack (`py-spy dump --native --pid PID`): the others' GPUs wait for that of {found.who}",
+        ]
+        return found
     kernels = signs.kernels_of(scene.case)
     component = signs.component_of_kernel(kernels[0]) if kernels else None
     found = _finding(scene, "gpu_stall", [], group, steps=_gpu_steps(scene, group), weight=70, component=component)
@@ -464,7 +482,7 @@ def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -
             return _finding(scene, "slow_storage", [], group, steps=steps, weight=60, component="storage")
         return _finding(scene, "busy", [], group, steps=steps, weight=30, component="model_loader")
     steps = ["wait: compiling takes minutes the first time on a host, and the cache keeps it"]
-    component = signs.component_of(members[0].frames[-1]) or "compiler"
+    component = component_of(members[0].frames[-1]) or "compiler"
     if component == "deep_gemm":
         steps.append("`python3 -m sglang.compile_deep_gemm` with the server's arguments compiles them before the start")
     else:
@@ -502,7 +520,7 @@ def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member])
         f"see whether what {first.last.where} talks to answers: its address is in the arguments or the environment"
     ]
     named = members if len(members) < len(group) or len(group) == 1 else []
-    component = signs.component_of(first.frames[-1]) or "storage"
+    component = component_of(first.frames[-1]) or "storage"
     return _finding(scene, "rank_stuck" if named else "no_progress", named, group, steps=steps, component=component)
 
 
@@ -572,7 +590,7 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     is_idle = all(one.last.is_for_requests for one in ranks)
     words = "wait for requests, as when there are none" if is_idle else "move between their samples"
     found = _finding(scene, "no_incident" if is_idle else "busy", [], members, weight=20)
-    found.headline = f"nothing hangs here: the schedulers ({_who(ranks)}) {words}"
+    found.headline = f"nothing is wrong: the schedulers ({_who(ranks)}) {words}"
     return [found]
 
 
@@ -611,7 +629,7 @@ def _finding(
 
 def _component(members: Sequence[Member]) -> str | None:
     for one in members:
-        if found := signs.component_of(one.frames[-1] if one.frames else ()):
+        if found := component_of(one.frames[-1] if one.frames else ()):
             return found
     return None
 
