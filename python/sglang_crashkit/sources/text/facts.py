@@ -71,19 +71,19 @@ _STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
         (
             "signal",
             True,
-            r"Finished server process|SIGTERM.{0,60}(?:exit|finished)|Gracefully exit"
-            r"|All requests (?:are )?drained",
+            r"Finished server process|SIGTERM.{0,60}(?:exit|finished)"
+            r"|Gracefully exiting\.{3} Remaining number of requests 0\b|All requests (?:are )?drained",
         ),
         (
             "signal",
             False,
             r"(?:received|got|caught|handling) (?:signal )?(?:SIGTERM|SIGINT|15\b)"
             r"|SIGTERM received|SIGINT received"
-            r"|Received sigterm|Signal SIGTERM received|\bKeyboardInterrupt\b|\^C$|Shutting down$"
+            r"|Gracefully exiting|Received sigterm|Signal SIGTERM received|\bKeyboardInterrupt\b|\^C$|Shutting down$"
             r"|signal_handler",
         ),
         ("systemd", False, r"^Stopping |State 'stop-sigterm'|Scheduled restart job"),
-        ("systemd", True, r"^Stopped |Deactivated successfully|: Succeeded\.|Consumed .{1,60} CPU time"),
+        ("systemd", True, r"^Stopped |Deactivated successfully|: Succeeded\."),
         (
             "kubernetes",
             False,

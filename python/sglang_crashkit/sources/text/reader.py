@@ -67,6 +67,7 @@ _MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
 #: Of each process, the last lines that say nothing bad.
 _LAST_LINES = 100
 _HEAD = 400
+_BATCHES = (b"Decode batch", b"Prefill batch")
 _ZIPPED = b"\x1f\x8b"
 
 
@@ -132,9 +133,10 @@ class _Batches:
     at: float
     order: int
     count: int = 0
-    last: str = ""
+    last: bytes = b""
     last_order: int = 0
     last_at: float = 0.0
+    last_time: bytes = b""  # instead of `last_at`, as it is written
 
 
 @dataclass
@@ -148,6 +150,8 @@ class _File:
     batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
     lines: dict[tuple[str, str, LineLevel, str], list[Any]] = field(default_factory=dict)
     last: dict[tuple[str, str], deque[Line]] = field(default_factory=dict)
+    names: dict[bytes, str] = field(default_factory=dict)  # short names by what stands behind a time
+    passed_at: bytes = b""  # the time of the last batch that was passed by, until a line without a time wants it
     sample: str = ""  # of what was not understood
     understood: bool = False
 
@@ -169,9 +173,10 @@ class _File:
             head = raw.peek(2)[:2] if isinstance(raw, io.BufferedReader) else b""
             return gzip.open(raw, "rb") if head == _ZIPPED else io.BytesIO(raw.read())  # type: ignore[return-value]
         raw = self.path.open("rb")
-        if raw.peek(2)[:2] == _ZIPPED:
-            return gzip.open(raw, "rb")  # type: ignore[return-value]
-        return raw
+        if raw.peek(2)[:2] != _ZIPPED:
+            return raw
+        raw.close()
+        return gzip.open(self.path, "rb")  # type: ignore[return-value]
 
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
@@ -236,21 +241,28 @@ class _File:
 
     def _is_batch(self, line: bytes) -> bool:
         """Take a line of a batch, of which a log has most, without looking at it any closer."""
-        if line[:3] != b"[20" or b" batch" not in line[20:120]:
+        place = 0
+        if line[:2] == b"20" and line[10:11] == b"T":
+            # Behind a time of kubectl, or what a CRI runtime writes.
+            place = line.find(b" [20", 20, 60) + 1
+        if line[place : place + 3] != b"[20":
             return False
-        end = line.find(b"]", 20, 100)
-        body = line[end + 2 : end + 10]
-        if end < 0 or body not in (b"Decode b", b"Prefill "):
+        end = line.find(b"]", place + 20, place + 100)
+        if end < 0 or not line.startswith(_BATCHES, end + 2):
             return False
-        who = line[21:end].decode(errors="replace")
-        kind = "decode" if body[:1] == b"D" else "prefill"
-        key = ("", who, kind, 0)
-        entry = self.batches.get(key)
+        self.passed_at = line[place + 1 : place + 20]
+        who = self.names.get(line[place + 20 : end])
+        if who is None:
+            who = _name(line[place + 20 : end].decode(errors="replace"))
+            if len(self.names) < _MAX_LINES:
+                self.names[line[place + 20 : end]] = who
+        kind = "decode" if line[end + 2 : end + 3] == b"D" else "prefill"
+        entry = self.batches.get(("", who, kind, 0))
         if entry is None:
-            entry = self.batches[key] = _Batches(seconds(line[1:20].decode(errors="replace")), self.order)
+            at = seconds(self.passed_at.decode(errors="replace"))
+            entry = self.batches["", who, kind, 0] = _Batches(at, self.order)
         entry.count += 1
-        entry.last, entry.last_order = line[:600].decode(errors="replace"), self.order
-        self.understood = True
+        entry.last, entry.last_time, entry.last_order = line[place : place + 600], self.passed_at, self.order
         stream = self.streams.get("")
         if stream is not None and (stream.traceback or stream.block):
             self._close(stream, "")
@@ -272,6 +284,9 @@ class _File:
         stream = self.streams.get(key)
         if stream is None:
             stream = self.streams[key] = _Stream()
+        if self.passed_at and not key:
+            stream.at, stream.has_own_time = seconds(self.passed_at.decode(errors="replace")), True
+            self.passed_at = b""
         if carried.is_kernel or kernel_lines.is_telling(text):
             self._kernel(carried, key, stream)
             return
@@ -359,6 +374,9 @@ class _File:
 
     def _line(self, text: str, key: str, stream: _Stream, *, is_own: bool, program: str) -> None:
         at, who, source = stream.at, stream.who if is_own else "", self._source()
+        if is_own and text.startswith(("Decode batch", "Prefill batch")):
+            self._count(key, who, "decode" if text[0] == "D" else "prefill", 0, text, at)
+            return
         if access := facts.ACCESS.search(text):
             self._access(access, key, at)
             return
@@ -457,23 +475,31 @@ class _File:
             kind = "refused"
         else:
             kind = "answer" if method == "POST" else "health"
-        entry = self.batches.setdefault((key, "", kind, status), _Batches(at, self.order))
+        self._count(key, "", kind, status, access.string, at)
+
+    def _count(self, key: str, who: str, kind: str, status: int, text: str, at: float) -> None:
+        """Count a batch, or an answer."""
+        entry = self.batches.get((key, who, kind, status))
+        if entry is None:
+            entry = self.batches[key, who, kind, status] = _Batches(at, self.order)
         entry.count += 1
-        entry.last, entry.last_order, entry.last_at = access.string[:400], self.order, at
+        entry.last, entry.last_order, entry.last_at, entry.last_time = text[:600].encode(), self.order, at, b""
+        self.understood = True
 
     def _end(self) -> None:
         for key, stream in self.streams.items():
             self._close(stream, key)
         for (key, who, kind, status), entry in self.batches.items():
-            running, queued = _RUNNING.search(entry.last), _QUEUED.search(entry.last)
-            own = _OWN.match(entry.last)
+            text = entry.last.decode(errors="replace")
+            running, queued = _RUNNING.search(text), _QUEUED.search(text)
+            last_at = seconds(entry.last_time.decode(errors="replace")) if entry.last_time else entry.last_at
             self._add(
                 key,
                 Progress(
                     order=entry.order, at=entry.at, who=who, kind=kind, count=entry.count, status=status,
-                    last_at=entry.last_at or (seconds(own[1]) if own else 0.0), last_order=entry.last_order,
+                    last_at=last_at, last_order=entry.last_order,
                     running=int(running[1]) if running else 0, queued=int(queued[1]) if queued else 0,
-                    text=entry.last[:300], source=f"{self.path.name}:{entry.last_order}",
+                    text=text[:300], source=f"{self.path.name}:{entry.last_order}",
                 ),
             )  # fmt: skip
         for (key, _who, _level, _text), (line, count, last_at) in self.lines.items():

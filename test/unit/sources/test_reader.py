@@ -1,0 +1,153 @@
+"""What files of plain text hold, as events: whatever carried their lines."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.event import Kernel, Line, Progress, Raised, Stack, Stop, Unread
+from sglang_crashkit.sources.text.reader import read
+
+LOG = """\
+[2026-10-05 08:00:01 TP0] Decode batch. #running-req: 2, #token: 90, gen throughput (token/s): 9.1, #queue-req: 0,
+[2026-10-05 08:00:02 TP1] Decode batch. #running-req: 2, #token: 90, gen throughput (token/s): 9.1, #queue-req: 0,
+[2026-10-05 08:00:03 TP0] Decode batch. #running-req: 3, #token: 95, gen throughput (token/s): 9.1, #queue-req: 4,
+[2026-10-05 08:00:04 TP1] Scheduler hit an exception: Traceback (most recent call last):
+  File "/opt/sglang/srt/managers/scheduler.py", line 10, in run_scheduler_process
+    scheduler.event_loop_normal()
+  File "/opt/sglang/srt/mem_cache/allocator.py", line 20, in free
+    raise RuntimeError("twice")
+RuntimeError: twice
+
+[2026-10-05 08:00:05] INFO:     10.0.0.1:5000 - "POST /generate HTTP/1.1" 500 Internal Server Error
+"""
+
+CARRIERS = {
+    "plain": "{}",
+    "kubectl": "2026-10-05T08:00:09.000000000Z {}",
+    "CRI": "2026-10-05T08:00:09.123456789+00:00 stderr F {}",
+    "compose": "sglang-1  | {}",
+    "srun": "0: {}",
+    "journal": "Oct 05 08:00:09 host-1 python3[77]: {}",
+    "Ray": "(Engine pid=77, ip=10.0.0.1) {}",
+    "colours": "\x1b[33m{}\x1b[0m",
+    "quoted": "> {}",
+}
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_carrier_changes_nothing(tmp_path: Path, carrier: str) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("".join(CARRIERS[carrier].format(line) + "\n" for line in LOG.splitlines()))
+    case = reduce(read([path]))
+
+    progress = {
+        (one.who, one.kind): (one.count, one.last_order, one.running, one.queued, one.last_at - one.at)
+        for one in case.events
+        if isinstance(one, Progress)
+    }
+    assert progress == {
+        ("TP0", "decode"): (2, 3, 3, 4, 2.0),
+        ("TP1", "decode"): (1, 2, 2, 0, 0.0),
+        ("", "failed"): (1, 11, 0, 0, 0.0),
+    }
+    (raised,) = [one for one in case.events if isinstance(one, Raised)]
+    assert (raised.who, raised.error.type, raised.error.text) == ("TP1", "RuntimeError", "twice")
+    assert [frame.function for frame in raised.error.frames] == ["free", "run_scheduler_process"]
+
+
+def test_a_line_without_a_time_has_that_of_the_batch_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(
+        "[2026-10-05 08:00:00] begin\n"
+        "[2026-10-05 08:10:00 TP0] Decode batch. #running-req: 1\n"
+        "terminate called after throwing an instance of 'std::runtime_error'\n"
+    )
+    events = list(read([path]))
+    (batch,) = [one for one in events if isinstance(one, Progress)]
+    (line,) = [one for one in events if isinstance(one, Line) and one.level == "critical"]
+    assert line.at == batch.at > 0
+
+
+def test_gzip_reads_as_the_text_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(LOG)
+    (tmp_path / "b.log").write_bytes(gzip.compress(LOG.encode()))
+    plain, zipped = ([type(one) for one in read([tmp_path / name])] for name in ("a.log", "b.log"))
+    assert plain == zipped
+
+
+def test_one_file_may_hold_a_log_stacks_and_kernel_lines(tmp_path: Path) -> None:
+    path = tmp_path / "everything.txt"
+    path.write_text(
+        LOG
+        + "$ py-spy dump --pid 4711\n"
+        + "Process 4711: sglang::scheduler_TP3\nPython v3.12.3 (/usr/bin/python3.12)\n\n"
+        + 'Thread 4711 (active): "MainThread"\n    all_reduce (torch/distributed/distributed_c10d.py:2501)\n\n'
+        + "$ dmesg\n[12345.678901] NVRM: Xid (PCI:0000:19:00): 79, pid=4711, GPU has fallen off the bus.\n"
+    )
+    events = list(read([path]))
+    (stack,) = [one for one in events if isinstance(one, Stack)]
+    assert (stack.who, stack.sample.pid, stack.by) == ("TP3", 4711, "py-spy")
+    (kernel,) = [one for one in events if isinstance(one, Kernel)]
+    assert (kernel.kind, kernel.number, kernel.pid) == ("xid", 79, 4711)
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("Gracefully exiting... Remaining number of requests 6. Remaining requests remaining_rids=['a'].", [False]),
+        ("Gracefully exiting... Remaining number of requests 0. Remaining requests remaining_rids=[].", [True]),
+        ("SIGTERM received. signum=None frame=None. Draining requests and shutting down...", [False]),
+        ("Stopping sglang.service - SGLang server...", [False]),
+        ("sglang.service: Deactivated successfully.", [True]),
+        ("sglang.service: Consumed 3min 41.208s CPU time.", []),
+        ("sglang.service: Main process exited, code=killed, status=9/KILL", []),
+    ],
+)
+def test_a_server_that_drains_has_not_ended_yet(tmp_path: Path, text: str, ends: list[bool]) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(text + "\n")
+    assert [one.is_end for one in read([path]) if isinstance(one, Stop)] == ends
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDoError):
+        list(read([tmp_path / "none.log"]))
+
+
+def test_a_gzip_that_is_cut_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "cut.gz"
+    path.write_bytes(gzip.compress(LOG.encode() * 50)[:60])
+    with pytest.raises(CrashkitError):
+        list(read([path]))
+
+
+def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.log"
+    path.touch()
+    assert list(read([path])) == []
+
+
+def test_a_binary_file_is_named_as_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "core.bin"
+    path.write_bytes(b"\x7fELF\0\0\0\0" * 100)
+    assert [type(one) for one in read([path])] == [Unread]
+
+
+_PIECES = st.sampled_from(
+    [*LOG.splitlines(), "Process 1: x", 'Thread 1 (idle): "a"', "#0 x () at y:1", '{"log": 1}', ""]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(st.lists(_PIECES | st.text(max_size=80), max_size=40), st.sampled_from(sorted(CARRIERS)))
+def test_no_text_raises(tmp_path: Path, lines: list[str], carrier: str) -> None:
+    path = tmp_path / "any.log"
+    path.write_text("\n".join(CARRIERS[carrier].format(line) for line in lines), encoding="utf-8", errors="replace")
+    reduce(read([path]))
