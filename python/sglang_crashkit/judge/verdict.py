@@ -100,7 +100,8 @@ def search_query(case: Case) -> str:
         return ""
     error = raised.error
     # Numbers, paths and names in quotes are of this case alone.
-    words = re.sub(r"['\"][^'\"]{0,200}['\"]|\S*/\S*|\S*\d\S*|[^\w\s]", " ", error.text[:400]).split()
+    text = re.sub(r"'[^'\n]{0,200}'|\"[^\"\n]{0,200}\"", " ", error.text[:400])
+    words = [word for word in (one.strip(".,:;()[]{}=") for one in text.split()) if word.isalpha()]
     frame = next((one for one in error.frames if "sglang/" in one.file), None)
     parts = [error.type.rpartition(".")[2], *words[:_MAX_QUERY_WORDS]]
     if frame is not None:

@@ -14,8 +14,14 @@ from sglang_crashkit import redact
 
 # A quadratic one takes ten times as long.
 SIZE, MOST_SECS = 60_000, 1.0
-# What is cut to so many characters before: the message of an exception that is judged, a line of a debugger.
-BOUNDS = {"analysis": 8_000, "capture/debugger.py": 2_000, "capture/cuda_core/reading.py": 4_096}
+# What is cut to so many characters before: the message of an exception that is judged, a line of a debugger, of the
+# kernel.
+BOUNDS = {
+    "analysis": 8_000,
+    "sources/text/kernel_lines.py": 2_000,
+    "capture/debugger.py": 2_000,
+    "capture/cuda_core/reading.py": 4_096,
+}
 BOUNDED_SECS = 0.4
 ROOT = Path(sglang_crashkit.__file__).parent
 METHODS = {"match", "fullmatch", "search", "sub", "subn", "finditer", "findall", "split"}

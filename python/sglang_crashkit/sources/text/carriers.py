@@ -61,13 +61,15 @@ class Carrier:
     """
 
     def __init__(self, lines: Iterable[str], year: int = 0) -> None:
-        plain = [self._bare(line) for line in lines if line.strip()][:_LOOKED_AT]
+        self._is_compose = self._is_srun = self._is_quoted = False
+        self.year = year
+        # A time in front of all of it hides what they have in common.
+        plain = [self.strip(line).text for line in lines if line.strip()][:_LOOKED_AT]
         enough = max(3, len(plain) // 3)
         # Each of these may also be text of a program's own, so that only a file full of them has them.
         self._is_compose = sum(bool(_COMPOSE.match(line)) for line in plain) >= enough
         self._is_srun = sum(bool(_TASK.match(line)) for line in plain) >= enough
         self._is_quoted = sum(line.startswith(">") for line in plain) >= enough
-        self.year = year
 
     @staticmethod
     def _bare(line: str) -> str:

@@ -12,7 +12,8 @@ _FIELD = re.compile(r" +(State|Last State|Reason|Exit Code|Restart Count): +(.{1
 _EVENT = re.compile(r" +(?:Warning|Normal) +(\S{1,60}) +(?:\S+(?: \(x\d+ over \S+\))?) +\S+ +(.{1,600})$")
 _ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d+)(?: \([^)]*\))? +\S+")
 _GPU_HEAD = re.compile(
-    r"\| +(\d{1,3}) +(.{2,40}?) +(?:On|Off|N/A) *\|(?: *(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
+    r"\| {1,8}(\d{1,3}) {1,8}(\S.{1,40}?) {1,40}(?:On|Off|N/A) {0,12}\|"
+    r"(?: {0,8}(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
 )
 _GPU_USE = re.compile(r"\|.{0,80}?\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)")
 _DRIVER = re.compile(r"Driver Version: (\S{3,20})")

@@ -41,7 +41,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("nvlink", r"(?i)(?:nvlink|nvswitch|SXid).{0,120}?(?:error|fatal|fault|down|failed)"),
         ("gpu_lost", r"(?i)NVRM: .{0,120}?(?:has fallen off the bus|GPU .{0,40}lost|RmInitAdapter failed)"),
         ("mce", r"(?i)(?:mce: \[Hardware Error\]|Machine check|EDAC .{0,80}(?:UE|CE) )"),
-        ("pcie", r"(?i)(?:pcieport|AER).{0,160}?(?:fatal|uncorrected|surprise|link down|slot\(\S+\): )"),
+        ("pcie", r"(?i)(?:pcieport|AER).{0,160}?(?:fatal|uncorrected|surprise|link down|slot\(\S{1,20}\): )"),
         (
             "disk",
             r"(?i)(?:I/O error|EXT4-fs error|XFS .{0,60}(?:error|corruption)|nvme.{0,60}(?:timeout|reset"
@@ -49,7 +49,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         (
             "net",
-            r"(?i)(?:mlx5_core|bnxt|ib_|eth\d|ens\w+|bond\d).{0,160}?(?:link down|Link is Down|error"
+            r"(?i)(?:mlx5_core|bnxt|ib_|eth\d|ens\w{1,12}|bond\d).{0,160}?(?:link down|Link is Down|error"
             r"|timeout|failed|health compromised)",
         ),
     )

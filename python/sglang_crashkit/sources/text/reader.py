@@ -55,7 +55,7 @@ _CUDA_KERNEL = re.compile(
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _LOGGERS = (
-    ("NCCL", re.compile(r"NCCL (?:WARN|INFO|ERROR)|ProcessGroupNCCL|\bncclInternalError\b|nccl\w*Error")),
+    ("NCCL", re.compile(r"NCCL (?:WARN|INFO|ERROR)|ProcessGroupNCCL|\bncclInternalError\b|nccl\w{0,30}Error")),
     ("Gloo", re.compile(r"\bgloo[/:]|\[enforce fail at|ProcessGroupGloo")),
     ("C++", re.compile(r"terminate called|^\s*what\(\):|Aborted \(core")),
     ("HIP", re.compile(r"Memory access fault by GPU|\bHIP error\b|\bROCr\b|:0:rocdevice")),
@@ -145,6 +145,7 @@ class _File:
     order: int
     tell: Callable[[int], Any]
     size: int = 0
+    has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
     events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=dict)
     batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
@@ -201,6 +202,7 @@ class _File:
         year = re.search(r"\b(20\d\d)-\d\d-\d\d", text)
         carrier = Carrier(first, int(year[1]) if year else 0)
         bare = [carrier.strip(line).text for line in first]
+        self.has_own_clock = any(_OWN.match(line) for line in bare)
         if cluster.is_description(bare):
             self._add_all(
                 "", cluster.containers_of([*bare, *(carrier.strip(line).text for line in text.splitlines()[_HEAD:])])
@@ -299,7 +301,7 @@ class _File:
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
                 stream.at, stream.has_own_time = at, True
-        elif carried.at and not stream.has_own_time:
+        elif carried.at and not stream.has_own_time and not self.has_own_clock:
             stream.at = carried.at
         if stream.traceback is not None and stream.traceback.take(text):
             return

@@ -20,8 +20,8 @@ _FAULT_THREAD = re.compile(
 _FAULT_FRAME = re.compile(r'\s+File "([^"]{1,600})", line (\d{1,9}|\?{3}) in (.{1,300})')
 _GDB_THREAD = re.compile(r"Thread (\d+) \((?:Thread 0x[0-9a-f]+ )?\(?LWP (\d+)\)?(?: \"([^\"]{0,80})\")?\)?")
 _GDB_FRAME = re.compile(
-    r"#(\d{1,4})\s+(?:0x[0-9a-f]+ in )?([^\s(][^(]{0,400}?) ?\((.{0,2000}?)\)?"
-    r"(?: (?:at|from) (\S{1,600}?)(?::(\d{1,9}))?)?\s*$"
+    r"#(\d{1,4})\s{1,8}(?:0x[0-9a-f]{1,16} in )?([^\s(][^(]{0,400}?) ?\((.{0,1000}?)\)?"
+    r"(?: (?:at|from) (\S{1,600}?)(?::(\d{1,9}))?)?$"
 )
 _RANKS = re.compile(r"(PP|DP|TP|EP|ATTN_CP|MOE_DP|CP)_?(\d+)")
 #: Frames of one thread, threads of one process.
