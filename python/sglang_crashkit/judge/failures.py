@@ -162,7 +162,8 @@ class _Failures:
             if one.kind == "cuda_fault" and one.component in _NOTICED:
                 one.component = self._suspect()
                 if way := way_out(one.component, self._case.arguments, is_seen=False):
-                    one.next.append(f"{one.component} is on and hands memory to the GPU's kernels: {way}")
+                    others = [step for step in one.next if not step.startswith("the scheduler part")]
+                    one.next = [f"{one.component} is on and hands memory to the GPU's kernels: {way}", *others]
             if one.kind in ("kv_pool_leak", "kv_pool_exhausted") and one.component in _NOTICED:
                 one.component = "kv_pool"
             if (

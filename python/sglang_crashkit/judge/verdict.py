@@ -17,7 +17,7 @@ from sglang_crashkit.model.verdict import Verdict
 _TELLING = 40
 _MAX_STEPS, _MAX_STEP = 8, 240
 #: Of a known issue's exception, what a search needs.
-_MAX_QUERY_WORDS = 12
+_MAX_QUERY_WORDS = 8
 
 
 def judge(case: Case) -> Verdict:

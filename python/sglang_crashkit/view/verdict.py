@@ -26,7 +26,7 @@ _MAX_FRAMES, _MAX_QUOTES, _MAX_PROCESSES = 12, 6, 16
 
 def screen(verdict: Verdict, case: Case) -> Iterator[str]:
     """Yield the lines of a verdict for a terminal, the headline first."""
-    yield visible(verdict.headline, keep="")
+    yield from textwrap.wrap(visible(verdict.headline, keep=""), _WIDTH, break_on_hyphens=False)
     yield ""
     rows: list[tuple[str, Iterable[str]]] = [
         ("class", [f"{verdict.kind}: {verdict.cause}"]),
