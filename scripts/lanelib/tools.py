@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from lanelib.commands import LaneError, exclusive, run_command, say
-from lanelib.paths import LANES, PYPROJECT, RECIPES, ROOT, hash_files
+from lanelib.paths import KIT_VERSION_FILE, LANES, PYPROJECT, RECIPES, ROOT, hash_files
 
 LOCK = RECIPES / "tools.lock"
 TOOLS = LANES / "tools"
@@ -32,11 +32,12 @@ def run_in_tools() -> None:
 
 
 def _is_current() -> bool:
-    return STAMP.is_file() and STAMP.read_text() == hash_files([LOCK, PYPROJECT])
+    return STAMP.is_file() and STAMP.read_text() == hash_files([LOCK, PYPROJECT, KIT_VERSION_FILE])
 
 
 def _make() -> None:
-    stamp = hash_files([LOCK, PYPROJECT])
+    # What is installed says its version too.
+    stamp = hash_files([LOCK, PYPROJECT, KIT_VERSION_FILE])
     python, uv = TOOLS / "bin" / "python", TOOLS / "bin" / "uv"
     STAMP.unlink(missing_ok=True)
     # A whole one is brought up to date in place: another process may be running from it.

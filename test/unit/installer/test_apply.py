@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError
 from sglang_crashkit.installer.apply import apply, exclusive, revert
 from sglang_crashkit.installer.environment import Kit
@@ -165,8 +166,8 @@ def test_a_foreign_file_is_refused_by_name(ready, kit, action, path, data, state
     [
         (None, "cannot import sglang_crashkit"),
         (Kit("0.0.1", Path("/x"), {}, only_by_python_path=False), "imports sglang_crashkit 0.0.1"),
-        (Kit("0.1.0", Path("/x"), {"a.b": "No module"}, only_by_python_path=False), "cannot import a.b: No module"),
-        (Kit("0.1.0", Path("/x"), {}, only_by_python_path=True), "through PYTHONPATH alone"),
+        (Kit(__version__, Path("/x"), {"a.b": "No module"}, only_by_python_path=False), "cannot import a.b: No module"),
+        (Kit(__version__, Path("/x"), {}, only_by_python_path=True), "through PYTHONPATH alone"),
     ],
 )
 def test_a_python_without_this_kit_is_refused(environment, kit, found, why):
