@@ -18,6 +18,8 @@ from sglang_crashkit.model.event import Collective, Exit, Line, Raised, Stack
 _MAX_TEXT = 4000
 #: What comes within so many seconds of the end of the evidence goes on to its end.
 _AT_THE_END = 60.0
+#: Seconds without a batch and an answer after which requests under way stand still: a long prompt takes less.
+_STANDS_S = 120.0
 #: Beyond the time limit that a health check names, so many seconds late say that the loop itself did not come round.
 _LATE = 40.0
 _HALF_HOUR = 1800.0
@@ -79,6 +81,7 @@ class Signs(msgspec.Struct, kw_only=True):
         last_answer: when the last request or health check was answered.
         is_hang: somebody waited too long, and it did not go on after that.
         is_alive: batches, answers or health checks go on to the end of the evidence.
+        stands_for: seconds for which requests have been under way and none has gone on; 0.0 where they do.
         was_ended: a watchdog or a time limit ended a process.
         is_slow_load: the weights come slowly.
         told: the most telling of the lines, with their sources.
@@ -89,6 +92,7 @@ class Signs(msgspec.Struct, kw_only=True):
     last_answer: float = 0.0
     is_hang: bool = False
     is_alive: bool = False
+    stands_for: float = 0.0
     was_ended: bool = False
     is_slow_load: bool = False
     told: list[str] = []
@@ -145,12 +149,33 @@ def read(case: Case) -> Signs:
     signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs)
     is_late = good[0] >= case.last_at - _AT_THE_END
     is_seen = len(batches) + len(answers) > 2 or case.is_started
+    signs.stands_for = _stands_for(case)
     signs.is_alive = (
-        is_seen and (is_late or goes_on) and not signs.is_hang and not _failed_after(case, good, max(batches))
+        is_seen
+        and not signs.stands_for
+        and (is_late or goes_on)
+        and not signs.is_hang
+        and not _failed_after(case, good, max(batches))
     )
     signs.is_slow_load = any(float(one.groups[2] or 0) >= _SLOW_SHARD for one in signs.all("shards"))
     signs.told = [f"{one.text.strip()[:160]} ({one.source or 'log'})" for one in _once(hang)]
     return signs
+
+
+def _stands_for(case: Case) -> float:
+    """Return for how many seconds requests have been in a batch, or waited for one, and no batch ran and none ended.
+
+    0.0 where they go on, or there are none. A health check may be answered all the while, by the main process alone.
+    """
+    work = [one for process in case.processes.values() for one in process.progress if one.kind in ("prefill", "decode")]
+    answers = [one for process in case.processes.values() for one in process.progress if one.kind == "answer"]
+    last = max(work, key=lambda one: (one.last_at, one.last_order), default=None)
+    if last is None or not last.last_at or any(one.last_at >= last.last_at for one in answers):
+        return 0.0
+    # The requests of a batch of new ones are not counted in its own line yet.
+    is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
+    silent = case.last_at - last.last_at
+    return silent if is_busy and silent >= _STANDS_S else 0.0
 
 
 def _failed_after(case: Case, good: tuple[float, int], batch: tuple[float, int]) -> bool:
@@ -474,7 +499,7 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
 
 def judge_silence(signs: Signs, case: Case) -> list[Finding]:
     """Return what is known of a server that does not go on, or that does, where neither stacks nor words tell more."""
-    for rule in (_watchdogs, _health, _starting):
+    for rule in (_watchdogs, _health, _standing, _starting):
         if (found := rule(signs, case)) is not None:
             return [found]
     if signs.is_alive:
@@ -486,6 +511,20 @@ def judge_silence(signs: Signs, case: Case) -> list[Finding]:
 def _calm(case: Case, kind: str, headline: str, component: str | None = None) -> Finding:
     last = max((one.order for one in case.events), default=0)
     return Finding(kind=kind, headline=headline[:290], component=component, where=(case.last_at, last), weight=10)
+
+
+def _standing(signs: Signs, case: Case) -> Finding | None:
+    """Return that requests do not go on while the server answers its health check, where nothing else tells."""
+    if not signs.stands_for or case.stops or _failed_after(case, (case.last_at - signs.stands_for, 0), (0.0, 0)):
+        return None
+    return Finding(
+        kind="no_progress",
+        headline=f"requests are under way, and no batch has run for {signs.stands_for:.0f} s{_last_batch(case)}"[:290],
+        because=[f"nothing of a batch in the last {signs.stands_for:.0f} s"],
+        next=["`py-spy dump --native --pid PID` of every scheduler, twice, now: a health check does not show this"],
+        where=(case.last_at - signs.stands_for, 0),
+        weight=41,
+    )
 
 
 def _starting(signs: Signs, case: Case) -> Finding | None:

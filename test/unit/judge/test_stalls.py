@@ -9,7 +9,7 @@ import pytest
 
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.stalls import find_stalls
-from sglang_crashkit.model.case import Case
+from sglang_crashkit.model.case import Case, reduce
 from sglang_crashkit.model.event import (
     AnyEvent,
     Collective,
@@ -619,3 +619,27 @@ def test_a_start_that_came_to_its_end_is_no_incident() -> None:
 )
 def test_what_ends_badly_is_not_called_healthy(end: AnyEvent) -> None:
     assert find_stalls(case(*alive(), end)) == []
+
+
+@pytest.mark.parametrize(
+    ("running", "queued", "kind", "silent", "answered", "stands"),
+    [
+        (4, 0, "decode", 400.0, 0.0, True),
+        (0, 9, "decode", 400.0, 0.0, True),
+        (0, 0, "prefill", 400.0, 0.0, True),
+        (0, 0, "decode", 400.0, 0.0, False),
+        (4, 0, "decode", 30.0, 0.0, False),
+        (4, 0, "decode", 400.0, 1000.0, False),
+    ],
+)
+def test_requests_that_stand_still_behind_an_answered_health_check(
+    running: int, queued: int, kind: str, silent: float, answered: float, stands: bool
+) -> None:
+    end = 1000.0 + silent
+    batch = Progress(
+        order=5, at=900.0, who="TP0", kind=kind, count=9, last_at=1000.0, last_order=50, running=running, queued=queued
+    )
+    health = Progress(order=6, at=900.0, kind="health", count=99, status=200, last_at=end, last_order=90)
+    answer = Progress(order=7, at=900.0, kind="answer", count=3, status=200, last_at=answered or 950.0, last_order=40)
+    kinds = {one.kind for one in find_stalls(reduce([batch, health, answer]))}
+    assert ("no_progress" in kinds, "no_incident" in kinds) == (stands, not stands)

@@ -151,3 +151,18 @@ def test_no_text_raises(tmp_path: Path, lines: list[str], carrier: str) -> None:
     path = tmp_path / "any.log"
     path.write_text("\n".join(CARRIERS[carrier].format(line) for line in lines), encoding="utf-8", errors="replace")
     reduce(read([path]))
+
+
+def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(tmp_path: Path) -> None:
+    lines = ["NCCL WARN before the first line of the log failed", *LOG.splitlines()]
+    path = tmp_path / "server.log"
+    path.write_text("".join(f"2031-01-01T00:00:00.000000000Z {line}\n" for line in lines))
+    case = reduce(read([path]))
+    assert case.last_at < 1_900_000_000
+    assert [one.at for one in case.events if isinstance(one, Line) and "NCCL" in one.text] == [0.0]
+
+
+def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(tmp_path: Path) -> None:
+    path = tmp_path / "compose.log"
+    path.write_text("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines()))
+    assert {one.side for one in reduce(read([path])).processes.values() if one.who} == {"decode"}

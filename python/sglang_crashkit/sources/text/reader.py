@@ -247,6 +247,10 @@ class _File:
         if line[:2] == b"20" and line[10:11] == b"T":
             # Behind a time of kubectl, or what a CRI runtime writes.
             place = line.find(b" [20", 20, 60) + 1
+            before = line[:place].split()
+            if len(before) != 1 and before[1:2] not in ([b"stdout"], [b"stderr"]):
+                # Another carrier stands between: it says whose line it is.
+                return False
         if line[place : place + 3] != b"[20":
             return False
         end = line.find(b"]", place + 20, place + 100)
