@@ -169,6 +169,13 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
     assert {name: status for name, status in ended.items() if int(status) not in known} == {}
 
 
+def test_the_help_names_every_exit_status_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    table = capsys.readouterr().out.partition("exit status:")[2]
+    assert {int(number) for number in re.findall(r"\b(\d+) [a-z]", table)} == {int(status) for status in ExitCode}
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "sglang_crashkit", "--version"], capture_output=True, text=True, timeout=LONG, check=True
