@@ -130,12 +130,12 @@ class _Failures:
         self._case = case
         work = [one for one in case.events if isinstance(one, Progress) and one.kind in ("prefill", "decode", "answer")]
         ready = [one for one in case.events if isinstance(one, Stage) and one.name == "ready"]
-        self._work, self._began = work, [*map(_place, work), *map(_place, ready)]
-        self._starts = [_place(one) for one in case.events if isinstance(one, Arguments) and one.values]
+        self._work, self._began = work, [one.place for one in (*work, *ready)]
+        self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._stops = [one for one in case.events if isinstance(one, Stop)]
         self._asked = min(
-            (_place(one) for one in self._stops if one.by != "signal" or not self._by_kit(one)), default=None
+            (one.place for one in self._stops if one.by != "signal" or not self._by_kit(one)), default=None
         )
 
     def _by_kit(self, stop: Stop) -> bool:
@@ -195,8 +195,8 @@ class _Failures:
         for event in self._case.events:
             for finding in self._of(event):
                 if not finding.where[1]:
-                    finding.where = _place(event)
-                if self._asked is not None and finding.where > self._asked and not _is_calm(finding.kind):
+                    finding.where = event.place
+                if self._asked is not None and finding.where > self._asked and not finding.is_calm:
                     continue
                 yield finding
         yield from self._calm()
@@ -242,7 +242,7 @@ class _Failures:
             error for error in event.chain if error.type not in ("SystemExit", "CancelledError", "KeyboardInterrupt")
         ]
         if any(error.type == "KeyboardInterrupt" for error in event.chain):
-            yield self._stopped("Ctrl-C", _quoted(event, "KeyboardInterrupt"), _place(event))
+            yield self._stopped("Ctrl-C", _quoted(event, "KeyboardInterrupt"), event.place)
             return
         chain = chain or [one for one in event.chain if one.type == "SystemExit" and one.text != "0"]
         if not chain or self._is_outlived(event):
@@ -323,7 +323,7 @@ class _Failures:
 
     def _is_outlived(self, event: AnyEvent) -> bool:
         """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
-        place = _place(event)
+        place = event.place
         end = min((one for one in self._starts if one > place), default=(float("inf"), 0))
         for one in self._work:
             if one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
@@ -336,7 +336,7 @@ class _Failures:
         return False
 
     def _is_started(self, event: AnyEvent, frames: Sequence[Frame] = ()) -> bool:
-        place = _place(event)
+        place = event.place
         last_start = max((one for one in self._starts if one <= place), default=(0.0, 0))
         if any(last_start <= one <= place for one in self._began):
             return True
@@ -562,7 +562,7 @@ class _Failures:
             by = {"signal": "a signal", "kubernetes": "Kubernetes", "slurm": "Slurm", "docker": "Docker"}.get(
                 stop.by, stop.by
             )
-            yield self._stopped(f"{by}: {stop.text.strip()[:160]}", _quoted(stop, stop.text), _place(stop))
+            yield self._stopped(f"{by}: {stop.text.strip()[:160]}", _quoted(stop, stop.text), stop.place)
 
     @staticmethod
     def _stopped(by: str, because: str, where: _Place) -> Finding:
@@ -572,14 +572,6 @@ class _Failures:
             next=["nothing failed: it was asked to stop (SIGTERM, Ctrl-C); look at who asked, such as a person, "
                   "systemd, a rollout, a scale-down, a preemption or a time limit"],
         )  # fmt: skip
-
-
-def _is_calm(kind: str) -> bool:
-    return bool(load("classes").get(kind, {}).get("calm"))
-
-
-def _place(event: AnyEvent) -> _Place:
-    return event.at, event.order
 
 
 def _role(who: str, frames: Sequence[Frame]) -> str:

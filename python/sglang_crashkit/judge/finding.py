@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.verdict import Helps, Level
 
 
@@ -32,3 +33,8 @@ class Finding(msgspec.Struct, kw_only=True):
     where: tuple[float, int] = (0.0, 0)
     is_consequence: bool = False
     weight: int = 50
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether its class says that nothing has failed."""
+        return bool((load("classes").get(self.kind) or {}).get("calm"))

@@ -14,11 +14,11 @@ A release from ``fixed_in`` on does not have the issue, nor one before ``since``
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.judge.matching import are_in, release_parts
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Error
 from sglang_crashkit.model.sample import Frame
@@ -58,21 +58,21 @@ def known_issues(case: Case, *, is_hang: bool) -> list[dict[str, Any]]:
         if process.stacks
     ]
     arguments = list(_options(case.arguments))
-    release = _parts(case.release)
+    release = release_parts(case.release)
 
     def applies(entry: dict[str, Any]) -> bool:
-        if release and entry["fixed_in"] and release >= _parts(entry["fixed_in"]):
+        if release and entry["fixed_in"] and release >= release_parts(entry["fixed_in"]):
             return False
-        if release and entry.get("since") and release < _parts(entry["since"]):
+        if release and entry.get("since") and release < release_parts(entry["since"]):
             return False
-        if not _are_in(entry.get("arguments", ()), arguments):
+        if not are_in(entry.get("arguments", ()), arguments):
             return False
         frames = entry.get("frames", ())
         if entry.get("hang"):
-            found = [_are_in(frames, places) for places in stacks]
+            found = [are_in(frames, places) for places in stacks]
             return is_hang and any(found) and (all(found) or not entry.get("all_ranks"))
         pattern = re.compile(entry["error"])
-        if any(pattern.match(line) and _are_in(frames, places) for line, places in errors):
+        if any(pattern.match(line) and are_in(frames, places) for line, places in errors):
             return True
         return not frames and any(pattern.search(line) for line in lines)
 
@@ -101,11 +101,3 @@ def _options(arguments: dict[str, Any]) -> Iterable[str]:
             yield option
         elif value not in (None, False):
             yield f"{option}={value}"
-
-
-def _are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
-    return all(any(fnmatchcase(text, pattern) for text in texts) for pattern in patterns)
-
-
-def _parts(release: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", release.partition("+")[0]))

@@ -133,7 +133,7 @@ def read(case: Case) -> Signs:
     signs = Signs(found=found)
     batches, answers = [(0.0, 0)], [(0.0, 0)]
     for process in case.processes.values():
-        batches += [(one.at, one.order) for one in process.lines if _BATCH.match(one.text)]
+        batches += [one.place for one in process.lines if _BATCH.match(one.text)]
         for one in process.progress:
             if one.kind in ("prefill", "decode"):
                 batches.append((one.last_at or one.at, one.last_order))
@@ -184,13 +184,12 @@ def _failed_after(case: Case, good: tuple[float, int], batch: tuple[float, int])
     A main process answers health checks for as long as it lives: after the end of another, only a batch is such a sign.
     """
     for event in reversed(case.events):
-        place = (event.at, event.order)
-        if event.at and place < batch:
+        if event.at and event.place < batch:
             return False
         if (isinstance(event, Exit) and (event.signal or event.code)) or (isinstance(event, Stack) and event.fatal):
             return True
         is_bad = isinstance(event, Raised) or (isinstance(event, Line) and event.level in ("error", "critical"))
-        if is_bad and place > good:
+        if is_bad and event.place > good:
             return True
     return False
 
@@ -287,7 +286,7 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
             f"rank {rank} {one.state or 'in'} number {one.number} {one.operation} {one.sizes}".rstrip()
             for rank, one in sorted(ranks.items())[:4]
         )
-        first = min(ranks.values(), key=lambda one: (one.at, one.order))
+        first = min(ranks.values(), key=lambda one: one.place)
         where = signs.where or (first.at, first.order)
         name = f"group {group}" if group else "one group"
         steps = [f"`py-spy dump --native --pid PID` of each rank of {name} shows which branch it took"]

@@ -31,6 +31,7 @@ from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.model.verdict import Helps
 
 _Key = TypeVar("_Key")
 #: Shares of a CPU below which a process that wants to run is starved, and above which it is busy.
@@ -604,7 +605,7 @@ def _finding(
     group: Sequence[Member],
     *,
     level: str = "supported",
-    restart: str | None = None,
+    restart: Helps | None = None,
     component: str | None = None,
     steps: Iterable[str] = (),
     weight: int = 60,
@@ -618,7 +619,7 @@ def _finding(
         level="established" if level == "established" else "supported",
         who=_who(named) if named else None,
         component=component,
-        restart=restart,  # type: ignore[arg-type]
+        restart=restart,
         headline=_standing(group, named),
         because=[*because, *scene.signs.told[:2]],
         next=list(steps),

@@ -36,8 +36,8 @@ def judge(case: Case) -> Verdict:
         cause=chosen.cause or row["words"],
         because=chosen.because,
     )
-    steps = [*chosen.next]
-    if not row.get("calm"):
+    steps, query = [*chosen.next], ""
+    if not chosen.is_calm:
         issues = known_issues(case, is_hang=any(one is chosen for one in stalls))
         verdict.known_issues = [named(entry) for entry in issues]
         steps[1:1] = [
@@ -46,12 +46,9 @@ def judge(case: Case) -> Verdict:
             for entry in issues[:2]
         ]
         query = "" if issues else search_query(case)
-        steps += row["next"]
-        if query:
-            steps[_MAX_STEPS - 1 :] = []
-            steps.append(f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}")
-    else:
-        steps += row["next"]
+    steps += row["next"]
+    if query:
+        steps[_MAX_STEPS - 1 :] = [f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}"]
     verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(_by_vendor(steps, case))][:_MAX_STEPS]
     return verdict
 
@@ -70,15 +67,10 @@ def _by_vendor(steps: list[str], case: Case) -> list[str]:
     return steps
 
 
-def is_calm(kind: str) -> bool:
-    """Return whether a class says that nothing has failed."""
-    return bool((load("classes").get(kind) or {}).get("calm"))
-
-
 def _rank(finding: Finding) -> tuple[bool, bool, bool, tuple[float, int], int]:
     # What failed comes before what is well, a cause before what follows from it, and the first before the others.
     return (
-        is_calm(finding.kind),
+        finding.is_calm,
         finding.is_consequence,
         finding.weight < _TELLING,
         finding.where,

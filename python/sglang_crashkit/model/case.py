@@ -98,15 +98,9 @@ def role_in(who: str) -> str:
 def reduce(events: Iterable[AnyEvent]) -> Case:
     """Make the case of some events, in whatever order they come."""
     case = Case()
-    for event in sorted(events, key=_place):
+    for event in sorted(events, key=lambda event: event.place):
         _add(case, event)
     return case
-
-
-def _place(event: AnyEvent) -> tuple[float, int]:
-    # What has no time stands where it stood in its file, before what came with one: its source gave it the time of
-    # the line before, so this is only what has no time at all.
-    return event.at, event.order
 
 
 def _add(case: Case, event: AnyEvent) -> None:

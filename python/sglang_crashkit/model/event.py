@@ -36,6 +36,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     side: str = ""
     source: str = ""
 
+    @property
+    def place(self) -> tuple[float, int]:
+        """Where it stands among others, by time and then by order.
+
+        What has no time at all comes first: its source gives each fact the time of the line before, where there is one.
+        """
+        return self.at, self.order
+
 
 class Arguments(Event, frozen=True, kw_only=True, tag="arguments"):
     """The arguments that a server was started with, by their Python names (``tp_size``), and SGLang's release."""

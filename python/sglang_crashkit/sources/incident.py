@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.model.checked_json import mapping_of
+from sglang_crashkit.model.checked_json import mapping_of, seconds_of
 from sglang_crashkit.model.event import AnyEvent, Arguments, Error, Exit, Kernel, Raised, Stack, Stage, Stop
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
@@ -47,15 +46,15 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
     values = {**parallel, "model_path": about.get("model"), **mapping_of(environment.get("arguments"))}
     yield Arguments(
         order=next(orders),
-        at=_seconds(about.get("started")),
+        at=seconds_of(about.get("started")) or 0.0,
         values={name.replace("-", "_"): value for name, value in values.items() if value is not None},
         release=str(server.get("sglang_version") or ""),
         source=source,
     )
-    if ready := _seconds(about.get("ready_since")):
+    if ready := seconds_of(about.get("ready_since")):
         yield Stage(order=next(orders), at=ready, name="ready", is_done=True, source=source)
     for entry in map(mapping_of, document.get("timeline") or []):
-        kind, pid, at = entry.get("event"), entry.get("pid"), _seconds(entry.get("time"))
+        kind, pid, at = entry.get("event"), entry.get("pid"), seconds_of(entry.get("time")) or 0.0
         if kind == "teardown":
             # SGLang's own end: what dies from here on was killed by it.
             break
@@ -71,7 +70,7 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
         elif kind == "asked_to_end":
             yield Stop(order=next(orders), at=at, by="signal", text="it was asked to end", source=source)
     memory = mapping_of(mapping_of(about.get("memory")).get("events"))
-    trigger = _seconds(mapping_of(document.get("trigger")).get("time"))
+    trigger = seconds_of(mapping_of(document.get("trigger")).get("time")) or 0.0
     if isinstance(killed := memory.get("oom_kill"), int) and killed > 0:
         text = f"the memory cgroup of the server counts {killed} OOM kills"
         yield Kernel(order=next(orders), at=trigger, kind="oom_kill", text=text, source=source)
@@ -123,7 +122,7 @@ def _samples(pid: int, process: Mapping[str, Any]) -> Iterator[Sample]:
             title=title,
             role=role,
             ranks=ranks,
-            time=_seconds(look.get("time")),
+            time=seconds_of(look.get("time")) or 0.0,
             state=str(look.get("state") or ""),
             cpu_secs=float(cpu) if isinstance(cpu, int | float) else 0.0,
             threads=(Thread("MainThread", pid, active=False, owns_gil=False, frames=frames),) if frames else (),
@@ -143,10 +142,3 @@ def _exception(folder: Path, process: Mapping[str, Any], message: str) -> Error:
 def _frames(lines: Sequence[object]) -> tuple[Frame, ...]:
     found = (_FRAME.fullmatch(str(line)) for line in lines)
     return tuple(Frame(one["function"], one["file"], int(one["line"])) for one in found if one)
-
-
-def _seconds(text: object) -> float:
-    try:
-        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return 0.0

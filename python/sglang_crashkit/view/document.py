@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
 
 from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.case import Case, Process
+from sglang_crashkit.model.checked_json import iso_time
 from sglang_crashkit.model.event import AnyEvent, Exit, Kernel, Line, Raised, Stage, Stop
 from sglang_crashkit.model.verdict import Verdict
 
@@ -32,7 +32,7 @@ def document(verdict: Verdict, case: Case, *, now: float, kit: str) -> dict[str,
     pids = {id(one): one.pid or -place for place, one in enumerate(known, start=1)}
     first = next((one for one in known if verdict.first and one.who == verdict.first), None)
     failure = None if first is None else {"pid": pids[id(first)], "title": _title(first)}
-    at = _time(case.last_at or now)
+    at = iso_time(case.last_at or now)
     told = {"pid": 0, "title": ""} if failure is None else failure
     answer = msgspec.to_builtins(verdict)
     return {
@@ -91,7 +91,7 @@ def _exit(process: Process, at: str) -> dict[str, Any] | None:
         "signal": end.signal or None,
         "cause": cause,
         "detail": end.text,
-        "time": _time(end.at) if end.at else at,
+        "time": iso_time(end.at) if end.at else at,
     }
 
 
@@ -113,7 +113,7 @@ def _timeline(case: Case, now: float) -> Iterator[dict[str, Any]]:
     for event in case.events:
         text = _words(event)
         if text:
-            moment = _time(event.at or now)
+            moment = iso_time(event.at or now)
             yield {"time": moment, "event": type(event).__name__.lower(), "who": event.who, "message": text[:_MAX_TEXT]}
 
 
@@ -131,7 +131,3 @@ def _words(event: AnyEvent) -> str:
             return event.name
         case _:
             return ""
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -8,14 +8,14 @@ text begins and by the frames that it came through. Of the logs, only what the H
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import zip_longest
 from math import inf
 from typing import Any
 
+from sglang_crashkit.judge.matching import are_in
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.incident import Level
 from sglang_crashkit.model.step import DIVERGED
@@ -78,11 +78,6 @@ class Raised:
     def line(self) -> str:
         """The last part of its type, and its text: what known issues are told by."""
         return f"{self.type.rpartition('.')[2]}: {self.text}"
-
-
-def are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
-    """Say whether each of the patterns (of `fnmatch`) is that of one of the texts."""
-    return all(any(fnmatchcase(text, pattern) for text in texts) for pattern in patterns)
 
 
 def place_of(frame: str) -> str:

@@ -14,17 +14,20 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from sglang_crashkit.analysis.causes.case import Case, KnownIssue, are_in
+from sglang_crashkit.analysis.causes.case import Case, KnownIssue
 from sglang_crashkit.analysis.causes.no_progress import hangs_by_itself
 from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.judge.matching import are_in, release_parts
 
 #: An entry's frame in which a rank waits for the others.
 _COLLECTIVE = re.compile(r"all_reduce|all_gather|broadcast")
 
 
 def _applies(issue: KnownIssue, case: Case) -> bool:
-    release = _parts(case.release)
-    if (issue.fixed_in and release >= _parts(issue.fixed_in)) or (issue.since and release < _parts(issue.since)):
+    release = release_parts(case.release)
+    if (issue.fixed_in and release >= release_parts(issue.fixed_in)) or (
+        issue.since and release < release_parts(issue.since)
+    ):
         return False
     if not are_in(issue.arguments, case.arguments):
         return False
@@ -37,10 +40,6 @@ def _applies(issue: KnownIssue, case: Case) -> bool:
         return case.is_hang and any(found) and (all(found) or not issue.all_ranks)
     error = case.error
     return error is not None and bool(re.match(issue.error, error.line)) and are_in(issue.frames, error.places)
-
-
-def _parts(release: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", release.partition("+")[0]))
 
 
 def matching(issues: Iterable[KnownIssue], case: Case) -> list[KnownIssue]:

@@ -20,8 +20,9 @@ from typing import Any
 
 from sglang_crashkit.analysis.causes import no_progress
 from sglang_crashkit.analysis.causes.advice import COMPILER_FAILED, NO_COMPILER, hint_of
-from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, are_in, name_of
+from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
 from sglang_crashkit.analysis.suspects import ABORTED, ALONE, ALONE_AT, ONLY
+from sglang_crashkit.judge.matching import are_in
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import Level
 
