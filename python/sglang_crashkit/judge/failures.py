@@ -301,10 +301,7 @@ class _Failures:
         phase = "while it served" if is_started else "before it was ready"
         side = f" of the {event.side} server" if event.side else ""
         through = f" in thread {event.thread}" if event.thread else ""
-        steps = [_filled(step, named) for step in row.steps]
-        steps += (
-            [f"the message names {', '.join(options)}: change that first"] if (options := _options(error.text)) else []
-        )
+        steps = _steps(row, named, error.text)
         if way := way_out(part, arguments, is_seen=bool(frames)):
             steps.append(f"the {part} part is in the stack: {way}")
         return Finding(
@@ -359,10 +356,7 @@ class _Failures:
         row, named = found
         kind = row.start_kind if row.start_kind and not is_started else row.kind
         part = row.part or component_of(words=event.text, arguments=self._case.arguments)
-        steps = [_filled(step, named) for step in row.steps]
-        steps += (
-            [f"the message names {', '.join(options)}: change that first"] if (options := _options(event.text)) else []
-        )
+        steps = _steps(row, named, event.text)
         if way := way_out(part, self._case.arguments, is_seen=True):
             steps.append(f"the message speaks of {part}: {way}")
         who = event.who or _only(self._case) or ""
@@ -530,7 +524,7 @@ class _Failures:
         is_started = self._is_started(event, frames)
         row = self._family(None, "", frames, is_started=is_started, role="scheduler")
         if row is not None and kind == "aborted":
-            steps = [_filled(step, row[1]) for step in row[0].steps]
+            steps = _steps(*row, "")
             yield Finding(
                 kind=row[0].kind,
                 who=who or None,
@@ -601,12 +595,11 @@ def _restart(stated: str, kind: str, *, is_started: bool) -> Any:
     return None
 
 
-def _options(text: str) -> list[str]:
-    return list(dict.fromkeys(_OPTION.findall(text[:_MAX_TEXT])))[:4]
-
-
-def _filled(step: str, named: dict[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda match: named.get(match[1], match[1]), step)
+def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
+    """Return a row's steps with what its pattern named, and the options that a message names itself."""
+    steps = [re.sub(r"\{(\w+)\}", lambda match: named.get(match[1], match[1]), step) for step in row.steps]
+    options = list(dict.fromkeys(_OPTION.findall(text[:_MAX_TEXT])))[:4]
+    return [*steps, f"the message names {', '.join(options)}: change that first"] if options else steps
 
 
 def _quoted(event: AnyEvent, text: str) -> str:

@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -71,31 +71,23 @@ _BATCHES = (b"Decode batch", b"Prefill batch")
 _ZIPPED = b"\x1f\x8b"
 
 
-def read(paths: Sequence[Path], *, progress: Callable[[int, int], None] | None = None) -> Iterator[AnyEvent]:
+def read(paths: Sequence[Path]) -> Iterator[AnyEvent]:
     """Yield what some files hold, in the order of the files.
 
     Args:
         paths: files, folders, or ``-`` for the standard input.
-        progress: called now and then with how many bytes were read, and of how many.
 
     Raises:
         NothingToDoError: none of them is there.
         CrashkitError: one of them cannot be read.
     """
-    files = list(_files(paths))
-    total = sum(file.stat().st_size for file in files if str(file) != "-")
-    readers, done, order = [], 0, 0
-    for file in files:
-
-        def tell(size: int, before: int = done) -> None:
-            if progress is not None:
-                progress(before + size, total)
-
-        reader = _File(file, order, tell)
+    readers, order = [], 0
+    # All of them are looked for before one is read.
+    for file in list(_files(paths)):
+        reader = _File(file, order)
         reader.read()
         readers.append(reader)
         order = reader.order + 1
-        done += reader.size
     yield from _placed(readers)
 
 
@@ -143,8 +135,6 @@ class _Batches:
 class _File:
     path: Path
     order: int
-    tell: Callable[[int], Any]
-    size: int = 0
     has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
     events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=dict)
@@ -211,12 +201,8 @@ class _File:
             self._add_all("", cluster.pods_of(bare))
         if cluster.is_smi(bare):
             self._add_all("", cluster.gpus_of(bare))
-        self.size = 0
         for line in self._split(head, opened):
-            self.size += len(line)
             self.order += 1
-            if not self.order % 50_000:
-                self.tell(self.size)
             if self._is_batch(line):
                 continue
             decoded = line[:MAX_LINE].decode(errors="replace")
