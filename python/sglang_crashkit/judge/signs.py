@@ -165,16 +165,20 @@ def read(case: Case) -> Signs:
 def _stands_for(case: Case) -> float:
     """Return for how many seconds requests have been in a batch, or waited for one, and no batch ran and none ended.
 
-    0.0 where they go on, or there are none. A health check may be answered all the while, by the main process alone.
+    0.0 where they go on, or no request is under way. The main process alone may answer health checks all the while.
     """
-    work = [one for process in case.processes.values() for one in process.progress if one.kind in ("prefill", "decode")]
-    answers = [one for process in case.processes.values() for one in process.progress if one.kind == "answer"]
+    progress = [one for process in case.processes.values() for one in process.progress]
+    work = [one for one in progress if one.kind in ("prefill", "decode")]
+    answers = [one for one in progress if one.kind == "answer"]
     last = max(work, key=lambda one: (one.last_at, one.last_order), default=None)
     if last is None or not last.last_at or any(one.last_at >= last.last_at for one in answers):
         return 0.0
     # The requests of a batch of new ones are not counted in its own line yet.
     is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
-    silent = case.last_at - last.last_at
+    # By the clock of its own log: that of stacks or of another host need not agree with it.
+    log = last.source.partition(":")[0]
+    own = (event for event in case.events if event.source.partition(":")[0] == log)
+    silent = max(max(event.at, getattr(event, "last_at", 0.0)) for event in own) - last.last_at
     return silent if is_busy and silent >= _STANDS_S else 0.0
 
 
@@ -514,14 +518,14 @@ def _calm(case: Case, kind: str, headline: str, component: str | None = None) ->
 
 def _standing(signs: Signs, case: Case) -> Finding | None:
     """Return that requests do not go on while the server answers its health check, where nothing else tells."""
-    if not signs.stands_for or case.stops or _failed_after(case, (case.last_at - signs.stands_for, 0), (0.0, 0)):
+    if not signs.stands_for or case.stops or _failed_after(case, (signs.last_batch, 0), (0.0, 0)):
         return None
     return Finding(
         kind="no_progress",
         headline=f"requests are under way, and no batch has run for {signs.stands_for:.0f} s{_last_batch(case)}"[:290],
         because=[f"nothing of a batch in the last {signs.stands_for:.0f} s"],
         next=["`py-spy dump --native --pid PID` of every scheduler, twice, now: a health check does not show this"],
-        where=(case.last_at - signs.stands_for, 0),
+        where=(signs.last_batch, 0),
         weight=41,
     )
 
