@@ -3,7 +3,7 @@
 A case is a folder with ``expected.json`` beside the evidence:
 
 - ``class``, ``first``, ``component``: the answer; ``accept``, ``first_accept``, ``component_accept``: others that are
-  right too. None stands for nobody, or for no part.
+  right too. None stands for no process, or for no part.
 - ``next_must_mention``: of each inner list, one word must be in the headline, the cause or the next steps.
 - ``must_not_say``: words that none of these may say, but to deny them.
 - ``level_max``: the highest level that the evidence allows.

@@ -59,7 +59,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_for_requests(self) -> bool:
-        """Whether it waits for new requests, or passes them on, as it always does when there are none."""
+        """Whether it waits for new requests, or passes them on, as an idle process does."""
         if self.kind == "idle":
             return True
         return self.purpose in ("requests", "idle") and self.kind in ("collective", "socket", "gil", "p2p", "own")

@@ -589,7 +589,7 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
             found.next = [f"take the stacks and the log of the {other} side: these ranks here wait for work"]
         return [found]
     is_idle = all(one.last.is_for_requests for one in ranks)
-    words = "wait for requests, as when there are none" if is_idle else "move between their samples"
+    words = "wait for requests, as an idle server does" if is_idle else "move between their samples"
     found = _finding(scene, "no_incident" if is_idle else "busy", [], members, weight=20)
     found.headline = f"nothing is wrong: the schedulers ({_who(ranks)}) {words}"
     return [found]

@@ -1,4 +1,4 @@
-"""``sglang-crashkit explain``: what a log, stacks, kernel lines or other plain evidence tells of a failure."""
+"""``sglang-crashkit explain``: what a log, stacks, kernel lines or other plain evidence shows about a failure."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Carrier:
 
 
 def seconds(text: str) -> float:
-    """Return a time of a log in seconds since the epoch, taken as UTC where it says nothing; 0.0 where it is none."""
+    """Return a time of a log in seconds since the epoch, taken as UTC where it says nothing; 0.0 for any other text."""
     text = text.strip().replace(",", ".").replace("Z", "+00:00")
     # Python 3.10 reads three or six digits of a second alone.
     text = re.sub(r"\.(\d{1,9})", lambda match: f".{match[1][:6]:0<6}", text)
@@ -128,7 +128,7 @@ def seconds(text: str) -> float:
 
 
 def kernel_time(text: str) -> float:
-    """Return the time of a line of ``dmesg -T``; 0.0 for the seconds since a boot that nobody knows."""
+    """Return the time of a line of ``dmesg -T``; 0.0 for seconds since an unknown boot."""
     words = text.split()
     if len(words) != 5 or words[1] not in _MONTHS:
         return 0.0

@@ -171,7 +171,7 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; empty where there is none of this number."""
+    """Return the name of a signal; empty for a number that no signal has."""
     try:
         return signal.Signals(number).name
     except ValueError:
