@@ -10,6 +10,7 @@ import sys
 import types
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -88,8 +89,10 @@ def names_of(path: str, source: bytes) -> set[str]:
     """Return what can be imported of a file; the kit's own one is run, and has hooks beside its own names."""
     if path == HOOK_FILE:
         module = types.ModuleType("sglang.srt.crashkit")
-        exec(compile(source, path, "exec"), vars(module))
-        return {name for name in read_hooks(source) if callable(getattr(module, name))}
+        # Without SGLang here it switches the kit off for all children of this process.
+        with mock.patch.dict(os.environ):
+            exec(compile(source, path, "exec"), vars(module))
+            return {name for name in read_hooks(source) if callable(getattr(module, name))}
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
