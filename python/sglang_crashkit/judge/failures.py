@@ -437,6 +437,20 @@ class _Failures:
                 because=because,
             )  # fmt: skip
 
+        elif event.kind in ("disk", "hung_task", "net") and (is_ours or event.kind != "hung_task"):
+            if self._is_well(event):
+                return
+            is_slow = event.kind == "hung_task" and not any(one.kind == "disk" for one in self._case.kernel)
+            kind = "connection_lost" if event.kind == "net" else "stuck_in_kernel" if is_slow else "slow_storage"
+            yield Finding(
+                kind=kind, who=self._named(event.pid), weight=58,
+                component=None if event.kind == "net" or is_slow else "storage",
+                headline=f"the kernel's log says: {event.text[:_MAX_QUOTE]}", because=because,
+                next=["the link or the card that the kernel names is at fault: `ibstat`, `ethtool`, its cable and port"]
+                if event.kind == "net"
+                else ["see whether the file system, its server or the disk that the kernel names answers"],
+            )  # fmt: skip
+
     def _is_known(self, event: Kernel) -> bool:
         told = any(f"pid={event.pid}" in one.text or f"pid {event.pid}" in one.text for one in self._exits)
         return bool(event.pid) and (told or self._named(event.pid) is not None)

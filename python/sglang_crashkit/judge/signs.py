@@ -19,9 +19,11 @@ _MAX_TEXT = 4000
 #: What comes within so many seconds of the end of the evidence goes on to its end.
 _AT_THE_END = 60.0
 #: Seconds without a batch and an answer after which requests under way stand still: a long prompt takes less.
-_STANDS_S = 120.0
+_STANDS_S = 60.0
 #: Beyond the time limit that a health check names, so many seconds late say that the loop itself did not come round.
 _LATE = 40.0
+#: So many transfers may be under way at any time.
+_FEW_TRANSFERS = 8
 _HALF_HOUR = 1800.0
 _SLOW_SHARD = 30.0
 #: How long a stage of the start may take before it counts as one that does not end, in seconds; in their order.
@@ -49,6 +51,9 @@ _STAGE_PARTS = {
     "graphs": "cuda_graph",
     "warmup": "scheduler",
 }
+#: A line of SGLang's own that says what it does; uvicorn's and a health check's do not.
+_OWN_WORD = re.compile(r"(?!INFO: |Health check|Application |Waiting for application|The server is fired up)\S")
+_BEGINS = re.compile(r"(?i)(?:start|begin|enter|try|attempt|wait)(?:s|ning|ing|ting)?\b")
 _BATCH = re.compile(r"(Prefill|Decode) batch\b")
 _TIC = re.compile(r"tic start time: (\d\d):(\d\d):(\d\d)")
 _WORK = re.compile(
@@ -84,6 +89,9 @@ class Signs(msgspec.Struct, kw_only=True):
         stands_for: seconds for which requests have been under way and none has gone on; 0.0 where they do.
         was_ended: a watchdog or a time limit ended a process.
         is_slow_load: the weights come slowly.
+        last_word: what a server that stands still said last, or was asked for, after its last batch; empty where that
+            is not known.
+        part: the component that this speaks of.
         told: the most telling of the lines, with their sources.
     """
 
@@ -95,6 +103,8 @@ class Signs(msgspec.Struct, kw_only=True):
     stands_for: float = 0.0
     was_ended: bool = False
     is_slow_load: bool = False
+    last_word: str = ""
+    part: str | None = None
     told: list[str] = []
 
     @property
@@ -149,7 +159,9 @@ def read(case: Case) -> Signs:
     signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs)
     is_late = good[0] >= case.last_at - _AT_THE_END
     is_seen = len(batches) + len(answers) > 2 or case.is_started
-    signs.stands_for = _stands_for(case)
+    signs.last_word, is_begun = _last_word(case, max(batches))
+    signs.part = component_of(words=signs.last_word) if signs.last_word else None
+    signs.stands_for = _stands_for(case, is_begun=is_begun)
     signs.is_alive = (
         is_seen
         and not signs.stands_for
@@ -162,24 +174,44 @@ def read(case: Case) -> Signs:
     return signs
 
 
-def _stands_for(case: Case) -> float:
+def _stands_for(case: Case, *, is_begun: bool) -> float:
     """Return for how many seconds requests have been in a batch, or waited for one, and no batch ran and none ended.
 
     0.0 where they go on, or no request is under way. The main process alone may answer health checks all the while.
+
+    Args:
+        case: the evidence.
+        is_begun: the last that the server said is that it began something.
     """
     progress = [one for process in case.processes.values() for one in process.progress]
     work = [one for one in progress if one.kind in ("prefill", "decode")]
     answers = [one for one in progress if one.kind == "answer"]
     last = max(work, key=lambda one: (one.last_at, one.last_order), default=None)
-    if last is None or not last.last_at or any(one.last_at >= last.last_at for one in answers):
+    if last is None or not last.last_at:
         return 0.0
+    waiting = any(one.kind == "load" and one.queued for one in progress)
+    answered = max((one.last_at for one in answers), default=0.0)
     # The requests of a batch of new ones are not counted in its own line yet.
     is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
+    if not (waiting or is_begun or (is_busy and answered < last.last_at)):
+        return 0.0
     # By the clock of its own log: that of stacks or of another host need not agree with it.
     log = last.source.partition(":")[0]
     own = (event for event in case.events if event.source.partition(":")[0] == log)
-    silent = max(max(event.at, getattr(event, "last_at", 0.0)) for event in own) - last.last_at
-    return silent if is_busy and silent >= _STANDS_S else 0.0
+    silent = max(max(event.at, getattr(event, "last_at", 0.0)) for event in own) - max(last.last_at, answered)
+    return silent if silent >= _STANDS_S else 0.0
+
+
+def _last_word(case: Case, batch: tuple[float, int]) -> tuple[str, bool]:
+    """Return what a server said last, or was asked for, after a batch, and whether that says that something began."""
+    found = [((one.last_at, one.last_order), one.text) for process in case.processes.values() for one in process.progress
+             if one.kind == "control"]  # fmt: skip
+    logs = {one.source.partition(":")[0] for process in case.processes.values() for one in process.progress}
+    found += [(one.place, one.text) for process in case.processes.values() for one in process.lines
+              if one.level in ("info", "warning") and one.source.partition(":")[0] in logs
+              and _OWN_WORD.match(one.text)]  # fmt: skip
+    place, text = max(found, default=((0.0, 0), ""))
+    return (text[:120], bool(_BEGINS.match(text))) if batch < place else ("", False)
 
 
 def _failed_after(case: Case, good: tuple[float, int], batch: tuple[float, int]) -> bool:
@@ -229,8 +261,11 @@ def _probe_failed(case: Case, signs: Signs) -> bool:
 
 
 def _probe(case: Case) -> str:
+    pattern = r"(?i)(liveness|startup) probe failed"
+    if case.is_started:
+        pattern += r"|readiness probe failed.{0,120}(deadline exceeded|timeout)"
     notes = (note for one in case.containers for note in one.notes)
-    return next((note for note in notes if re.search(r"(?i)(liveness|startup) probe failed", note)), "")
+    return next((note for note in notes if re.search(pattern, note)), "")
 
 
 # -- what they tell
@@ -480,8 +515,10 @@ def _lost_peer(signs: Signs, _case: Case) -> Finding | None:
 
 def _transfers(signs: Signs, case: Case) -> Finding | None:
     found = signs.all("transfer_timeout")
-    if not found or signs.all("lost_prefill"):
+    if signs.all("lost_prefill"):
         return None
+    if not found:
+        return _standing_transfers(case)
     first = found[0]
     side = topology.topology_of(case, first.process.side).side
     other = {"prefill": "decode", "decode": "prefill"}.get(side)
@@ -495,6 +532,31 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
         where=_at(first),
         weight=55,
     )
+
+
+def _standing_transfers(case: Case) -> Finding | None:
+    """Return that KV transfers stand still: for a minute none has ended, and they outnumber what runs."""
+    for process in case.schedulers:
+        for one in process.progress:
+            since = one.last_at - one.transfers_since
+            if one.transfers > max(_FEW_TRANSFERS, 4 * one.running) and one.transfers_since and since >= _STANDS_S:
+                return Finding(
+                    kind="transfer_stuck",
+                    who="prefill",
+                    component="pd_transfer",
+                    headline=f"{one.transfers} KV transfers to {topology.short_name(process)} are under way and none"
+                    f" has ended for {since:.0f} s, while {one.running} requests run (#transfer-req in its batches)",
+                    because=[f"{one.text[:200]} ({one.source})"],
+                    next=[
+                        "read the prefill server's log at that time: does it still send, and does its transfer thread"
+                        " live?",
+                        "look at the transfer engine (mooncake, NIXL) and the RDMA network between the two hosts; what"
+                        " has begun has no time limit in every release",
+                    ],
+                    where=(one.transfers_since, one.last_order),
+                    weight=55,
+                )
+    return None
 
 
 # -- where nothing else tells
@@ -521,13 +583,37 @@ def _standing(signs: Signs, case: Case) -> Finding | None:
     if not signs.stands_for or case.stops or _failed_after(case, (signs.last_batch, 0), (0.0, 0)):
         return None
     return Finding(
-        kind="no_progress",
-        headline=f"requests are under way, and no batch has run for {signs.stands_for:.0f} s{_last_batch(case)}"[:290],
+        kind="weight_update_deadlock" if is_of_update(signs) else "no_progress",
+        component=signs.part,
+        headline=f"requests are under way, and no batch has run for {signs.stands_for:.0f} s{_last_batch(case)}"
+        f"{_said(signs)}"[:290],
         because=[f"nothing of a batch in the last {signs.stands_for:.0f} s"],
-        next=["`py-spy dump --native --pid PID` of every scheduler, twice, now: a health check does not show this"],
+        next=[*steps_of_update(case), "`py-spy dump --native --pid PID` of every scheduler, twice, now: a health check does not show this"],
         where=(signs.last_batch, 0),
         weight=41,
     )
+
+
+def _said(signs: Signs) -> str:
+    return f"; the last thing in its log: {signs.last_word}" if signs.last_word else ""
+
+
+def is_of_update(signs: Signs) -> bool:
+    """Return whether the last that a silent server was asked for is a pause or an update of weights."""
+    return signs.part == "weight_update"
+
+
+def steps_of_update(case: Case) -> list[str]:
+    """Return what to look at where a server was asked to pause and is silent since; nothing where it was not asked."""
+    asked = {one.text for process in case.processes.values() for one in process.progress if one.kind == "control"}
+    if "/pause_generation" not in asked:
+        return []
+    return [
+        "order of calls: `/pause_generation` (mode abort or retract where an update waits for running requests), the"
+        " update, `/continue_generation`; with --tokenizer-worker-num above 1 a tokenizer worker may miss one of them",
+        "no `/continue_generation` after a pause leaves requests waiting for ever: send it again; upgrade to a newer"
+        " release, which may order its locks otherwise",
+    ]
 
 
 def _starting(signs: Signs, case: Case) -> Finding | None:
@@ -679,11 +765,14 @@ def _health(signs: Signs, case: Case) -> Finding | None:
         return None
     layout = topology.topology_of(case)
     steps = ["`sglang-crashkit collect`, or `py-spy dump --native --pid PID` of every rank, while it hangs"]
+    if is_of_update(signs):
+        steps += steps_of_update(case)
     if nodes := topology.unseen_nodes(layout, (one.ranks for one in case.schedulers)):
         steps.insert(0, f"read the log of {topology.name_nodes(nodes)}, the other node, which is not in this evidence")
     return Finding(
-        kind="no_progress",
-        headline=f"no batch runs and no health check is answered{_last_batch(case)}"[:290],
+        kind="weight_update_deadlock" if is_of_update(signs) else "no_progress",
+        component=signs.part,
+        headline=f"no batch runs and no health check is answered{_last_batch(case)}{_said(signs)}"[:290],
         because=because,
         next=steps,
         where=where,

@@ -24,13 +24,14 @@ from sglang_crashkit.judge.activity import (
     front_work,
     is_loop,
     is_own,
+    of_frames,
     role_by,
 )
 from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Stack
-from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.model.sample import Frame, Thread
 from sglang_crashkit.model.verdict import Helps
 
 _Key = TypeVar("_Key")
@@ -547,7 +548,8 @@ def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
             continue
         if one.is_moving and any(activity.kind == "idle" for activity in one.activities):
             continue
-        if not scene.signs.is_hang and scene.signs.is_alive:
+        stays = len(one.frames) > 1 and not one.is_moving
+        if not scene.signs.is_hang and scene.signs.is_alive and not stays:
             continue
         work, component = front_work(one.frames[-1])
         doing = f"is {work}" if work else one.last.words
@@ -578,21 +580,48 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     ranks = [one for one in members if one.role == "scheduler"]
     if not ranks or any(one.last.kind in ("unknown", "dead") for one in ranks):
         return []
-    if scene.signs.is_hang:
-        found = _finding(scene, "no_progress", [], members, weight=45)
-        found.headline = f"{found.headline}: no request reaches the schedulers, or no answer comes back"[:_MAX_HEADLINE]
+    if scene.signs.is_hang or scene.signs.stands_for:
+        found = _finding(scene, "no_progress", [], members, weight=45, component=scene.signs.part)
+        if beside := _other_threads(ranks):
+            found.component = beside[0]
+            found.headline = f"{beside[1]}; {found.headline}"[:_MAX_HEADLINE]
+            found.next = ["the thread that does not come back is beside the main one: see what it reads or waits for"]
+            return [found]
+        word = scene.signs.last_word
+        told = f"the last thing in its log: {word}" if word else "no request reaches them, or no answer comes back"
+        found.headline = f"{found.headline}; {told}"[:_MAX_HEADLINE]
         found.next = [
             "`py-spy dump --pid PID` of the main process and of the detokenizer: the schedulers only wait for work"
         ]
         if other := _OTHER_SIDE.get(_side(scene, ranks)):
             found.who, found.kind = other, "transfer_stuck"
             found.next = [f"take the stacks and the log of the {other} side: these ranks here wait for work"]
+        if signs.is_of_update(scene.signs):
+            found.who, found.kind, found.next = None, "weight_update_deadlock", signs.steps_of_update(scene.case)
         return [found]
     is_idle = all(one.last.is_for_requests for one in ranks)
     words = "wait for requests, as an idle server does" if is_idle else "move between their samples"
     found = _finding(scene, "no_incident" if is_idle else "busy", [], members, weight=20)
     found.headline = f"nothing is wrong: the schedulers ({_who(ranks)}) {words}"
     return [found]
+
+
+def _other_threads(members: Sequence[Member]) -> tuple[str | None, str] | None:
+    """Return the part and the words of threads beside the main one that are at work or wait for something outside."""
+    for one in members:
+        sample = one.stacks[-1].sample
+        for thread in sample.threads:
+            if thread.frames == one.frames[-1] or not any(map(is_own, thread.frames)):
+                continue
+            activity = of_frames(thread.frames)
+            if activity.kind in ("storage", "http", "file", "transfer") or (activity.kind == "own" and _is_io(thread)):
+                words = f"a thread of {one.name} ({thread.name}) {activity.words}"
+                return component_of(thread.frames, thread=thread.name), words
+    return None
+
+
+def _is_io(thread: Thread) -> bool:
+    return bool(re.search(r"(?i)\b(io|aux|prefetch|backup|transfer|load|storage)", thread.name.replace("_", " ")))
 
 
 # -- in words

@@ -137,14 +137,18 @@ class Stage(Event, frozen=True, kw_only=True, tag="stage"):
 class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     """A batch ran, or a request was answered. One event for each process and kind: so many, from `at` to `last_at`."""
 
-    kind: str  # ``prefill``, ``decode``, ``answer``, ``refused`` (HTTP 4xx), ``failed`` (HTTP 5xx), ``health``
+    #: ``prefill``, ``decode``; ``answer``, ``refused`` (HTTP 4xx), ``failed`` (HTTP 5xx), ``health``; ``control``: what an
+    #: operator or a trainer asked for, such as ``/pause_generation``; ``load``: what the server says of its queue.
+    kind: str
     count: int = 1
     last_at: float = 0.0
     last_order: int = 0
     running: int = 0  # requests that ran, by the last one
     queued: int = 0
+    transfers: int = 0  # KV transfers under way on the decode side
+    transfers_since: float = 0.0  # since when that number has not fallen
     status: int = 0  # the last HTTP status
-    text: str = ""  # the last line
+    text: str = ""  # the last line; the path of a control request
 
 
 class Container(Event, frozen=True, kw_only=True, tag="container"):

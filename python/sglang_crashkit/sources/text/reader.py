@@ -54,6 +54,13 @@ _CUDA_KERNEL = re.compile(
 )
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
+_LOAD = re.compile(r'"num_waiting_reqs": ?(\d{1,9})\b|sglang:num_queue_reqs\{[^}]{0,400}\} (\d{1,9})')
+_TRANSFERS = re.compile(rb"#transfer-req: (\d+)")
+#: Requests of an operator or a trainer, which are no work for a batch.
+_CONTROL = re.compile(
+    r"/(?:pause|continue)_generation|/\w*weights\w*|/(?:un)?load_lora_adapter|/flush_cache|/\w*_memory_occupation"
+    r"|/\w+_profile|/set_internal_state|/(?:attach|detach|clear)_hicache\w*"
+)
 _LOGGERS = (
     ("NCCL", re.compile(r"NCCL (?:WARN|INFO|ERROR)|ProcessGroupNCCL|\bncclInternalError\b|nccl\w{0,30}Error")),
     ("Gloo", re.compile(r"\bgloo[/:]|\[enforce fail at|ProcessGroupGloo")),
@@ -64,8 +71,8 @@ _LOGGERS = (
 )
 #: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
 _MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
-#: Of each process, the last lines that say nothing bad.
-_LAST_LINES = 100
+#: Of each process, the last lines that say nothing bad, and the last batches.
+_LAST_LINES = _LAST_BATCHES = 100
 _HEAD = 400
 _BATCHES = (b"Decode batch", b"Prefill batch")
 _ZIPPED = b"\x1f\x8b"
@@ -129,6 +136,16 @@ class _Batches:
     last_order: int = 0
     last_at: float = 0.0
     last_time: bytes = b""  # instead of `last_at`, as it is written
+    recent: deque[tuple[bytes | float, bytes]] = field(default_factory=lambda: deque(maxlen=_LAST_BATCHES))  # time and text
+
+    def transfers(self) -> tuple[int, float]:
+        """Return how many KV transfers are under way, and since when that has not fallen."""
+        now = 0
+        since: bytes | float | None = None
+        for time, text in self.recent:
+            before, now = now, int(found[1]) if (found := _TRANSFERS.search(text)) else 0
+            since = time if now < before or not before or since is None else since
+        return now, (seconds(since.decode()) if isinstance(since, bytes) else since or 0.0) if now else 0.0
 
 
 @dataclass
@@ -255,6 +272,7 @@ class _File:
             entry = self.batches["", who, kind, 0] = _Batches(at, self.order)
         entry.count += 1
         entry.last, entry.last_time, entry.last_order = line[place : place + 600], self.passed_at, self.order
+        entry.recent.append((self.passed_at, entry.last))
         stream = self.streams.get("")
         if stream is not None and (stream.traceback or stream.block):
             self._close(stream, "")
@@ -372,6 +390,10 @@ class _File:
         if access := facts.ACCESS.search(text):
             self._access(access, key, at)
             return
+        if load := _LOAD.search(text):
+            queued = int(load[1] or load[2])
+            self._add(key, Progress(order=self.order, at=at, kind="load", queued=queued, text=text[:300], source=source))
+            return
         if (arguments := facts.arguments_of(text)) is not None and arguments:
             self._add(key, Arguments(order=self.order, at=at, values=arguments, source=source))
             return
@@ -461,6 +483,8 @@ class _File:
         method, path, status = access[1], access[2], int(access[3])
         if path.startswith(("/health", "/ping", "/readyz", "/livez")):
             kind = "health"
+        elif status < 400 and (control := _CONTROL.match(path)):
+            kind = control[0]
         elif status >= 500:
             kind = "failed"
         elif status >= 400:
@@ -476,6 +500,7 @@ class _File:
             entry = self.batches[key, who, kind, status] = _Batches(at, self.order)
         entry.count += 1
         entry.last, entry.last_order, entry.last_at, entry.last_time = text[:600].encode(), self.order, at, b""
+        entry.recent.append((at, entry.last))
         self.understood = True
 
     def _end(self) -> None:
@@ -485,13 +510,15 @@ class _File:
             text = entry.last.decode(errors="replace")
             running, queued = _RUNNING.search(text), _QUEUED.search(text)
             last_at = seconds(entry.last_time.decode(errors="replace")) if entry.last_time else entry.last_at
+            transfers, since = entry.transfers()
             self._add(
                 key,
                 Progress(
-                    order=entry.order, at=entry.at, who=who, kind=kind, count=entry.count, status=status,
-                    last_at=last_at, last_order=entry.last_order,
+                    order=entry.order, at=entry.at, who=who, kind="control" if kind.startswith("/") else kind,
+                    count=entry.count, status=status, last_at=last_at, last_order=entry.last_order,
                     running=int(running[1]) if running else 0, queued=int(queued[1]) if queued else 0,
-                    text=text[:300], source=f"{self.path.name}:{entry.last_order}",
+                    transfers=transfers, transfers_since=since,
+                    text=kind if kind.startswith("/") else text[:300], source=f"{self.path.name}:{entry.last_order}",
                 ),
             )  # fmt: skip
         for (key, _who, _level, _text), (line, count, last_at) in self.lines.items():
