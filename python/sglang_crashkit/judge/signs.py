@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from sglang_crashkit.judge import topology
-from sglang_crashkit.judge.components import component_of
+from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case, Process
@@ -32,7 +32,7 @@ _PATIENCE = {
     "weights": 3600.0,
     "kv_cache": 600.0,
     "compile": 3600.0,
-    "graphs": 2400.0,
+    "graphs": 1200.0,
     "warmup": 1800.0,
 }
 _STAGE_WORDS = {
@@ -55,6 +55,7 @@ _STAGE_PARTS = {
 _OWN_WORD = re.compile(r"(?!INFO: |Health check|Application |Waiting for application|The server is fired up)\S")
 _BEGINS = re.compile(r"(?i)(?:start|begin|enter|try|attempt|wait)(?:s|ning|ing|ting)?\b")
 _BATCH = re.compile(r"(Prefill|Decode) batch\b")
+_OVER = re.compile(r"\(x\d+ over (?:(\d+)h)?(?:(\d+)m)?")
 _TIC = re.compile(r"tic start time: (\d\d):(\d\d):(\d\d)")
 _WORK = re.compile(
     r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)|"
@@ -645,18 +646,26 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
             where=(last, 0),
             weight=50,
         )
-    if not last or case.last_at - last < _PATIENCE[stage]:
+    stands = case.last_at - last if last else 0.0
+    if probe and (over := _OVER.search(probe)):
+        # What Kubernetes counts goes on after the last line.
+        hours, minutes = (int(one or 0) for one in over.groups())
+        stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
+    if stands < _PATIENCE[stage]:
         return _calm(
             case, "busy", f"the server starts, and was not ready at the end of the evidence: {told}", component
         )
-    headline = f"the start has not moved for {(case.last_at - last) / 60:.0f} minutes: {told}"
+    headline = f"the start has not moved for {stands / 60:.0f} minutes: {told}"
+    next_steps = ["`py-spy dump --native --pid PID` of each rank, twice, shows in what it is and whether it moves"]
+    if way := way_out(component, case.arguments, is_seen=True):
+        next_steps.append(f"it stands in {component}: {way}")
     named = places[stage] if len(places) > 1 and len(places[stage]) <= 2 else []
     found = Finding(
         kind={"distributed": "startup_timeout", "weights": "slow_storage"}.get(stage, "no_progress"),
         who=topology.name_ranks(named) if named else None,
         component=component,
         headline=headline[:290],
-        next=["`py-spy dump --native --pid PID` of each rank, twice, shows in what it is and whether it moves"],
+        next=next_steps,
         where=(last, 0),
         weight=45,
     )

@@ -154,10 +154,9 @@ def _members(case: Case) -> list[Member]:
         )
     for role, alike in _by(members, lambda one: one.role).items():
         for one in alike:
-            if not one.ranks and (len(alike) == 1 or not one.name):
-                one.name = (
-                    role if role and len(alike) == 1 else f"pid {one.pid}" if one.pid else one.name or "a process"
-                )
+            if one.ranks or (len(alike) > 1 and one.name not in ("", role)):
+                continue
+            one.name = role if role and len(alike) == 1 else f"pid {one.pid}" if one.pid else one.name or "a process"
     return members
 
 

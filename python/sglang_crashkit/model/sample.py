@@ -37,7 +37,7 @@ class Frame:
     line: int  # line number, 0 where unknown
 
     def __str__(self) -> str:
-        return f"{self.function} ({self.file}:{self.line})"
+        return f"{self.function} ({self.file}:{self.line})" if self.line else f"{self.function} ({self.file})"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,12 @@ from sglang_crashkit.model.event import AnyEvent, Container, Gpu
 
 _POD_NAME = re.compile(r"Name: +(\S{1,200})$")
 _FIELD = re.compile(r" +(State|Last State|Reason|Exit Code|Restart Count): +(.{1,200})$")
-_EVENT = re.compile(r" +(?:Warning|Normal) +(\S{1,60}) +(?:\S+(?: \(x\d+ over \S+\))?) +\S+ +(.{1,600})$")
+#: An event as ``kubectl describe`` and as ``kubectl get events`` prints it.
+_EVENT = re.compile(
+    r" *(?:\S+(?P<age> \(x\d+ over \S+\))? +)?(?:Warning|Normal) +(?P<reason>\S{1,60}) +(?:(?P<object>\S+/\S+)"
+    r"|\S+(?P<seen> \(x\d+ over \S+\))? +\S+) +(?P<text>\S.{0,600})$"
+)
+_EVENTS = re.compile(r" *(?:LAST SEEN +TYPE +REASON|Type +Reason +Age)\b")
 _ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d+)(?: \([^)]*\))? +\S+")
 _GPU_HEAD = re.compile(
     r"\| {1,8}(\d{1,3}) {1,8}(\S.{1,40}?) {1,40}(?:On|Off|N/A) {0,12}\|"
@@ -23,8 +28,9 @@ _KUBECTL, _SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
 
 
 def is_description(lines: Sequence[str]) -> bool:
-    """Return whether lines are what ``kubectl describe pod`` prints."""
-    return sum(any(line.lstrip().startswith(word) for word in _KUBECTL) for line in lines) >= 2
+    """Return whether lines are what ``kubectl describe pod`` or ``kubectl get events`` prints."""
+    known = sum(any(line.lstrip().startswith(word) for word in _KUBECTL) for line in lines)
+    return known >= 2 or any(_EVENTS.match(line) for line in lines)
 
 
 def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
@@ -56,7 +62,8 @@ def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             elif field == "Restart Count" and value.isdigit():
                 restarts = int(value)
         elif match := _EVENT.match(line):
-            notes.append(f"{match[1]}: {match[2]}")
+            name = name or match["object"] or "a pod"
+            notes.append(f"{match['reason']}: {match['text'].rstrip()}{match['age'] or match['seen'] or ''}")
     if name:
         yield found()
 

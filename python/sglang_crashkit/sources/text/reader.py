@@ -360,7 +360,7 @@ class _File:
             block, stream.block = stream.block, None
             if block.threads or block.fatal:
                 sample = block.sample()
-                who = stacks.who_of(block.title) or stream.who
+                who = stacks.who_of(sample.title) or stream.who
                 self._add(
                     key,
                     Stack(order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, source=source),

@@ -68,9 +68,11 @@ class StackBlock:
             for one in every
         )
         has_native = any(not is_python(frame) for one in every for frame in one.frames)
+        # gdb names no process: its first thread, which it prints last, has the process's id and its name.
+        name, native_id = self.threads[-1][:2] if self.by == "gdb" and self.threads else ("", 0)
         return Sample(
-            pid=self.pid,
-            title=self.title,
+            pid=self.pid or native_id or 0,
+            title=self.title or name,
             threads=tuple(one for one in python if one.frames),
             native=tuple(every) if has_native else (),
         )
@@ -85,8 +87,9 @@ def who_of(title: str) -> str:
     """Return the short name in a process title: ``sglang::scheduler_DP1_TP3`` is ``DP1 TP3``."""
     if ranks := _RANKS.findall(title):
         return " ".join(f"{name}{number}" for name, number in ranks)
-    for role in ("scheduler", "detokenizer", "router", "trainer"):
-        if role in title:
+    # The kernel keeps fifteen characters of a thread's name.
+    for word, role in (("schedul", "scheduler"), ("detoken", "detokenizer"), ("router", "router"), ("trainer", "trainer")):
+        if word in title:
             return role
     return "tokenizer" if "launch_server" in title or "sglang serve" in title or "tokenizer" in title else ""
 
