@@ -14,10 +14,12 @@ from sglang_crashkit.model.sample import Frame
 _NEAR = 14
 _MAX_WORDS = 1500
 #: Parts that nearly every stack passes: they count where no other does.
-_COMMON = frozenset({"scheduler", "model_loader", "http", "kv_pool", "tokenizer", "moe", "attention", "cuda_graph"})
+_COMMON = frozenset(
+    {"scheduler", "model_loader", "http", "kv_pool", "tokenizer", "moe", "attention", "cuda_graph", "distributed_init"}
+)
 _NEUTRAL = re.compile(
     r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
-    r"tvm_ffi|threading\.py|concurrent/|asyncio/|runpy|<string>"
+    r"tvm_ffi|threading\.py|multiprocessing/(?:process|spawn|popen|context)|concurrent/|asyncio/|runpy|<string>"
 )
 
 

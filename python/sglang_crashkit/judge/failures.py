@@ -40,6 +40,9 @@ _Place = tuple[float, int]
 _MAX_TEXT, _MAX_QUOTE = 3000, 220
 #: Seconds of work after a failure by which a server is taken to have outlived it.
 _OUTLIVED_S = 3.0
+#: Seconds after a library's line within which the exception of the process that called it comes.
+_NEXT_S = 2.0
+_ROUTER = re.compile(r".{0,12}\[Router|\S{0,40}sglang_router")
 _LOOP = re.compile(
     r"event_loop|run_batch|process_batch_result|get_next_batch_to_run|recv_requests|process_input_requests"
 )
@@ -50,7 +53,9 @@ _START = re.compile(
 _ROLES = (
     ("detokenizer", re.compile(r"detokenizer_manager|run_detokenizer")),
     ("scheduler", re.compile(r"managers/scheduler|run_scheduler_process|tp_worker|model_runner")),
+    ("router", re.compile(r"sglang_router|launch_router")),
     ("tokenizer", re.compile(r"tokenizer_manager|tokenizer_communicator|http_server|multi_tokenizer|engine\.py|grpc")),
+    ("scheduler", re.compile(r"srt/(?:constrained|mem_cache|model_executor|layers|models|speculative|lora)/")),
 )
 #: Names of processes that are SGLang's, as the kernel cuts them.
 _OURS = re.compile(r"(?i)^(?:sglang|python|pt_main|ray::|ray_|uvicorn|launch_server|cicc|ninja|nvcc|cudafe|ptxas)")
@@ -73,7 +78,7 @@ _OPTION = re.compile(r"--[a-z][a-z0-9-]{2,60}|\bSGLANG_[A-Z_]{3,60}\b|\bNCCL_[A-
 _QUOTES = re.compile(r"(?<!\d )'[^'\n]{20,2000}'|\"[^\"\n]{20,2000}\"")
 _OF_VALUES = frozenset({"ValueError", "KeyError", "TypeError", "IndexError", "UnicodeDecodeError", "JSONDecodeError"})
 _HARMLESS = re.compile(
-    r"(?i)^(?:WARNING|INFO|DEBUG)\b|(?:will|fall(?:ing)?) ?back|deprecat|ignored?\b|retry|skipp"
+    r"(?i)^(?:WARNING|INFO|DEBUG)\b|(?:will|fall(?:ing)?) ?back|deprecat|ignored?\b|\bretry(?:ing)?\b|skipp"
     r"|not (?:found|available|installed)[,;.] (?:using|use|fall)|task exception was never retrieved"
     r"|client (?:disconnect|closed)|abort(?:ed|ing) request|bad request|invalid request|validation error"
     r"|\b4\d\d\b.{0,20}(?:Bad|Not|Unprocess)|longer than the model|is disabled|if you|(?:User|Future)Warning|"
@@ -92,6 +97,7 @@ class _Family(msgspec.Struct, kw_only=True):
     who: str = ""
     start_kind: str = ""
     part: str = ""
+    usual: str = ""
     restart: str = ""
     sure: bool = False
     follows: bool = False
@@ -178,6 +184,8 @@ class _Failures:
 
     def _suspect(self) -> str:
         on = [name for name in _SUSPECTS if is_switched_on(name, self._case.arguments)]
+        if not on and any("aiter" in one.text for one in self._case.events if isinstance(one, Line)):
+            return "aiter"
         return on[0] if on else "gpu"
 
     def _name_the_other_node(self, finding: Finding) -> None:
@@ -286,9 +294,10 @@ class _Failures:
         is_started: bool, role: str,
     ) -> Finding:  # fmt: skip
         kind = row.start_kind if row.start_kind and not is_started else row.kind
-        words = f"{error.type}: {error.text} {event.said}"
+        words = f"{error.type}: {error.text} {event.said} {' '.join(one.text for one in event.chain if one is not error)}"
         arguments = self._case.arguments
         part = row.part or component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
+        part = part or row.usual or None
         if role == "tokenizer" and not is_started:
             # The program itself, before it has a tokenizer manager.
             role = ""
@@ -355,11 +364,16 @@ class _Failures:
             return
         row, named = found
         kind = row.start_kind if row.start_kind and not is_started else row.kind
-        part = row.part or component_of(words=event.text, arguments=self._case.arguments)
+        part = row.part or component_of(words=event.text, arguments=self._case.arguments) or row.usual or None
+        who = event.who or ("router" if _ROUTER.match(event.text) else "") or _only(self._case) or ""
+        if not event.who and (raised := self._raised_next(event)):
+            # What a library prints without a name is told by what the process that called it raises.
+            who = raised.who or who
+            frames = [frame for error in raised.chain for frame in error.frames]
+            part = part or component_of(frames, arguments=self._case.arguments)
         steps = _steps(row, named, event.text)
         if way := way_out(part, self._case.arguments, is_seen=True):
             steps.append(f"the message speaks of {part}: {way}")
-        who = event.who or _only(self._case) or ""
         side = f" of the {event.side} server" if event.side else ""
         yield Finding(
             kind=kind,
@@ -372,6 +386,12 @@ class _Failures:
             is_consequence=row.follows,
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )
+
+    def _raised_next(self, event: Line) -> Raised | None:
+        """Return the exception that a process had right after a line."""
+        raised = [one for one in self._case.events if isinstance(one, Raised) and one.place >= event.place]
+        first = min(raised, key=lambda one: one.place, default=None)
+        return first if first and first.at - event.at <= _NEXT_S else None
 
     # -- the kernel, ends, containers
 
@@ -587,11 +607,8 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
         return who.split()[0]
     if who:
         return "scheduler"
-    for frame in reversed(frames):
-        for role, pattern in _ROLES:
-            if pattern.search(f"{frame.function} ({frame.file})"):
-                return role
-    return ""
+    places = [f"{frame.function} ({frame.file})" for frame in reversed(frames)]
+    return next((role for role, pattern in _ROLES for place in places if pattern.search(place)), "")
 
 
 def _only(case: Case) -> str:

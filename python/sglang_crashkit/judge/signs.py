@@ -295,7 +295,8 @@ def _sizes(signs: Signs, case: Case) -> Finding | None:
     first = found[0]
     sizes = re.search(r"nbytes\.? (\d+) vs\.? (\d+)", first.text)
     told = f" ({sizes[1]} bytes against {sizes[2]})" if sizes else ""
-    frames = next((one.error.frames for one in first.process.raised if one.error.frames), ())
+    raised = [*first.process.raised, *(one for process in case.processes.values() for one in process.raised)]
+    frames = next((one.error.frames for one in raised if component_of(one.error.frames)), ())
     who = first.who or None
     return Finding(
         kind="collective_mismatch",

@@ -15,7 +15,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         "critical",
         re.compile(
             r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Fatal Python error"
-            r"|F\d{4} \d\d:"
+            r"|\bF\d{4}(?:\d{4})? \d\d:"
             r"|Memory access fault by GPU|Aborted \(|core dumped|\[PG ID \d.{0,200}(?:timeout|exception)"
             r"|hit an exception"
         ),
@@ -23,7 +23,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
     (
         "error",
         re.compile(
-            r"\bERROR\b|^E\d{4} \d\d:|^ERR\b|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
+            r"\bERROR\b|^E\d{4}(?:\d{4})? \d\d:|^ERR\b|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
             r"|\bcrash(?:ed)?\b)"
         ),
     ),
@@ -40,7 +40,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
     (
         "warning",
         re.compile(
-            r"\bWARN(?:ING)?\b|^W\d{4} \d\d:|(?i:\bwarning\b|\bdeprecated\b|\bretry(?:ing)?\b"
+            r"\bWARN(?:ING)?\b|^W\d{4}(?:\d{4})? \d\d:|(?i:\bwarning\b|\bdeprecated\b|\bretry(?:ing)?\b"
             r"|\bslow\b)|Warning:"
         ),
     ),

@@ -67,7 +67,7 @@ _LOGGERS = (
     ("C++", re.compile(r"terminate called|^\s*what\(\):|Aborted \(core")),
     ("HIP", re.compile(r"Memory access fault by GPU|\bHIP error\b|\bROCr\b|:0:rocdevice")),
     ("rust", re.compile(r"panicked at|RUST_BACKTRACE")),
-    ("glog", re.compile(r"^[IWEF]\d{4} \d\d:\d\d:\d\d")),
+    ("glog", re.compile(r"^[IWEF]\d{4}(?:\d{4})? \d\d:\d\d:\d\d")),
 )
 #: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
 _MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
