@@ -294,7 +294,9 @@ class _Failures:
         is_started: bool, role: str,
     ) -> Finding:  # fmt: skip
         kind = row.start_kind if row.start_kind and not is_started else row.kind
-        words = f"{error.type}: {error.text} {event.said} {' '.join(one.text for one in event.chain if one is not error)}"
+        words = (
+            f"{error.type}: {error.text} {event.said} {' '.join(one.text for one in event.chain if one is not error)}"
+        )
         arguments = self._case.arguments
         part = row.part or component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
         part = part or row.usual or None

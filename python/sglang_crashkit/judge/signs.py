@@ -54,6 +54,8 @@ _STAGE_PARTS = {
 #: A line of SGLang's own that says what it does; uvicorn's and a health check's do not.
 _OWN_WORD = re.compile(r"(?!INFO: |Health check|Application |Waiting for application|The server is fired up)\S")
 _BEGINS = re.compile(r"(?i)(?:start|begin|enter|try|attempt|wait)(?:s|ning|ing|ting)?\b")
+#: What a kernel is of that waits for other GPUs.
+_EXCHANGES = frozenset({"custom_all_reduce", "distributed_init", "expert_parallel"})
 _BATCH = re.compile(r"(Prefill|Decode) batch\b")
 _OVER = re.compile(r"\(x\d+ over (?:(\d+)h)?(?:(\d+)m)?")
 _TIC = re.compile(r"tic start time: (\d\d):(\d\d):(\d\d)")
@@ -205,9 +207,9 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
 
 def _last_word(case: Case, batch: tuple[float, int]) -> tuple[str, bool]:
     """Return what a server said last, or was asked for, after a batch, and whether that says that something began."""
-    found = [((one.last_at, one.last_order), one.text) for process in case.processes.values() for one in process.progress
-             if one.kind == "control"]  # fmt: skip
-    logs = {one.source.partition(":")[0] for process in case.processes.values() for one in process.progress}
+    progress = [one for process in case.processes.values() for one in process.progress]
+    found = [((one.last_at, one.last_order), one.text) for one in progress if one.kind == "control"]
+    logs = {one.source.partition(":")[0] for one in progress}
     found += [(one.place, one.text) for process in case.processes.values() for one in process.lines
               if one.level in ("info", "warning") and one.source.partition(":")[0] in logs
               and _OWN_WORD.match(one.text)]  # fmt: skip
@@ -274,7 +276,7 @@ def _probe(case: Case) -> str:
 
 def judge(signs: Signs, case: Case) -> list[Finding]:
     """Return what words of a log tell by themselves."""
-    rules = (_sizes, _recorders, _late_health, _exchange, _lost_peer, _transfers)
+    rules = (_sizes, _gpus, _recorders, _late_health, _exchange, _lost_peer, _transfers)
     return [found for rule in rules if (found := rule(signs, case)) is not None]
 
 
@@ -313,6 +315,36 @@ def _sizes(signs: Signs, case: Case) -> Finding | None:
         where=_at(first),
         weight=90,
     )
+
+
+def _gpus(signs: Signs, case: Case) -> Finding | None:
+    """Return which GPU runs another kernel than those that wait for it, where a debugger saw several."""
+    devices: dict[int, str] = {}
+    for one in case.gpu_kernels:
+        if one.device >= 0 and one.name and not one.exception:
+            devices.setdefault(one.device, one.name)
+    waiting = [device for device, name in devices.items() if component_of_kernel(name) in _EXCHANGES]
+    others = sorted(set(devices) - set(waiting))
+    if len(devices) < 2 or not waiting or len(others) > len(waiting):
+        return None
+    kernel = devices[others[0]] if others else devices[waiting[0]]
+    is_plain = case.arguments.get("nnodes", 1) in (1, None) and not case.arguments.get("base_gpu_id")
+    who = topology.name_ranks([f"TP{number}" for number in others]) if others and is_plain else None
+    rest = f"GPU {', '.join(map(str, sorted(waiting)))} wait in {devices[waiting[0]][:80]}"
+    return Finding(
+        kind="gpu_stall",
+        who=who,
+        component=component_of_kernel(kernel),
+        headline=f"GPU {', '.join(map(str, others))} runs {kernel[:100]}, while {rest}"[:290] if others else rest,
+        because=_quote_kernels(case),
+        next=steps_of_kernel(kernel),
+        where=signs.where or (case.last_at, 0),
+        weight=72,
+    )
+
+
+def _quote_kernels(case: Case) -> list[str]:
+    return [f"GPU {one.device}: {one.name[:120]} ({one.source})" for one in case.gpu_kernels if one.name][:4]
 
 
 def _recorders(signs: Signs, case: Case) -> Finding | None:
@@ -590,7 +622,10 @@ def _standing(signs: Signs, case: Case) -> Finding | None:
         headline=f"requests are under way, and no batch has run for {signs.stands_for:.0f} s{_last_batch(case)}"
         f"{_said(signs)}"[:290],
         because=[f"nothing of a batch in the last {signs.stands_for:.0f} s"],
-        next=[*steps_of_update(case), "`py-spy dump --native --pid PID` of every scheduler, twice, now: a health check does not show this"],
+        next=[
+            *steps_of_update(case),
+            "`py-spy dump --native --pid PID` of every scheduler, twice, now: a health check does not show this",
+        ],
         where=(signs.last_batch, 0),
         weight=41,
     )

@@ -479,9 +479,10 @@ def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -
     is_slow = kind == "weight_load" and (scene.signs.is_hang or scene.signs.is_slow_load)
     if kind == "weight_load":
         steps = ["`iostat -x 5`, `nfsiostat 5` and `cat /proc/PID/io` show whether the weights are read, and how fast"]
+        named = members if len(members) < len(group) else []
         if is_slow:
-            return _finding(scene, "slow_storage", [], group, steps=steps, weight=60, component="storage")
-        return _finding(scene, "busy", [], group, steps=steps, weight=30, component="model_loader")
+            return _finding(scene, "slow_storage", named, group, steps=steps, weight=60, component="storage")
+        return _finding(scene, "busy", named, group, steps=steps, weight=30, component="model_loader")
     steps = ["wait: compiling takes minutes the first time on a host, and the cache keeps it"]
     component = component_of(members[0].frames[-1]) or "compiler"
     if component == "deep_gemm":
@@ -658,7 +659,11 @@ def _finding(
 
 def _component(members: Sequence[Member]) -> str | None:
     for one in members:
-        if found := component_of(one.frames[-1] if one.frames else ()):
+        frames = one.frames[-1] if one.frames else ()
+        if one.last.waits in ("ranks", "gpu") and one.last.place in frames:
+            # Who made the call tells more than what passes it on.
+            frames = frames[frames.index(one.last.place) :]
+        if found := component_of(frames):
             return found
     return None
 

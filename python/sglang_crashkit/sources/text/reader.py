@@ -136,7 +136,9 @@ class _Batches:
     last_order: int = 0
     last_at: float = 0.0
     last_time: bytes = b""  # instead of `last_at`, as it is written
-    recent: deque[tuple[bytes | float, bytes]] = field(default_factory=lambda: deque(maxlen=_LAST_BATCHES))  # time and text
+    recent: deque[tuple[bytes | float, bytes]] = field(
+        default_factory=lambda: deque(maxlen=_LAST_BATCHES)
+    )  # time and text
 
     def transfers(self) -> tuple[int, float]:
         """Return how many KV transfers are under way, and since when that has not fallen."""
@@ -392,7 +394,9 @@ class _File:
             return
         if load := _LOAD.search(text):
             queued = int(load[1] or load[2])
-            self._add(key, Progress(order=self.order, at=at, kind="load", queued=queued, text=text[:300], source=source))
+            self._add(
+                key, Progress(order=self.order, at=at, kind="load", queued=queued, text=text[:300], source=source)
+            )
             return
         if (arguments := facts.arguments_of(text)) is not None and arguments:
             self._add(key, Arguments(order=self.order, at=at, values=arguments, source=source))

@@ -88,7 +88,12 @@ def who_of(title: str) -> str:
     if ranks := _RANKS.findall(title):
         return " ".join(f"{name}{number}" for name, number in ranks)
     # The kernel keeps fifteen characters of a thread's name.
-    for word, role in (("schedul", "scheduler"), ("detoken", "detokenizer"), ("router", "router"), ("trainer", "trainer")):
+    for word, role in (
+        ("schedul", "scheduler"),
+        ("detoken", "detokenizer"),
+        ("router", "router"),
+        ("trainer", "trainer"),
+    ):
         if word in title:
             return role
     return "tokenizer" if "launch_server" in title or "sglang serve" in title or "tokenizer" in title else ""
