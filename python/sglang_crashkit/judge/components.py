@@ -15,7 +15,18 @@ _NEAR = 14
 _MAX_WORDS = 1500
 #: Parts that nearly every stack passes: they count where no other does.
 _COMMON = frozenset(
-    {"scheduler", "model_loader", "http", "kv_pool", "tokenizer", "moe", "attention", "cuda_graph", "distributed_init"}
+    {
+        "scheduler",
+        "model_loader",
+        "http",
+        "kv_pool",
+        "tokenizer",
+        "moe",
+        "attention",
+        "cuda_graph",
+        "distributed_init",
+        "compiler",
+    }
 )
 _NEUTRAL = re.compile(
     r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
@@ -60,10 +71,15 @@ def component_of(
         scores[name] = max(scores.get(name, 0.0), worth)
     for name in by_words:
         is_on = arguments is not None and is_switched_on(name, arguments)
-        scores[name] = scores.get(name, 0.0) + (2.0 if name in _COMMON else 3.0) + (1.0 if is_on else 0.0)
+        scores[name] = scores.get(name, 0.0) + (2.0 if name in _COMMON else 4.5) + (1.0 if is_on else 0.0)
     if not scores:
         return None
     return max(scores, key=lambda name: scores[name])
+
+
+def is_telling(component: str | None) -> bool:
+    """Return whether a part is one that only some stacks pass."""
+    return component is not None and component not in _COMMON
 
 
 def _of_frame(place: str) -> Iterable[str]:

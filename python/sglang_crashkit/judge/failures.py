@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_crashkit.judge.components import component_of, is_switched_on, way_out
+from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case
@@ -42,6 +42,8 @@ _MAX_TEXT, _MAX_QUOTE = 3000, 220
 _OUTLIVED_S = 3.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
 _NEXT_S = 2.0
+#: Below these the web server catches what a request raises.
+_OF_REQUEST = re.compile(r"starlette/|fastapi/|uvicorn/protocols|entrypoints/(?:openai|anthropic|ollama)")
 _ROUTER = re.compile(r".{0,12}\[Router|\S{0,40}sglang_router")
 _LOOP = re.compile(
     r"event_loop|run_batch|process_batch_result|get_next_batch_to_run|recv_requests|process_input_requests"
@@ -258,6 +260,14 @@ class _Failures:
         frames = [frame for error in chain for frame in error.frames]
         role = _role(event.who, frames)
         is_started = self._is_started(event, frames)
+        if role == "tokenizer" and is_started and any(_OF_REQUEST.search(frame.file) for frame in frames):
+            yield Finding(
+                kind="no_incident", weight=45, component="http",
+                headline=f"one request failed in the front end ({chain[0].type}: {chain[0].text.strip()[:120]}); the"
+                " web server answers it with an error and goes on",
+                because=[_quoted(event, f"{chain[0].type}: {chain[0].text.strip()[:_MAX_QUOTE]}")],
+            )  # fmt: skip
+            return
         # The one that came first tells most; a row may know the one that arrived.
         for error in reversed(chain):
             text = f"{error.type}: {error.text}"
@@ -294,12 +304,11 @@ class _Failures:
         is_started: bool, role: str,
     ) -> Finding:  # fmt: skip
         kind = row.start_kind if row.start_kind and not is_started else row.kind
-        words = (
-            f"{error.type}: {error.text} {event.said} {' '.join(one.text for one in event.chain if one is not error)}"
-        )
+        said = "" if "hit an exception" in event.said else event.said
+        words = f"{error.type}: {error.text} {said} {' '.join(one.text for one in event.chain if one is not error)}"
         arguments = self._case.arguments
-        part = row.part or component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
-        part = part or row.usual or None
+        part = component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
+        part = row.part or (part if is_telling(part) or not row.usual else row.usual)
         if role == "tokenizer" and not is_started:
             # The program itself, before it has a tokenizer manager.
             role = ""
@@ -366,13 +375,15 @@ class _Failures:
             return
         row, named = found
         kind = row.start_kind if row.start_kind and not is_started else row.kind
-        part = row.part or component_of(words=event.text, arguments=self._case.arguments) or row.usual or None
-        who = event.who or ("router" if _ROUTER.match(event.text) else "") or _only(self._case) or ""
-        if not event.who and (raised := self._raised_next(event)):
+        part = component_of(words=event.text, arguments=self._case.arguments)
+        who = event.who or ("router" if _ROUTER.match(event.text) else "")
+        if not who and (raised := self._raised_next(event)):
             # What a library prints without a name is told by what the process that called it raises.
-            who = raised.who or who
+            who = raised.who
             frames = [frame for error in raised.chain for frame in error.frames]
             part = part or component_of(frames, arguments=self._case.arguments)
+        part = row.part or (part if is_telling(part) or not row.usual else row.usual)
+        who = who or _only(self._case)
         steps = _steps(row, named, event.text)
         if way := way_out(part, self._case.arguments, is_seen=True):
             steps.append(f"the message speaks of {part}: {way}")
@@ -444,9 +455,13 @@ class _Failures:
             )  # fmt: skip
         elif event.kind in ("amdgpu", "nvlink", "gpu_lost", "mce", "pcie"):
             is_fault = event.kind == "amdgpu" and ("page fault" in event.text or "PROTECTION_FAULT" in event.text)
+            if event.pid and not is_fault:
+                return  # which process the line before speaks of
+            pids = {one.pid for one in self._case.kernel if one.kind == event.kind and one.pid}
+            pid = event.pid or (pids.pop() if len(pids) == 1 else 0)
             yield Finding(
                 kind="cuda_fault" if is_fault else "gpu_hardware", level="established", component="gpu",
-                who=self._named(event.pid), weight=75,
+                who=self._named(pid) or (f"pid {pid}" if pid else None), weight=75,
                 headline=f"the kernel's log says: {event.text[:_MAX_QUOTE]}", because=because,
             )  # fmt: skip
         elif event.kind in ("segfault", "trap") and is_ours:

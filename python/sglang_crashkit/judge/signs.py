@@ -444,6 +444,8 @@ def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collectiv
     ]
     if nodes:
         steps.insert(0, f"read the log of {who}, the other node, at the same time: nothing of its ranks is seen here")
+    if not layout.is_known:
+        steps.append(topology.OTHER_NODES)
     words = f"{reported} of {layout.ranks} ranks" if layout.is_known else f"{reported or 'some'} ranks"
     return Finding(
         kind="rank_stuck" if who and not nodes else "symmetric_stall",

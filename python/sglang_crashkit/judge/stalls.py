@@ -372,6 +372,8 @@ def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member])
         steps = [
             "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 at the next start leaves a flight recorder dump that names the operation"
         ]
+    if not layout.is_known:
+        steps.append(topology.OTHER_NODES)
     found = _finding(scene, kind, [], group, steps=steps, weight=60)
     found.who = who
     if who:

@@ -14,6 +14,11 @@ _T = TypeVar("_T")
 _MAX_NAMED = 4
 _MAX_SIZE = 1 << 20
 _NUMBER = re.compile(r"\d+")
+#: A step where the arguments are not known.
+OTHER_NODES = (
+    "these ranks may not be all, as the arguments are not in this evidence: with --nnodes above 1, look at the other"
+    " node's log and at the network between the nodes (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+)
 
 
 class Topology(msgspec.Struct, kw_only=True):
@@ -76,11 +81,16 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
         side=side or _side(values, ""),
         is_known=any(f"{name}_size" in values for name in ("tp", "pp", "dp")),
     )
+    members = list(members)
+    seen = sorted({ranks["tp"] for ranks in members if "tp" in ranks})
+    if not known.is_known and seen and seen[0] % len(seen) == 0 and seen == list(range(seen[0], seen[0] + len(seen))):
+        # A log of one node has as many ranks as each node before it.
+        known.nodes = max(known.nodes, (seen[-1] + 1) // len(seen)) if len(seen) > 1 else known.nodes
     for ranks in members:
         for name in ("tp", "pp", "dp", "ep"):
             setattr(known, name, min(_MAX_SIZE, max(getattr(known, name), ranks.get(name, 0) + 1)))
     if known.dp > 1 and not known.is_dp_attention:
-        known.is_dp_attention = _are_numbered_across(list(members), known.dp)
+        known.is_dp_attention = _are_numbered_across(members, known.dp)
     return known
 
 

@@ -38,6 +38,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"amdgpu.{0,80}?(?:page fault|VM_L2_PROTECTION_FAULT|GPU reset|ring \S+ timeout(?! is)|GPU is lost"
             r"|RAS|uncorrectable|poison|MES failed)",
         ),
+        ("amdgpu", r"amdgpu: +(?:for )?[Pp]rocess (?P<name>[\w:.-]{1,32}) pid (?P<pid>\d+)"),
         ("nvlink", r"(?i)(?:nvlink|nvswitch|SXid).{0,120}?(?:error|fatal|fault|down|failed)"),
         ("gpu_lost", r"(?i)NVRM: .{0,120}?(?:has fallen off the bus|GPU .{0,40}lost|RmInitAdapter failed)"),
         ("mce", r"(?i)(?:mce: \[Hardware Error\]|Machine check|EDAC .{0,80}(?:UE|CE) )"),
