@@ -56,7 +56,12 @@ _ROLES = (
     ("detokenizer", re.compile(r"detokenizer_manager|run_detokenizer")),
     ("scheduler", re.compile(r"managers/scheduler|run_scheduler_process|tp_worker|model_runner")),
     ("router", re.compile(r"sglang_router|launch_router")),
-    ("tokenizer", re.compile(r"tokenizer_manager|tokenizer_communicator|http_server|multi_tokenizer|engine\.py|grpc")),
+    (
+        "tokenizer",
+        re.compile(
+            r"tokenizer_manager|tokenizer_communicator|http_server|multi_tokenizer|entrypoints/|uvicorn/|starlette/|grpc"
+        ),
+    ),
     ("scheduler", re.compile(r"srt/(?:constrained|mem_cache|model_executor|layers|models|speculative|lora)/")),
 )
 #: Names of processes that are SGLang's, as the kernel cuts them.
@@ -158,12 +163,17 @@ class _Failures:
             one for one in found if re.search(r"\d", one.who or "") and one.weight >= 50 and not one.is_consequence
         ]
         first = min(raised, key=lambda one: one.where, default=None)
-        told = min((one.where for one in found if one.weight >= 41), default=(float("inf"), 0))
         named = {one.who for one in found if one.weight >= 41}
         for one in found:
-            if one.kind in ("killed", "exited", "aborted") and one.weight < 40 and one.where > told:
+            if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
+                # What itself only follows from another failure explains an exit status, and no signal.
+                is_told = any(
+                    other.weight >= 41 and other.where < one.where
+                    for other in found
+                    if one.kind == "exited" or not other.is_consequence
+                )
                 # SGLang ends its own processes once one has failed; what is named by itself did fail by itself.
-                one.is_consequence = one.kind == "exited" or not one.who or one.who in named
+                one.is_consequence = is_told and (one.kind == "exited" or not one.who or one.who in named)
             if one.kind in ("cuda_fault", "gpu_hardware", "aborted", "kv_pool_leak") and one.who is None and first:
                 # The fact is the GPU's or the library's; who noticed it is another one's word.
                 one.who, one.level = first.who, "supported" if one.level == "established" else one.level
@@ -385,7 +395,7 @@ class _Failures:
         part = row.part or (part if is_telling(part) or not row.usual else row.usual)
         who = who or _only(self._case)
         steps = _steps(row, named, event.text)
-        if way := way_out(part, self._case.arguments, is_seen=True):
+        if is_telling(part) and (way := way_out(part, self._case.arguments, is_seen=True)):
             steps.append(f"the message speaks of {part}: {way}")
         side = f" of the {event.side} server" if event.side else ""
         yield Finding(

@@ -32,7 +32,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         re.compile(
             r"(?i)\b(?:failed|failure|refused|cannot|can't|could not|unable to|denied|timed? ?out|timeout"
             r"|killed|lost|"
-            r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|unsupported"
+            r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead|unsupported"
             r"|invalid|"
             r"not supported|mismatch|unhealthy|stuck|divergence)\b|(?:Error|Exception)[:( ]"
         ),
@@ -104,7 +104,7 @@ _STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
     )
 )
 _CODE = re.compile(
-    r"(?:exit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|status)?|exitcode|return(?:ed)? code|returncode)"
+    r"(?:[Ee]xit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|status)?|exitcode|return(?:ed)? code|returncode)"
     r"[:= ]{1,3}(?P<code>-?\d{1,3})\b"
     r"|code=(?:killed|dumped|exited), status=(?P<status>\d{1,3})(?:/(?P<name>[A-Z]+))?"
     r"|Exited \((?P<docker>\d{1,3})\)"

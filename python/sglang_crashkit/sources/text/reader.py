@@ -457,6 +457,8 @@ class _File:
             )
         if (ended := facts.exit_of(text)) is not None and ended != (0, ""):
             subject = facts.subject_of(text)
+            if not subject and text.startswith("Exit code"):
+                subject = facts.subject_of(stream.said)  # the line before, which says whose it is
             self._add(
                 key,
                 Exit(
