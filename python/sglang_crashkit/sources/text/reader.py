@@ -8,7 +8,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -228,7 +228,12 @@ class _File:
             if _FENCE.match(decoded):
                 continue
             carried = carrier.strip(decoded)
-            self._take(carried)
+            if "\n" in carried.text:
+                # A logger that writes JSON has a whole traceback in one line.
+                for part in carried.text.split("\n"):
+                    self._take(replace(carried, text=part))
+            else:
+                self._take(carried)
             if not self.sample and carried.text.strip():
                 self.sample = carried.text.strip()[:200]
 
@@ -333,8 +338,8 @@ class _File:
 
     def _begin_traceback(self, text: str, stream: _Stream, key: str) -> None:
         self._close(stream, key)
-        said, _, _ = text.partition(tracebacks.HEADER)
-        stream.traceback = tracebacks.Traceback(said=(said.strip() or stream.said)[:400])
+        said = text.partition(tracebacks.HEADER)[0].strip() if tracebacks.HEADER in text else ""
+        stream.traceback = tracebacks.Traceback(said=(said or stream.said)[:400])
         stream.level = "error"
         stream.started = (stream.at, self.order)
         if rank := _RANK.match(text):

@@ -13,6 +13,9 @@ _FRAME = re.compile(r'\s*File "([^"]{1,600})", line (\d{1,9})(?:, in (.{1,300}))
 _EXCEPTION = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?:\(.{0,80}\))?(?:: (.*)|:?)$")
 #: Names of exceptions that end in another way, as far as the field has them.
 _ENDINGS = ("Error", "Exception", "Warning", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Empty", "Full")
+#: A frame in the box that `rich` draws, and the box's own lines.
+_BOXED_FRAME = re.compile(r"[│|] (\S{1,600}\.py):(\d{1,9}) in (\S{1,300})")
+_BOX = "╭│╰"
 _GROUP = re.compile(r"\s*[|+](?:-{4,}.{0,60}|\s)\s?")
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
@@ -28,6 +31,7 @@ class Traceback:
     Attributes:
         said: the line that introduced it.
         errors: those of the chain that are whole, the one that came first at the front.
+        is_flat: its lines have lost their indentation, as in a page that was pasted.
     """
 
     said: str = ""
@@ -37,12 +41,18 @@ class Traceback:
     text: list[str] = field(default_factory=list)
     awaits_next: bool = False
     blank: int = 0
+    is_flat: bool = False
+    is_after_frame: bool = False
 
     def take(self, line: str) -> bool:
         """Take a line into it; return whether the line belongs to it."""
         if (match := _GROUP.match(line)) and line.lstrip()[:1] in "|+" and (self.frames or self.errors):
             line = line[match.end() :]
         stripped = line.strip()
+        if stripped[:1] in _BOX and stripped and not self.type:
+            if match := _BOXED_FRAME.match(stripped):
+                self._add(match[1], match[2], match[3])
+            return True
         if HEADER in line:
             if not self.awaits_next and (self.type or self.frames):
                 return False
@@ -69,17 +79,26 @@ class Traceback:
 
     def _take_frame(self, line: str, stripped: str) -> bool:
         if match := _FRAME.match(line):
-            if len(self.frames) < _MAX_FRAMES:
-                self.frames.append(Frame((match[3] or "<module>").strip(), short_path(match[1]), int(match[2])))
+            self._add(match[1], match[2], match[3] or "<module>")
+            self.is_flat = self.is_flat or line[:1] not in " \t"
+            self.is_after_frame = True
             return True
         if not stripped or (line[:1] in " \t" and self.frames):
             # The source line of a frame, its marks, or "Previous line repeated".
             return True
-        if match := _EXCEPTION.match(stripped):
+        match = _EXCEPTION.match(stripped)
+        if self.is_flat and self.is_after_frame and not (match and match[1].endswith(_ENDINGS)):
+            self.is_after_frame = False
+            return True
+        if match:
             self.type, first = match[1], match[2]
             self.text = [first] if first else []
             return True
         return False
+
+    def _add(self, path: str, line: str, function: str) -> None:
+        if len(self.frames) < _MAX_FRAMES:
+            self.frames.append(Frame(function.strip(), short_path(path), int(line)))
 
     def _finish(self) -> None:
         if self.type or self.frames:
@@ -90,13 +109,18 @@ class Traceback:
 
     def chain(self) -> tuple[Error, ...]:
         """Return the exceptions, the one that arrived first; empty where nothing was understood."""
+        if self.frames and not self.type and (found := bare_exception(self.said)):
+            # Some loggers print the exception first.
+            self.type, self.text = found[0], [found[1]]
         self._finish()
         return tuple(reversed(self.errors))
 
 
 def begins(line: str) -> bool:
     """Return whether a line begins a traceback, also one whose head is cut off."""
-    return HEADER in line or (line.lstrip().startswith('File "') and _FRAME.match(line) is not None)
+    if HEADER in line or (line.startswith("╭") and HEADER[:-1] in line):
+        return True
+    return line.lstrip().startswith('File "') and _FRAME.match(line) is not None
 
 
 def bare_exception(line: str) -> tuple[str, str] | None:
