@@ -51,6 +51,7 @@ _LOOP = re.compile(
 _START = re.compile(
     r"__init__|load_model|_launch|launch_|init_|capture|run_scheduler_process|<module>|prepare_server_args|import_module"
 )
+_SERVES = re.compile(r"srt/(?:managers/schedul|layers/|mem_cache/)")
 #: The function in which a process of each role is, whatever raised below it.
 _ROLES = (
     ("detokenizer", re.compile(r"detokenizer_manager|run_detokenizer")),
@@ -372,7 +373,7 @@ class _Failures:
             return True
         if last_start != (0.0, 0) or _START.search(names):
             return False
-        return True
+        return self._case.is_started or not frames or any(_SERVES.search(frame.file) for frame in frames)
 
     # -- lines
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.model.case import reduce
-from sglang_crashkit.model.event import Kernel, Line, Progress, Raised, Stack, Stop, Unread
+from sglang_crashkit.model.event import Exit, Kernel, Line, Progress, Raised, Stack, Stop, Unread
 from sglang_crashkit.sources.text.reader import read
 
 LOG = """\
@@ -60,6 +62,79 @@ def test_a_carrier_changes_nothing(tmp_path: Path, carrier: str) -> None:
     (raised,) = [one for one in case.events if isinstance(one, Raised)]
     assert (raised.who, raised.error.type, raised.error.text) == ("TP1", "RuntimeError", "twice")
     assert [frame.function for frame in raised.error.frames] == ["free", "run_scheduler_process"]
+
+
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "/opt/sglang/srt/managers/scheduler.py", line 10, in run_batch
+    self.forward(batch)
+  File "/opt/sglang/srt/lora/lora_manager.py", line 20, in prepare
+    raise KeyError(name)
+KeyError: 'a'
+"""
+FORMS = {
+    "a logger's prefix": "".join(f"ERROR 10-05 08:00:04 [core.py:7] {line}\n" for line in TRACEBACK.splitlines()),
+    "SGLang's prefix": "".join(f"[2026-10-05 08:00:04 TP1] {line}\n" for line in TRACEBACK.splitlines()),
+    "JSON": json.dumps({"level": "ERROR", "message": TRACEBACK}) + "\n",
+    "indented": textwrap.indent(TRACEBACK, "    "),
+    "no indentation": "".join(f"{line.strip()}\n" for line in TRACEBACK.splitlines()),
+    "no head": TRACEBACK.partition("\n")[2],
+    "the exception first": "KeyError: 'a'\n" + "\n".join(TRACEBACK.splitlines()[1:-1]),
+    "a box": """\
+╭───────────────── Traceback (most recent call last) ─────────────────╮
+│ /opt/sglang/srt/managers/scheduler.py:10 in run_batch                │
+│                                                                     │
+│ ❱ 10 │   self.forward(batch)                                         │
+│ /opt/sglang/srt/lora/lora_manager.py:20 in prepare                   │
+╰─────────────────────────────────────────────────────────────────────╯
+KeyError: 'a'
+""",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_traceback_is_read_in_each_form(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(FORMS[form])
+    (raised,) = [one for one in read([path]) if isinstance(one, Raised)]
+    assert (raised.error.type, raised.error.text) == ("KeyError", "'a'")
+    assert [(frame.function, frame.line) for frame in raised.error.frames] == [("prepare", 20), ("run_batch", 10)]
+
+
+def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path: Path) -> None:
+    path = tmp_path / "decode.log"
+    path.write_text(
+        "".join(
+            f"[2026-10-05 08:00:{at:02d} TP0] Decode batch, #running-req: 1, #transfer-req: {count}, #queue-req: 0\n"
+            for at, count in ((0, 9), (10, 4), (20, 4), (30, 7))
+        )
+    )
+    (progress,) = [one for one in read([path]) if isinstance(one, Progress)]
+    assert (progress.transfers, progress.last_at - progress.transfers_since) == (7, 20.0)
+
+
+def test_an_exit_status_on_its_own_line_is_of_the_process_named_before(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(
+        "[2026-10-05 08:00:00] Rank 1 scheduler is dead. Please check if there are relevant logs.\n"
+        "[2026-10-05 08:00:00] Exit code: -9\n"
+    )
+    (ended,) = [one for one in read([path]) if isinstance(one, Exit)]
+    assert (ended.who, ended.signal) == ("TP1", "SIGKILL")
+
+
+def test_gdb_tells_processes_apart(tmp_path: Path) -> None:
+    path = tmp_path / "gdb.txt"
+    path.write_text(
+        "".join(
+            f'Thread 2 (Thread 0x7f (LWP {pid + 1}) "sglang::schedul"):\n#0  0x01 in futex_wait () from libc.so.6\n\n'
+            f'Thread 1 (Thread 0x7f (LWP {pid}) "sglang::schedul"):\n#0  0x02 in cuLaunch () from libcuda.so.1\n\n'
+            "(gdb) detach\n"
+            for pid in (700, 800)
+        )
+    )
+    stacks = [one for one in read([path]) if isinstance(one, Stack)]
+    assert [(one.who, one.sample.pid) for one in stacks] == [("scheduler", 700), ("scheduler", 800)]
 
 
 def test_a_line_without_a_time_has_that_of_the_batch_before_it(tmp_path: Path) -> None:

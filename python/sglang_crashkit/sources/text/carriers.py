@@ -33,7 +33,7 @@ _QUOTE = re.compile(r"(?:> ?){1,4}")
 #: Another program's logger that repeats a line of the server's.
 _LOGGER = re.compile(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S{0,20} (?:- )?(?:[\w.]{1,80} )?(?:- )?(?:DEBUG|INFO|WARNING|ERROR) (?:- )?"
-    r"(?=\[20\d\d-|Traceback \(|  File \"|[\w.]{1,80}(?:Error|Exception)\b)"
+    r"(?=\[20\d\d-|Traceback \(|   |  File \"|[\w.]{1,80}(?:Error|Exception)\b)"
 )
 _PRIORITY = re.compile(r"<\d{1,3}>(?=\S)")
 #: What a file is taken to have in front of its lines is looked for in so many of them.

@@ -41,6 +41,7 @@ _OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[
 _RANK = re.compile(r"\[?\[?[Rr]ank ?(\d{1,5})\]?:?\]?:? ?")
 _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
 _THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
+_PREFIXED_FRAME = re.compile(r'([^|+]{1,160}?)(?=  File "[^"]{1,600}", line \d)')
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _WORK = re.compile(
@@ -121,6 +122,7 @@ class _Stream:
     said: str = ""  # the last line before a traceback
     level: LineLevel = ""
     traceback: tracebacks.Traceback | None = None
+    prefix: re.Pattern[str] | None = None  # what a logger of another program puts before each line of it
     block: stacks.StackBlock | None = None
     started: tuple[float, int] = (0.0, 0)  # time and place of the first line of either
 
@@ -307,6 +309,12 @@ class _File:
         if carried.is_kernel or kernel_lines.is_telling(text):
             self._kernel(carried, key, stream)
             return
+        if stream.traceback is not None:
+            if stream.prefix is None and (match := _PREFIXED_FRAME.match(text)):
+                stream.prefix = re.compile(_NUMBERS.sub(r"\\d+", re.escape(match[1])))
+            match = stream.prefix.match(text) if stream.prefix else None
+            if match and stream.traceback.take(text[match.end() :]):
+                return
         own = _OWN.match(text)
         if own:
             self._close(stream, key)
@@ -362,7 +370,7 @@ class _File:
                         level=stream.level, source=source,
                     ),
                 )  # fmt: skip
-            stream.traceback, stream.thread, stream.said = None, "", ""
+            stream.traceback, stream.prefix, stream.thread, stream.said = None, None, "", ""
         if stream.block is not None:
             block, stream.block = stream.block, None
             if block.threads or block.fatal:
