@@ -1,16 +1,15 @@
-"""GPU cores of a server that is well: where the driver's pipe is, what makes it write, and that it serves on after it.
+"""GPU cores on demand: where the driver's pipe is, what makes it write, and that the process ends by it.
 
-Not run on a GPU so far; see `test_faults_on_gpu`. The tests share one server and run in order: what is least certain
-comes last.
+Run on an H200 with driver 580.159.04 and torch 2.11.0+cu130: one byte gives a core in 0.6 s, and the driver then aborts
+the process. With ``skip_abort`` it lives, but each CUDA call of it fails from then on. So a core is asked for only
+where the server ends (`sglang_crashkit.policy`). After cuda-gdb a server serves on, and its driver writes no core.
 """
 
 from __future__ import annotations
 
-import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,78 +27,53 @@ from unit.support.waiting import wait_until
 pytestmark = [pytest.mark.gpu, pytest.mark.live, pytest.mark.timeout(900)]
 
 CORE_S = 120.0
-LONG_WRITE = b"1" * (1 << 20)
 
 
-@dataclass(frozen=True)
-class Healthy:
-    """A server that is well.
-
-    Attributes:
-        server: it.
-        folder: its crash folder.
-        environ: the variables of GPU cores that it was started with.
-    """
-
-    server: Server
-    folder: Path
-    environ: dict[str, str]
-
-    @property
-    def pid(self) -> int:
-        """The scheduler's."""
-        return self.server.pid_of(SCHEDULER)
-
-    def request(self) -> CoreRequest:
-        """Return a core of the scheduler that is not asked for yet."""
-        return CoreRequest(self.pid, self.environ)
-
-
-@pytest.fixture(scope="module")
-def healthy(lane: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Healthy]:
-    folder = tmp_path_factory.mktemp("healthy")
-    environ = {
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {
         "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
-        "CUDA_COREDUMP_FILE": f"{folder}/%h/core.cuda.%t.%p",
-        "CUDA_COREDUMP_PIPE": f"{folder}/corepipe.cuda.%h.%p",
+        "CUDA_COREDUMP_FILE": f"{tmp_path}/%h/core.cuda.%t.%p",
+        "CUDA_COREDUMP_PIPE": f"{tmp_path}/corepipe.cuda.%h.%p",
     }
-    with start(lane, folder, environ) as server:
+
+
+@pytest.fixture
+def healthy(lane: Any, tmp_path: Path, environ: dict[str, str]) -> Iterator[Server]:
+    """Start a server that is well."""
+    with start(lane, tmp_path, environ) as server:
         server.wait_ready(READY_S)
-        yield Healthy(server, folder, environ)
+        yield server
 
 
-def test_the_pipe_is_where_the_template_says(healthy, findings):
-    findings["named pipes that the scheduler has open"] = pipes_of(healthy.pid)
-
-    path = healthy.request().find_pipes()[0]
-
-    findings["pipe"] = path.name
+def test_one_byte_gives_a_core_and_ends_the_process(healthy, environ, tmp_path, findings, read_core):
+    pid = healthy.pid_of(SCHEDULER)
+    findings["named pipes that the scheduler has open"] = pipes_of(pid)
+    answers_of(healthy)
+    request = CoreRequest(pid, environ)
+    path = request.find_pipes()[0]
     assert stat.S_ISFIFO(path.stat().st_mode)
-    assert path.parent == healthy.folder
-    assert str(path) in pipes_of(healthy.pid)
-
-
-def test_a_server_serves_on_after_a_core(healthy, findings, read_core):
-    before = answers_of(healthy.server)
-    request, began = healthy.request(), time.monotonic()
+    assert path.parent == tmp_path
+    assert str(path) in pipes_of(pid)
+    began = time.monotonic()
     assert len(TRIGGER) == 1
 
     request.send()
     core = wait_until(request.look, "a core after a write of one byte", CORE_S)
 
     findings["a write of one byte"] = f"a core after {time.monotonic() - began:.1f} s: {core.name}"
-    assert answers_of(healthy.server) == before
-    assert healthy.server.popen.poll() is None
-    assert find_incidents(healthy.folder) == []
-    told = read_core(core, "healthy")
+    told = read_core(core, "on-demand")
     assert told is None or len(told.devices) >= 1
+    findings["status of the server after a core on demand"] = healthy.popen.wait(CORE_S)
+    (incident,) = find_incidents(tmp_path)
+    findings["incident after a core on demand"] = incident.name
 
 
 def test_a_server_serves_on_after_cuda_gdb(healthy, findings):
     debugger, missing = find_debugger()
     if debugger is None or debugger.name != "cuda-gdb":
         pytest.skip(missing)
-    before, pid = answers_of(healthy.server), healthy.pid
+    before, pid = answers_of(healthy), healthy.pid_of(SCHEDULER)
     stat = procfs.read_stat(pid)
     assert stat is not None
 
@@ -109,35 +83,6 @@ def test_a_server_serves_on_after_cuda_gdb(healthy, findings):
     findings["cuda-gdb on a server that is well"] = (
         f"{debugged.seconds} s, {printed}, {debugged.problem or 'no problem'}"
     )
-    assert answers_of(healthy.server) == before
-    assert healthy.server.popen.poll() is None
+    assert answers_of(healthy) == before
+    assert healthy.popen.poll() is None
     assert set(procfs.thread_states(pid).values()) <= set("RSD")
-
-
-def test_a_server_serves_on_after_a_long_write(healthy, findings):
-    before = answers_of(healthy.server)
-    request, taken = healthy.request(), 0
-    descriptor = os.open(request.find_pipes()[0], os.O_WRONLY | os.O_NONBLOCK)
-    try:
-        # A pipe holds 64 KiB, and whether anybody reads more than the first byte is the question.
-        os.set_blocking(descriptor, False)
-        try:
-            while taken < len(LONG_WRITE):
-                taken += os.write(descriptor, LONG_WRITE[taken:])
-        except BlockingIOError:
-            pass
-    finally:
-        os.close(descriptor)
-
-    def cores() -> set[Path]:
-        return set(healthy.folder.glob("*/core.cuda.*"))
-
-    known = cores()
-    deadline = time.monotonic() + CORE_S / 4
-    while cores() == known and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-    findings["a write of 1 MB"] = f"{taken} bytes were taken at once, {len(cores() - known)} cores after it"
-    assert taken > 0
-    assert answers_of(healthy.server) == before
-    assert healthy.server.popen.poll() is None
