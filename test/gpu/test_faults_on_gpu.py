@@ -1,8 +1,7 @@
 """A real SGLang on a GPU that hangs, fails, is killed or stopped: its incident says which kernel it was at.
 
-Not run on a GPU so far: what is asserted of the driver is what its manual and its headers say, and no finding is
-claimed. The first run that has one writes what it saw here, with the version of the driver; ``scripts/gpu_lane``
-prints it below "what the driver does".
+They passed on an H200 with driver 580.159.04 and torch 2.11.0+cu130; ``scripts/gpu_lane`` prints what it saw below
+"what the driver does". cuda-gdb 13.0 died on the core of the illegal access, which 12.4 reads.
 
 A process that was killed has nothing on the GPU any more, and one that is stopped does not read its pipe, so that their
 incidents name no kernel but say why.

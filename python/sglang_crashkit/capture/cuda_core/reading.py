@@ -1,7 +1,8 @@
 """What NVIDIA's cuda-gdb says of a GPU core: its GPUs, kernels with their parameters, and exceptions.
 
 cuda-gdb is a program of its own with a deadline: a damaged core makes it hang, fail an assertion or die by a signal.
-Sources: NVIDIA's CUDA-GDB manual, "GPU core dump support" and "info cuda Commands", and what 12.4 prints.
+Sources: NVIDIA's CUDA-GDB manual, "GPU core dump support" and "info cuda Commands", and what 12.4 and 13.0 print of
+cores of an H200. 13.0 dies by SIGABRT on one of an MMU fault, which 12.4 reads.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _MAX_OUTPUT, _MAX_OUTPUT_WITHOUT_THREADS = 48 << 20, 1 << 20
 #: Templates make names of thousands of characters, and a pattern is tried on no more of a line than this.
 _MAX_LINE, _MAX_NAME = 4096, 200
 _SETTINGS = ("set width 0", "set pagination off", "set confirm off", "set auto-load off", "set debuginfod enabled off")
-_TABLES = {"devices": "info cuda devices", "kernels": "info cuda kernels"}
-_THREADS = {"threads": "info cuda lanes device all sm all warp all lane all"}
+_KERNELS, _DEVICES = ("kernels", "info cuda kernels"), ("devices", "info cuda devices")
+#: Of one device after the other: 13.0 knows no ``device all``. Of one that is not there a line says so.
+_THREADS = tuple(("threads", f"info cuda lanes device {number}") for number in range(16))
 #: What stands before each table.
 _MARK = "== "
 
@@ -47,6 +49,7 @@ _EXCEPTION = re.compile(r"CUDA Exception: (.+)")
 _ERROR_PC = re.compile(r"The exception was triggered at PC (0x\w+)")
 _FOCUS = re.compile(r"\b(grid|block|device|sm|warp) (\([\d,]+\)|\d+)")
 _FRAME = re.compile(r"#0 +(?:(0x\w+) in )?(.+)")
+_PARAMETERS = re.compile(r">>> \(([^()]{1,1000})\)")
 _REFUSED = re.compile(r"Failed to read core file: (.+)")
 
 
@@ -82,7 +85,7 @@ class Focus:
 
     exception: str  # what failed, in cuda-gdb's words; empty where nothing did
     pc: str  # where that was triggered, or else where the thread was: an address in hexadecimal; empty if unknown
-    function: str  # whose code that is; empty if unknown
+    function: str  # whose code that is, with its parameters where they are known; empty if unknown
     places: dict[str, str]  # ``device``, ``sm``, ``warp``, ``grid`` and ``block``, as cuda-gdb writes them
 
 
@@ -135,12 +138,13 @@ def read_cuda_core(
             # A name of the kit's own: whatever the core's is, it is no part of a command.
             link = Path(own) / "core"
             link.symlink_to(path.absolute())
-            listings = _TABLES | (_THREADS if with_threads else {})
+            # The last decides on the status, and of these that of the devices never fails.
+            listings = (_KERNELS, *(_THREADS if with_threads else ()), _DEVICES)
             limit = _MAX_OUTPUT if with_threads else _MAX_OUTPUT_WITHOUT_THREADS
             argv = [program, "-nx", "-batch"]
             argv += [word for setting in _SETTINGS for word in ("-iex", setting)]
             argv += ["-ex", f"target cudacore {link}"]
-            argv += [word for name, one in listings.items() for word in ("-ex", f"echo {_MARK}{name}\\n", "-ex", one)]
+            argv += [word for name, one in listings for word in ("-ex", f"echo {_MARK}{name}\\n", "-ex", one)]
             run = run_tool(argv, seconds, stop, environ=own_environ() | {"TMPDIR": own}, max_output=limit)
     except OSError as error:
         raise CudaCoreError(f"cuda-gdb gets no folder of its own: {error}") from error
@@ -151,7 +155,8 @@ def read_cuda_core(
         if run.status is not None and run.status < 0:
             reason = f"it died by {signal.Signals(-run.status).name}, as on a damaged core"
         raise CudaCoreError(
-            f"{path} cannot be read by cuda-gdb: {reason}", next_step="take a cuda-gdb as new as the driver"
+            f"{path} cannot be read by cuda-gdb: {reason}",
+            next_step="take a cuda-gdb as new as the driver, or another version: 13.0 dies on cores that 12.4 reads",
         )
     return core
 
@@ -161,7 +166,9 @@ def parse(text: str, problem: str = "") -> CudaCore:
     # What a hostile core has for a name must not move the cursor of a terminal.
     text = "".join(one if one.isprintable() or one == "\n" else "?" for one in text)
     opening, *parts = text.split(f"\n{_MARK}")
-    tables = {part.partition("\n")[0]: part.split("\n")[1:] for part in parts}
+    tables: dict[str, list[str]] = {}
+    for part in parts:
+        tables.setdefault(part.partition("\n")[0], []).extend(part.split("\n")[1:])
     devices = tuple(
         Device(int(row[1]), row[2][:_MAX_NAME], row[3], int(row[4])) for row in _rows(tables, "devices", _DEVICE)
     )
@@ -197,7 +204,11 @@ def _focus_of(opening: str) -> Focus | None:
         return None
     frame = found.get("frame")
     pc = found["pc"][1] if "pc" in found else (frame[1] or "") if frame else ""
-    function = frame[2].partition("<<<")[0].strip()[:_MAX_NAME] if frame else ""
+    function, _, launch = (frame[2] if frame else "").partition("<<<")
+    function = function.strip()[:_MAX_NAME]
+    if "(" not in function and (parameters := _PARAMETERS.search(launch[:_MAX_LINE])):
+        # 12.4 tells these here only.
+        function = f"{function}({parameters[1]})"[:_MAX_NAME]
     function = "" if function == "??" else function
     return Focus(found["exception"][1][:_MAX_NAME] if "exception" in found else "", pc, function, places)
 

@@ -16,7 +16,8 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         re.compile(
             r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Fatal Python error"
             r"|\bF\d{4}(?:\d{4})? \d\d:"
-            r"|Memory access fault by GPU|Aborted \(|core dumped|\[PG ID \d.{0,200}(?:timeout|exception)"
+            r"|Memory access fault by GPU|Starting GPU coredump"
+            r"|Aborted \(|core dumped|\[PG ID \d.{0,200}(?:timeout|exception)"
             r"|hit an exception"
         ),
     ),
@@ -108,6 +109,7 @@ _CODE = re.compile(
     r"[:= ]{1,3}(?P<code>-?\d{1,3})\b"
     r"|code=(?:killed|dumped|exited), status=(?P<status>\d{1,3})(?:/(?P<name>[A-Z]+))?"
     r"|Exited \((?P<docker>\d{1,3})\)"
+    r"|: line \d+: +\d+ (?P<shell>Killed|Aborted|Bus error|Segmentation fault)\b"
     r"|(?P<killed>\bKilled\b)$|(?P<aborted>\bAborted\b)(?: +\(core dumped\))?$"
     r"|(?P<bus>\bBus error\b)(?: \(core dumped\))?"
     r"|(?P<segv>\bSegmentation fault\b)(?: \(core dumped\))?$|died (?:by|of|from|with) (?P<signal>SIG[A-Z]+)"
@@ -159,9 +161,10 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
     match = _CODE.search(text[:1000])
     if match is None:
         return None
-    for name, number in (("killed", 9), ("aborted", 6), ("bus", 7), ("segv", 11)):
+    by_words = {"Killed": 9, "Aborted": 6, "Bus error": 7, "Segmentation fault": 11}
+    for name in ("shell", "killed", "aborted", "bus", "segv"):
         if match[name]:
-            return None, signal.Signals(number).name
+            return None, signal.Signals(by_words[match[name]]).name
     if named := match["signal"] or match["by"]:
         return (None, named) if named.startswith("SIG") else (None, signal_name(int(named)))
     if match["name"] and match["name"] != "FAILURE":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import struct
@@ -14,7 +15,7 @@ import pytest
 from sglang_crashkit.capture.cuda_core import reading
 from sglang_crashkit.capture.cuda_core.reading import CudaCoreError, core_in_lines, parse, read_cuda_core
 from sglang_crashkit.cli.main import main
-from unit.capture.cuda_core.synthetic_core import COPY, SMS, SPIN, Warp, core_bytes, failed_core, hung_core
+from unit.capture.cuda_core.synthetic_core import COPY, SMS, SPIN, Warp, core_bytes, hung_core
 from unit.support.targets import is_gone
 from unit.support.waiting import LONG
 
@@ -61,6 +62,9 @@ def cuda_gdb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{CUDA_GDB.parent}{os.pathsep}{os.environ['PATH']}")
 
 
+#: What the driver 580.159.04 wrote of a kernel with debug information that stored where nothing is; only the path of
+#: its source is another.
+H200_CORE = gzip.decompress((Path(__file__).parent / "h200_illegal_address.core.gz").read_bytes())
 TWO_GPUS = core_bytes(
     [Warp(0, SPIN, SPIN + 0x110)],
     [Warp(1, COPY, COPY + 0x40, {3: 6}, COPY + 0x40), Warp(5, COPY, COPY + 0x40, {3: 6, 4: 6}, COPY + 0x40)],
@@ -82,13 +86,14 @@ TWO_GPUS = core_bytes(
             ],
         ),
         (
-            failed_core(),
+            H200_CORE,
             [
-                "GPU 0: NVIDIA H200, sm_90, 8 SMs",
-                "kernel copy_kernel() on GPU 0: grid 2x1x1, block 32x1x1, active, grid id 7",
-                "exception: Warp Illegal Address at 0x7fffd0001020 in copy_kernel(float const*, float*, int) "
-                "(grid 7, block (1,0,0), device 0, sm 2, warp 3)",
-                "Warp Illegal Address on GPU 0: threads 32, warps 1",
+                "GPU 0: NVIDIA H200, sm_90, 132 SMs",
+                "kernel scatter_rows() on GPU 0: grid 2x1x1, block 32x1x1, active, grid id 1",
+                "exception: Warp Illegal Address at 0x7f1ae37a04d0 in scatter_rows"
+                "(in=0x7f1adbe00000, out=0x7f1adbe00200, n=64, shift=1099511627776) "
+                "(grid 1, block (0,0,0), device 0, sm 124, warp 0)",
+                "Warp Illegal Address on GPU 0: threads 64, warps 2",
             ],
         ),
         (
@@ -105,7 +110,7 @@ TWO_GPUS = core_bytes(
         ),
         (core_bytes([]), ["GPU 0: NVIDIA H200, sm_90, 8 SMs", "no kernel on the GPU"]),
     ],
-    ids=["hung", "failed", "two GPUs", "idle"],
+    ids=["hung", "of an H200 that failed", "two GPUs", "idle"],
 )
 def test_a_core_is_told_in_lines(tmp_path: Path, capsys: Output, data: bytes, lines: list[str]) -> None:
     # What is in a file's name is no command of the debugger.
