@@ -6,6 +6,7 @@ their own around what a process wrote. A line may have several, one inside the o
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable
@@ -114,6 +115,7 @@ class Carrier:
         return seconds(f"{self.year or 1970:04d}-{_MONTHS.index(month) + 1:02d}-{int(day):02d} {clock}")
 
 
+@functools.lru_cache(maxsize=256)
 def seconds(text: str) -> float:
     """Return a time of a log in seconds since the epoch, taken as UTC where it says nothing; 0.0 for any other text."""
     text = text.strip().replace(",", ".").replace("Z", "+00:00")

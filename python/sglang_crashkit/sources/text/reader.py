@@ -163,6 +163,7 @@ class _File:
     lines: dict[tuple[str, str, LineLevel, str], list[Any]] = field(default_factory=dict)
     last: dict[tuple[str, str], deque[Line]] = field(default_factory=dict)
     names: dict[bytes, str] = field(default_factory=dict)  # short names by what stands behind a time
+    answered: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # kind and status by the end of a line
     passed_at: bytes = b""  # the time of the last batch that was passed by, until a line without a time wants it
     sample: str = ""  # of what was not understood
     understood: bool = False
@@ -224,7 +225,7 @@ class _File:
             self._add_all("", cluster.gpus_of(bare))
         for line in self._split(head, opened):
             self.order += 1
-            if self._is_batch(line):
+            if self._is_usual(line):
                 continue
             decoded = line[:MAX_LINE].decode(errors="replace")
             if _FENCE.match(decoded):
@@ -253,8 +254,8 @@ class _File:
             # A line without an end costs no more than its beginning.
             rest = rest[: 2 * MAX_LINE] + chunk
 
-    def _is_batch(self, line: bytes) -> bool:
-        """Take a line of a batch, of which a log has most, without looking at it any closer."""
+    def _is_usual(self, line: bytes) -> bool:
+        """Take a line of a batch, or of a request that was answered, without looking at it any closer."""
         place = 0
         if line[:2] == b"20" and line[10:11] == b"T":
             # Behind a time of kubectl, or what a CRI runtime writes.
@@ -266,22 +267,36 @@ class _File:
         if line[place : place + 3] != b"[20":
             return False
         end = line.find(b"]", place + 20, place + 100)
-        if end < 0 or not line.startswith(_BATCHES, end + 2):
+        if end < 0:
+            return False
+        if line.startswith(_BATCHES, end + 2):
+            who = self.names.get(line[place + 20 : end])
+            if who is None:
+                who = _name(line[place + 20 : end].decode(errors="replace"))
+                if len(self.names) < _MAX_LINES:
+                    self.names[line[place + 20 : end]] = who
+            key = ("", who, "decode" if line[end + 2 : end + 3] == b"D" else "prefill", 0)
+        elif line.startswith(b"INFO: ", end + 2) and (quote := line.find(b'"', end + 8, end + 80)) > 0:
+            answered = self.answered.get(line[quote:])
+            if answered is None:
+                access = facts.ACCESS.search(line[quote : quote + 400].decode(errors="replace"))
+                if access is None:
+                    return False
+                answered = _kind_of(access)
+                if len(self.answered) < _MAX_LINES:
+                    self.answered[line[quote:]] = answered
+            key = ("", "", *answered)
+        else:
             return False
         self.passed_at = line[place + 1 : place + 20]
-        who = self.names.get(line[place + 20 : end])
-        if who is None:
-            who = _name(line[place + 20 : end].decode(errors="replace"))
-            if len(self.names) < _MAX_LINES:
-                self.names[line[place + 20 : end]] = who
-        kind = "decode" if line[end + 2 : end + 3] == b"D" else "prefill"
-        entry = self.batches.get(("", who, kind, 0))
+        entry = self.batches.get(key)
         if entry is None:
             at = seconds(self.passed_at.decode(errors="replace"))
-            entry = self.batches["", who, kind, 0] = _Batches(at, self.order)
+            entry = self.batches[key] = _Batches(at, self.order)
         entry.count += 1
         entry.last, entry.last_time, entry.last_order = line[place : place + 600], self.passed_at, self.order
-        entry.recent.append((self.passed_at, entry.last))
+        if key[2] == "decode":
+            entry.recent.append((self.passed_at, entry.last))
         stream = self.streams.get("")
         if stream is not None and (stream.traceback or stream.block):
             self._close(stream, "")
@@ -403,7 +418,7 @@ class _File:
             self._count(key, who, "decode" if text[0] == "D" else "prefill", 0, text, at)
             return
         if access := facts.ACCESS.search(text):
-            self._access(access, key, at)
+            self._count(key, "", *_kind_of(access), access.string, at)
             return
         if load := _LOAD.search(text):
             queued = int(load[1] or load[2])
@@ -498,20 +513,6 @@ class _File:
         elif len(self.lines) < _MAX_LINES:
             self.lines[likeness] = [line, 1, line.at]
 
-    def _access(self, access: re.Match[str], key: str, at: float) -> None:
-        method, path, status = access[1], access[2], int(access[3])
-        if path.startswith(("/health", "/ping", "/readyz", "/livez")):
-            kind = "health"
-        elif status < 400 and (control := _CONTROL.match(path)):
-            kind = control[0]
-        elif status >= 500:
-            kind = "failed"
-        elif status >= 400:
-            kind = "refused"
-        else:
-            kind = "answer" if method == "POST" else "health"
-        self._count(key, "", kind, status, access.string, at)
-
     def _count(self, key: str, who: str, kind: str, status: int, text: str, at: float) -> None:
         """Count a batch, or an answer."""
         entry = self.batches.get((key, who, kind, status))
@@ -519,7 +520,8 @@ class _File:
             entry = self.batches[key, who, kind, status] = _Batches(at, self.order)
         entry.count += 1
         entry.last, entry.last_order, entry.last_at, entry.last_time = text[:600].encode(), self.order, at, b""
-        entry.recent.append((at, entry.last))
+        if kind == "decode":
+            entry.recent.append((at, entry.last))
         self.understood = True
 
     def _end(self) -> None:
@@ -546,6 +548,22 @@ class _File:
             self.events += [(key, line) for line in last]
         if not self.understood and not self.lines and self.sample:
             self.events.append(("", Unread(order=self.order, source=self.path.name, text=self.sample)))
+
+
+def _kind_of(access: re.Match[str]) -> tuple[str, int]:
+    """Return the kind of progress that a line of the web server tells, the path of a control request, and its status."""
+    method, path, status = access[1], access[2], int(access[3])
+    if path.startswith(("/health", "/ping", "/readyz", "/livez")):
+        kind = "health"
+    elif status < 400 and (control := _CONTROL.match(path)):
+        kind = control[0]
+    elif status >= 500:
+        kind = "failed"
+    elif status >= 400:
+        kind = "refused"
+    else:
+        kind = "answer" if method == "POST" else "health"
+    return kind, status
 
 
 def stacks_begin(text: str) -> bool:
