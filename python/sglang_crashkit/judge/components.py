@@ -59,6 +59,8 @@ def component_of(
         thread: the name of its thread, where that is not the main one.
         arguments: the server's, by their Python names; they decide between parts that the words alone suggest.
     """
+    # Importing a module tells nothing of what it is for.
+    frames = [frame for frame in frames if frame.function != "<module>"]
     places = [f"{one.function} ({one.file})" for one in frames if not _NEUTRAL.search(f"{one.function} ({one.file})")]
     by_frames = [(name, near) for near, place in enumerate(places[:_NEAR]) for name in _of_frame(place)]
     if thread and (name := next(iter(_of_frame(thread)), None)):

@@ -44,6 +44,10 @@ _OUTLIVED_S = 3.0
 _NEXT_S = 2.0
 #: Below these the web server catches what a request raises.
 _OF_REQUEST = re.compile(r"starlette/|fastapi/|uvicorn/protocols|entrypoints/(?:openai|anthropic|ollama)")
+_CLIENT = re.compile(r"(?:^|/)bench_\w+\.py$|(?:^|/)benchmark/")
+_OF_A_PAIR = frozenset({"pd_transfer", "mooncake", "nixl"})
+#: What is tried again so often is no passing trouble.
+_MANY = 20
 _ROUTER = re.compile(r".{0,12}\[Router|\S{0,40}sglang_router")
 _LOOP = re.compile(
     r"event_loop|run_batch|process_batch_result|get_next_batch_to_run|recv_requests|process_input_requests"
@@ -83,11 +87,12 @@ _SUSPECTS = ("hicache", "expert_parallel", "speculative", "lora", "mamba", "weig
 #: What a stack or a message shows of an asynchronous failure is where it was noticed.
 _NOTICED = frozenset({None, "scheduler", "gpu", "kv_pool", "driver"})
 _OPTION = re.compile(r"--[a-z][a-z0-9-]{2,60}|\bSGLANG_[A-Z_]{3,60}\b|\bNCCL_[A-Z_]{3,40}\b")
-_QUOTES = re.compile(r"(?<!\d )'[^'\n]{20,2000}'|\"[^\"\n]{20,2000}\"")
+_QUOTES = re.compile(r"(?<!\d )(?<![\w'])'[^'\n]{20,2000}'(?!\w)|\"[^\"\n]{20,2000}\"")
 _OF_VALUES = frozenset({"ValueError", "KeyError", "TypeError", "IndexError", "UnicodeDecodeError", "JSONDecodeError"})
 _HARMLESS = re.compile(
-    r"(?i)^(?:WARNING|INFO|DEBUG)\b|(?:will|fall(?:ing)?) ?back|deprecat|ignored?\b|\bretry(?:ing)?\b|skipp"
+    r"(?i)^(?:WARNING|INFO|DEBUG)\b|(?:will|fall(?:ing)?) ?back|deprecat|ignored?\b|\bretrying\b|will retry|skipp"
     r"|not (?:found|available|installed)[,;.] (?:using|use|fall)|task exception was never retrieved"
+    r"|You are using a model of type"
     r"|client (?:disconnect|closed)|abort(?:ed|ing) request|bad request|invalid request|validation error"
     r"|\b4\d\d\b.{0,20}(?:Bad|Not|Unprocess)|longer than the model|is disabled|if you|(?:User|Future)Warning|"
     r"please consider|may (?:cause|lead)|gen throughput|#running-req"
@@ -103,6 +108,7 @@ class _Family(msgspec.Struct, kw_only=True):
     frames: str = ""
     when: str = ""
     who: str = ""
+    who_is: str = ""
     start_kind: str = ""
     part: str = ""
     usual: str = ""
@@ -185,6 +191,8 @@ class _Failures:
                     one.next = [f"{one.component} is on and hands memory to the GPU's kernels: {way}", *others]
             if one.kind in ("kv_pool_leak", "kv_pool_exhausted") and one.component in _NOTICED:
                 one.component = "kv_pool"
+            if one.kind in ("gpu_oom_at_start", "gpu_oom_serving"):
+                one.component = one.component or "gpu"
             if (
                 one.kind in ("gpu_hardware", "host_oom", "cuda_fault")
                 and one.who is None
@@ -269,6 +277,9 @@ class _Failures:
         if not chain or self._is_outlived(event):
             return
         frames = [frame for error in chain for frame in error.frames]
+        own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames)
+        if self._work and not event.who and any(_CLIENT.search(frame.file) for frame in frames):
+            return  # a client of the server, which prints into the same evidence
         role = _role(event.who, frames)
         is_started = self._is_started(event, frames)
         if role == "tokenizer" and is_started and any(_OF_REQUEST.search(frame.file) for frame in frames):
@@ -287,7 +298,6 @@ class _Failures:
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
-        own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames)
         kind = "startup_failed" if not is_started else "exception_in_sglang" if own else "exception"
         if event.thread and not event.who and "Main" not in event.thread and is_started:
             kind = "thread_died"
@@ -358,7 +368,7 @@ class _Failures:
                 continue
             if one.who and event.who and one.who != event.who and one.kind != "answer":
                 continue
-            later = one.last_at - event.at if one.last_at and event.at else 0.0
+            later = one.last_at - max(event.at, getattr(event, "last_at", 0.0)) if one.last_at and event.at else 0.0
             if one.last_order > event.order and (later >= _OUTLIVED_S or (not later and not one.last_at)):
                 return True
         return False
@@ -378,7 +388,8 @@ class _Failures:
     # -- lines
 
     def _line(self, event: Line, most: int = 100) -> Iterator[Finding]:
-        if (most == 100 and _HARMLESS.search(event.text)) or self._is_outlived(event):
+        is_harmless = most == 100 and event.count < _MANY and _HARMLESS.search(event.text)
+        if is_harmless or self._is_outlived(event):
             return
         is_started = self._is_started(event)
         found = self._family(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
@@ -387,14 +398,14 @@ class _Failures:
         row, named = found
         kind = row.start_kind if row.start_kind and not is_started else row.kind
         part = component_of(words=event.text, arguments=self._case.arguments)
-        who = event.who or ("router" if _ROUTER.match(event.text) else "")
+        who = row.who_is or event.who or ("router" if _ROUTER.match(event.text) else "")
         if not who and (raised := self._raised_next(event)):
             # What a library prints without a name is told by what the process that called it raises.
             who = raised.who
             frames = [frame for error in raised.chain for frame in error.frames]
             part = part or component_of(frames, arguments=self._case.arguments)
         part = row.part or (part if is_telling(part) or not row.usual else row.usual)
-        who = who or _only(self._case)
+        who = who or (event.side if part in _OF_A_PAIR else "") or _only(self._case)
         steps = _steps(row, named, event.text)
         if is_telling(part) and (way := way_out(part, self._case.arguments, is_seen=True)):
             steps.append(f"the message speaks of {part}: {way}")
@@ -635,7 +646,8 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
         return who.split()[0]
     if who:
         return "scheduler"
-    places = [f"{frame.function} ({frame.file})" for frame in reversed(frames)]
+    # Whoever imports a module runs it.
+    places = [f"{frame.function} ({frame.file})" for frame in reversed(frames) if frame.function != "<module>"]
     return next((role for role, pattern in _ROLES for place in places if pattern.search(place)), "")
 
 

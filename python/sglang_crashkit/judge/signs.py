@@ -193,6 +193,9 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     if last is None or not last.last_at:
         return 0.0
     waiting = any(one.kind == "load" and one.queued for one in progress)
+    asked = max((one for one in progress if one.kind == "control"), key=lambda one: one.last_at, default=None)
+    if asked and asked.last_at >= last.last_at and re.match(r"/(?:pause|release)", asked.text) and not waiting:
+        return 0.0  # it was asked to make no batches, as while a trainer trains
     answered = max((one.last_at for one in answers), default=0.0)
     # The requests of a batch of new ones are not counted in its own line yet.
     is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
@@ -657,20 +660,26 @@ def steps_of_update(case: Case) -> list[str]:
 
 def _starting(signs: Signs, case: Case) -> Finding | None:
     """Return where a server stands that was not seen to get ready, and whether that takes too long."""
+    order = list(_PATIENCE)
     places: dict[str, list[str]] = {}
     last = 0.0
-    for process in case.processes.values():
-        if process.stages and process.stages[-1].name in _PATIENCE:
-            who = topology.short_name(process) if process.ranks else process.who or "the server"
-            places.setdefault(process.stages[-1].name, []).append(who)
-            last = max(last, process.stages[-1].at)
+    known = [one for one in case.processes.values() if one.stages and one.stages[-1].name in _PATIENCE]
+    # What stands without a name is of one of the ranks.
+    for process in [one for one in known if one.ranks] or known:
+        name = process.stages[-1].name
+        if process.stages[-1].is_done and order.index(name) + 1 < len(order):
+            name = order[order.index(name) + 1]
+        who = topology.short_name(process) if process.ranks else process.who or "the server"
+        places.setdefault(name, []).append(who)
+        last = max(last, process.stages[-1].at)
     if case.is_started or signs.last_batch or not places:
         return None
-    stage = min(places, key=list(_PATIENCE).index)
+    # Not every rank says each stage, so that the least of them tells nothing.
+    stage = max(places, key=lambda name: (len(places[name]), order.index(name)))
     told = "; ".join(f"{topology.name_ranks(who)}: {_STAGE_WORDS[name]}" for name, who in places.items())
     component = _STAGE_PARTS[stage]
     probe = _probe(case)
-    if probe and any("Killing" in note or "will be restarted" in note for one in case.containers for note in one.notes):
+    if probe and any("will be restarted" in note for one in case.containers for note in one.notes):
         return Finding(
             kind="startup_timeout",
             component=component,
@@ -697,7 +706,8 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     next_steps = ["`py-spy dump --native --pid PID` of each rank, twice, shows in what it is and whether it moves"]
     if way := way_out(component, case.arguments, is_seen=True):
         next_steps.append(f"it stands in {component}: {way}")
-    named = places[stage] if len(places) > 1 and len(places[stage]) <= 2 else []
+    behind = [who for name, some in places.items() if order.index(name) < order.index(stage) for who in some]
+    named = behind if len(behind) <= 2 else []
     found = Finding(
         kind={"distributed": "startup_timeout", "weights": "slow_storage"}.get(stage, "no_progress"),
         who=topology.name_ranks(named) if named else None,

@@ -34,10 +34,15 @@ from sglang_crashkit.model.event import (
 )
 from sglang_crashkit.model.sample import Sample, parse_pyspy
 from sglang_crashkit.sources.text import cluster, facts, kernel_lines, stacks, tracebacks
-from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, seconds
+from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _OWN = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
 _OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[ :,-]")
+_DATE = re.compile(
+    r"\b((?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d)(?: [AP]M)?(?: [A-Z]{3,4})? (20\d\d)\b"
+)
+_GLOG = re.compile(r"[IWEF]\d{4}(?:\d{4})? (\d\d):(\d\d):(\d\d)")
+_AGREES_S = 900.0
 _RANK = re.compile(r"\[?\[?[Rr]ank ?(\d{1,5})\]?:?\]?:? ?")
 _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
 _THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
@@ -339,6 +344,14 @@ class _File:
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
                 stream.at, stream.has_own_time = at, True
+        elif glog := _GLOG.match(text):
+            # It has no year, and may have another zone: it counts where it agrees with the lines around it.
+            hours, minutes, rest = (int(one) for one in glog.groups())
+            at = stream.at - stream.at % 86400 + 3600 * hours + 60 * minutes + rest
+            stream.at = at if abs(at - stream.at) < _AGREES_S else stream.at
+        elif (date := _DATE.search(text[:200])) and (at := kernel_time(f"{date[1]} {date[2]}")):
+            # What `date` printed: somebody looked at it then.
+            stream.at = at
         elif carried.at and not stream.has_own_time and not self.has_own_clock:
             stream.at = carried.at
         if stream.traceback is not None and stream.traceback.take(text):
@@ -551,7 +564,7 @@ class _File:
 
 
 def _kind_of(access: re.Match[str]) -> tuple[str, int]:
-    """Return the kind of progress that a line of the web server tells, the path of a control request, and its status."""
+    """Return the kind of progress that a line of the web server tells, or the path of a control request; its status."""
     method, path, status = access[1], access[2], int(access[3])
     if path.startswith(("/health", "/ping", "/readyz", "/livez")):
         kind = "health"
