@@ -64,7 +64,7 @@ BENCHMARKS = (
     Benchmark("log_ring", ("", 0.5), ("", 0.5)),
     Benchmark("kill_process_tree", ("", 1), ("--rounds 10", 0.5)),
     Benchmark("explain", ("", 2), ("", 2)),
-    Benchmark("explain_log", ("", 2), ("--mb 1000", 5)),
+    Benchmark("explain_log", ("", 2), ("", 2)),
     Benchmark("capture", ("", 4), ("--quick", 1)),
     Benchmark("gloo_recorder", ("", 2), None),
     Benchmark("idle_handler", ("", 3), ("--seconds 20", 2)),
