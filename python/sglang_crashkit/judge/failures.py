@@ -330,6 +330,8 @@ class _Failures:
         arguments = self._case.arguments
         part = component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
         part = row.part or (part if is_telling(part) or not row.usual else row.usual)
+        if kind == "startup_version" and part == "http":
+            part = None  # the launcher imports everything
         if role == "tokenizer" and not is_started:
             # The program itself, before it has a tokenizer manager.
             role = ""

@@ -125,10 +125,13 @@ def find_stalls(case: Case) -> list[Finding]:
 def _members(case: Case) -> list[Member]:
     """Return the processes with stacks; samples of one process that several files hold come together."""
     found: dict[tuple[object, ...], list[tuple[Process, Stack]]] = {}
-    for process in case.processes.values():
-        for stack in process.stacks:
-            if any(one.fatal for one in process.stacks):
+    # Not every tool says which rank a process is.
+    known = {one.sample.pid: process for process in case.schedulers if process.ranks for one in process.stacks}
+    for seen_in in case.processes.values():
+        for stack in seen_in.stacks:
+            if any(one.fatal for one in seen_in.stacks):
                 continue  # what a process was in when it died
+            process = (known.get(stack.sample.pid) if stack.sample.pid else None) or seen_in
             pid = stack.sample.pid or process.pid
             key = (
                 (process.side, process.who or stack.sample.title, pid)

@@ -169,9 +169,19 @@ def parse_dump(data: bytes) -> FlightDump:
         FlightDumpError: it is none.
     """
     try:
-        return _Parser().dump(load_plain(data))
+        return parse_document(load_plain(data))
     except FlightDumpError as error:
         raise FlightDumpError(f"no dump: {error}", is_cut_off=error.is_cut_off) from None
+
+
+def parse_document(document: Any) -> FlightDump:
+    """Return what the value of a dump says.
+
+    Raises:
+        FlightDumpError: it is none.
+    """
+    try:
+        return _Parser().dump(document)
     except (KeyError, ValueError) as error:
         words = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise FlightDumpError(f"no dump of a flight recorder: {words}") from None

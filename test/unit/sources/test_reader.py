@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.model.case import reduce
-from sglang_crashkit.model.event import Exit, Kernel, Line, Progress, Raised, Stack, Stop, Unread
+from sglang_crashkit.model.event import Collective, Exit, Kernel, Line, Progress, Raised, Stack, Stop, Unread
 from sglang_crashkit.sources.text.reader import read
 
 LOG = """\
@@ -241,3 +241,31 @@ def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(tmp_path: Pa
     path = tmp_path / "compose.log"
     path.write_text("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines()))
     assert {one.side for one in reduce(read([path])).processes.values() if one.who} == {"decode"}
+
+
+def test_a_dump_of_the_flight_recorder_tells_the_last_collectives(tmp_path: Path) -> None:
+    # As PyTorch 2.11 on a GPU writes it, less what is not read.
+    entry = {
+        "record_id": 0, "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce", "is_p2p": False,
+        "collective_seq_id": 1, "input_sizes": [[1024]], "state": "completed", "time_created_ns": 1795763989406156326,
+    }  # fmt: skip
+    started = entry | {"record_id": 1, "collective_seq_id": 2, "state": "started"}
+    groups = {"0": {"name": "0", "desc": "tp:0", "ranks": "[0, 1]"}}
+    (tmp_path / "fr_1.json").write_text(
+        json.dumps({"version": "2.10", "pg_config": groups, "entries": [entry, started]})
+    )
+    found = [one for one in read([tmp_path / "fr_1.json"]) if isinstance(one, Collective)]
+    assert [(one.who, one.group, one.number, one.operation, one.state) for one in found] == [
+        ("TP1", "tp:0", 1, "all_reduce", "completed"),
+        ("TP1", "tp:0", 2, "all_reduce", "started"),
+    ]
+
+
+def test_a_list_of_processes_tells_who_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "ps.txt"
+    path.write_text(
+        "   2201    2190 Rl+  -                98.2  01:14:02 sglang::schedul sglang::scheduler_TP0\n"
+        "   2203    2190 Tl+  do_signal_stop   71.3  01:14:02 sglang::schedul sglang::scheduler_TP2\n"
+    )
+    (stack,) = [one for one in read([path]) if isinstance(one, Stack)]
+    assert (stack.who, stack.sample.pid, stack.sample.state) == ("TP2", 2203, "T")

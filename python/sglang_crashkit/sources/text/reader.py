@@ -32,8 +32,9 @@ from sglang_crashkit.model.event import (
     Stop,
     Unread,
 )
+from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDumpError
 from sglang_crashkit.model.sample import Sample, parse_pyspy
-from sglang_crashkit.sources.text import cluster, facts, kernel_lines, stacks, tracebacks
+from sglang_crashkit.sources.text import cluster, facts, kernel_lines, recorders, stacks, tracebacks
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _OWN = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
@@ -43,6 +44,11 @@ _DATE = re.compile(
 )
 _GLOG = re.compile(r"[IWEF]\d{4}(?:\d{4})? (\d\d):(\d\d):(\d\d)")
 _AGREES_S = 900.0
+#: A process that is stopped, held, gone or in uninterruptible sleep; what others do no list of processes tells.
+_LISTED = re.compile(
+    r"(?:[a-z_][\w-]{0,31} +| *)(?P<pid>\d{1,8}) .{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} .{0,200}"
+    r"(?P<title>sglang::\S{1,80})"
+)
 _RANK = re.compile(r"\[?\[?[Rr]ank ?(\d{1,5})\]?:?\]?:? ?")
 _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
 _THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
@@ -198,6 +204,16 @@ class _File:
 
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
+        if recorders.is_dump(head):
+            data = head + opened.read(MAX_BYTES)
+            try:
+                for event in recorders.collectives_of(data, self.path):
+                    self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
+                return True
+            except FlightDumpError as error:
+                text = f"a dump of a flight recorder that cannot be read: {error}"
+                self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
+                return True
         if b"\0" in head[:4096]:
             kind = "a pickle" if head[:1] == b"\x80" else "binary data"
             self.events.append(("", Unread(order=self.order, source=self.path.name, text=f"{kind}, which is not read")))
@@ -444,6 +460,12 @@ class _File:
             return
         if release := facts.release_of(text):
             self._add(key, Arguments(order=self.order, at=at, release=release, source=source))
+        if "sglang::" in text and (listed := _LISTED.match(text)):
+            # A line of ps.
+            sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])
+            who = stacks.who_of(listed["title"])
+            self._add(key, Stack(order=self.order, at=at, who=who, sample=sample, by="ps", source=source))
+            return
         if match := _PROCESS.match(text):
             stream.who, stream.said = stacks.who_of(match[1]) or stream.who, text
             return

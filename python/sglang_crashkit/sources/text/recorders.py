@@ -1,0 +1,73 @@
+"""Dumps of PyTorch's flight recorder, as JSON or as a pickle: the last collectives of one rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.model.event import Collective
+from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_document, parse_dump
+
+#: Of each process group, so many of the last collectives.
+_LAST = 16
+_RANK = re.compile(r"(\d{1,6})(?:\.\w{1,8})?$")
+
+
+def is_dump(head: bytes) -> bool:
+    """Return whether a file begins as such a dump does."""
+    return (head[:2] == b"\x80\x02" and b"pg_config" in head) or (
+        head.lstrip()[:1] == b"{" and (b'"pg_config"' in head or b'"collective_seq_id"' in head)
+    )
+
+
+def collectives_of(data: bytes, path: Path) -> Iterator[Collective]:
+    """Yield the last collectives of a dump; the rank is the dump's own word, or the number at the end of the name.
+
+    Raises:
+        FlightDumpError: it is none, is cut off, or is larger than a reader would bear.
+    """
+    named = _RANK.search(path.name)
+    rank = int(named[1]) if named else -1
+    if data[:1] == b"\x80":
+        dump = parse_dump(data)
+    else:
+        document = _document(data)
+        rank = document["rank"] if isinstance(document.get("rank"), int) else rank
+        dump = parse_document(document)
+    yield from _of(dump, rank)
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FlightDumpError(f"no JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise FlightDumpError("no dump of a flight recorder")
+    for entry in document.get("entries") or ():
+        if isinstance(entry, dict) and isinstance(entry.get("process_group"), list):
+            # A pair in a pickle is a list in JSON.
+            entry["process_group"] = tuple(entry["process_group"])
+    return document
+
+
+def _of(dump: FlightDump, rank: int) -> Iterator[Collective]:
+    by_group: dict[str, list[Collective]] = {}
+    for entry in dump.entries:
+        group = dump.groups.get(entry.group)
+        found = Collective(
+            who=f"TP{rank}" if rank >= 0 else "",
+            at=entry.created,
+            group=(group.description if group else "") or entry.group,
+            number=entry.sequence,
+            operation=entry.operation,
+            state="completed" if entry.is_done else "started",
+            sizes=" ".join(str(list(shape)) for shape in entry.input_sizes[:4])[:120],
+            rank=rank,
+        )
+        by_group.setdefault(entry.group, []).append(found)
+    for collectives in by_group.values():
+        yield from collectives[-_LAST:]
