@@ -196,11 +196,16 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         list(read([tmp_path / "none.log"]))
 
 
-def test_a_gzip_that_is_cut_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "cut.gz"
-    path.write_bytes(gzip.compress(LOG.encode() * 50)[:60])
-    with pytest.raises(CrashkitError):
+def test_what_is_cut_or_missing_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
+    path, missing = tmp_path / "cut.gz", tmp_path / "none.log"
+    path.write_bytes(gzip.compress(LOG.encode() * 50)[:-9])
+    with pytest.raises(CrashkitError, match=r"cut\.gz cannot be read to its end: Compressed file ended"):
         list(read([path]))
+    problems: list[CrashkitError] = []
+    events = list(read([missing, path], problems))
+    assert sum(isinstance(one, Raised) for one in events) == 50
+    assert problems[0].message == f"there is no file {missing}"
+    assert problems[1].message.startswith(f"{path} cannot be read to its end: ")
 
 
 def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ def run(args: argparse.Namespace) -> ExitCode:
     incidents = [path for path in paths if is_incident(path)]
     texts = [path for path in paths if path not in incidents]
     events = [event for path in incidents for event in read_incident(path)]
-    case = reduce([*events, *read([*texts, *(log for path in incidents for log in logs_of(path))])])
+    problems: list[CrashkitError] = []
+    case = reduce([*events, *read([*texts, *(log for path in incidents for log in logs_of(path))], problems)])
+    for problem in problems:
+        say(f"sglang-crashkit explain: {problem.message}", f"  next: {problem.next_step}", error=True)
     verdict = judge(case)
     if args.json:
         import msgspec
@@ -89,7 +92,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         head, *rest = view.screen(verdict, case)
         say_title(redact_text(head))
         say(*map(redact_text, rest))
-    return ExitCode.DONE
+    return ExitCode.PARTIAL if problems else ExitCode.DONE
 
 
 def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> Path:

@@ -6,6 +6,7 @@ import gzip
 import io
 import re
 import sys
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,23 +91,39 @@ _BATCHES = (b"Decode batch", b"Prefill batch")
 _ZIPPED = b"\x1f\x8b"
 
 
-def read(paths: Sequence[Path]) -> Iterator[AnyEvent]:
-    """Yield what some files hold, in the order of the files.
+def read(paths: Sequence[Path], problems: list[CrashkitError] | None = None) -> Iterator[AnyEvent]:
+    """Yield what some files hold, in the order of the files; of one that is cut off or damaged, what it holds till then.
 
     Args:
         paths: files, folders, or ``-`` for the standard input.
+        problems: gets why some of them cannot be read, or not to their end, where others can.
 
     Raises:
-        NothingToDoError: none of them is there.
-        CrashkitError: one of them cannot be read.
+        NothingToDoError: one of them is not there, and there are no `problems` or no others.
+        CrashkitError: the same of one that cannot be read.
     """
     readers, order = [], 0
-    # All of them are looked for before one is read.
-    for file in list(_files(paths)):
-        reader = _File(file, order)
-        reader.read()
-        readers.append(reader)
-        order = reader.order + 1
+    met: list[CrashkitError] = []
+    for path in paths:
+        try:
+            files = list(_files([path]))
+        except NothingToDoError as error:
+            met.append(error)
+            continue
+        for file in files:
+            reader = _File(file, order)
+            try:
+                reader.read()
+            except CrashkitError as error:
+                met.append(error)
+                if not reader.understood:
+                    continue
+            readers.append(reader)
+            order = reader.order + 1
+    if met and (problems is None or not readers):
+        raise met[0]
+    if problems is not None:
+        problems += met
     yield from _placed(readers)
 
 
@@ -178,18 +195,36 @@ class _File:
     passed_at: bytes = b""  # the time of the last batch that was passed by, until a line without a time wants it
     sample: str = ""  # of what was not understood
     understood: bool = False
+    broken: Exception | None = None  # why it cannot be read any further
 
     def read(self) -> None:
         """Read the file whole; what is in it is in `events` then."""
         try:
             with self._open() as opened:
-                head = opened.read(1 << 16)
+                head = self._some(opened, 1 << 16)
                 if not self._special(head, opened):
                     self._read_lines(head, opened)
-        except (OSError, EOFError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise CrashkitError(f"{self.path} cannot be read: {why}", next_step=f"ls -l {self.path}") from error
+        except OSError as error:
+            self.broken = error
         self._end()
+        if self.broken is not None:
+            why = getattr(self.broken, "strerror", None) or self.broken
+            much = " to its end" if self.understood else ""
+            raise CrashkitError(f"{self.path} cannot be read{much}: {why}", next_step=f"ls -l {self.path}")
+
+    def _some(self, opened: BinaryIO, most: int) -> bytes:
+        """Return the next bytes of the file, fewer at its end; of one that is cut off all that there is."""
+        found = b""
+        while len(found) < most and self.broken is None:
+            try:
+                chunk = opened.read1(most - len(found))  # type: ignore[attr-defined]
+            except (OSError, EOFError, zlib.error) as error:
+                self.broken = error
+                break
+            if not chunk:
+                break
+            found += chunk
+        return found
 
     def _open(self) -> BinaryIO:
         if str(self.path) == "-":
@@ -205,7 +240,7 @@ class _File:
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
         if recorders.is_dump(head):
-            data = head + opened.read(MAX_BYTES)
+            data = head + self._some(opened, MAX_BYTES)
             try:
                 for event in recorders.collectives_of(data, self.path):
                     self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
@@ -220,7 +255,7 @@ class _File:
             return True
         if head.lstrip()[:1] == b"[" and b'"frames"' in head:
             try:
-                threads = parse_pyspy((head + opened.read(_MAX_WHOLE)).decode(errors="replace"))
+                threads = parse_pyspy((head + self._some(opened, _MAX_WHOLE)).decode(errors="replace"))
             except ValueError:
                 return False
             main = next((one for one in threads if one.name == "MainThread"), threads[0])
@@ -261,13 +296,12 @@ class _File:
             if not self.sample and carried.text.strip():
                 self.sample = carried.text.strip()[:200]
 
-    @staticmethod
-    def _split(head: bytes, opened: BinaryIO) -> Iterator[bytes]:
+    def _split(self, head: bytes, opened: BinaryIO) -> Iterator[bytes]:
         rest = head
         while rest:
             *lines, rest = rest.split(b"\n")
             yield from lines
-            chunk = opened.read(1 << 20)
+            chunk = self._some(opened, 1 << 20)
             if not chunk:
                 if rest:
                     yield rest
