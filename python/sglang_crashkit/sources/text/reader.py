@@ -92,7 +92,7 @@ _ZIPPED = b"\x1f\x8b"
 
 
 def read(paths: Sequence[Path], problems: list[CrashkitError] | None = None) -> Iterator[AnyEvent]:
-    """Yield what some files hold, in the order of the files; of one that is cut off or damaged, what it holds till then.
+    """Yield what some files hold, in the order of the files; of one that is cut off, what it holds until there.
 
     Args:
         paths: files, folders, or ``-`` for the standard input.
