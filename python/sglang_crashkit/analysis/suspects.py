@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_crashkit.analysis.waits import of_state
-from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
+from sglang_crashkit.model import ALONE, ALONE_AT, IN_LAST, IN_SEVERAL, ONLY, UNANSWERED
 from sglang_crashkit.model.incident import Incident, LastSteps, Level, ProcessReport, Suspect
 
 #: An incident names so many.
@@ -25,15 +25,9 @@ _SCHEDULER = "scheduler"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
 #: what others do not, does not.
 _NAMED, _SEEN, _ABOUT, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 24, 16, 4, 2, 1
-#: Where nothing else was under way one of these, and a suspicion before, proves a request.
-ALONE = "it was the only request of the step that was not finished"
-ALONE_AT = "it was the only request of the step in which the rank failed"
-ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"
 _ONLY_NEW = f"{UNANSWERED}, and was the only one in no step yet when the rank failed at taking in such"
 _WAITED = f"{UNANSWERED}, and was in no step yet"
 _RECEIVED_LAST = f"{_WAITED}; the rank had received it last"
-#: Said of one whose client had gone, or of which somebody asked for the end; it speaks neither for nor against it.
-ABORTED = "it had been aborted before"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
 #: So many parameters are named, and of a stack so many of the innermost frames tell what it is about.

@@ -15,12 +15,11 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.analysis.suspects import (
-    ABORTED,
     MAX_SUSPECTS,
     Asked,
     control_of,
@@ -34,8 +33,12 @@ from sglang_crashkit.incident.requests import fingerprint_of, parameters_of
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
 from sglang_crashkit.kernel.private_files import open_regular, read_json, read_regular
+from sglang_crashkit.model import ABORTED
 from sglang_crashkit.model.incident import Incident, Suspect
 from sglang_crashkit.model.step import Step
+
+if TYPE_CHECKING:
+    from sglang_crashkit.model.event import Line
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,8 @@ _MAX_BYTES = _MAX_LINE = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
+#: Upon that the HTTP server ends with a status, and without an exception.
+_NO_BIND = re.compile(r"\S{1,64} ERROR uvicorn\.error: (\[Errno 98\] .{0,300}).*")
 
 
 def count_repeat(
@@ -265,25 +270,31 @@ def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
     if incident.kind == "snapshot":
         return None
     try:
-        from sglang_crashkit.analysis import causes
+        from sglang_crashkit.judge.verdict import judge
+        from sglang_crashkit.model.case import reduce
+        from sglang_crashkit.sources.incident import events_of
+        from sglang_crashkit.view.document import cause_of
 
-        document = incident.to_json()
-        # Of which the incident itself has a little.
-        document["environment"] = _read(folder / "environment.json") or document.get("environment")
-        return causes.explain(document, _records(incident, folder), _stacks(incident), _logs(incident, folder))
+        environment = _read(folder / "environment.json")
+        records, samples = _records(incident, folder), {one.pid: one.samples for one in incident.processes}
+        events = [*events_of(incident.to_json(), environment, records, samples), *_last_lines(incident, folder)]
+        verdict = judge(reduce(events))
+        cause = cause_of(verdict)
+        # Where everybody stands says more than the first of the quotes.
+        cause["reasons"] = [verdict.headline, *verdict.because[1:]]
+        cause["next_steps"] = [*_commands(incident, verdict.kind), *verdict.next]
+        return cause
     except Exception as error:
         logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
         return None
 
 
-def _stacks(incident: Incident) -> dict[int, list[str]]:
-    """Return by pid the main thread of those that hang; of others the incident has what they were doing."""
-    return {
-        process.pid: [str(frame) for frame in sample.threads[0].frames]
-        for process in incident.processes
-        for sample in reversed(process.samples)
-        if sample.threads
-    }
+def _commands(incident: Incident, kind: str) -> Iterator[str]:
+    """Yield the commands of the kit's own that go on from here."""
+    if kind == "poison_request" or any(one.level != "unknown" for one in incident.suspects[:1]):
+        yield f'`sglang-crashkit replay {incident.id} --bisect --serve "COMMAND"` finds the request'
+    if kind == "rank_divergence":
+        yield f"`sglang-crashkit steps {incident.id}` shows at which step, and by which request, the ranks diverged"
 
 
 def _records(incident: Incident, folder: Path) -> dict[int, dict[str, Any]]:
@@ -292,16 +303,20 @@ def _records(incident: Incident, folder: Path) -> dict[int, dict[str, Any]]:
     return {pid: record for pid, path in paths.items() if (record := _read(folder / path))}
 
 
-def _logs(incident: Incident, folder: Path) -> dict[int, list[str]]:
-    """Return by pid what the first failure logged last; of the others it says nothing about the cause."""
+def _last_lines(incident: Incident, folder: Path) -> Iterator[Line]:
+    """Yield what the HTTP server said as it ended, where the first failure ended by itself and nothing says why."""
+    from sglang_crashkit.model.event import Line
+
     failure = incident.verdict.first_failure if incident.verdict is not None else None
-    path = _paths(incident, "log").get(failure.pid) if failure is not None else None
-    if failure is None or path is None:
-        return {}
-    try:
-        return {failure.pid: read_regular(folder / path, _MAX_BYTES).decode(errors="replace").splitlines()}
-    except OSError:
-        return {}
+    report = incident.process(failure.pid) if failure is not None else None
+    path = _paths(incident, "log").get(report.pid) if report is not None else None
+    if report is None or path is None or (report.exit is not None and report.exit.cause != "exit_status"):
+        return
+    with contextlib.suppress(OSError):
+        text = read_regular(folder / path, _MAX_BYTES).decode(errors="replace")
+        for line in text.splitlines():
+            if said := _NO_BIND.fullmatch(line):
+                yield Line(text=said[1], level="error", source=path)
 
 
 def _paths(incident: Incident, kind: str) -> dict[int, str]:

@@ -136,6 +136,7 @@ def _tables() -> _Tables:
                 "wrappers",
                 "wrapper_functions",
                 "outside",
+                "passes",
                 "interpreter",
                 "loops",
                 "steps",
@@ -335,8 +336,10 @@ def _by_native(above: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
 
 def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
     strong = [row for row in _tables().python if not row.get("weak")]
-    for frame in head:
+    for place, frame in enumerate(head):
         for row in strong:
+            if row["kind"] == "collective" and not all(map(_tables().patterns["passes"].search, _files(head[:place]))):
+                continue  # something else runs within it, such as the handler of a signal
             if not row.get("anywhere") and (frame is head[0] or not row.get("leaf")) and _matches(row, frame):
                 return row, frame
     for row in strong:
@@ -352,6 +355,10 @@ def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str
     return None
 
 
+def _files(frames: Sequence[Frame]) -> list[str]:
+    return [frame.file for frame in frames]
+
+
 def _purpose(frames: Sequence[Frame]) -> str:
     for frame in frames:
         if is_own(frame):
@@ -364,7 +371,7 @@ def _purpose(frames: Sequence[Frame]) -> str:
 def _is_idle(frames: Sequence[Frame]) -> bool:
     """Return whether a thread is in its loop: nothing that tells lies between its innermost frame and the loop."""
     patterns = _tables().patterns
-    caller = next((frame for frame in frames if not patterns["outside"].search(frame.file)), None)
+    caller = innermost(frames)
     if caller is None:
         return any(patterns["serving"].search(frame.file) for frame in frames)
     name = bare(caller.function)
@@ -392,6 +399,12 @@ def _direction(frames: Sequence[Frame]) -> str:
         if found := re.search(r"(?:^|_)i?(send|recv)(?:_|$)", name):
             return found[1]
     return ""
+
+
+def innermost(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame that is not of a library that only waits."""
+    outside = _tables().patterns["outside"]
+    return next((frame for frame in frames if not outside.search(frame.file)), None)
 
 
 def role_by(frames: Sequence[Frame]) -> str:

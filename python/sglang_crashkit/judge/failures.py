@@ -227,6 +227,9 @@ class _Failures:
                     finding.where = event.place
                 if self._asked is not None and finding.where > self._asked and not finding.is_calm:
                     continue
+                if event.follows:
+                    finding.is_consequence = True
+                    finding.level = "supported" if finding.level == "established" else finding.level
                 yield finding
         yield from self._calm()
 
@@ -282,7 +285,12 @@ class _Failures:
             return  # a client of the server, which prints into the same evidence
         role = _role(event.who, frames)
         is_started = self._is_started(event, frames)
-        if role == "tokenizer" and is_started and any(_OF_REQUEST.search(frame.file) for frame in frames):
+        if (
+            role == "tokenizer"
+            and is_started
+            and self._case.watched is None
+            and any(_OF_REQUEST.search(frame.file) for frame in frames)
+        ):
             yield Finding(
                 kind="no_incident", weight=45, component="http",
                 headline=f"one request failed in the front end ({chain[0].type}: {chain[0].text.strip()[:120]}); the"
@@ -376,6 +384,8 @@ class _Failures:
         return False
 
     def _is_started(self, event: AnyEvent, frames: Sequence[Frame] = ()) -> bool:
+        if self._case.watched is not None:
+            return not self._case.watched.is_starting
         place = event.place
         last_start = max((one for one in self._starts if one <= place), default=(0.0, 0))
         if any(last_start <= one <= place for one in self._began):
@@ -453,11 +463,12 @@ class _Failures:
                 else "the host's memory"
             )
             size = f", {int(event.facts['anon_kb']) >> 20} GiB of its own" if "anon_kb" in event.facts else ""
-            who = self._named(event.pid) or (f"pid {event.pid}" if event.pid else None)
+            who = event.who or self._named(event.pid) or (f"pid {event.pid}" if event.pid else None)
             stages = [one.name for one in self._case.events if isinstance(one, Stage) and not self._case.is_started]
             loading = "model_loader" if stages and "weights" in stages[-2:] else None
             yield Finding(
-                kind="host_oom", level="established", who=who, weight=90,
+                kind="host_oom", level="established" if event.facts.get("is_first", True) else "supported",
+                who=who, weight=90,
                 component=loading or ("cgroup" if "cgroup" in limit else None),
                 headline=f"the kernel killed {who or event.name or 'a process'}"
                 f"{f' (pid {event.pid}{size})' if event.pid else ''} as {limit} ran out",
@@ -470,7 +481,8 @@ class _Failures:
             words = _XIDS.get(event.number, "a fault of a program's kernel" if is_program else "a fault of the GPU")
             yield Finding(
                 kind="cuda_fault" if is_program else "gpu_hardware", level="supported" if is_program else "established",
-                who=self._named(event.pid) or self._rank_of(gpu), component="gpu", weight=60 if is_program else 95,
+                who=event.who or self._named(event.pid) or self._rank_of(gpu), component="gpu",
+                weight=60 if is_program else 95,
                 headline=f"the driver reports Xid {event.number} on GPU {gpu}: {words}",
                 because=because,
                 next=[f"take GPU {gpu} out of service: `nvidia-smi -q -i {gpu}`, then reset or exchange it"]
@@ -548,18 +560,23 @@ class _Failures:
         ]
 
     def _exit(self, event: Exit) -> Iterator[Finding]:
-        if event.signal in _ORDERLY or event.code == 0 or (event.code == 143 or event.code == 130):
+        seen = self._case.watched
+        if event.signal in _ORDERLY or (seen is None and event.code in (0, 130, 143)):
             return
         who = event.who or _only(self._case)
         kind = _SIGNALS.get(event.signal, "fatal_signal" if event.signal else "exited")
         how = event.signal or f"exit status {event.code}"
-        if "Out Of Memory" in event.text or "oom" in event.text.lower():
+        if seen is None and ("Out Of Memory" in event.text or "oom" in event.text.lower()):
             kind = "host_oom"
-        lost = {"detokenizer": "detokenizer_lost"}.get(event.who, kind) if kind == "exited" else kind
+        if kind == "exited" and seen is not None and seen.is_starting:
+            kind = "startup_failed"
+        of_role = {"detokenizer": "detokenizer_lost", "tokenizer_worker": "tokenizer_lost"}.get(event.who, kind)
+        lost = of_role if kind == "exited" or seen is not None else kind
         yield Finding(
             kind=lost,
+            level="established" if event.is_seen else "supported",
             who=who or None,
-            headline=f"{who or 'a process'} ended by {how}",
+            headline=f"{who or 'a process'} ended by {how}" + (f": {event.text}" if seen and event.text else ""),
             because=[_quoted(event, event.text or how)],
             weight=39 if event.signal else 20,
         )
@@ -621,7 +638,7 @@ class _Failures:
 
     def _calm(self) -> Iterator[Finding]:
         asked = [one for one in self._stops if not self._by_kit(one)]
-        if self._case.is_started:
+        if self._case.is_started and self._case.watched is None:
             yield Finding(
                 kind="no_incident", weight=1, where=(self._case.last_at, 0),
                 headline="nothing is wrong in this evidence: no process failed",
@@ -631,7 +648,10 @@ class _Failures:
             by = {"signal": "a signal", "kubernetes": "Kubernetes", "slurm": "Slurm", "docker": "Docker"}.get(
                 stop.by, stop.by
             )
-            yield self._stopped(f"{by}: {stop.text.strip()[:160]}", _quoted(stop, stop.text), stop.place)
+            found = self._stopped(f"{by}: {stop.text.strip()[:160]}", _quoted(stop, stop.text), stop.place)
+            if self._case.watched is not None and stop.who:
+                found.who, found.level = stop.who, "established"
+            yield found
 
     @staticmethod
     def _stopped(by: str, because: str, where: _Place) -> Finding:
@@ -676,5 +696,5 @@ def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
 
 
 def _quoted(event: AnyEvent, text: str) -> str:
-    who = f" {event.who}" if event.who else ""
-    return f"{event.source}{who}: {text.strip()[:_MAX_QUOTE]}"
+    where = " ".join(filter(None, (event.source, event.who)))
+    return f"{where}: {text.strip()[:_MAX_QUOTE]}" if where else text.strip()[:_MAX_QUOTE]

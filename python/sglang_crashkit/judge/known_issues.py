@@ -19,7 +19,8 @@ from typing import Any
 
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.matching import are_in, release_parts
-from sglang_crashkit.model.case import Case
+from sglang_crashkit.judge.topology import short_name
+from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Error
 from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.verdict import KnownIssue
@@ -28,12 +29,17 @@ from sglang_crashkit.model.verdict import KnownIssue
 _MAX_TEXT = 2000
 
 
-def known_issues(case: Case, *, is_hang: bool) -> list[dict[str, Any]]:
+#: A frame in which a rank waits for the others.
+_WAITS = re.compile(r"all_reduce|all_gather|broadcast")
+
+
+def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[dict[str, Any]]:
     """Return the entries that a case shows, those with the most conditions first.
 
     Args:
         case: the evidence.
         is_hang: whether it is judged to be a hang, for the entries that tell one.
+        who: the process that does not come back: the others show nothing but that they wait for it.
     """
     errors = [
         (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", _places(error))
@@ -47,16 +53,9 @@ def known_issues(case: Case, *, is_hang: bool) -> list[dict[str, Any]]:
         for line in process.lines
         if line.level not in ("debug", "info")
     ]
-    stacks = [
-        {
-            _place(frame)
-            for stack in process.stacks
-            for thread in (*stack.sample.threads, *stack.sample.native)
-            for frame in thread.frames
-        }
-        for process in case.processes.values()
-        if process.stacks
-    ]
+    stood = [(short_name(one), places) for one in case.processes.values() if (places := _stood(one))]
+    stacks = [places for name, places in stood if name == who] or [places for _name, places in stood]
+    is_alone = str(case.arguments.get("nnodes") or 1) == "1"
     arguments = list(_options(case.arguments))
     release = release_parts(case.release)
 
@@ -70,6 +69,8 @@ def known_issues(case: Case, *, is_hang: bool) -> list[dict[str, Any]]:
         frames = entry.get("frames", ())
         if entry.get("hang"):
             found = [are_in(frames, places) for places in stacks]
+            if not is_alone and any(map(_WAITS.search, frames)):
+                return False  # a rank of another node may be the one to look at
             return is_hang and any(found) and (all(found) or not entry.get("all_ranks"))
         pattern = re.compile(entry["error"])
         if any(pattern.match(line) and are_in(frames, places) for line, places in errors):
@@ -78,6 +79,11 @@ def known_issues(case: Case, *, is_hang: bool) -> list[dict[str, Any]]:
 
     found = [entry for entry in load("known_issues") if applies(entry)]
     return sorted(found, key=lambda entry: -len(entry.get("frames", ())) - len(entry.get("arguments", ())))
+
+
+def _stood(process: Process) -> set[str]:
+    samples = [stack.sample for stack in process.stacks]
+    return {_place(frame) for one in samples for thread in (*one.threads, *one.native) for frame in thread.frames}
 
 
 def named(entry: dict[str, Any]) -> KnownIssue:

@@ -16,6 +16,8 @@ from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Collective, Exit, Line, Raised, Stack
 
 _MAX_TEXT = 4000
+#: What an exception quotes may be anybody's words.
+_QUOTES = re.compile(r"'[^'\n]{20,2000}'")
 #: What comes within so many seconds of the end of the evidence goes on to its end.
 _AT_THE_END = 60.0
 #: Seconds without a batch and an answer after which requests under way stand still: a long prompt takes less.
@@ -141,7 +143,11 @@ def read(case: Case) -> Signs:
         for line in process.lines:
             found += _of_text(process, line, line.text)
         for raised in process.raised:
-            found += _of_text(process, raised, f"{raised.said}\n{raised.error.type}: {raised.error.text}")
+            if raised.follows:
+                continue
+            found += _of_text(
+                process, raised, f"{raised.said}\n{raised.error.type}: {_QUOTES.sub('', raised.error.text[:_MAX_TEXT])}"
+            )
     found.sort(key=lambda one: (one.at, one.order))
     signs = Signs(found=found)
     batches, answers = [(0.0, 0)], [(0.0, 0)]
@@ -159,7 +165,10 @@ def read(case: Case) -> Signs:
     last = max((max(one.at, one.last_at) for one in hang), default=0.0)
     goes_on = signs.last_batch > last + 1.0
     signs.was_ended = bool(ended)
-    signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs)
+    # The stacks of an incident are looked at only where somebody waited too long.
+    signs.is_hang = (
+        bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs) or case.watched is not None
+    )
     is_late = good[0] >= case.last_at - _AT_THE_END
     is_seen = len(batches) + len(answers) > 2 or case.is_started
     signs.last_word, is_begun = _last_word(case, max(batches))

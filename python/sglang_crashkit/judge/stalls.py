@@ -15,13 +15,14 @@ from typing import TypeVar
 
 import msgspec
 
-from sglang_crashkit.judge import signs, topology
+from sglang_crashkit.judge import signs, topology, watched
 from sglang_crashkit.judge.activity import (
     Activity,
     activity_of,
     bare,
     frames_of,
     front_work,
+    innermost,
     is_loop,
     is_own,
     of_frames,
@@ -41,6 +42,8 @@ _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 _PLURALS = {"waits": "wait", "is": "are", "compiles": "compile", "loads": "load", "runs": "run", "sleeps": "sleep"}
 _PLURALS |= {"writes": "write", "has": "have"}
 _OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
+_SAME_WAIT = frozenset({"symmetric_stall", "gpu_stall", "collective_mismatch", "no_progress"})
+_UPDATES = frozenset({"weights", "pause"})
 #: What a rank does between batches, or at any of them, wherever in the model it is.
 _AT_A_BATCH = frozenset({"batch", "speculative", "sampling", "graphs", "schedule", "warmup"})
 
@@ -94,7 +97,8 @@ class Member(msgspec.Struct, kw_only=True):
         """How many CPUs it used between its first and its last sample; None where that is not known."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
         seconds = last.time - first.time
-        return (last.cpu_secs - first.cpu_secs) / seconds if seconds > 0 and last.cpu_secs else None
+        # In a shorter time no clock tick may fall.
+        return (last.cpu_secs - first.cpu_secs) / seconds if seconds >= 1.0 and last.cpu_secs else None
 
 
 class Scene(msgspec.Struct, kw_only=True):
@@ -111,10 +115,17 @@ class Scene(msgspec.Struct, kw_only=True):
 
 def find_stalls(case: Case) -> list[Finding]:
     """Return what explains that a process makes no progress, and the calm states that look like it."""
+    if not watched.is_stalled(case):
+        said = [*watched.compare(case), *watched.conclude(case)]
+        return [*said, *signs.judge(signs.read(case), case)]
     scene = Scene(case=case, members=_members(case), signs=signs.read(case))
-    found = [*_judge_stacks(scene), *signs.judge(scene.signs, case)]
-    if not any(one.weight >= 40 for one in found):
+    found = _judge_stacks(scene)
+    if case.watched is None:
+        found += signs.judge(scene.signs, case)
+    if case.watched is None and not any(one.weight >= 40 for one in found):
         found += signs.judge_silence(scene.signs, case)
+    if not any(one.weight >= 40 for one in found):
+        found += watched.conclude(case, scene.where())
     for one in found:
         # A wait that everybody passes says nothing of its part.
         if one.weight >= 60 and (step := way_out(one.component, case.arguments, is_seen=one.kind != "symmetric_stall")):
@@ -168,16 +179,23 @@ def _members(case: Case) -> list[Member]:
 
 def _judge_stacks(scene: Scene) -> list[Finding]:
     members = scene.members
-    if not members:
-        return []
     if held := _held(scene, members):
         return [held]
+    if watched.waited_in_vain(scene.case):
+        return watched.conclude(scene.case, scene.where())
+    if (pid := watched.beside_ranks(scene.case)) is not None:
+        return _judge_beside(scene, [one for one in members if one.role == "scheduler" or one.pid == pid])
+    if compared := watched.compare(scene.case, scene.where()):
+        return compared
     ranks = [one for one in members if one.role == "scheduler"] or [
         one for one in members if not one.role and any(map(is_own, one.frames[-1]))
     ]
     found = []
     for side in dict.fromkeys(one.process.side for one in ranks):
         found += _judge_ranks(scene, side, [one for one in ranks if one.process.side == side])
+    if not found or found[0].kind in _SAME_WAIT:
+        # A recorder knows who is behind, where the stacks show the same wait.
+        found = watched.compare_waits(scene.case, scene.where()) or found
     if any(one.weight >= 40 for one in found):
         return found
     return [*_judge_beside(scene, members), *found] or _calm(scene, members)
@@ -228,6 +246,9 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
     """Return what is seen of ranks that work together; None where they wait for requests, or nothing is seen."""
     if all(one.last.is_for_requests for one in group) and _is_idle(scene, group):
         return None
+    updating = [one for one in group if one.last.purpose in _UPDATES and not one.last.is_work]
+    if scene.signs.is_hang and updating and all(one in updating or one.last.is_for_requests for one in group):
+        return _weight_update(scene, group)
     waiting = [one for one in group if one.last.waits in ("ranks", "gpu")]
     elsewhere = [one for one in group if one.last.waits not in ("ranks", "gpu")]
     if not elsewhere:
@@ -337,7 +358,7 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
             return _finding(scene, "rank_stuck", on_gpu, group, steps=_gpu_steps(scene, on_gpu), weight=70)
         return _finding(scene, "rank_divergence", past, group, steps=_branch_steps(scene, group), weight=70)
     calls = _by(group, _call)
-    is_update = [one for one in group if one.last.purpose in ("weights", "pause")]
+    is_update = [one for one in group if one.last.purpose in _UPDATES]
     if is_update and all(one in is_update or one.last.is_for_requests for one in group):
         return _weight_update(scene, group)
     if len(calls) > 1 and (scene.signs.is_hang or not scene.signs.is_alive):
@@ -390,7 +411,7 @@ def layout_ranks(layout: topology.Topology, group: Sequence[Member]) -> range:
 
 
 def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
-    places = [one.last.place for one in group if one.last.purpose in ("weights", "pause") and one.last.place]
+    places = [one.last.place for one in group if one.last.purpose in _UPDATES and one.last.place]
     place = places[0] if places else None
     trainers = [one for one in scene.members if one.role in ("trainer", "") and one.last.kind != "unknown"]
     joins_group = place is not None and bool(re.search(r"distributed|group", place.function))
@@ -556,9 +577,14 @@ def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
         stays = len(one.frames) > 1 and not one.is_moving
         if not scene.signs.is_hang and scene.signs.is_alive and not stays:
             continue
+        if one.last.purpose in _UPDATES and scene.signs.is_hang:
+            return [_weight_update(scene, [one])]
         work, component = front_work(one.frames[-1])
         doing = f"is {work}" if work else one.last.words
         where = f" in {one.last.where}" if work and one.last.where else ""
+        inner = innermost(one.frames[-1])
+        if inner is not None and str(inner) != one.last.where:
+            where += f", innermost in {inner}"
         others = [other for other in members if other.role == "scheduler"]
         calm = f", while {_told(others)}" if others else ""
         if one.role == "tokenizer":
@@ -718,7 +744,8 @@ def _call(member: Member) -> tuple[str, str]:
     """Return what is equal for ranks that are in the same wait."""
     activity = member.last
     if activity.purpose in _AT_A_BATCH:
-        return "", "batch"
+        # Where ranks are in a batch differs, as their GPUs work on; no batch has a barrier.
+        return activity.operation if activity.operation == "barrier" else "", "batch"
     operation, function, _file = activity.call
     return (operation, activity.purpose or function)
 

@@ -9,6 +9,7 @@ from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues, named
 from sglang_crashkit.judge.stalls import find_stalls
+from sglang_crashkit.judge.watched import refine
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Kernel, Line, Raised
 from sglang_crashkit.model.verdict import Verdict
@@ -25,6 +26,8 @@ def judge(case: Case) -> Verdict:
     stalls = find_stalls(case)
     findings = [*find_failures(case), *stalls]
     chosen = min(findings, key=_rank, default=Finding(kind="unknown", level="unknown"))
+    is_hang = any(one is chosen for one in stalls)
+    chosen = refine(case, chosen)
     row = load("classes").get(chosen.kind) or load("classes")["unknown"]
     verdict = Verdict(
         kind=chosen.kind,
@@ -34,11 +37,11 @@ def judge(case: Case) -> Verdict:
         restart_helps=chosen.restart or row["restart"],
         headline=chosen.headline or _headline(case),
         cause=chosen.cause or row["words"],
-        because=chosen.because,
+        because=[*chosen.because, *(case.watched.notes if case.watched else ())],
     )
     steps, query = [*chosen.next], ""
     if not chosen.is_calm:
-        issues = known_issues(case, is_hang=any(one is chosen for one in stalls))
+        issues = known_issues(case, is_hang=is_hang, who=chosen.who)
         verdict.known_issues = [named(entry) for entry in issues]
         steps[1:1] = [
             f"upstream issue {entry['issue']}: {entry['title']}; {entry['workaround'] or 'no workaround is known'}"

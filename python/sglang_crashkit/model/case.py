@@ -15,6 +15,7 @@ from sglang_crashkit.model.event import (
     AnyEvent,
     Arguments,
     Collective,
+    Compared,
     Container,
     Exit,
     Gpu,
@@ -26,7 +27,9 @@ from sglang_crashkit.model.event import (
     Stack,
     Stage,
     Stop,
+    Suspect,
     Unread,
+    Watched,
 )
 
 _RANK = re.compile(r"\b(TP|DP|PP|EP|ATTN_CP|MOE_DP|CP)\s?(\d+)\b")
@@ -66,6 +69,9 @@ class Case(msgspec.Struct, kw_only=True):
     collectives: list[Collective] = []
     gpu_kernels: list[GpuKernel] = []
     stops: list[Stop] = []
+    watched: Watched | None = None  # what the crash handler concludes; None where none watched
+    compared: list[Compared] = []
+    suspects: list[Suspect] = []
     unread: list[Unread] = []
     ready_at: float | None = None  # when it was ready, 0.0 where that has no time; None where it was not seen to be
     first_at: float = 0.0
@@ -92,6 +98,9 @@ def role_in(who: str) -> str:
     """Return the role that a short name stands for; empty where it names none."""
     if ranks_in(who) or who.startswith("scheduler"):
         return "scheduler"
+    if who == "server":
+        # The main process, in which the tokenizer manager is.
+        return "tokenizer"
     return next((role for role in _ROLES if role in who), "")
 
 
@@ -145,6 +154,12 @@ def _add(case: Case, event: AnyEvent) -> None:
             case.gpu_kernels.append(event)
         case Stop():
             case.stops.append(event)
+        case Watched():
+            case.watched = case.watched or event
+        case Compared():
+            case.compared.append(event)
+        case Suspect():
+            case.suspects.append(event)
         case Unread():
             case.unread.append(event)
 

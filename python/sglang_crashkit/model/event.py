@@ -27,6 +27,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
         node: the host, pod, container or file that the fact comes from, as far as it tells several apart.
         side: ``prefill`` or ``decode`` where the source says so.
         source: where it stands: ``server.log:120``.
+        follows: whoever watched the processes knows that it follows from another failure.
     """
 
     order: int = 0
@@ -35,6 +36,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     node: str = ""
     side: str = ""
     source: str = ""
+    follows: bool = False
 
     @property
     def place(self) -> tuple[float, int]:
@@ -115,6 +117,7 @@ class Exit(Event, frozen=True, kw_only=True, tag="exit"):
     signal: str = ""  # ``SIGKILL``
     reason: str = ""  # as the source has it: ``OOMKilled``
     text: str = ""
+    is_seen: bool = False  # the kernel told it to whoever watched the process, and nothing else explains it
 
 
 class Stop(Event, frozen=True, kw_only=True, tag="stop"):
@@ -195,6 +198,44 @@ class GpuKernel(Event, frozen=True, kw_only=True, tag="gpu_kernel"):
     text: str = ""
 
 
+class Watched(Event, frozen=True, kw_only=True, tag="watched"):
+    """What the crash handler concludes, which saw how the processes lived and ended; see `incident.Verdict`.
+
+    `who` failed first, or is the one that the others wait for; empty where nobody is named.
+    """
+
+    #: ``exception``, ``exit_status``, ``signal``, ``oom_kill``, ``hang``, ``busy``, ``lost_peer``, ``peer_lost``,
+    #: ``failed_transfer``, ``startup_timeout``, ``unknown`` …
+    kind: str
+    level: str = "unknown"
+    text: str = ""
+    pid: int = 0  # of `who`
+    role: str = ""  # of `who`
+    is_hang: bool = False  # somebody made no progress, and nobody failed in another way before
+    is_starting: bool = False  # the server had not got ready
+    notes: tuple[str, ...] = ()  # at what step, and at which control request, it was
+
+
+class Compared(Event, frozen=True, kw_only=True, tag="compared"):
+    """What the steps, or the flight recorders, of ranks show that must agree."""
+
+    kind: str  # ``divergence``, ``mismatch`` or ``behind``
+    level: str
+    text: str
+    late: tuple[int, ...] = ()  # pids of those that are behind
+    waiting: tuple[int, ...] = ()  # pids of those that wait for them
+
+
+class Suspect(Event, frozen=True, kw_only=True, tag="suspect"):
+    """The request that is suspected most, where the handler knows the requests of the step."""
+
+    rid: str
+    level: str
+    reasons: tuple[str, ...] = ()
+    is_repeated: bool = False  # its like was suspected in an earlier incident of the same fault
+    is_alone: bool = False  # nothing speaks for it but that no other request was there
+
+
 class Unread(Event, frozen=True, kw_only=True, tag="unread"):
     """A file, or a part of one, of which nothing was understood; quoted in short."""
 
@@ -215,5 +256,8 @@ AnyEvent = (
     | Gpu
     | Collective
     | GpuKernel
+    | Watched
+    | Compared
+    | Suspect
     | Unread
 )

@@ -63,16 +63,21 @@ def document(verdict: Verdict, case: Case, *, now: float, kit: str) -> dict[str,
             "text": verdict.headline,
             "basis": [verdict.headline, *verdict.because],
         },
-        "cause": {
-            "class": verdict.kind,
-            "words": verdict.cause,
-            "level": verdict.level,
-            "reasons": verdict.because,
-            "next_steps": verdict.next,
-            "known_issues": answer["known_issues"],
-            "restart_helps": verdict.restart_helps,
-        },
+        "cause": cause_of(verdict),
         "complete": True,
+    }
+
+
+def cause_of(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as ``incident.json`` has it under ``cause``."""
+    return {
+        "class": verdict.kind,
+        "words": verdict.cause,
+        "level": verdict.level,
+        "reasons": verdict.because,
+        "next_steps": verdict.next,
+        "known_issues": [msgspec.structs.asdict(one) for one in verdict.known_issues],
+        "restart_helps": verdict.restart_helps,
     }
 
 

@@ -5,15 +5,13 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.analysis.suspects import (
-    ALONE,
     MAX_SUSPECTS,
-    ONLY,
     Asked,
     control_in,
     control_of,
     suspects_of,
 )
-from sglang_crashkit.model import IN_SEVERAL
+from sglang_crashkit.model import ALONE, IN_SEVERAL, ONLY
 from sglang_crashkit.model.incident import (
     Exit,
     Failure,

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.analysis import causes
-from sglang_crashkit.analysis.suspects import ABORTED, ALONE, suspects_of
+from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import findings
 from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, incident_with_core, without_requests
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.summary import format_summary
+from sglang_crashkit.judge import verdict
+from sglang_crashkit.model import ABORTED, ALONE
 from sglang_crashkit.model.incident import (
     Evidence,
     Exit,
@@ -300,7 +301,7 @@ def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
 def test_a_broken_rule_book_does_not_cost_the_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(causes, "explain", None)
+    monkeypatch.setattr(verdict, "judge", None)
     incident = make_incident()
     incident.cause = explain(incident, tmp_path)
     assert incident.cause is None
@@ -321,7 +322,7 @@ def test_the_summary_says_the_cause_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_idle_handler_has_loaded_neither_rules_nor_yaml() -> None:
-    names = "('yaml', 'sglang_crashkit.analysis.causes')"
+    names = "('yaml', 'msgspec', 'sglang_crashkit.judge')"
     code = f"import sys, sglang_crashkit.handler.server\nprint([one for one in sys.modules if one.startswith({names})])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -48,9 +48,10 @@ def test_the_samples_of_a_hang_have_states_and_frames(tmp_path: Path) -> None:
     assert case.processes["TP0"].stacks[0].sample.main_thread is not None
 
 
-def test_an_out_of_memory_kill_of_the_cgroup_is_the_kernels_word(tmp_path: Path) -> None:
+def test_an_out_of_memory_kill_of_a_process_is_the_kernels_word(tmp_path: Path) -> None:
     document = json.loads((DATA / "killed.json").read_text())
-    document["environment"]["memory"]["events"]["oom_kill"] = 1
+    end = next(one["exit"] for one in document["processes"] if one["exit"])
+    end["cause"] = "oom_kill"
     (tmp_path / "incident.json").write_text(json.dumps(document))
     assert [one.kind for one in read_incident(tmp_path) if isinstance(one, Kernel)] == ["oom_kill"]
 

@@ -188,9 +188,6 @@ for (pattern, flags), path in found.items():
     bound = next((most for begin, most in BOUNDS.items() if own_path.startswith(begin)), None)
     size, most_secs = (SIZE, MOST_SECS) if bound is None else (bound, BOUNDED_SECS)
     methods = named.get((path, pattern)) or used[path] or {"search"}
-    if own_path.endswith("causes/rules.py") and (path, pattern) not in named:
-        # A table: of types and messages, which are matched; what is searched there are paths of a few characters.
-        methods = {"match"}
     for given in dict.fromkeys(inputs(text, flags, size)):
         subject = given.encode("latin-1") if is_bytes else given
         signal.setitimer(signal.ITIMER_VIRTUAL, most_secs)

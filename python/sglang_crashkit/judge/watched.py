@@ -1,0 +1,181 @@
+"""What the crash handler saw and no other evidence has: who failed first, steps, flight recorders, suspected requests.
+
+Its conclusion decides which other evidence counts: after a crash, what the other processes stand in is a consequence.
+"""
+
+from __future__ import annotations
+
+from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.known_issues import known_issues
+from sglang_crashkit.model.case import Case
+from sglang_crashkit.model.event import Compared, Raised
+from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.model.verdict import Level
+
+#: Classes that say no more than that something failed, or does not go on: a suspected request explains more.
+_VAGUE = frozenset({"exception", "exception_in_sglang", "no_progress", "unknown"})
+#: Those that a request may bring about whose like was suspected before.
+_ROLES = frozenset({"detokenizer_lost", "tokenizer_lost"})
+_STUCK = {"detokenizer": "detokenizer_stuck", "server": "tokenizer_stuck", "tokenizer_worker": "tokenizer_stuck"}
+#: Where a scheduler takes in one request, and no batch.
+_TAKES_IN = ("handle_generate_request", "handle_embedding_request", "handle_tokenized_")
+#: What the kernel refuses has to do with the host; that a file is not there may have to do with a request.
+_OF_HOST = ("[Errno ", "Too many open files", "can't start new thread", "NCCL error")
+_NO_FILE = "[Errno 2]"
+
+
+def is_stalled(case: Case) -> bool:
+    """Return whether stacks tell what happened: nobody watched, or somebody made no progress or waited in vain."""
+    return case.watched is None or case.watched.is_hang or waited_in_vain(case)
+
+
+def waited_in_vain(case: Case) -> bool:
+    """Return whether the process that is named did not fail, and others gave it up."""
+    seen = case.watched
+    return seen is not None and seen.kind == "lost_peer" and bool(seen.who) and _raised(case) is None
+
+
+def beside_ranks(case: Case) -> int | None:
+    """Return the pid of the process that hangs where it is no rank: what the ranks are in meanwhile tells nothing."""
+    seen = case.watched
+    return seen.pid if seen is not None and seen.is_hang and seen.role in _STUCK else None
+
+
+def _raised(case: Case) -> Raised | None:
+    """Return the exception of the first failure."""
+    return next((one for process in case.processes.values() for one in process.raised if not one.follows), None)
+
+
+def _signals(case: Case) -> set[str]:
+    """Return the signal that the first failure died of."""
+    return {one.signal for process in case.processes.values() for one in process.exits if not one.follows} - {""}
+
+
+def compare(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
+    """Return where ranks that must agree differ, by their steps and flight recorders.
+
+    One that died of a signal says nothing of the others, unless it aborted, as gloo has it where ranks do not match.
+    """
+    died = _signals(case)
+    if died - {"SIGABRT"} or beside_ranks(case) is not None:
+        return []
+    for kind, name in (("divergence", "rank_divergence"), ("mismatch", "collective_mismatch")):
+        if some := [one for one in case.compared if one.kind == kind and one.level != "unknown"]:
+            if died and any(one.kind == "xid" for one in case.kernel):
+                return []  # its GPU is a better reason to abort
+            return [_finding(name, some[:1], where, is_sure=some[0].level == "established" and not died)]
+    pid = case.watched.pid if case.watched else 0
+    behind = [one for one in case.compared if one.kind == "behind" and one.level != "unknown" and pid in one.waiting]
+    return [_finding("rank_stuck", behind[:1], where)] if died and behind else []
+
+
+def compare_waits(case: Case, where: tuple[float, int]) -> list[Finding]:
+    """Return who is behind by the flight recorders, or which ranks wait for each other, each in another group."""
+    behind = [one for one in case.compared if one.kind == "behind"]
+    for place, one in enumerate(behind):
+        for other in behind[:place]:
+            if {*one.waiting} & {*other.late} and {*other.waiting} & {*one.late}:
+                return [_finding("collective_mismatch", [other, one], where)]
+    return (
+        [_finding("rank_stuck", sure[:1], where)] if (sure := [one for one in behind if one.level != "unknown"]) else []
+    )
+
+
+def _finding(kind: str, some: list[Compared], where: tuple[float, int], *, is_sure: bool = False) -> Finding:
+    level: Level = "established" if is_sure else "supported"
+    texts = [one.text for one in some]
+    return Finding(kind=kind, level=level, headline=texts[0], because=texts, where=where, weight=85)
+
+
+def conclude(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
+    """Return what the handler's own conclusion tells, where nothing else explains it."""
+    seen = case.watched
+    if seen is None:
+        return []
+    exits = [one for process in case.processes.values() for one in process.exits]
+    bus_error = any(one.signal == "SIGBUS" and (seen.is_starting or not one.follows) for one in exits)
+    full = next((one.text for one in case.kernel if one.kind == "shm_full"), "")
+    kinds = {"peer_lost": "peer_lost", "failed_transfer": "transfer_stuck", "busy": "busy"}
+    text, weight = seen.text, 75
+    level: Level = "supported"
+    if bus_error and full:
+        kind, text = "shm_exhausted", f"{seen.who or 'a process'} died of SIGBUS while {full}"
+    elif seen.is_hang:
+        kind, weight = _STUCK.get(seen.role, "no_progress"), 41
+        level = "unknown" if kind == "no_progress" else level
+    elif waited_in_vain(case):
+        kind, weight = "rank_stuck", 60
+    elif seen.kind == "startup_timeout":
+        kind, level = seen.kind, "established"
+    elif seen.kind in kinds:
+        kind = kinds[seen.kind]
+        level = "established" if seen.kind == "peer_lost" and seen.level == "established" else level
+    else:
+        return []
+    return [
+        Finding(kind=kind, level=level, who=seen.who or None, headline=text, because=[text], where=where, weight=weight)
+    ]
+
+
+def refine(case: Case, chosen: Finding) -> Finding:
+    """Return the finding that another node, or one request, did it, where that explains more than what was found."""
+    seen = case.watched
+    has_nodes = case.arguments.get("nnodes") not in (None, 1, "1")
+    is_lost = seen is not None and seen.kind == "lost_peer" and (has_nodes or not seen.is_starting)
+    if is_lost and chosen.kind in _VAGUE | {"startup_failed"}:
+        chosen.kind = "connection_lost"
+        chosen.next.insert(0, "`sglang-crashkit incidents` on the other nodes tells what came first")
+    if seen is not None and chosen.kind in _ROLES and seen.role in _STUCK and seen.level == "established":
+        chosen.level = "established"  # whatever it raised, it is the one that failed
+    if seen is None or seen.is_starting or chosen.kind not in (_VAGUE | _ROLES | {"poison_request"}):
+        return chosen
+    raised = _raised(case)
+    if raised is None and not seen.is_hang:
+        return chosen
+    suspect = next(iter(case.suspects), None)
+    repeated = next((one for one in case.suspects if one.is_repeated), None)
+    issue = next((one for one in known_issues(case, is_hang=False) if one.get("by_request")), None)
+    is_suspected = suspect is not None and suspect.level != "unknown"
+    reason = ""
+    if raised is not None and issue is not None:
+        reason = f"upstream's issue {issue['issue']} tells of one request that ends a server so: {issue['title']}"
+    elif raised is not None and repeated is not None:
+        reason = f"a request like {repeated.rid} was suspected in an earlier incident of the same fault"
+    elif chosen.kind in _ROLES:
+        return chosen
+    elif raised is not None and _is_taking_in(raised) and not _is_of_host(raised):
+        reason = "it came while one request was taken in"
+    elif suspect is not None and is_suspected and not suspect.is_alone and not (raised and _is_of_host(raised)):
+        reason = f"request {suspect.rid} is suspected most: {'; '.join(suspect.reasons)}"
+    if not reason and chosen.kind != "poison_request":
+        return chosen
+    rid = suspect.rid if suspect and is_suspected else repeated.rid if repeated else ""
+    named = [f"request {rid} is suspected most"] if rid and rid not in reason else []
+    reasons = [reason] if reason else []
+    what, by = (f"request {rid}", "") if rid else ("it", " by the ids that the rank names")
+    return Finding(
+        kind="poison_request",
+        who=chosen.who,
+        component=chosen.component,
+        headline=chosen.headline,
+        because=[*chosen.because[:1], *reasons, *named, *chosen.because[1:]],
+        next=[f"find {what} in requests/requests.jsonl{by}, and block its like at the gateway", *chosen.next],
+        where=chosen.where,
+        weight=chosen.weight,
+    )
+
+
+def _is_taking_in(raised: Raised) -> bool:
+    frames = raised.error.frames
+    place = next((place for place, frame in enumerate(frames) if _takes_in(frame)), None)
+    # What fails for want of the other server of a pair would with any request.
+    return place is not None and not any("sglang/srt/disaggregation/" in frame.file for frame in frames[:place])
+
+
+def _takes_in(frame: Frame) -> bool:
+    return frame.function.rpartition(".")[2].startswith(_TAKES_IN)
+
+
+def _is_of_host(raised: Raised) -> bool:
+    text = raised.error.text
+    return text.startswith(_OF_HOST) and not text.startswith(_NO_FILE)
