@@ -222,7 +222,7 @@ def test_it_names_the_requests_that_wait(parting: Parting) -> None:
     assert (verdict["kind"], verdict["level"]) == ("peer_lost", "supported")
     assert f"{parting.victim} server {peer['address']} " in verdict["text"]
     assert all(rid in verdict["text"] for rid in named)
-    cause = {"prefill": "peer_lost", "decode": "transfer_stuck"}[parting.victim]
+    cause = {"prefill": "peer_lost", "decode": "transfer_failed"}[parting.victim]
     assert (document["cause"]["class"], document["cause"]["level"]) == (cause, "supported")
 
 

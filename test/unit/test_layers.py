@@ -27,7 +27,7 @@ ALLOWED = {
     "settings": {"kernel"},
     "protocol": {"kernel"},
     "memory": {"errors", "kernel", "model", "redact"},
-    "analysis": {"judge", "model"},
+    "analysis": {"model"},
     "judge": {"model"},
     "view": {"judge", "model", "visible"},
     "sources": {"errors", "model", "redact"},

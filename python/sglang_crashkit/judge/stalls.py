@@ -120,7 +120,7 @@ def find_stalls(case: Case) -> list[Finding]:
         return [*said, *signs.judge(signs.read(case), case)]
     scene = Scene(case=case, members=_members(case), signs=signs.read(case))
     found = _judge_stacks(scene)
-    if case.watched is None:
+    if case.watched is None or not any(one.weight >= 40 for one in found):
         found += signs.judge(scene.signs, case)
     if case.watched is None and not any(one.weight >= 40 for one in found):
         found += signs.judge_silence(scene.signs, case)

@@ -84,6 +84,8 @@ def _rank(finding: Finding) -> tuple[bool, bool, bool, tuple[float, int], int]:
 def _headline(case: Case) -> str:
     if not case.events:
         return "there is nothing to read here"
+    if case.watched is not None and case.watched.text:
+        return case.watched.text
     seen = len([one for one in case.processes.values() if one.who])
     return f"{len(case.events)} facts of {seen} processes; none tells a failure"
 

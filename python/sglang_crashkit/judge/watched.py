@@ -6,6 +6,7 @@ Its conclusion decides which other evidence counts: after a crash, what the othe
 from __future__ import annotations
 
 from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Compared, Raised
@@ -56,8 +57,8 @@ def compare(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
 
     One that died of a signal says nothing of the others, unless it aborted, as gloo has it where ranks do not match.
     """
-    died = _signals(case)
-    if died - {"SIGABRT"} or beside_ranks(case) is not None:
+    died, is_busy = _signals(case), case.watched is not None and case.watched.kind == "busy"
+    if is_busy or died - {"SIGABRT"} or beside_ranks(case) is not None:
         return []
     for kind, name in (("divergence", "rank_divergence"), ("mismatch", "collective_mismatch")):
         if some := [one for one in case.compared if one.kind == kind and one.level != "unknown"]:
@@ -95,7 +96,7 @@ def conclude(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
     exits = [one for process in case.processes.values() for one in process.exits]
     bus_error = any(one.signal == "SIGBUS" and (seen.is_starting or not one.follows) for one in exits)
     full = next((one.text for one in case.kernel if one.kind == "shm_full"), "")
-    kinds = {"peer_lost": "peer_lost", "failed_transfer": "transfer_stuck", "busy": "busy"}
+    kinds = {"peer_lost": "peer_lost", "failed_transfer": "transfer_failed", "busy": "busy"}
     text, weight = seen.text, 75
     level: Level = "supported"
     if bus_error and full:
@@ -127,6 +128,9 @@ def refine(case: Case, chosen: Finding) -> Finding:
         chosen.next.insert(0, "`sglang-crashkit incidents` on the other nodes tells what came first")
     if seen is not None and chosen.kind in _ROLES and seen.role in _STUCK and seen.level == "established":
         chosen.level = "established"  # whatever it raised, it is the one that failed
+    if seen is not None and seen.is_starting and _raised(case) is not None and chosen.restart is None:
+        # What is raised at one start is raised at the next one, unless it was chance.
+        chosen.restart = "unknown" if load("classes")[chosen.kind]["restart"] == "yes" else None
     if seen is None or seen.is_starting or chosen.kind not in (_VAGUE | _ROLES | {"poison_request"}):
         return chosen
     raised = _raised(case)

@@ -277,7 +277,7 @@ class Incident:
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
-    cause: dict[str, Any] | None = None  # what `analysis.causes.explain` returns; None before it is finished
+    cause: dict[str, Any] | None = None  # the judge's, see `view.document.cause_of`; None before it is finished
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 

@@ -8,7 +8,8 @@ from typing import Any
 _HEAD = """\
 # Classes of verdicts
 
-What a verdict of `sglang-crashkit explain` may say has happened. The names are stable: alerts route on them.
+What a verdict of `sglang-crashkit explain`, and the cause of an incident, may say has happened. The names are stable:
+alerts route on them.
 `sglang-crashkit explain --class CLASS` prints one; this page is what `--class all` prints.
 """
 

@@ -327,7 +327,6 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
             "peer_lost", level=SUP, peers=[{"sign": "heartbeat"}], opened="peer_lost", trigger="peer_lost"
         )
     },
-    ("transfer_stuck", SUP): {"transfers only": incident("peer_lost", level=SUP, peers=[{"sign": "failed_transfer"}])},
     ("connection_lost", SUP): {
         "a node's": incident("lost_peer", TP0, error="RuntimeError: Connection closed by peer", level=SUP),
         "a connection while several start": incident(
@@ -376,6 +375,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "a missing file while serving": raised("FileNotFoundError: [Errno 2] 'x'", "f (transformers/x.py:1)", *FORWARD),
     },
     ("transfer_failed", SUP): {
+        "transfers only": incident("peer_lost", level=SUP, peers=[{"sign": "failed_transfer"}]),
         "taken in, while the other of a pair is away": raised(
             "TypeError: x",
             *["send (requests/sessions.py:1)"] * 4,
