@@ -44,6 +44,7 @@ _PLURALS |= {"writes": "write", "has": "have"}
 _OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
 _SAME_WAIT = frozenset({"symmetric_stall", "gpu_stall", "collective_mismatch", "no_progress"})
 _UPDATES = frozenset({"weights", "pause"})
+_HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
 #: What a rank does between batches, or at any of them, wherever in the model it is.
 _AT_A_BATCH = frozenset({"batch", "speculative", "sampling", "graphs", "schedule", "warmup"})
 
@@ -127,8 +128,13 @@ def find_stalls(case: Case) -> list[Finding]:
     if not any(one.weight >= 40 for one in found):
         found += watched.conclude(case, scene.where())
     for one in found:
-        # A wait that everybody passes says nothing of its part.
-        if one.weight >= 60 and (step := way_out(one.component, case.arguments, is_seen=one.kind != "symmetric_stall")):
+        # A wait that everybody passes says nothing of its part; nor does what the kernel holds.
+        is_seen = one.kind != "symmetric_stall"
+        if (
+            one.weight >= 60
+            and one.kind not in _HELD
+            and (step := way_out(one.component, case.arguments, is_seen=is_seen))
+        ):
             one.next.insert(2, step)
     return found
 
