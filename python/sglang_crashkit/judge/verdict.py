@@ -25,7 +25,8 @@ def judge(case: Case) -> Verdict:
     """Return the one verdict of a case."""
     stalls = find_stalls(case)
     findings = [*find_failures(case), *stalls]
-    chosen = min(findings, key=_rank, default=Finding(kind="unknown", level="unknown"))
+    said = [case.watched.text] if case.watched is not None and case.watched.text else []
+    chosen = min(findings, key=_rank, default=Finding(kind="unknown", level="unknown", because=said))
     is_hang = any(one is chosen for one in stalls)
     chosen = refine(case, chosen)
     row = load("classes").get(chosen.kind) or load("classes")["unknown"]

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, dropwhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,22 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
         CrashkitError: ``incident.json`` cannot be read.
     """
     document = _read_json(folder / DOCUMENT, is_needed=True)
-    records = {}
+    records, samples = {}, {}
     for process in mappings_of(document.get("processes")):
-        evidence = mappings_of(process.get("evidence"))
-        path = next((one.get("path") for one in evidence if one.get("kind") == "exception" and one.get("path")), None)
-        if path and isinstance(pid := process.get("pid"), int):
-            # The path is the document's word: a name in the folder, or nothing.
-            records[pid] = _read_json(folder / "ranks" / Path(str(path)).name)
-    yield from events_of(document, _read_json(folder / "environment.json"), records, source=folder.name)
+        if isinstance(pid := process.get("pid"), int):
+            # A path is the document's word: a name in the folder, or nothing.
+            if names := _names_of(process, "exception"):
+                records[pid] = _read_json(folder / "ranks" / names[0])
+            stacks = [
+                _main_frames(_read_json((folder / "stacks" / name).with_suffix(".json")), pid)
+                for name in _names_of(process, "stack")
+            ]
+            samples[pid] = [
+                replace(look, threads=_thread(pid, frames)) if frames else look
+                for look, frames in zip_longest(_samples(pid, process), stacks)
+                if look is not None
+            ]
+    yield from events_of(document, _read_json(folder / "environment.json"), records, samples, source=folder.name)
 
 
 def events_of(
@@ -390,6 +398,28 @@ def _read_json(path: Path, *, is_needed: bool = False) -> Mapping[str, Any]:
         return {}
 
 
+def _names_of(process: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the names of the files of one kind of evidence."""
+    evidence = mappings_of(process.get("evidence"))
+    return [Path(str(one["path"])).name for one in evidence if one.get("kind") == kind and one.get("path")]
+
+
+def _main_frames(stacks: Mapping[str, Any], pid: int) -> tuple[Frame, ...]:
+    """Return the frames of the main thread in a file of stacks, below the kit's own; nothing where there are none."""
+    threads = mappings_of(stacks.get("threads"))
+    main = next((one for one in threads if one.get("native_id") == pid or one.get("name") == "MainThread"), {})
+    frames = mappings_of(main.get("frames"))
+    found = (
+        Frame(str(one.get("function")), str(one.get("file")), line if isinstance(line := one.get("line"), int) else 0)
+        for one in frames
+    )
+    return tuple(dropwhile(lambda frame: "sglang_crashkit/" in frame.file, found))
+
+
+def _thread(pid: int, frames: tuple[Frame, ...]) -> tuple[Thread, ...]:
+    return (Thread("MainThread", pid, active=False, owns_gil=False, frames=frames),) if frames else ()
+
+
 def _options(command_line: str) -> dict[str, Any]:
     """Return the options of a command line by their Python names; those without a value are True."""
     words = command_line.split()
@@ -424,7 +454,7 @@ def _samples(pid: int, process: Mapping[str, Any]) -> Iterator[Sample]:
     )
     looks = mappings_of(process.get("looks"))
     if not looks and (sample.state or process.get("doing")):
-        yield replace(sample, threads=_threads(pid, process.get("doing")))
+        yield replace(sample, threads=_thread(pid, _frames(texts_of(process.get("doing")))))
     for look in looks:
         cpu = look.get("cpu_secs")
         yield replace(
@@ -432,13 +462,8 @@ def _samples(pid: int, process: Mapping[str, Any]) -> Iterator[Sample]:
             time=seconds_of(look.get("time")) or 0.0,
             state=str(look.get("state") or ""),
             cpu_secs=float(cpu) if isinstance(cpu, int | float) else 0.0,
-            threads=_threads(pid, look.get("doing") or process.get("doing")),
+            threads=_thread(pid, _frames(texts_of(look.get("doing") or process.get("doing")))),
         )
-
-
-def _threads(pid: int, lines: object) -> tuple[Thread, ...]:
-    frames = _frames(texts_of(lines))
-    return (Thread("MainThread", pid, active=False, owns_gil=False, frames=frames),) if frames else ()
 
 
 def _frames(lines: Iterable[object]) -> tuple[Frame, ...]:

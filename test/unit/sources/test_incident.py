@@ -48,6 +48,25 @@ def test_the_samples_of_a_hang_have_states_and_frames(tmp_path: Path) -> None:
     assert case.processes["TP0"].stacks[0].sample.main_thread is not None
 
 
+def test_the_files_of_stacks_have_more_frames_than_the_document(tmp_path: Path) -> None:
+    names = [
+        "own (sglang_crashkit/srt/hooks.py:1)",
+        "wait (torch/x.py:2)",
+        "run_batch (sglang/srt/managers/scheduler.py:3)",
+    ]
+    frames = [
+        {"function": one.partition(" ")[0], "file": one[one.index("(") + 1 : -3], "line": int(one[-2])} for one in names
+    ]
+    process = {"pid": 7, "role": "scheduler", "looks": [{"state": "S", "doing": ["wait (torch/x.py:2)"]}] * 2}
+    process["evidence"] = [{"kind": "stack", "path": "stacks/a-7.txt"}, {"kind": "stack", "path": "stacks/gone.txt"}]
+    (tmp_path / "incident.json").write_text(json.dumps({"processes": [process]}))
+    (tmp_path / "stacks").mkdir()
+    threads = [{"name": "MainThread", "native_id": 7, "frames": frames}]
+    (tmp_path / "stacks" / "a-7.json").write_text(json.dumps({"threads": threads}))
+    threads = [one.sample.threads[0] for one in reduce(read_incident(tmp_path)).processes["scheduler"].stacks]
+    assert [[str(frame) for frame in one.frames] for one in threads] == [names[1:], names[1:2]]
+
+
 def test_an_out_of_memory_kill_of_a_process_is_the_kernels_word(tmp_path: Path) -> None:
     document = json.loads((DATA / "killed.json").read_text())
     end = next(one["exit"] for one in document["processes"] if one["exit"])
