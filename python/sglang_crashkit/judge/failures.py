@@ -38,6 +38,8 @@ from sglang_crashkit.model.sample import Frame
 _Place = tuple[float, int]
 #: A text that is matched: a message may quote a whole configuration.
 _MAX_TEXT, _MAX_QUOTE = 3000, 220
+#: So many of the innermost frames tell whose code it was: the others are a library that SGLang called, or its callers.
+_NEAR = 5
 #: Seconds of work after a failure by which a server is taken to have outlived it.
 _OUTLIVED_S = 3.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
@@ -280,7 +282,7 @@ class _Failures:
         if not chain or self._is_outlived(event):
             return
         frames = [frame for error in chain for frame in error.frames]
-        own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames)
+        own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames[:_NEAR])
         if self._work and not event.who and any(_CLIENT.search(frame.file) for frame in frames):
             return  # a client of the server, which prints into the same evidence
         role = _role(event.who, frames)
