@@ -210,12 +210,20 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
 def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     """Return what the kernel's state of a process says by itself."""
     important = [one for one in members if one.role in ("scheduler", "tokenizer", "detokenizer", "controller", "")]
+    ranks = [one for one in members if one.role == "scheduler"]
     stopped = [one for one in important if one.last.kind in ("stopped", "traced")]
     if stopped:
         steps = [f"`kill -CONT {one.pid}` lets {one.name} go on" for one in stopped[:2] if one.pid]
         steps.append("find who stopped it: a debugger, a checkpoint tool, `docker pause`, the cgroup's freezer")
         return _finding(
-            scene, "stopped_process", stopped, members, level="established", restart="yes", steps=steps, weight=100
+            scene,
+            "stopped_process",
+            stopped,
+            _with(ranks, stopped),
+            level="established",
+            restart="yes",
+            steps=steps,
+            weight=100,
         )
     asleep = [one for one in important if one.always("disk_sleep") and (len(one.activities) > 1 or one.last.detail)]
     if asleep:
@@ -228,14 +236,21 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
             "look at the storage or the network mount that it reads from; SIGKILL ends it only when the kernel returns",
         ]
         kind = "slow_storage" if loads else "stuck_in_kernel"
-        return _finding(scene, kind, asleep, members, steps=steps, weight=90, component="storage" if loads else None)
+        return _finding(
+            scene, kind, asleep, _with(ranks, asleep), steps=steps, weight=90, component="storage" if loads else None
+        )
     for one in important:
         share = one.cpu_share
         runs = all(stack.sample.state == "R" for stack in one.stacks)
         if share is not None and share < _STARVED and runs and len(one.stacks) > 1:
             steps = ["`cat /sys/fs/cgroup/cpu.stat` (nr_throttled) and `cat /proc/pressure/cpu`: give it more CPUs"]
-            return _finding(scene, "starved_process", [one], members, steps=steps)
+            return _finding(scene, "starved_process", [one], _with(ranks, [one]), steps=steps)
     return None
+
+
+def _with(ranks: Sequence[Member], others: Sequence[Member]) -> list[Member]:
+    """Return the ranks, and the others that are none: what the front end does meanwhile tells nothing."""
+    return [*ranks, *(one for one in others if one not in ranks)]
 
 
 def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Finding]:
