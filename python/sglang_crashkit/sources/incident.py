@@ -176,6 +176,9 @@ class _Incident:
             if one.get("role") != "helper":
                 for sample in self._samples.get(pid) or _samples(pid, one):
                     if sample.role != "helper":
+                        # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
+                        wchan = sample.wchan or str(mapping_of(one.get("state")).get("wchan") or "")
+                        sample = replace(sample, wchan=wchan)
                         yield Stack(at=sample.time or self._opened, who=_name(one), sample=sample, by="crash handler")
 
     def _arguments(self) -> Arguments:

@@ -30,6 +30,7 @@ from sglang_crashkit.model.incident import (
     Verdict,
     iso_time,
 )
+from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.analysis.test_suspects import incident, step
 from unit.support.stored import NOON
@@ -296,6 +297,16 @@ def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
     assert without is not None
     assert found is not None
     assert (without["class"], found["class"]) == ("exited", "startup_port")
+
+
+def test_a_process_that_its_cgroup_froze_is_stopped(tmp_path: Path) -> None:
+    incident = make_incident("hang")
+    incident.timeline.clear()
+    incident.processes[0].state = {"State": "S (sleeping)", "wchan": "do_freezer_trap"}
+    incident.processes[0].samples = [Sample(pid=8, role="scheduler", state="S", time=float(at)) for at in (1, 3)]
+    found = explain(incident, tmp_path)
+    assert found is not None
+    assert (found["class"], found["level"]) == ("stopped_process", "established")
 
 
 def test_a_broken_rule_book_does_not_cost_the_incident(
