@@ -20,6 +20,12 @@ def test_children_are_killed_at_the_deadline(tmp_path):
     wait_until(lambda: procs.alive(one for one in [procs.read_process(pid)] if one) == [], "the child is gone")
 
 
+def test_uv_trusts_what_the_system_trusts():
+    # Behind a proxy whose authority is in the system's store alone, uv by itself knows no issuer.
+    source = "import os; print(os.environ['UV_SYSTEM_CERTS'])"
+    assert run_command([sys.executable, "-c", source], timeout_s=LONG).strip() == "true"
+
+
 @pytest.mark.parametrize("ignored", ["", "import signal; signal.signal(2, signal.SIG_IGN); "])
 def test_a_check_is_interrupted_at_its_end_and_then_killed(monkeypatch, capsys, ignored):
     monkeypatch.setattr(commands, "END_S", 1)
