@@ -6,6 +6,7 @@ follows from another failure, what the server outlived, and what came after it w
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 from collections.abc import Iterator, Sequence
@@ -155,6 +156,7 @@ class _Failures:
         self._work, self._began = work, [one.place for one in (*work, *ready)]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
         self._exits = [one for one in case.events if isinstance(one, Exit)]
+        self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
         self._stops = [one for one in case.events if isinstance(one, Stop)]
         self._asked = min(
             (one.place for one in self._stops if one.by != "signal" or not self._by_kit(one)), default=None
@@ -187,7 +189,7 @@ class _Failures:
                 # The fact is the GPU's or the library's; who noticed it is another one's word.
                 one.who, one.level = first.who, "supported" if one.level == "established" else one.level
             if one.kind == "cuda_fault" and one.component in _NOTICED:
-                one.component = self._suspect()
+                one.component = self._suspect
                 if way := way_out(one.component, self._case.arguments, is_seen=False):
                     others = [step for step in one.next if not step.startswith("the scheduler part")]
                     one.next = [f"{one.component} is on and hands memory to the GPU's kernels: {way}", *others]
@@ -205,6 +207,7 @@ class _Failures:
                 self._name_the_other_node(one)
             yield one
 
+    @functools.cached_property
     def _suspect(self) -> str:
         on = [name for name in _SUSPECTS if is_switched_on(name, self._case.arguments)]
         if not on and any("aiter" in one.text for one in self._case.events if isinstance(one, Line)):
@@ -438,8 +441,8 @@ class _Failures:
 
     def _raised_next(self, event: Line) -> Raised | None:
         """Return the exception that a process had right after a line."""
-        raised = [one for one in self._case.events if isinstance(one, Raised) and one.place >= event.place]
-        first = min(raised, key=lambda one: one.place, default=None)
+        place = bisect.bisect_left(self._raises, event.place, key=lambda one: one.place)
+        first = self._raises[place] if place < len(self._raises) else None
         return first if first and first.at - event.at <= _NEXT_S else None
 
     # -- the kernel, ends, containers
@@ -670,7 +673,7 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
         return who.split()[0]
     if who:
         return "scheduler"
-    # Whoever imports a module runs it.
+    # A process of any role may import a module.
     places = [f"{frame.function} ({frame.file})" for frame in reversed(frames) if frame.function != "<module>"]
     return next((role for role, pattern in _ROLES for place in places if pattern.search(place)), "")
 

@@ -195,7 +195,7 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
         case: the evidence.
         is_begun: the last that the server said is that it began something.
     """
-    progress = [one for process in case.processes.values() for one in process.progress]
+    progress = case.progress
     work = [one for one in progress if one.kind in ("prefill", "decode")]
     answers = [one for one in progress if one.kind == "answer"]
     last = max(work, key=lambda one: (one.last_at, one.last_order), default=None)
@@ -219,7 +219,7 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
 
 def _last_word(case: Case, batch: tuple[float, int]) -> tuple[str, bool]:
     """Return what a server said last, or was asked for, after a batch, and whether that says that something began."""
-    progress = [one for process in case.processes.values() for one in process.progress]
+    progress = case.progress
     found = [((one.last_at, one.last_order), one.text) for one in progress if one.kind == "control"]
     logs = {one.source.partition(":")[0] for one in progress}
     found += [(one.place, one.text) for process in case.processes.values() for one in process.lines
@@ -348,15 +348,11 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
         who=who,
         component=component_of_kernel(kernel),
         headline=f"GPU {', '.join(map(str, others))} runs {kernel[:100]}, while {rest}"[:290] if others else rest,
-        because=_quote_kernels(case),
+        because=[f"GPU {one.device}: {one.name[:120]} ({one.source})" for one in case.gpu_kernels if one.name][:4],
         next=steps_of_kernel(kernel),
         where=signs.where or (case.last_at, 0),
         weight=72,
     )
-
-
-def _quote_kernels(case: Case) -> list[str]:
-    return [f"GPU {one.device}: {one.name[:120]} ({one.source})" for one in case.gpu_kernels if one.name][:4]
 
 
 def _recorders(signs: Signs, case: Case) -> Finding | None:
@@ -656,7 +652,7 @@ def is_of_update(signs: Signs) -> bool:
 
 def steps_of_update(case: Case) -> list[str]:
     """Return what to look at where a server was asked to pause and is silent since; nothing where it was not asked."""
-    asked = {one.text for process in case.processes.values() for one in process.progress if one.kind == "control"}
+    asked = {one.text for one in case.progress if one.kind == "control"}
     if "/pause_generation" not in asked:
         return []
     return [

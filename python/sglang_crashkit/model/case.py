@@ -83,6 +83,11 @@ class Case(msgspec.Struct, kw_only=True):
         return self.ready_at is not None
 
     @property
+    def progress(self) -> list[Progress]:
+        """The progress of all processes."""
+        return [one for process in self.processes.values() for one in process.progress]
+
+    @property
     def schedulers(self) -> list[Process]:
         """The processes that hold the model, in the order of their ranks."""
         found = [one for one in self.processes.values() if one.role == "scheduler"]

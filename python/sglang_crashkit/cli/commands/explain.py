@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.output import say, say_json, say_title
+from sglang_crashkit.cli.output import say, say_json, say_text, say_title
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     problems: list[CrashkitError] = []
     case = reduce([*events, *read([*texts, *(log for path in incidents for log in logs_of(path))], problems)])
     for problem in problems:
-        say(f"sglang-crashkit explain: {problem.message}", f"  next: {problem.next_step}", error=True)
+        say_text(f"sglang-crashkit explain: {problem}", error=True)
     verdict = judge(case)
     if args.json:
         import msgspec

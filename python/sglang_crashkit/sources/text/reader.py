@@ -87,6 +87,8 @@ _MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
 #: Of each process, the last lines that say nothing bad, and the last batches.
 _LAST_LINES = _LAST_BATCHES = 100
 _HEAD = 400
+#: Of a line of the web server, so many bytes from the method on: more of it is a path of any length.
+_MAX_ANSWER = 400
 _BATCHES = (b"Decode batch", b"Prefill batch")
 _ZIPPED = b"\x1f\x8b"
 
@@ -332,14 +334,15 @@ class _File:
                     self.names[line[place + 20 : end]] = who
             key = ("", who, "decode" if line[end + 2 : end + 3] == b"D" else "prefill", 0)
         elif line.startswith(b"INFO: ", end + 2) and (quote := line.find(b'"', end + 8, end + 80)) > 0:
-            answered = self.answered.get(line[quote:])
+            rest = line[quote : quote + _MAX_ANSWER]
+            answered = self.answered.get(rest)
             if answered is None:
-                access = facts.ACCESS.search(line[quote : quote + 400].decode(errors="replace"))
+                access = facts.ACCESS.search(rest.decode(errors="replace"))
                 if access is None:
                     return False
                 answered = _kind_of(access)
                 if len(self.answered) < _MAX_LINES:
-                    self.answered[line[quote:]] = answered
+                    self.answered[rest] = answered
             key = ("", "", *answered)
         else:
             return False
