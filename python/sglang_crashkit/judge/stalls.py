@@ -249,7 +249,7 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
 
 
 def _with(ranks: Sequence[Member], others: Sequence[Member]) -> list[Member]:
-    """Return the ranks, and the others that are none: what the front end does meanwhile tells nothing."""
+    """Return the ranks and these other processes; what the rest of the front end does meanwhile tells nothing."""
     return [*ranks, *(one for one in others if one not in ranks)]
 
 

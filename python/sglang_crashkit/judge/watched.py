@@ -26,7 +26,7 @@ _NO_FILE = "[Errno 2]"
 
 
 def is_stalled(case: Case) -> bool:
-    """Return whether stacks tell what happened: nobody watched, or somebody made no progress or waited in vain."""
+    """Return whether stacks tell what happened: without a crash handler, in a hang, or after a wait in vain."""
     return case.watched is None or case.watched.is_hang or waited_in_vain(case)
 
 

@@ -27,7 +27,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
         node: the host, pod, container or file that the fact comes from, as far as it tells several apart.
         side: ``prefill`` or ``decode`` where the source says so.
         source: where it stands: ``server.log:120``.
-        follows: whoever watched the processes knows that it follows from another failure.
+        follows: the crash handler knows that it follows from another failure.
     """
 
     order: int = 0
@@ -117,7 +117,7 @@ class Exit(Event, frozen=True, kw_only=True, tag="exit"):
     signal: str = ""  # ``SIGKILL``
     reason: str = ""  # as the source has it: ``OOMKilled``
     text: str = ""
-    is_seen: bool = False  # the kernel told it to whoever watched the process, and nothing else explains it
+    is_seen: bool = False  # the crash handler has it from the kernel, and nothing else explains it
 
 
 class Stop(Event, frozen=True, kw_only=True, tag="stop"):
@@ -201,7 +201,7 @@ class GpuKernel(Event, frozen=True, kw_only=True, tag="gpu_kernel"):
 class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     """What the crash handler concludes, which saw how the processes lived and ended; see `incident.Verdict`.
 
-    `who` failed first, or is the one that the others wait for; empty where nobody is named.
+    `who` failed first, or is the process that the others wait for; empty where no process is named.
     """
 
     #: ``exception``, ``exit_status``, ``signal``, ``oom_kill``, ``hang``, ``busy``, ``lost_peer``, ``peer_lost``,
@@ -211,7 +211,7 @@ class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     text: str = ""
     pid: int = 0  # of `who`
     role: str = ""  # of `who`
-    is_hang: bool = False  # somebody made no progress, and nobody failed in another way before
+    is_hang: bool = False  # a process made no progress, and none failed in another way before
     is_starting: bool = False  # the server had not got ready
     notes: tuple[str, ...] = ()  # at what step, and at which control request, it was
 

@@ -166,7 +166,7 @@ def parse_dump(data: bytes) -> FlightDump:
     """Return what the content of a dump says.
 
     Raises:
-        FlightDumpError: it is none.
+        FlightDumpError: this is not a dump.
     """
     try:
         return parse_document(load_plain(data))
@@ -178,7 +178,7 @@ def parse_document(document: Any) -> FlightDump:
     """Return what the value of a dump says.
 
     Raises:
-        FlightDumpError: it is none.
+        FlightDumpError: this is not a dump.
     """
     try:
         return _Parser().dump(document)

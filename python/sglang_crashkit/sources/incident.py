@@ -327,7 +327,7 @@ class _Incident:
     def _is_of_others(self, event: Mapping[str, Any]) -> bool:
         """Return whether an Xid error is of a GPU that other programs have, while each rank is known on another.
 
-        A GPU that fell off the bus lists nobody.
+        A GPU that fell off the bus lists no process.
         """
         devices = mappings_of(mapping_of(self._document.get("gpus")).get("devices"))
         placed = {one.get("pid") for device in devices for one in mappings_of(device.get("processes"))}
@@ -408,7 +408,7 @@ def _names_of(process: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _main_frames(stacks: Mapping[str, Any], pid: int) -> tuple[Frame, ...]:
-    """Return the frames of the main thread in a file of stacks, below the kit's own; nothing where there are none."""
+    """Return the frames of the main thread in a file of stacks, below the kit's own; empty without such a thread."""
     threads = mappings_of(stacks.get("threads"))
     main = next((one for one in threads if one.get("native_id") == pid or one.get("name") == "MainThread"), {})
     frames = mappings_of(main.get("frames"))

@@ -27,7 +27,7 @@ def collectives_of(data: bytes, path: Path) -> Iterator[Collective]:
     """Yield the last collectives of a dump; the rank is the dump's own word, or the number at the end of the name.
 
     Raises:
-        FlightDumpError: it is none, is cut off, or is larger than a reader would bear.
+        FlightDumpError: this is not a dump, or it is cut off, or too large.
     """
     named = _RANK.search(path.name)
     rank = int(named[1]) if named else -1
