@@ -17,7 +17,7 @@ from sglang_crashkit.visible import visible
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_BOLD, _NORMAL = "\033[1m", "\033[0m"
+_BOLD, _NORMAL, _ERASE = "\033[1m", "\033[0m", "\033[K"
 
 
 def say(*lines: object, error: bool = False) -> None:
@@ -44,6 +44,14 @@ def say_title(line: str) -> None:
         return
     write = sys.stdout.control if isinstance(sys.stdout, _Stream) else sys.stdout.write
     write(f"{_BOLD}{visible(line, keep='')}{_NORMAL}\n")
+
+
+def say_progress(text: str) -> None:
+    """Show on the terminal how far long work is, in place of what was shown before; nothing where there is none."""
+    if sys.stderr.isatty():
+        write = sys.stderr.control if isinstance(sys.stderr, _Stream) else sys.stderr.write
+        write(f"\r{visible(text, keep='')}{_ERASE}")
+        sys.stderr.flush()
 
 
 def say_json(value: Any, indent: int | None = None) -> None:

@@ -87,6 +87,8 @@ def _headline(case: Case) -> str:
         return "there is nothing to read here"
     if case.watched is not None and case.watched.text:
         return case.watched.text
+    if case.dumped:
+        return f"the server ended with {case.dumped[0].unfinished} requests in flight; why is not in this evidence"
     seen = len([one for one in case.processes.values() if one.who])
     return f"{len(case.events)} facts of {seen} processes; none tells a failure"
 

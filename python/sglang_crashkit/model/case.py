@@ -17,6 +17,7 @@ from sglang_crashkit.model.event import (
     Collective,
     Compared,
     Container,
+    Dumped,
     Exit,
     Gpu,
     GpuKernel,
@@ -72,6 +73,7 @@ class Case(msgspec.Struct, kw_only=True):
     watched: Watched | None = None  # what the crash handler concludes; None where none watched
     compared: list[Compared] = []
     suspects: list[Suspect] = []
+    dumped: list[Dumped] = []
     unread: list[Unread] = []
     ready_at: float | None = None  # when it was ready, 0.0 where that has no time; None where it was not seen to be
     first_at: float = 0.0
@@ -165,6 +167,8 @@ def _add(case: Case, event: AnyEvent) -> None:
             case.compared.append(event)
         case Suspect():
             case.suspects.append(event)
+        case Dumped():
+            case.dumped.append(event)
         case Unread():
             case.unread.append(event)
 

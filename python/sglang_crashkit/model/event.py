@@ -236,6 +236,14 @@ class Suspect(Event, frozen=True, kw_only=True, tag="suspect"):
     is_alone: bool = False  # nothing speaks for it but that no other request was there
 
 
+class Dumped(Event, frozen=True, kw_only=True, tag="dumped"):
+    """The requests that SGLang saved before it ended: those in flight, and the last that it had answered."""
+
+    unfinished: int = 0
+    finished: int = 0
+    text: str = ""  # the longest of those in flight
+
+
 class Unread(Event, frozen=True, kw_only=True, tag="unread"):
     """A file, or a part of one, of which nothing was understood; quoted in short."""
 
@@ -259,5 +267,6 @@ AnyEvent = (
     | Watched
     | Compared
     | Suspect
+    | Dumped
     | Unread
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sglang_crashkit.model.case import Case, Process
+from sglang_crashkit.model.event import Dumped
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.visible import visible
 
@@ -35,6 +36,7 @@ def screen(verdict: Verdict, case: Case) -> Iterator[str]:
         ("part", [verdict.component] if verdict.component else []),
         ("restart", [_RESTART[verdict.restart_helps]]),
         ("release", [case.release] if case.release else []),
+        ("requests", [_in_flight(one) for one in case.dumped]),
         ("because", verdict.because[:_MAX_QUOTES]),
         ("next", [f"{number}. {step}" for number, step in enumerate(verdict.next, start=1)]),
         ("known", [f"#{one.issue}: {one.title}" for one in verdict.known_issues]),
@@ -86,6 +88,11 @@ def processes(case: Case) -> list[dict[str, Any]]:
         for one in case.processes.values()
         if one.who
     ][:256]
+
+
+def _in_flight(dumped: Dumped) -> str:
+    longest = f"; the longest: {dumped.text}" if dumped.text else ""
+    return f"{dumped.unfinished} had not finished, {dumped.finished} before them had ({dumped.source}){longest}"
 
 
 def _frames_of(process: Process) -> list[str]:

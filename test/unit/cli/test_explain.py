@@ -90,3 +90,16 @@ def test_no_file_and_an_unknown_class_are_usage_errors(capsys: pytest.CaptureFix
     assert main(["explain", "--class", "absent"]) == ExitCode.USAGE
     assert main(["explain", "--class", "gpu_stall"]) == ExitCode.DONE
     assert "## gpu_stall" in capsys.readouterr().out
+
+
+def test_long_reading_shows_how_far_it_is_on_a_terminal_alone(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.cli.commands.explain._MUCH", 1)
+    assert main(["explain", str(log), "--json"]) == ExitCode.DONE
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["explain", str(log), "--json"]) == ExitCode.DONE
+    shown = capsys.readouterr().err
+    assert f"\r{log.name}: " in shown
+    assert shown.endswith("\r\033[K")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.output import say, say_json, say_text, say_title
+from sglang_crashkit.cli.output import say, say_json, say_progress, say_text, say_title
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _INCIDENT = re.compile(r"latest|[0-9a-f]{4,8}")
 
 #: Of each file of plain evidence, what an incident keeps: its end.
 _MAX_SAVED = 4 << 20
+#: Of a smaller file nobody waits for the reading.
+_MUCH = 32 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +66,14 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.sources.text.reader import read
     from sglang_crashkit.view import verdict as view
 
-    paths = [_path_of(name) for name in args.files]
+    paths = [_path_of(name) for name in dict.fromkeys(args.files)]
     incidents = [path for path in paths if is_incident(path)]
     texts = [path for path in paths if path not in incidents]
     events = [event for path in incidents for event in read_incident(path)]
     problems: list[CrashkitError] = []
-    case = reduce([*events, *read([*texts, *(log for path in incidents for log in logs_of(path))], problems)])
+    logs = [*texts, *(log for path in incidents for log in logs_of(path))]
+    case = reduce([*events, *read(logs, problems, _show_progress)])
+    say_progress("")
     for problem in problems:
         say_text(f"sglang-crashkit explain: {problem}", error=True)
     verdict = judge(case)
@@ -93,6 +97,11 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_title(redact_text(head))
         say(*map(redact_text, rest))
     return ExitCode.PARTIAL if problems else ExitCode.DONE
+
+
+def _show_progress(path: Path, size: int) -> None:
+    if size >= _MUCH:
+        say_progress(f"{path.name}: {size >> 20} MiB")
 
 
 def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> Path:

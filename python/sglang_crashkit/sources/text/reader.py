@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
 import io
 import re
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,7 +37,7 @@ from sglang_crashkit.model.event import (
 )
 from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDumpError
 from sglang_crashkit.model.sample import Sample, parse_pyspy
-from sglang_crashkit.sources.text import cluster, facts, kernel_lines, recorders, stacks, tracebacks
+from sglang_crashkit.sources.text import cluster, crash_dumps, facts, kernel_lines, recorders, stacks, tracebacks
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _OWN = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
@@ -93,12 +95,17 @@ _BATCHES = (b"Decode batch", b"Prefill batch")
 _ZIPPED = b"\x1f\x8b"
 
 
-def read(paths: Sequence[Path], problems: list[CrashkitError] | None = None) -> Iterator[AnyEvent]:
+def read(
+    paths: Sequence[Path],
+    problems: list[CrashkitError] | None = None,
+    progress: Callable[[Path, int], None] = lambda _path, _size: None,
+) -> Iterator[AnyEvent]:
     """Yield what some files hold, in the order of the files; of one that is cut off, what it holds until there.
 
     Args:
         paths: files, folders, or ``-`` for the standard input.
         problems: gets why some of them cannot be read, or not to their end, where others can.
+        progress: is called with a file and how many bytes of it, unzipped, were read, from time to time.
 
     Raises:
         NothingToDoError: one of them is not there, and there are no `problems` or no others.
@@ -113,7 +120,7 @@ def read(paths: Sequence[Path], problems: list[CrashkitError] | None = None) -> 
             met.append(error)
             continue
         for file in files:
-            reader = _File(file, order)
+            reader = _File(file, order, functools.partial(progress, file))
             try:
                 reader.read()
             except CrashkitError as error:
@@ -186,6 +193,7 @@ class _Batches:
 class _File:
     path: Path
     order: int
+    progress: Callable[[int], None]
     has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
     events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=dict)
@@ -228,29 +236,34 @@ class _File:
             found += chunk
         return found
 
-    def _open(self) -> BinaryIO:
-        if str(self.path) == "-":
-            raw: BinaryIO = sys.stdin.buffer
-            head = raw.peek(2)[:2] if isinstance(raw, io.BufferedReader) else b""
-            return gzip.open(raw, "rb") if head == _ZIPPED else io.BytesIO(raw.read())  # type: ignore[return-value]
-        raw = self.path.open("rb")
-        if raw.peek(2)[:2] != _ZIPPED:
-            return raw
-        raw.close()
-        return gzip.open(self.path, "rb")  # type: ignore[return-value]
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        source: Any = io.BufferedReader(sys.stdin.buffer) if str(self.path) == "-" else self.path.open("rb")
+        with source as raw:
+            if raw.peek(2)[:2] != _ZIPPED:
+                yield raw
+                return
+            with gzip.open(raw, "rb") as opened:
+                yield opened
 
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
-        if recorders.is_dump(head):
-            data = head + self._some(opened, MAX_BYTES)
-            try:
-                for event in recorders.collectives_of(data, self.path):
-                    self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
-                return True
-            except FlightDumpError as error:
-                text = f"a dump of a flight recorder that cannot be read: {error}"
-                self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
-                return True
+        what = ""
+        try:
+            found: Iterator[AnyEvent] = iter(())
+            if recorders.is_dump(head):
+                what = "a dump of a flight recorder"
+                found = recorders.collectives_of(head + self._some(opened, MAX_BYTES), self.path)
+            elif crash_dumps.is_dump(head):
+                what = "a dump of requests"
+                found = crash_dumps.events_of(head + self._some(opened, crash_dumps.MAX_BYTES))
+            for event in found:
+                self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
+        except (FlightDumpError, crash_dumps.CrashDumpError) as error:
+            text = f"{what} that cannot be read: {error}"
+            self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
+        if what:
+            return True
         if b"\0" in head[:4096]:
             kind = "a pickle" if head[:1] == b"\x80" else "binary data"
             self.events.append(("", Unread(order=self.order, source=self.path.name, text=f"{kind}, which is not read")))
@@ -299,11 +312,13 @@ class _File:
                 self.sample = carried.text.strip()[:200]
 
     def _split(self, head: bytes, opened: BinaryIO) -> Iterator[bytes]:
-        rest = head
+        rest, size = head, len(head)
         while rest:
             *lines, rest = rest.split(b"\n")
             yield from lines
             chunk = self._some(opened, 1 << 20)
+            size += len(chunk)
+            self.progress(size)
             if not chunk:
                 if rest:
                     yield rest

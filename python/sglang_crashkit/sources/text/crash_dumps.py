@@ -1,0 +1,116 @@
+"""``crash_dump_*.pkl``: the requests and the arguments that SGLang saves before it ends, read without running anything.
+
+Source of the form: ``dump_requests_before_crash`` in ``sglang/srt/managers/tokenizer_manager.py``: a dictionary with
+``server_args``, ``launch_command`` and ``requests``, each of these a tuple of the request, its last answer, and when it
+came and ended. A class in the pickle becomes a `_Shell` that holds its fields; no name of it is ever imported.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_crashkit.model.event import AnyEvent, Arguments, Dumped
+from sglang_crashkit.sources.text import facts
+
+MAX_BYTES = 64 << 20
+_MAX_REQUESTS, _MAX_FIELDS, _MAX_VALUE, _MAX_TOLD = 100_000, 2000, 200, 3
+#: Instructions that take memory by a size that they name, reach outside the file, or build what needs a real class.
+_REFUSED = b"\x96\x97\x98\x82\x83\x84PQio"
+
+
+class CrashDumpError(Exception):
+    """A file is no such dump, or is cut off; the message says why in a few words."""
+
+
+class _Shell:
+    """Stands for an object of any class: it takes what a pickle gives such an object, and does nothing with it."""
+
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: object, **_fields: object) -> _Shell:
+        """Make one without `__init__`, which a pickle may leave out."""
+        self = super().__new__(cls)
+        self.fields = {}
+        self.__setstate__(args)  # some classes are made anew of a dictionary of their fields
+        return self
+
+    def __setstate__(self, state: object) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            if isinstance(part, dict):
+                self.fields |= {str(name): value for name, value in list(part.items())[:_MAX_FIELDS]}
+
+    def __setitem__(self, name: object, value: object) -> None:
+        if len(self.fields) < _MAX_FIELDS:
+            self.fields[str(name)] = value
+
+    def append(self, _value: object) -> None:
+        """Take an item of a list of a class of its own."""
+
+    def extend(self, _values: object) -> None:
+        """Take several."""
+
+
+class _ShellUnpickler(pickle._Unpickler):
+    """Builds plain data and shells. The one in Python takes no memory for places of the memo that are not used."""
+
+    dispatch = {code: step for code, step in pickle._Unpickler.dispatch.items() if code not in _REFUSED}  # noqa: RUF012
+
+    def find_class(self, _module: str, _name: str) -> Any:
+        return _Shell
+
+
+def is_dump(head: bytes) -> bool:
+    """Return whether a file begins as such a dump does."""
+    return head[:1] == b"\x80" and b"server_args" in head[:4096]
+
+
+def events_of(data: bytes) -> Iterator[AnyEvent]:
+    """Yield the arguments of the server, and how many requests it had not finished.
+
+    Raises:
+        CrashDumpError: it is no such dump, is cut off, or is larger than 64 MiB.
+    """
+    if len(data) > MAX_BYTES:
+        raise CrashDumpError(f"it has more than {MAX_BYTES >> 20} MiB")
+    try:
+        document = _ShellUnpickler(io.BytesIO(data)).load()
+    except (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError,
+            TypeError, ValueError) as error:  # fmt: skip
+        raise CrashDumpError(f"{type(error).__name__}: {str(error)[:100]}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("requests"), list):
+        raise CrashDumpError("it has no list of requests")
+    values = _fields(document.get("server_args"))
+    command = document.get("launch_command")
+    if not values and isinstance(command, list):
+        values = facts.arguments_of("sglang.launch_server " + " ".join(map(str, command))[:20_000]) or {}
+    if values:
+        plain = {name: one for name, one in values.items() if isinstance(one, str | int | float | bool)}
+        yield Arguments(values={name: one[:_MAX_VALUE] if isinstance(one, str) else one for name, one in plain.items()})
+    yield _requests(document["requests"][:_MAX_REQUESTS])
+
+
+def _fields(value: object) -> dict[str, Any]:
+    found = value.fields if isinstance(value, _Shell) else value
+    return found if isinstance(found, dict) else {}
+
+
+def _requests(requests: list[Any]) -> Dumped:
+    unfinished: list[tuple[int, str]] = []
+    finished = 0
+    for one in requests:
+        if not isinstance(one, tuple) or len(one) < 2:
+            continue
+        asked, answer = _fields(one[0]), _fields(one[1])
+        if _fields(answer.get("meta_info")).get("finish_reason"):
+            finished += 1
+        else:
+            ids, text = asked.get("input_ids"), asked.get("text")
+            size = len(ids) if isinstance(ids, list) else len(text) // 4 if isinstance(text, str) else 0
+            unfinished.append((size, str(asked.get("rid") or "a request")[:80]))
+    unfinished.sort(reverse=True)
+    told = ", ".join(f"{rid} (about {size} prompt tokens)" for size, rid in unfinished[:_MAX_TOLD])
+    return Dumped(unfinished=len(unfinished), finished=finished, text=told)
