@@ -378,7 +378,8 @@ def _is_idle(frames: Sequence[Frame]) -> bool:
     if is_own(caller):
         return bool(
             re.match(
-                r"^(event_loop\w*|handle_loop|recv_requests|_pull_raw_reqs|maybe_sleep\w*|on_idle|watch_\w+)$", name
+                r"^(event_loop\w*|handle_loop|recv_requests|sock_recv|_pull_raw_reqs|maybe_sleep\w*|on_idle|watch_\w+)$",
+                name,
             )
         )
     return patterns["serving"].search(caller.file) is not None

@@ -74,6 +74,12 @@ class Member(msgspec.Struct, kw_only=True):
         """Its process id; 0 where it is not known."""
         return self.process.pid
 
+    @property
+    def server(self) -> str:
+        """What tells its server from others of the same side; empty where that is not known."""
+        sample = self.stacks[-1].sample
+        return sample.rendezvous or (f"{sample.host} {sample.server}" if sample.server else "")
+
     def always(self, *kinds: str) -> bool:
         """Return whether it was in one of these states in each sample."""
         return all(one.kind in kinds for one in self.activities)
@@ -92,6 +98,11 @@ class Member(msgspec.Struct, kw_only=True):
                 break
             found = level[-1]
         return found
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its samples show that it comes round in its loop."""
+        return self.is_moving and (self.common is None or not is_own(self.common) or is_loop(self.common))
 
     @property
     def cpu_share(self) -> float | None:
@@ -143,18 +154,20 @@ def _members(case: Case) -> list[Member]:
     """Return the processes with stacks; samples of one process that several files hold come together."""
     found: dict[tuple[object, ...], list[tuple[Process, Stack]]] = {}
     # Not every tool says which rank a process is.
-    known = {one.sample.pid: process for process in case.schedulers if process.ranks for one in process.stacks}
+    known = {
+        (one.sample.host, one.sample.pid): process
+        for process in case.schedulers
+        if process.ranks
+        for one in process.stacks
+    }
     for seen_in in case.processes.values():
         for stack in seen_in.stacks:
             if any(one.fatal for one in seen_in.stacks):
                 continue  # what a process was in when it died
-            process = (known.get(stack.sample.pid) if stack.sample.pid else None) or seen_in
-            pid = stack.sample.pid or process.pid
-            key = (
-                (process.side, process.who or stack.sample.title, pid)
-                if pid
-                else (process.side, process.node, process.who)
-            )
+            sample = stack.sample
+            process = (known.get((sample.host, sample.pid)) if sample.pid else None) or seen_in
+            pid, who = sample.pid or process.pid, process.who or sample.title
+            key = (process.side, sample.host, who, pid) if pid else (process.side, process.node, process.who)
             found.setdefault(key, []).append((process, stack))
     members = []
     for seen in found.values():
@@ -177,6 +190,13 @@ def _members(case: Case) -> list[Member]:
             if one.ranks or (len(alike) > 1 and one.name not in ("", role)):
                 continue
             one.name = role if role and len(alike) == 1 else f"pid {one.pid}" if one.pid else one.name or "a process"
+    if len({one.stacks[-1].sample.host for one in members} - {""}) > 1:
+        for one in members:
+            one.name = f"{one.name} on {one.stacks[-1].sample.host}"
+    for alike in _by(members, lambda one: (one.process.side, one.name)).values():
+        if len(alike) > 1 and alike[0].server:
+            for one in alike:
+                one.name = f"{one.name} (pid {one.pid})"
     return members
 
 
@@ -197,8 +217,8 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
         one for one in members if not one.role and any(map(is_own, one.frames[-1]))
     ]
     found = []
-    for side in dict.fromkeys(one.process.side for one in ranks):
-        found += _judge_ranks(scene, side, [one for one in ranks if one.process.side == side])
+    for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
+        found += _judge_ranks(scene, side, some)
     if not found or found[0].kind in _SAME_WAIT:
         # A recorder knows who is behind, where the stacks show the same wait.
         found = watched.compare_waits(scene.case, scene.where()) or found
@@ -254,6 +274,9 @@ def _with(ranks: Sequence[Member], others: Sequence[Member]) -> list[Member]:
 
 
 def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Finding]:
+    is_going = any(one.goes_on for one in members) and all(one.goes_on or one.last.is_for_requests for one in members)
+    if is_going and not scene.signs.is_hang:
+        return []
     layout = topology.topology_of(scene.case, side, (one.ranks for one in members))
     groups = topology.groups_of(layout, members, lambda one: one.ranks)
     if layout.pp > 1 and any(one.last.kind == "p2p" for one in members):
@@ -652,6 +675,8 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
             found.who, found.kind, found.next = None, "weight_update_deadlock", signs.steps_of_update(scene.case)
         return [found]
     is_idle = all(one.last.is_for_requests for one in ranks)
+    if not is_idle and any(len(one.frames) > 1 and not one.is_moving and not one.last.is_for_requests for one in ranks):
+        return []
     words = "wait for requests, as an idle server does" if is_idle else "move between their samples"
     found = _finding(scene, "no_incident" if is_idle else "busy", [], members, weight=20)
     found.headline = f"nothing is wrong: the schedulers ({_who(ranks)}) {words}"

@@ -270,7 +270,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     if args.json:
         say_json(collected.nodes_as_json(result, explanation, output, status), indent=2)
     else:
-        say(*collected.nodes_as_text(result, explanation, output))
+        collected.say_nodes(result, output)
     if result.interrupt is not None:
         _say("interrupted; what was collected until then is kept")
     return status

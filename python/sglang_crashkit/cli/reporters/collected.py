@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pwd
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.capture.debugger import Debugged
-from sglang_crashkit.cli.output import say
+from sglang_crashkit.cli.output import say, say_title
 from sglang_crashkit.collect.collection import SUMMARY, VERDICT, Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
 from sglang_crashkit.kernel.private_files import make_private_folder, read_regular, write_json, write_private
+from sglang_crashkit.model.event import AnyEvent, Arguments, Compared, Stack
 from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.step import DIVERGED
+from sglang_crashkit.redact import redact_text
+from sglang_crashkit.sources.text.facts import arguments_of
 
 if TYPE_CHECKING:
     from sglang_crashkit.analysis.member import SampledProcess
@@ -31,23 +37,28 @@ _MAX_LINES = 100
 
 
 class TextReport:
-    """The lines for a person: the snapshots and the verdict, and later what the debuggers added."""
+    """The lines for a person: the snapshots, later what the debuggers added, and the verdict."""
 
     def __init__(self, collection: Collection, output: Path) -> None:
         self._collection, self._output = collection, output
-        self._verdict = ""
+        self._is_begun = False
 
     def snapshots_taken(self) -> None:
-        """Print what the processes did, and the verdict, before the debuggers, which take minutes."""
+        """Print what the processes did, and in a sentence the verdict, before the debuggers, which take minutes."""
+        self._is_begun = True
         for one in self._collection.collected:
             say(f"{one.process.title} (pid {one.process.pid})")
             for line in _moments(one):
                 say(f"    {line}")
-        self._tell_verdict("verdict")
+        explanation = self._collection.explain()
+        if self._collection.rounds:
+            found = self._collection.divergence
+            told = f"{explanation.statement} {found.statement if found else ''}".rstrip()
+            say(f"by the snapshots ({explanation.level}): {told}")
 
     def ended(self) -> None:
         """Print the rest."""
-        if not self._verdict:
+        if not self._is_begun:
             self.snapshots_taken()
         if self._collection.spared:
             say(f"native stacks: not taken: {self._collection.spared}")
@@ -57,16 +68,34 @@ class TextReport:
         if self._collection.missing:
             say(self._collection.missing)
         say(f"files: {self._output}")
-        self._tell_verdict("verdict with native stacks")
+        lines = {
+            " ".join(("sglang.launch_server", *one.process.server_arguments)) for one in self._collection.collected
+        }
+        known: list[AnyEvent] = [Arguments(values=values) for line in sorted(lines) if (values := arguments_of(line))]
+        if (found := self._collection.divergence) and found.kind in DIVERGED:
+            known.append(Compared(kind="divergence", level=found.level, text=found.statement))
+        _say_verdict([(self._collection.host, self._output / name) for name in self._collection.snapshot_files], known)
 
-    def _tell_verdict(self, what: str) -> None:
-        explanation = self._collection.explain()
-        verdict = f"({explanation.level}): {explanation.statement}"
-        if (divergence := self._collection.divergence) is not None:
-            verdict += f" {divergence.statement}"
-        if self._collection.rounds and verdict != self._verdict:
-            self._verdict = verdict
-            say(f"{what} {verdict}")
+
+def _say_verdict(files: Iterable[tuple[str, Path]], known: Iterable[AnyEvent] = ()) -> None:
+    """Print what ``sglang-crashkit explain`` says of snapshots, by host, and of what else is known; nothing without."""
+    from sglang_crashkit.judge.verdict import judge
+    from sglang_crashkit.model.case import reduce
+    from sglang_crashkit.sources.text.snapshots import MAX_BYTES, SnapshotError, stacks_of
+    from sglang_crashkit.view.verdict import screen
+
+    events = [*known]
+    for host, path in files:
+        # What is missing of it was told above.
+        with contextlib.suppress(OSError, SnapshotError):
+            stacks = stacks_of(read_regular(path, MAX_BYTES + 1), host)
+            events += [msgspec.structs.replace(one, order=len(events), source=path.name) for one in stacks]
+    if any(isinstance(one, Stack) for one in events):
+        case = reduce(events)
+        head, *rest = screen(judge(case), case)
+        say("")
+        say_title(redact_text(head))
+        say(*map(redact_text, rest))
 
 
 def _debugged(it: Debugged) -> str:
@@ -177,16 +206,16 @@ def write_explanation(result: Gathered, explanation: Explanation, output: Path) 
     write_json(output / VERDICT, {"schema_version": 1, **result.transport.identity, **verdict})
 
 
-def nodes_as_text(result: Gathered, explanation: Explanation, output: Path) -> Iterator[str]:
-    """Yield the lines for a person."""
-    yield result.transport.title
+def say_nodes(result: Gathered, output: Path) -> None:
+    """Print what there is for a person."""
+    say(result.transport.title)
     for lines in (list(_process_lines(result)), list(_problem_lines(result))):
-        yield from lines[:_MAX_LINES]
+        say(*lines[:_MAX_LINES])
         if len(lines) > _MAX_LINES:
-            yield f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}"
-    yield f"files: {output}/<{result.transport.noun}>/, {output / EXPLANATION}"
-    if any(node.processes for node in result.nodes):
-        yield f"verdict ({explanation.level}): {explanation.statement}"
+            say(f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}")
+    say(f"files: {output}/<{result.transport.noun}>/, {output / EXPLANATION}")
+    names = ((node, name) for node in result.nodes for name in node.files)
+    _say_verdict([(node.node, node.folder / name) for node, name in names if name.startswith("snapshot_")])
 
 
 def nodes_as_json(result: Gathered, explanation: Explanation, output: Path, status: ExitCode) -> dict[str, Any]:

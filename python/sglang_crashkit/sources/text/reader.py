@@ -37,7 +37,16 @@ from sglang_crashkit.model.event import (
 )
 from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDumpError
 from sglang_crashkit.model.sample import Sample, parse_pyspy
-from sglang_crashkit.sources.text import cluster, crash_dumps, facts, kernel_lines, recorders, stacks, tracebacks
+from sglang_crashkit.sources.text import (
+    cluster,
+    crash_dumps,
+    facts,
+    kernel_lines,
+    recorders,
+    snapshots,
+    stacks,
+    tracebacks,
+)
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _OWN = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
@@ -257,9 +266,12 @@ class _File:
             elif crash_dumps.is_dump(head):
                 what = "a dump of requests"
                 found = crash_dumps.events_of(head + self._some(opened, crash_dumps.MAX_BYTES))
+            elif snapshots.is_snapshot(head):
+                what = "a snapshot of collect"
+                found = snapshots.stacks_of(head + self._some(opened, snapshots.MAX_BYTES))
             for event in found:
                 self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
-        except (FlightDumpError, crash_dumps.CrashDumpError) as error:
+        except (FlightDumpError, crash_dumps.CrashDumpError, snapshots.SnapshotError) as error:
             text = f"{what} that cannot be read: {error}"
             self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
         if what:

@@ -60,8 +60,9 @@ def test_every_process_has_two_files_and_every_moment_a_snapshot(
     assert status == 0
     assert printed[0] == f"{TITLE} (pid {rank})"
     assert printed[1].startswith("    1-2 S  inner_function (")
-    assert printed[2].startswith("verdict (")
-    assert printed[3:] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
+    assert printed[2].startswith("by the snapshots (unknown): ")
+    assert printed[3:6] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}", ""]
+    assert "first    TP0" in printed
 
 
 def test_the_verdict_is_there_before_the_debuggers_end(rank: int, tmp_path: Path, gdb: Path) -> None:
@@ -70,7 +71,7 @@ def test_the_verdict_is_there_before_the_debuggers_end(rank: int, tmp_path: Path
     arguments = ["--pid", str(rank), "--output-dir", str(output), "--snapshots", "1", "--native"]
     with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
         assert collector.stdout is not None
-        assert any(line.startswith("verdict (") for line in collector.stdout)
+        assert any(line.startswith("by the snapshots (") for line in collector.stdout)
         wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
         assert not list(output.glob("cudagdb_*.txt"))
         collector.send_signal(signal.SIGINT)
@@ -79,7 +80,8 @@ def test_the_verdict_is_there_before_the_debuggers_end(rank: int, tmp_path: Path
     text = next(output.glob("cudagdb_*.txt")).read_text()
     assert f"asked for {rank}\n" in text
     assert "cuda-gdb was called off" in text
-    assert rest.splitlines() == [f"{TITLE} (pid {rank}): cuda-gdb: cuda-gdb was called off", f"files: {output}"]
+    said = [f"{TITLE} (pid {rank}): cuda-gdb: cuda-gdb was called off", f"files: {output}", ""]
+    assert rest.splitlines()[:3] == said
 
 
 @pytest.mark.parametrize("is_debugging", [False, True])
@@ -106,12 +108,9 @@ def test_what_native_stacks_add_to_the_verdict_is_told(
     gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
     (tmp_path / "listing").write_text(native_stack(rank))
     assert collect(rank, tmp_path / "out", "--snapshots", "1", "--native") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" (")[0] for line in lines if line.startswith("verdict")] == [
-        "verdict",
-        "verdict with native stacks",
-    ]
-    assert lines[-1].startswith("verdict with native stacks (")
+    screen = capsys.readouterr().out.partition("\nclass ")[2]
+    assert screen.startswith("   symmetric_stall: ")
+    assert "NCCL" in screen
 
 
 def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +142,9 @@ def test_a_stopped_process_is_captured_and_left_stopped(
     assert "# cuda-gdb: not run: the verdict is established without it\n" in native.read_text()
     assert "asked for" not in native.read_text()
     verdict = f"{TITLE} (pid {process.pid}) is stopped (state T) until somebody sends SIGCONT."
-    assert f"verdict (established): {verdict}\n" in printed
+    assert f"by the snapshots (established): {verdict}\n" in printed
+    assert "class    stopped_process: " in printed
+    assert f"`kill -CONT {process.pid}` lets TP0 go on" in printed
 
 
 def test_a_process_that_gives_nothing_makes_it_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
