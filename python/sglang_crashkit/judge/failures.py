@@ -49,6 +49,11 @@ _NEXT_S = 2.0
 _OF_REQUEST = re.compile(r"starlette/|fastapi/|uvicorn/protocols|entrypoints/(?:openai|anthropic|ollama)")
 _CLIENT = re.compile(r"(?:^|/)bench_\w+\.py$|(?:^|/)benchmark/")
 _OF_A_PAIR = frozenset({"pd_transfer", "mooncake", "nixl"})
+#: Classes of what a rank, and no front end, says without a name.
+_OF_A_RANK = frozenset(
+    {"cuda_fault", "gpu_hardware", "gpu_oom_at_start", "gpu_oom_serving", "kv_pool_leak", "kv_pool_exhausted",
+     "collective_mismatch", "symmetric_stall", "compile_failed", "startup_memory", "aborted", "segfault"}
+)  # fmt: skip
 #: What is tried again so often is no passing trouble.
 _MANY = 20
 _ROUTER = re.compile(r".{0,12}\[Router|\S{0,40}sglang_router")
@@ -67,7 +72,7 @@ _ROLES = (
     (
         "tokenizer",
         re.compile(
-            r"tokenizer_manager|tokenizer_communicator|http_server|multi_tokenizer|entrypoints/|uvicorn/|starlette/|grpc"
+            r"_wait_and_warmup|tokenizer_manager|tokenizer_communicator|http_server|multi_tokenizer|entrypoints/|uvicorn/|starlette/|grpc"
         ),
     ),
     ("scheduler", re.compile(r"srt/(?:constrained|mem_cache|model_executor|layers|models|speculative|lora)/")),
@@ -169,6 +174,8 @@ class _Failures:
     def find(self) -> Iterator[Finding]:
         """Yield a finding for each fact that tells one."""
         found = [*self._found()]
+        if not any(one.weight >= 37 for one in found):
+            found += self._vanished()
         # What names a rank is its own word; a role may be any of several.
         raised = [
             one for one in found if re.search(r"\d", one.who or "") and one.weight >= 50 and not one.is_consequence
@@ -197,6 +204,8 @@ class _Failures:
                 one.component = "kv_pool"
             if one.kind in ("gpu_oom_at_start", "gpu_oom_serving"):
                 one.component = one.component or "gpu"
+            if one.kind in ("transfer_failed", "transfer_stuck", "peer_lost"):
+                one.component = one.component or "pd_transfer"
             if (
                 one.kind in ("gpu_hardware", "host_oom", "cuda_fault")
                 and one.who is None
@@ -347,10 +356,10 @@ class _Failures:
             part = None  # the launcher imports everything
         if role == "tokenizer" and not is_started:
             # The program itself, before it has a tokenizer manager.
-            role = ""
-        who = (
-            event.who or (role if role != "scheduler" or not self._case.schedulers else "") or _only(self._case) or role
-        )
+            who = event.who
+        else:
+            known = role if role != "scheduler" or not self._case.schedulers else ""
+            who = event.who or known or _only(self._case) or role
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         first_line = error.text.strip().partition("\n")[0][:_MAX_QUOTE]
         where = f" in {inner.function} ({inner.file}:{inner.line})" if inner else ""
@@ -422,7 +431,11 @@ class _Failures:
             frames = [frame for error in raised.chain for frame in error.frames]
             part = part or component_of(frames, arguments=self._case.arguments)
         part = row.part or (part if is_telling(part) or not row.usual else row.usual)
-        who = who or (event.side if part in _OF_A_PAIR else "") or _only(self._case)
+        if kind == "peer_lost":
+            who = next(
+                (side for side in ("prefill", "decode") if side in event.text.lower() and side != event.side), who
+            )
+        who = who or (event.side if part in _OF_A_PAIR else "") or (_only(self._case) if kind in _OF_A_RANK else "")
         steps = _steps(row, named, event.text)
         if is_telling(part) and (way := way_out(part, self._case.arguments, is_seen=True)):
             steps.append(f"the message speaks of {part}: {way}")
@@ -595,6 +608,14 @@ class _Failures:
                 f"{event.restarts} restarts)",
                 next=self._memory_steps(),
             )  # fmt: skip
+        elif event.reason == "Evicted":
+            why = next((note for note in event.notes if "low on resource" in note or "exceed" in note), "")
+            kind = "host_oom" if "memory" in why else "disk_full" if re.search("storage|disk|inode", why) else ""
+            yield Finding(
+                kind=kind or "asked_to_stop", weight=80, because=[*because, *([why] if why else [])],
+                headline=f"Kubernetes evicted the pod {event.name}: {why or 'why is not in this evidence'}"[:290],
+                next=["request as much as it uses (requests equal limits), so that its node does not evict it first"],
+            )  # fmt: skip
         elif event.code == 137:
             probe = next((note for note in event.notes if "probe failed" in note or "Killing" in note), "")
             yield Finding(
@@ -602,6 +623,13 @@ class _Failures:
                 headline=f"the container {event.name} was killed (exit code 137)"
                 + (f" after {probe[:100]}" if probe else ""),
                 next=["raise the liveness probe's failureThreshold until the cause is known"] if probe else [],
+            )  # fmt: skip
+        elif event.code is None and (probe := next((one for one in event.notes if "iveness probe failed" in one), "")):
+            yield Finding(
+                kind="no_progress", weight=38, because=[*because, probe],
+                headline=f"{event.name} did not answer its liveness probe, and Kubernetes restarts it: {probe[:140]}",
+                next=["`kubectl logs --previous POD` has what the server said until then",
+                      "give the probe more time (timeoutSeconds, failureThreshold) until the cause is known"],
             )  # fmt: skip
 
     def _fatal(self, event: Stack) -> Iterator[Finding]:
@@ -638,6 +666,22 @@ class _Failures:
             because=[_quoted(event, f"Fatal Python error: {event.fatal}"), *(str(frame) for frame in frames[:4])],
             next=[f"the {part} part is in the stack: {way}"] if way else [],
         )  # fmt: skip
+
+    def _vanished(self) -> Iterator[Finding]:
+        """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
+        for start in (one for one in self._case.events if isinstance(one, Arguments) and one.values):
+            log = start.source.partition(":")[0]
+            own = [one for one in self._case.events if one.source.partition(":")[0] == log]
+            is_again = any(isinstance(one, Progress) and one.order < start.order for one in own)
+            if is_again and any(isinstance(one, Stage) and one.order > start.order for one in own):
+                yield Finding(
+                    kind="vanished", where=start.place, weight=45,
+                    headline="the server's log ends in its work, and then it starts anew: nothing tells how it ended",
+                    because=[f"{start.source}: it starts again"],
+                    next=["`kubectl describe pod` (Last State), `docker inspect --format '{{.State}}'` or `journalctl -u`"
+                          " say how it ended; without an exit status, whether the host was restarted (`last -x`)"],
+                )  # fmt: skip
+                return
 
     # -- nothing has failed
 

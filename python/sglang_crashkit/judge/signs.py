@@ -13,7 +13,7 @@ from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Collective, Exit, Line, Raised, Stack
+from sglang_crashkit.model.event import Arguments, Collective, Exit, Line, Raised, Stack
 
 _MAX_TEXT = 4000
 #: What an exception quotes may be anybody's words.
@@ -169,6 +169,8 @@ def read(case: Case) -> Signs:
     signs.is_hang = (
         bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs) or case.watched is not None
     )
+    # Stacks that somebody took after the last sign of life are no such sign.
+    looked = max((event.place for event in case.events if isinstance(event, Stack) and not event.fatal), default=good)
     is_late = good[0] >= case.last_at - _AT_THE_END
     is_seen = len(batches) + len(answers) > 2 or case.is_started
     signs.last_word, is_begun = _last_word(case, max(batches))
@@ -178,6 +180,7 @@ def read(case: Case) -> Signs:
         is_seen
         and not signs.stands_for
         and (is_late or goes_on)
+        and looked <= good
         and not signs.is_hang
         and not _failed_after(case, good, max(batches))
     )
@@ -212,7 +215,9 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
         return 0.0
     # By the clock of its own log: that of stacks or of another host need not agree with it.
     log = last.source.partition(":")[0]
-    own = (event for event in case.events if event.source.partition(":")[0] == log)
+    own = [event for event in case.events if event.source.partition(":")[0] == log]
+    if any(isinstance(event, Arguments) and event.values and event.order > last.last_order for event in own):
+        return 0.0  # it was started anew
     silent = max(max(event.at, getattr(event, "last_at", 0.0)) for event in own) - max(last.last_at, answered)
     return silent if silent >= _STANDS_S else 0.0
 

@@ -18,7 +18,7 @@ MAX_LINE = 20_000
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]{0,40}[A-Za-z]|\][^\x07]{0,200}\x07|[()][A-Z0-9])")
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d"
 _CRI = re.compile(rf"({_TIME}\S{{0,16}}) (stdout|stderr) ([FP]) ?")
-_KUBECTL = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)) ")
+_KUBECTL = re.compile(r"\[?(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d))\]? ")
 _POD = re.compile(r"\[?(?:pod/)?([\w.-]{1,120})/([\w.-]{1,80})\]? (?=\S)")
 _COMPOSE = re.compile(r"([A-Za-z][\w.-]{0,79}) *\| ?")
 _TASK = re.compile(r" {0,5}(\d{1,5}): ?")

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from sglang_crashkit.model.event import AnyEvent, Container, Gpu
 
 _POD_NAME = re.compile(r"Name: +(\S{1,200})$")
+#: Of a pod as a whole, as where its node evicted it.
+_OF_POD = re.compile(r"(Reason|Message): +(.{1,600})$")
 _FIELD = re.compile(r" +(State|Last State|Reason|Exit Code|Restart Count): +(.{1,200})$")
 #: An event as ``kubectl describe`` and as ``kubectl get events`` prints it.
 _EVENT = re.compile(
@@ -48,6 +50,9 @@ def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             if name:
                 yield found()
             name, state, reason, restarts, code, notes, section = match[1], "", "", 0, None, [], ""
+        elif match := _OF_POD.match(line):
+            notes.append(f"{match[1]}: {match[2].strip()}")
+            reason = match[2].strip() if match[1] == "Reason" else reason
         elif match := _FIELD.match(line):
             field, value = match[1], match[2].strip()
             if field in ("State", "Last State"):
@@ -56,7 +61,8 @@ def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             elif field == "Reason":
                 if section == "State" and value != "Error":
                     state = value
-                reason = value if section == "Last State" or value in ("OOMKilled", "Error") else reason
+                is_telling = section == "Last State" or value in ("OOMKilled", "Error")
+                reason = value if is_telling and reason != "Evicted" else reason
             elif field == "Exit Code" and value.lstrip("-").isdigit():
                 code = int(value)
             elif field == "Restart Count" and value.isdigit():

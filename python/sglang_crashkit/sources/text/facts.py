@@ -102,6 +102,11 @@ _STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
             r"|forcing job termination",
         ),
         ("docker", False, r"docker (?:stop|compose down)|Container \S+ (?:Stopping|Stopped)"),
+        (
+            "a person",
+            False,
+            r"killall_sglang|^(?:\S{0,80}[$#] ?|\+ )(?:sudo )?(?:pkill|killall|kill (?:-\w+ )*\d)",
+        ),
     )
 )
 _CODE = re.compile(

@@ -49,7 +49,11 @@ from sglang_crashkit.sources.text import (
 )
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
-_OWN = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
+_OWN = re.compile(r"\[((?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
+#: What is left of it where the time was cut out of a pasted line.
+_OWN_RANKS = re.compile(r"\[((?:(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5} ?){1,5})\] ?(?=\S)")
+#: Of a time without a date, as older releases have it.
+_NO_DATE = "1970-01-01 "
 _OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[ :,-]")
 _DATE = re.compile(
     r"\b((?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d)(?: [AP]M)?(?: [A-Z]{3,4})? (20\d\d)\b"
@@ -418,9 +422,14 @@ class _File:
         own = _OWN.match(text)
         if own:
             self._close(stream, key)
-            stream.at, stream.has_own_time = seconds(own[1]), True
+            stream.at, stream.has_own_time = seconds(own[1] if own[1][4] == "-" else f"{_NO_DATE}{own[1]}"), True
             stream.who = _name(own[2] or "")
             text = text[own.end() :]
+        elif ranks := _OWN_RANKS.match(text):
+            own = ranks
+            self._close(stream, key)
+            stream.who = _name(ranks[1])
+            text = text[ranks.end() :]
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
                 stream.at, stream.has_own_time = at, True

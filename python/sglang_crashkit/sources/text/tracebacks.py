@@ -126,7 +126,7 @@ def begins(line: str) -> bool:
 def bare_exception(line: str) -> tuple[str, str] | None:
     """Return class and text of an exception that stands alone in a line, such as ``torch.OutOfMemoryError: CUDA …``."""
     match = _EXCEPTION.match(line.strip())
-    if match is None or not match[2] or not match[1].endswith(_ENDINGS):
+    if match is None or not match[2] or match[1] in _ENDINGS or not match[1].endswith(_ENDINGS):
         return None
     return match[1], match[2]
 
