@@ -43,6 +43,8 @@ _MAX_TEXT, _MAX_QUOTE = 3000, 220
 _NEAR = 5
 #: Seconds of work after a failure by which a server is taken to have outlived it.
 _OUTLIVED_S = 3.0
+#: The kernel's log may be in another time zone: what is further apart than this in seconds is so by the clock.
+_ANY_ZONE_S = 15 * 3600.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
 _NEXT_S = 2.0
 #: Below these the web server catches what a request raises.
@@ -60,9 +62,7 @@ _ROUTER = re.compile(r".{0,12}\[Router|\S{0,40}sglang_router")
 _LOOP = re.compile(
     r"event_loop|run_batch|process_batch_result|get_next_batch_to_run|recv_requests|process_input_requests"
 )
-_START = re.compile(
-    r"__init__|load_model|_launch|launch_|init_|capture|run_scheduler_process|<module>|prepare_server_args|import_module"
-)
+_START = re.compile(r"__init__|load_model|_launch|launch_|init_|capture|<module>|prepare_server_args|import_module")
 _SERVES = re.compile(r"srt/(?:managers/schedul|layers/|mem_cache/)")
 #: The function in which a process of each role is, whatever raised below it.
 _ROLES = (
@@ -495,6 +495,9 @@ class _Failures:
             )  # fmt: skip
         elif event.kind == "xid" and event.number not in _XID_FOLLOWS and is_ours:
             is_program = event.number in _XID_OF_PROGRAM
+            last = max((one.last_at for one in self._work), default=0.0)
+            if is_program and not self._is_known(event) and event.at and last - event.at > _ANY_ZONE_S:
+                return  # another program's, or that of an earlier server
             gpu = str(event.facts.get("gpu", ""))
             words = _XIDS.get(event.number, "a fault of a program's kernel" if is_program else "a fault of the GPU")
             yield Finding(
@@ -678,7 +681,7 @@ class _Failures:
                     kind="vanished", where=start.place, weight=45,
                     headline="the server's log ends in its work, and then it starts anew: nothing tells how it ended",
                     because=[f"{start.source}: it starts again"],
-                    next=["`kubectl describe pod` (Last State), `docker inspect --format '{{.State}}'` or `journalctl -u`"
+                    next=["`kubectl describe pod` (Last State), `docker inspect --format '{{.State}}'` or `journalctl`"
                           " say how it ended; without an exit status, whether the host was restarted (`last -x`)"],
                 )  # fmt: skip
                 return

@@ -47,7 +47,7 @@ def told(sampled: SampledProcesses) -> tuple[Any, list[str]]:
     return explanation.to_json(), list(format_explanation(explanation, sampled.tree))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.lists(NODES, max_size=8))
 def test_the_order_of_snapshots_does_not_matter(data: st.DataObject, nodes: list[NodeSnapshot]) -> None:
     assert told(SampledProcesses.of(data.draw(st.permutations(nodes)))) == told(SampledProcesses.of(nodes))

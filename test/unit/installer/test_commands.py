@@ -151,6 +151,7 @@ def test_the_next_command_fits_the_state(environment, kit, other_kit):
     )
 
 
+@pytest.mark.wide
 def test_pip_uninstalls_a_patched_sglang_without_leaving_anything(site, venv, run):
     ensurepip = pytest.importorskip("ensurepip")
     assert run("apply")[0] == 0

@@ -39,6 +39,7 @@ def test_nothing_is_told_where_nothing_failed(rows: list[Row]) -> None:
     assert [(row.case, row.kind) for row in rows if row.result == "false alarm"] == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_carrier_of_a_log_changes_nothing(change: str, rows: list[Row]) -> None:
     changed = score_folder(CORPUS, [change])

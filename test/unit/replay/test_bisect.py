@@ -46,6 +46,7 @@ def test_a_fault_of_parameters_is_reduced_to_them(
     assert [file for file in files if SECRET in file.read_text() or file.stat().st_mode & 0o077] == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("rule", "what", "reason"),
     [

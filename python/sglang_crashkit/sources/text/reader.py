@@ -52,6 +52,11 @@ from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, ke
 _OWN = re.compile(r"\[((?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
 #: What is left of it where the time was cut out of a pasted line.
 _OWN_RANKS = re.compile(r"\[((?:(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5} ?){1,5})\] ?(?=\S)")
+#: A format of a logger's own, such as ``2026-10-05 08:00:00 INFO 77 [DP3 TP3 scheduler.py:310] …``.
+_LOGGED = re.compile(
+    r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?\]?,? (?:- )?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL),? )?"
+    r"(?:\d{1,8} )?\[((?:(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5} ?){0,6}(?:\w{1,60}\.py:\d{1,6})?)\] "
+)
 #: Of a time without a date, as older releases have it.
 _NO_DATE = "1970-01-01 "
 _OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[ :,-]")
@@ -425,6 +430,12 @@ class _File:
             stream.at, stream.has_own_time = seconds(own[1] if own[1][4] == "-" else f"{_NO_DATE}{own[1]}"), True
             stream.who = _name(own[2] or "")
             text = text[own.end() :]
+        elif logged := _LOGGED.match(text):
+            own = logged
+            self._close(stream, key)
+            stream.at, stream.has_own_time = seconds(logged[1]), True
+            stream.who = _name(logged[2])
+            text = text[logged.end() :]
         elif ranks := _OWN_RANKS.match(text):
             own = ranks
             self._close(stream, key)
@@ -445,12 +456,13 @@ class _File:
             stream.at = carried.at
         if stream.traceback is not None and stream.traceback.take(text):
             return
-        if stream.block is not None or stacks_begin(text):
+        if stream.block is not None or stacks.begins(text):
             block, is_taken = stacks.parse(stream.block, text)
             if block is not stream.block:
                 self._close(stream, key)
                 if block is not None:
                     stream.started = (stream.at, self.order)
+                    block.title = stream.said if block.is_bare else block.title
             stream.block = block
             if is_taken:
                 return
@@ -490,13 +502,15 @@ class _File:
             stream.traceback, stream.prefix, stream.thread, stream.said = None, None, "", ""
         if stream.block is not None:
             block, stream.block = stream.block, None
+            told = stacks.ranks_said(block.title) if block.is_bare else []
+            block.title = "" if block.is_bare else block.title
             if block.threads or block.fatal:
                 sample = block.sample()
-                who = stacks.who_of(sample.title) or stream.who
-                self._add(
-                    key,
-                    Stack(order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, source=source),
-                )
+                for who in told or [stacks.who_of(sample.title) or stream.who]:
+                    found = Stack(
+                        order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, source=source
+                    )
+                    self._add(key, found)
 
     def _kernel(self, carried: Carried, key: str, stream: _Stream) -> None:
         found = kernel_lines.parse(carried.text)
@@ -672,12 +686,6 @@ def _kind_of(access: re.Match[str]) -> tuple[str, int]:
     else:
         kind = "answer" if method == "POST" else "health"
     return kind, status
-
-
-def stacks_begin(text: str) -> bool:
-    """Return whether a line may begin a block of stacks."""
-    head = text.lstrip()[:8]
-    return head.startswith(("Process ", "Thread ", "Current ", "Fatal Py", "#"))
 
 
 def _name(prefix: str) -> str:

@@ -13,6 +13,11 @@ _THREAD = re.compile(r'Thread (0x[0-9A-Fa-f]+|\d+)(?: \(([\w+ ]{1,40})\))?(?:: "
 _PYSPY_FRAME = re.compile(
     r"\s{1,12}(?!File )(\S[^()]{0,400}?(?:\([^()]{0,80}\))?[^()]{0,200}?) \(([^()]{1,600}?)(?::(\d{1,9}))?\)\s*$"
 )
+#: A frame that somebody pasted without the thread that it is of.
+_BARE_FRAME = re.compile(
+    r"\s{0,12}([A-Za-z_<][\w.<>]{0,120}) \(((?:[\w.-]{1,80}/){0,12}[\w-]{1,80}\.py):(\d{1,9})\)\s*$"
+)
+_SAID = re.compile(r"\b(?:TP|[Rr]anks? ?)(\d{1,4})(?: ?(?:-|\u2013|to|\.\.) ?(?:TP)?(\d{1,4}))?")
 _FAULT = re.compile(r"Fatal Python error: (.{1,200})")
 _FAULT_THREAD = re.compile(
     r"(Current thread|Thread) (0x[0-9a-fA-F]+|\d+)(?: \[?([^()\]]{0,80})\]?)? ?\(most recent call first\):"
@@ -36,6 +41,7 @@ class StackBlock:
     pid: int = 0
     title: str = ""
     fatal: str = ""
+    is_bare: bool = False  # without any header; the title is what was said before it
     threads: list[tuple[str, int | None, bool, bool, list[Frame]]] = field(default_factory=list)
 
     def begin(self, name: str, native_id: int | None, *, active: bool = False, gil: bool = False) -> None:
@@ -99,6 +105,22 @@ def who_of(title: str) -> str:
     return "tokenizer" if "launch_server" in title or "sglang serve" in title or "tokenizer" in title else ""
 
 
+def begins(text: str) -> bool:
+    """Return whether a line may begin a block of stacks."""
+    head = text.lstrip()[:8]
+    return head.startswith(("Process ", "Thread ", "Current ", "Fatal Py", "#")) or (
+        ".py:" in text and _BARE_FRAME.match(text) is not None
+    )
+
+
+def ranks_said(said: str) -> list[str]:
+    """Return whose stack a sentence introduces: ``TP1-3 wait in:`` is of three; empty where it names no rank."""
+    if (match := _SAID.search(said)) is None:
+        return []
+    first, last = int(match[1]), int(match[2] or match[1])
+    return [f"TP{number}" for number in range(first, min(last, first + 63) + 1)]
+
+
 def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]:
     """Take a line into a block of stacks.
 
@@ -136,6 +158,10 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         state, number = match[2] or "", match[1]
         native_id = int(number, 0) if number.isdigit() else None
         block.begin(match[3] or "", native_id, active="active" in state, gil="gil" in state)
+        return block, True
+    if (block is None or block.is_bare) and (match := _BARE_FRAME.match(line)):
+        block = block or StackBlock("py-spy", is_bare=True)
+        block.add(Frame(match[1], short_path(match[2]), int(match[3])))
         return block, True
     if block is None:
         return None, False
