@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import subprocess
@@ -99,15 +100,19 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imports_of(module: str, path: Path) -> Iterator[str]:
-    """Yield the absolute names of all imports, those inside functions included."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+@functools.cache
+def imports() -> list[tuple[str, str]]:
+    """Return each module with the absolute name of each of its imports, those inside functions included."""
+    found = []
+    for module, path in modules():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found += [(module, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                found += [(module, f"{base}.{alias.name}") for alias in node.names]
+    return found
 
 
 def part_of(name: str) -> str:
@@ -119,8 +124,7 @@ def part_of(name: str) -> str:
 def test_imports_point_one_way() -> None:
     wrong = [
         (module, name)
-        for module, path in modules()
-        for name in imports_of(module, path)
+        for module, name in imports()
         if name.split(".")[0] == "sglang_crashkit"
         and part_of(name) not in {"", part_of(module)} | ALLOWED[part_of(module)]
     ]
@@ -132,9 +136,7 @@ def test_every_part_is_known() -> None:
 
 
 def test_no_module_imports_sglang_or_torch() -> None:
-    wrong = [
-        (module, name) for module, path in modules() for name in imports_of(module, path) if name.split(".")[0] in HEAVY
-    ]
+    wrong = [(module, name) for module, name in imports() if name.split(".")[0] in HEAVY]
     assert wrong == []
 
 

@@ -27,7 +27,7 @@ def bisect(path: Path, out: Path, command: str, capsys: pytest.CaptureFixture[st
     return result
 
 
-@pytest.mark.parametrize("suspects", [None, ["0"]])
+@pytest.mark.parametrize("suspects", [pytest.param(None, marks=pytest.mark.wide), ["0"]])
 def test_a_fault_of_parameters_is_reduced_to_them(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], suspects: list[str] | None
 ) -> None:
@@ -65,6 +65,7 @@ def test_what_does_not_come_back_is_said(
     assert result["reason"].startswith(reason)
 
 
+@pytest.mark.wide
 def test_a_fault_of_two_together_is_found_as_both(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
