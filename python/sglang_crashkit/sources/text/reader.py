@@ -110,6 +110,8 @@ _HEAD = 400
 #: Of a line of the web server, so many bytes from the method on: more of it is a path of any length.
 _MAX_ANSWER = 400
 _BATCHES = (b"Decode batch", b"Prefill batch")
+#: What stands before a time is no carrier's.
+_NO_CARRIER = "\0"
 _ZIPPED = b"\x1f\x8b"
 
 
@@ -220,7 +222,9 @@ class _File:
     last: dict[tuple[str, str], deque[Line]] = field(default_factory=dict)
     names: dict[bytes, str] = field(default_factory=dict)  # short names by what stands behind a time
     answered: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # kind and status by the end of a line
-    passed_at: bytes = b""  # the time of the last batch that was passed by, until a line without a time wants it
+    heads: dict[bytes, str] = field(default_factory=dict)  # streams by what stands before a time
+    #: By stream the time of the last batch that was passed by, until a line without a time wants it.
+    passed_at: dict[str, bytes] = field(default_factory=dict)
     sample: str = ""  # of what was not understood
     understood: bool = False
     broken: Exception | None = None  # why it cannot be read any further
@@ -317,7 +321,7 @@ class _File:
             self._add_all("", cluster.gpus_of(bare))
         for line in self._split(head, opened):
             self.order += 1
-            if self._is_usual(line):
+            if self._is_usual(line, carrier):
                 continue
             decoded = line[:MAX_LINE].decode(errors="replace")
             if _FENCE.match(decoded):
@@ -347,10 +351,24 @@ class _File:
             # A line without an end costs no more than its beginning.
             rest = rest[: 2 * MAX_LINE] + chunk
 
-    def _is_usual(self, line: bytes) -> bool:
+    def _is_usual(self, line: bytes, carrier: Carrier) -> bool:
         """Take a line of a batch, or of a request that was answered, without looking at it any closer."""
-        place = 0
-        if line[:2] == b"20" and line[10:11] == b"T":
+        place, stream_key = 0, ""
+        if line[:2] not in (b"20", b"[2"):
+            # Behind the name of a service, a pod or a task, which is the same in many lines.
+            place = line.find(b"[20", 1, 120)
+            if place < 0:
+                return False
+            told = self.heads.get(line[:place])
+            if told is None:
+                carried = carrier.strip(f"{line[:place].decode(errors='replace')}[20")
+                told = carried.stream if carried.text == "[20" and not carried.at else _NO_CARRIER
+                if len(self.heads) < _MAX_LINES:
+                    self.heads[line[:place]] = told
+            if told == _NO_CARRIER:
+                return False
+            stream_key = told
+        elif line[:2] == b"20" and line[10:11] == b"T":
             # Behind a time of kubectl, or what a CRI runtime writes.
             place = line.find(b" [20", 20, 60) + 1
             before = line[:place].split()
@@ -368,7 +386,7 @@ class _File:
                 who = _name(line[place + 20 : end].decode(errors="replace"))
                 if len(self.names) < _MAX_LINES:
                     self.names[line[place + 20 : end]] = who
-            key = ("", who, "decode" if line[end + 2 : end + 3] == b"D" else "prefill", 0)
+            key = (stream_key, who, "decode" if line[end + 2 : end + 3] == b"D" else "prefill", 0)
         elif line.startswith(b"INFO: ", end + 2) and (quote := line.find(b'"', end + 8, end + 80)) > 0:
             rest = line[quote : quote + _MAX_ANSWER]
             answered = self.answered.get(rest)
@@ -379,21 +397,20 @@ class _File:
                 answered = _kind_of(access)
                 if len(self.answered) < _MAX_LINES:
                     self.answered[rest] = answered
-            key = ("", "", *answered)
+            key = (stream_key, "", *answered)
         else:
             return False
-        self.passed_at = line[place + 1 : place + 20]
+        self.passed_at[stream_key] = at = line[place + 1 : place + 20]
         entry = self.batches.get(key)
         if entry is None:
-            at = seconds(self.passed_at.decode(errors="replace"))
-            entry = self.batches[key] = _Batches(at, self.order)
+            entry = self.batches[key] = _Batches(seconds(at.decode(errors="replace")), self.order)
         entry.count += 1
-        entry.last, entry.last_time, entry.last_order = line[place : place + 600], self.passed_at, self.order
+        entry.last, entry.last_time, entry.last_order = line[place : place + 600], at, self.order
         if key[2] == "decode":
-            entry.recent.append((self.passed_at, entry.last))
-        stream = self.streams.get("")
+            entry.recent.append((at, entry.last))
+        stream = self.streams.get(stream_key)
         if stream is not None and (stream.traceback or stream.block):
-            self._close(stream, "")
+            self._close(stream, stream_key)
         return True
 
     def _add(self, key: str, event: AnyEvent) -> None:
@@ -412,9 +429,8 @@ class _File:
         stream = self.streams.get(key)
         if stream is None:
             stream = self.streams[key] = _Stream()
-        if self.passed_at and not key:
-            stream.at, stream.has_own_time = seconds(self.passed_at.decode(errors="replace")), True
-            self.passed_at = b""
+        if passed := self.passed_at.pop(key, b""):
+            stream.at, stream.has_own_time = seconds(passed.decode(errors="replace")), True
         if carried.is_kernel or kernel_lines.is_telling(text):
             self._kernel(carried, key, stream)
             return
