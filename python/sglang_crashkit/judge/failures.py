@@ -324,7 +324,8 @@ class _Failures:
         if event.thread and not event.who and "Main" not in event.thread and is_started:
             kind = "thread_died"
         kind = "exited" if error.type == "SystemExit" else kind
-        row = _Family(kind=kind, weight=50 if error.text.strip() else 38)
+        is_telling_itself = error.text.strip() or (error.type == "AssertionError" and own)
+        row = _Family(kind=kind, weight=50 if is_telling_itself else 38)
         yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
 
     def _family(
@@ -359,13 +360,14 @@ class _Failures:
             who = event.who
         else:
             known = role if role != "scheduler" or not self._case.schedulers else ""
-            who = event.who or known or _only(self._case) or role
+            who = event.who or known or (event.side if part in _OF_A_PAIR else "") or _only(self._case) or role
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         first_line = error.text.strip().partition("\n")[0][:_MAX_QUOTE]
         where = f" in {inner.function} ({inner.file}:{inner.line})" if inner else ""
         phase = "while it served" if is_started else "before it was ready"
         side = f" of the {event.side} server" if event.side else ""
         through = f" in thread {event.thread}" if event.thread else ""
+        subject = f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}"
         steps = _steps(row, named, error.text)
         if way := way_out(part, arguments, is_seen=bool(frames)):
             steps.append(f"the {part} part is in the stack: {way}")
@@ -375,12 +377,11 @@ class _Failures:
             who=who or None,
             component=part,
             restart=_restart(row.restart, kind, is_started=is_started),
-            headline=f"{who or 'a process'}{side} raised {error.type.rpartition('.')[2]}{through}{where} {phase}: "
-            + first_line,
+            headline=f"{subject} raised {error.type.rpartition('.')[2]}{through}{where} {phase}: " + first_line,
             because=[_quoted(event, f"{error.type}: {first_line}"), *(str(frame) for frame in error.frames[:4])],
             next=steps,
             is_consequence=row.follows,
-            weight=min(row.weight or 70, 100 if error.text.strip() else 38),
+            weight=min(row.weight or 70, 100 if error.text.strip() or error.type == "AssertionError" else 38),
         )
 
     def _is_outlived(self, event: AnyEvent) -> bool:
