@@ -61,6 +61,7 @@ def test_no_patch_is_unused(lock, patches):
     assert used == set(REFS)
 
 
+@pytest.mark.wide
 @pytest.mark.wheels
 def test_the_lock_is_what_the_generator_writes(patches, wheels):
     assert generate_lock(patches, wheels).dump() == (find_patch_root() / LOCK_NAME).read_bytes()

@@ -49,6 +49,7 @@ def patched_wheel(folder: Path) -> Path:
     return next(folder.glob("sglang-*.whl"))
 
 
+@pytest.mark.wide
 def test_a_second_build_gives_the_same_bytes(built):
     names = [sorted(path.name for path in folder.iterdir()) for folder in built]
     assert names[0] == names[1]

@@ -117,6 +117,7 @@ def test_a_list_of_tokens_is_taken_out() -> None:
     assert redact_prompts(f"bad ids [{tokens}] of shape [2, 3, 4]", []) == "bad ids [<20 numbers>] of shape [2, 3, 4]"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("part", ["a", "a: ", "a ", "--a ", "'", "a='", "\\", " ", "a:", "://", "1,", "api_key='", "("])
 def test_hostile_text_takes_time_in_proportion(part: str) -> None:
     def seconds(length: int) -> float:

@@ -62,7 +62,9 @@ _ROUTER = re.compile(r".{0,12}\[Router|\S{0,40}sglang_router")
 _LOOP = re.compile(
     r"event_loop|run_batch|process_batch_result|get_next_batch_to_run|recv_requests|process_input_requests"
 )
-_START = re.compile(r"__init__|load_model|_launch|launch_|init_|capture|<module>|prepare_server_args|import_module")
+_START = re.compile(
+    r"__init__|load_model|_launch|launch_|\binit_(?!forward|load_back|ne[wx])|capture|<module>|prepare_server_args|import_module"
+)
 _SERVES = re.compile(r"srt/(?:managers/schedul|layers/|mem_cache/)")
 #: The function in which a process of each role is, whatever raised below it.
 _ROLES = (
@@ -124,6 +126,7 @@ class _Family(msgspec.Struct, kw_only=True):
     sure: bool = False
     follows: bool = False
     own: bool = False
+    line: bool = False
     weight: int = 0
     steps: list[str] = []
 
@@ -134,6 +137,8 @@ class _Family(msgspec.Struct, kw_only=True):
         if (self.when == "start" and is_started) or (self.when == "serving" and not is_started):
             return None
         if self.type and (error is None or not re.match(self.type, error.type.rpartition(".")[2])):
+            return None
+        if self.line and error is not None:
             return None
         if (self.who and role != self.who) or (self.frames and not re.search(self.frames, places)):
             return None

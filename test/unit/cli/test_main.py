@@ -148,6 +148,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.wide
 def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
     assert ARGUMENTS.keys() == COMMANDS.keys()
     make_incident(tmp_path / "incidents", pieces={"ranks/scheduler_TP0-7.steps.jsonl": ""})

@@ -231,6 +231,7 @@ EXTREMES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_screen_of_an_extreme_incident_keeps_its_size(name: str, extreme: str) -> None:

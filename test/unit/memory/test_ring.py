@@ -335,6 +335,7 @@ def crafted(capacity: int, step: int, length: int, payload: bytes = b"") -> Ring
     return writer
 
 
+@pytest.mark.wide
 @given(
     st.sampled_from([8, 32, 64, 4096]),
     st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, MAX_PAYLOAD, 1 << 20, 2**31])),

@@ -262,6 +262,7 @@ def craft(writer: StepWriter, count: int, size: int) -> None:
         writer._words[place // 8] = number << module._NUMBER_AT | 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("count", "size"), [(2000, 6000), (1, 1_900_000), (60_000, 180_000)])
 def test_what_a_writer_claims_does_not_size_the_work(
     writer: StepWriter, monkeypatch: pytest.MonkeyPatch, count: int, size: int

@@ -75,6 +75,7 @@ class Carrier:
     @staticmethod
     def _bare(line: str) -> str:
         line = line[:MAX_LINE].rstrip("\r\n")
+        line = line.rstrip(" │") if line.endswith("│") else line
         return _ESCAPES.sub("", line) if "\x1b" in line else line
 
     def strip(self, line: str) -> Carried:

@@ -24,7 +24,8 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
     (
         "error",
         re.compile(
-            r"\bERROR\b|^E\d{4}(?:\d{4})? \d\d:|^ERR\b|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
+            r"^-- (?:Reboot|Boot [0-9a-f]{8,40}) --$"
+            r"|\bERROR\b|^E\d{4}(?:\d{4})? \d\d:|^ERR\b|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
             r"|\bcrash(?:ed)?\b)"
         ),
     ),
@@ -35,7 +36,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
             r"|killed|lost|"
             r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead|unsupported"
             r"|invalid|"
-            r"not supported|mismatch|unhealthy|stuck|divergence)\b|(?:Error|Exception)[:( ]"
+            r"not supported|mismatch|unhealthy|stuck|divergence|system boot)\b|(?:Error|Exception)[:( ]"
         ),
     ),
     (

@@ -49,6 +49,9 @@ class Traceback:
         if (match := _GROUP.match(line)) and line.lstrip()[:1] in "|+" and (self.frames or self.errors):
             line = line[match.end() :]
         stripped = line.strip()
+        if stripped[:1] == "│" and (inner := stripped.strip("│ ")) and self._is_framed(inner):
+            # A window of a terminal that was pasted with its frame.
+            line, stripped = f"  {inner}" if inner.startswith("File") else inner, inner
         if stripped[:1] in _BOX and stripped and not self.type:
             if match := _BOXED_FRAME.match(stripped):
                 self._add(match[1], match[2], match[3])
@@ -76,6 +79,12 @@ class Traceback:
                 self.text.append(line)
             return True
         return False
+
+    def _is_framed(self, inner: str) -> bool:
+        if inner.startswith('File "'):
+            return True
+        match = _EXCEPTION.match(inner)
+        return bool(self.frames and match and match[1].endswith(_ENDINGS) and not self.type)
 
     def _take_frame(self, line: str, stripped: str) -> bool:
         if match := _FRAME.match(line):

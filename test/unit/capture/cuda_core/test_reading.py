@@ -230,6 +230,7 @@ def test_names_in_a_core_move_no_cursor() -> None:
     assert told.replace("\n", "").isprintable()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "line",
     [

@@ -174,6 +174,7 @@ def test_more_and_more_peers_are_reported_no_more(heard: Any, monkeypatch: pytes
     assert [message["address"] for message in heard()] == ["h0:1", "h1:1", "h2:1"]
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("listener")
 def test_a_look_stays_short_with_very_many_requests() -> None:
     many = range(100_000)
