@@ -28,7 +28,7 @@ from sglang_crashkit.model.step import short_rid
 KEPT_SECS = 300.0
 #: Of more token ids, or characters (wide: in a text with any beyond ASCII), than this the first and the last half of it
 #: are kept: as many tokens as a context of 128 k holds, and what is noted within a millisecond.
-MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 262_144, 81_920
+MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 262_144, 65_536
 
 _BEGUN, _ENDED, _ABORTED = 1, 2, 3
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
@@ -340,7 +340,7 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
     kept = (input_ids,) if count <= MAX_IDS else (input_ids[:half], input_ids[-half:])
     for size, code in _ID_CODES.items():
         try:
-            packed = b"".join([array(code, part).tobytes() for part in kept])
+            packed = b"".join([array(code, part) for part in kept])
         except (TypeError, OverflowError):
             continue
         half = len(packed) // size // 2 * size
