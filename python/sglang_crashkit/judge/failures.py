@@ -90,6 +90,7 @@ _XIDS = {
     95: "uncontained ECC error", 119: "GSP does not answer", 120: "GSP error", 140: "unrecovered ECC error",
     145: "NVLink RLW error", 149: "NVLink error", 154: "GPU recovery action",
 }  # fmt: skip
+_NOT_RUNNING = frozenset({"CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError"})
 _SIGNALS = {"SIGSEGV": "segfault", "SIGABRT": "aborted", "SIGBUS": "bus_error", "SIGKILL": "killed"}
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 #: Parts that are off by default and hand memory to the GPU's kernels asynchronously: the likelier, the earlier.
@@ -632,6 +633,21 @@ class _Failures:
                 headline=f"the container {event.name} was killed (exit code 137)"
                 + (f" after {probe[:100]}" if probe else ""),
                 next=["raise the liveness probe's failureThreshold until the cause is known"] if probe else [],
+            )  # fmt: skip
+        elif failed := [note for note in event.notes if note.startswith("Failed")]:
+            row = self._family(None, failed[-1], (), is_started=False, role="")
+            yield Finding(
+                kind=row[0].kind if row else "startup_failed", component=row[0].part or None if row else None,
+                weight=45, because=[*because, failed[-1]],
+                headline=f"Kubernetes says of {event.name}: {failed[-1]}"[:290],
+                next=row[0].steps if row else ["`kubectl describe pod` says what the cluster lacks for it"],
+            )  # fmt: skip
+        elif event.state in _NOT_RUNNING:
+            times = f", started {event.restarts} times anew" if event.restarts else ""
+            yield Finding(
+                kind="startup_failed" if "Image" in event.state else "exited", weight=20, because=because,
+                headline=f"Kubernetes says of {event.name}: {event.state}{times}",
+                next=["`kubectl describe pod` and `kubectl logs --previous` of it say why"],
             )  # fmt: skip
         elif event.code is None and (probe := next((one for one in event.notes if "iveness probe failed" in one), "")):
             yield Finding(

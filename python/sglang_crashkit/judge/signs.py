@@ -122,7 +122,7 @@ class Signs(msgspec.Struct, kw_only=True):
         return [one for one in self.found if one.name in names]
 
 
-_OF_A_HANG = ("watchdog", "health", "silent", "nccl", "gloo", "exchange")
+_OF_A_HANG = ("watchdog", "health", "later", "silent", "nccl", "gloo", "exchange")
 _ENDING = ("watchdog", "nccl", "gloo", "exchange")
 
 

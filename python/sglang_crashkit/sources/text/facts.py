@@ -111,7 +111,7 @@ _STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
     )
 )
 _CODE = re.compile(
-    r"(?:[Ee]xit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|status)?|exitcode|return(?:ed)? code|returncode)"
+    r"(?:[Ee]xit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|Code|status)?|exitcode|return(?:ed)? code|returncode)"
     r"[:= ]{1,3}(?P<code>-?\d{1,3})\b"
     r"|code=(?:killed|dumped|exited), status=(?P<status>\d{1,3})(?:/(?P<name>[A-Z]+))?"
     r"|Exited \((?P<docker>\d{1,3})\)"
