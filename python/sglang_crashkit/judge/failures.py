@@ -369,12 +369,17 @@ class _Failures:
             who = event.who or known or (event.side if part in _OF_A_PAIR else "") or _only(self._case) or role
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         first_line = error.text.strip().partition("\n")[0][:_MAX_QUOTE]
+        name, steps = error.type.rpartition(".")[2], _steps(row, named, error.text)
+        if not name:
+            name, first_line = "an exception", "the traceback is cut off before its last line, which names it"
+            steps.insert(
+                0, "get the rest of the log, or another rank's: the last line of the traceback is missing here"
+            )
         where = f" in {inner.function} ({inner.file}:{inner.line})" if inner else ""
         phase = "while it served" if is_started else "before it was ready"
         side = f" of the {event.side} server" if event.side else ""
         through = f" in thread {event.thread}" if event.thread else ""
         subject = f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}"
-        steps = _steps(row, named, error.text)
         if way := way_out(part, arguments, is_seen=bool(frames)):
             steps.append(f"the {part} part is in the stack: {way}")
         return Finding(
@@ -383,8 +388,11 @@ class _Failures:
             who=who or None,
             component=part,
             restart=_restart(row.restart, kind, is_started=is_started),
-            headline=f"{subject} raised {error.type.rpartition('.')[2]}{through}{where} {phase}: " + first_line,
-            because=[_quoted(event, f"{error.type}: {first_line}"), *(str(frame) for frame in error.frames[:4])],
+            headline=f"{subject} raised {name}{through}{where} {phase}: {first_line}",
+            because=[
+                _quoted(event, f"{error.type or name}: {first_line}"),
+                *(str(frame) for frame in error.frames[:4]),
+            ],
             next=steps,
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if error.text.strip() or error.type == "AssertionError" else 38),
@@ -422,6 +430,14 @@ class _Failures:
 
     def _line(self, event: Line, most: int = 100) -> Iterator[Finding]:
         is_harmless = most == 100 and event.count < _MANY and _HARMLESS.search(event.text)
+        if not is_harmless and "leak detected" in event.text and self._is_outlived(event):
+            yield Finding(
+                kind="no_incident", component="kv_pool", where=(0.0, 1), weight=30,
+                headline=f"the server goes on; its own check only warned: {event.text.strip()[:_MAX_QUOTE]}",
+                because=[_quoted(event, event.text)],
+                next=["watch token usage, which grows while idle, and start it anew before the pool is full;"
+                      " --disable-radix-cache takes the usual suspect out; report it with the log"],
+            )  # fmt: skip
         if is_harmless or self._is_outlived(event):
             return
         is_started = self._is_started(event)

@@ -103,7 +103,7 @@ def search_query(case: Case) -> str:
     text = re.sub(r"'[^'\n]{0,200}'|\"[^\"\n]{0,200}\"", " ", error.text[:400])
     words = [word for word in (one.strip(".,:;()[]{}=") for one in text.split()) if word.isalpha()]
     frame = next((one for one in error.frames if "sglang/" in one.file), None)
-    parts = [error.type.rpartition(".")[2], *words[:_MAX_QUERY_WORDS]]
+    parts = [name for name in (error.type.rpartition(".")[2], *words[:_MAX_QUERY_WORDS]) if name]
     if frame is not None:
         parts.append(frame.function.rpartition(".")[2])
     return "+".join(parts)
