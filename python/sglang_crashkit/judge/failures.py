@@ -301,7 +301,10 @@ class _Failures:
             return
         frames = [frame for error in chain for frame in error.frames]
         own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames[:_NEAR])
-        if self._work and not event.who and any(_CLIENT.search(frame.file) for frame in frames):
+        is_client = any(_CLIENT.search(frame.file) for frame in frames) or (
+            self._case.is_started and not own and event.chain[0].frames[-1:] and _is_script(event.chain[0].frames)
+        )
+        if (self._work or self._case.is_started) and not event.who and is_client:
             return  # a client of the server, which prints into the same evidence
         role = _role(event.who, frames)
         is_started = self._is_started(event, frames)
@@ -607,7 +610,7 @@ class _Failures:
         seen = self._case.watched
         if event.signal in _ORDERLY or (seen is None and event.code in (0, 130, 143)):
             return
-        who = event.who or _only(self._case)
+        who = event.who or self._closed() or _only(self._case)
         kind = _SIGNALS.get(event.signal, "fatal_signal" if event.signal else "exited")
         how = event.signal or f"exit status {event.code}"
         if seen is None and ("Out Of Memory" in event.text or "oom" in event.text.lower()):
@@ -624,6 +627,12 @@ class _Failures:
             because=[_quoted(event, event.text or how)],
             weight=39 if event.signal else 20,
         )
+
+    def _closed(self) -> str:
+        """Return the rank that NCCL's threads of the others say closed its connection; empty without one such rank."""
+        texts = (one.text for one in self._case.events if isinstance(one, Line) and "closed by localRank" in one.text)
+        ranks = {int(found[1]) for text in texts if (found := re.search(r"closed by localRank (\d{1,4})", text))}
+        return f"TP{ranks.pop()}" if len(ranks) == 1 else ""
 
     def _container(self, event: Container) -> Iterator[Finding]:
         because = [f"{event.source}: {event.name}: {event.reason or event.state} (exit code {event.code})"]
@@ -761,6 +770,12 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
     # A process of any role may import a module.
     places = [f"{frame.function} ({frame.file})" for frame in reversed(frames) if frame.function != "<module>"]
     return next((role for role, pattern in _ROLES for place in places if pattern.search(place)), "")
+
+
+def _is_script(frames: Sequence[Frame]) -> bool:
+    """Return whether an exception came through a program of somebody's own, and nowhere through SGLang or a thread."""
+    is_whole = bool(frames) and frames[-1].function == "<module>" and "-packages/" not in frames[-1].file
+    return is_whole and not any("sglang" in frame.file or "ray/" in frame.file for frame in frames)
 
 
 def _only(case: Case) -> str:

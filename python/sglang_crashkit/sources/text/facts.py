@@ -118,6 +118,7 @@ _CODE = re.compile(
     r"|: line \d+: +\d+ (?P<shell>Killed|Aborted|Bus error|Segmentation fault)\b"
     r"|(?P<killed>\bKilled\b)$|(?P<aborted>\bAborted\b)(?: +\(core dumped\))?$"
     r"|(?P<bus>\bBus error\b)(?: \(core dumped\))?"
+    r"|Caught signal \d{1,2} \((?P<caught>Segmentation fault|Bus error|Aborted)\b"
     r"|(?P<segv>\bSegmentation fault\b)(?: \(core dumped\))?$|died (?:by|of|from|with) (?P<signal>SIG[A-Z]+)"
     r"|(?:killed|terminated) by (?:signal )?(?P<by>SIG[A-Z]+|\d{1,2}\b)"
 )
@@ -168,7 +169,7 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
     if match is None:
         return None
     by_words = {"Killed": 9, "Aborted": 6, "Bus error": 7, "Segmentation fault": 11}
-    for name in ("shell", "killed", "aborted", "bus", "segv"):
+    for name in ("shell", "killed", "aborted", "bus", "caught", "segv"):
         if match[name]:
             return None, signal.Signals(by_words[match[name]]).name
     if named := match["signal"] or match["by"]:
