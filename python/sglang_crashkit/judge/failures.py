@@ -433,7 +433,7 @@ class _Failures:
 
     def _line(self, event: Line, most: int = 100) -> Iterator[Finding]:
         is_harmless = most == 100 and event.count < _MANY and _HARMLESS.search(event.text)
-        if not is_harmless and "leak detected" in event.text and self._is_outlived(event):
+        if "leak detected" in event.text and self._is_outlived(event):
             yield Finding(
                 kind="no_incident", component="kv_pool", where=(0.0, 1), weight=30,
                 headline=f"the server goes on; its own check only warned: {event.text.strip()[:_MAX_QUOTE]}",

@@ -27,6 +27,8 @@ _JOURNAL = re.compile(
     r"([\w.-]{1,120}) ([\w./@:-]{1,120}?)(?:\[(\d{1,8})\])?: ?"
 )
 _RAY = re.compile(r"\(([\w.:-]{1,80}) pid=(\d{1,8})(?:, ip=([\d.a-f:]{3,45}))?(?:, \w+=[\w.-]{1,80})*\) ?")
+#: What a trainer's console puts before Ray's own name of an actor.
+_BEFORE_RAY = re.compile(rf"\[({_TIME})[.,\d]{{0,10}}\] (?=\([\w.:-]{{1,80}} pid=\d)")
 _KERNEL = re.compile(
     r"(?:<\d{1,3}>)?\[ *(\d{1,9}\.\d{1,6}|[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\] "
 )
@@ -87,7 +89,7 @@ class Carrier:
             before = text
             if text.startswith('{"') and (inner := _from_json(text)) is not None:
                 text, at = _ESCAPES.sub("", inner[0]), inner[1] or at
-            elif (match := _CRI.match(text)) or (match := _KUBECTL.match(text)):
+            elif (match := _CRI.match(text)) or (match := _KUBECTL.match(text)) or (match := _BEFORE_RAY.match(text)):
                 text, at = text[match.end() :], seconds(match[1]) or at
             elif match := _RAY.match(text):
                 text, stream = text[match.end() :], f"{match[3] or ''}/{match[2]}".strip("/")
