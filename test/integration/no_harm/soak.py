@@ -55,15 +55,17 @@ CONTROL_REQUESTS = (
 )
 REQUEST_TIMEOUT_S, EXIT_TIMEOUT_S, READY_TIMEOUT_S = 120.0, 120.0, 600.0
 SAMPLE_EVERY_S = 2.0
-#: A server is at rest once it was asked so many times: its pools are full.
-WARM_UP = 12
+#: A server is at rest once it was asked so many times: its pool of tokens was used whole.
+WARM_UP, POOL = 24, 2048
+#: PyTorch and oneDNN keep what they made for each length of a request, some megabytes of it by the minute.
+SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4", "LRU_CACHE_CAPACITY": "4"}
 #: The handler is killed when so much of the time is over: before, it is wanted for all that it is to observe.
 KILLED_AT = 0.7
 #: What is sampled, and by how much more it may grow than without the kit. Two unpatched servers of two ranks, of 3 GB
-#: each, differ by a few megabytes over some minutes; what a thousand requests lose by 24 kB each is seen in minutes.
+#: each, differ by a few megabytes over some minutes; what a thousand requests lose by 12 kB each is seen in minutes.
 #: The descriptors are the client's connection, and the main process's pidfds of its workers, which it holds once the
 #: handler is gone; control requests are answered in some threads.
-MEASURES = (("memory, MB", 24.0), ("descriptors", 6.0), ("threads", 3.0), ("zombies", 0.0))
+MEASURES = (("memory, MB", 12.0), ("descriptors", 6.0), ("threads", 3.0), ("zombies", 0.0))
 
 
 @dataclass
@@ -135,8 +137,8 @@ def soak(
     """
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE_CODE)
-    options = ["--crash-dump-folder", str(folder / "crash")]
-    env = {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_S), "PYTHONPATH": str(folder / "site")}
+    options = ["--crash-dump-folder", str(folder / "crash"), "--max-total-tokens", str(POOL)]
+    env = {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_S), "PYTHONPATH": str(folder / "site"), **SMALL_CACHES}
     with (
         Server.start(patched, tp=tp, extra_args=options, env=env, spins=True) as first,
         Server.start(unpatched, tp=tp, extra_args=options, env=env, spins=True) as second,
