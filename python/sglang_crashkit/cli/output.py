@@ -47,7 +47,7 @@ def say_title(line: str) -> None:
 
 
 def say_progress(text: str) -> None:
-    """Show on the terminal how far long work is, in place of what was shown before; nothing where there is none."""
+    """Show on the terminal how far long work is, in place of what was shown before; without a terminal, nothing."""
     if sys.stderr.isatty():
         write = sys.stderr.control if isinstance(sys.stderr, _Stream) else sys.stderr.write
         write(f"\r{visible(text, keep='')}{_ERASE}")

@@ -302,7 +302,7 @@ class _Failures:
         frames = [frame for error in chain for frame in error.frames]
         own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames[:_NEAR])
         is_client = any(_CLIENT.search(frame.file) for frame in frames) or (
-            self._case.is_started and not own and event.chain[0].frames[-1:] and _is_script(event.chain[0].frames)
+            not own and _is_script(event.chain[0].frames)
         )
         if (self._work or self._case.is_started) and not event.who and is_client:
             return  # a client of the server, which prints into the same evidence

@@ -95,7 +95,8 @@ def test_no_file_and_an_unknown_class_are_usage_errors(capsys: pytest.CaptureFix
 def test_long_reading_shows_how_far_it_is_on_a_terminal_alone(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.commands.explain._MUCH", 1)
+    line = b"[2026-10-05 08:00:00 TP0] Decode batch. #running-req: 1, #token: 100\n"
+    log.write_bytes(line * (9_000_000 // len(line)))
     assert main(["explain", str(log), "--json"]) == ExitCode.DONE
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

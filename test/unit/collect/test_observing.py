@@ -19,7 +19,7 @@ from sglang_crashkit.memory.steps import StepWriter
 writer = StepWriter({{"1": "extend", "2": "decode"}})
 for number in range(1, 4):
     rids, mode = (["ab12"], 1) if number == 3 and {odd} else (["cd34"], 2)
-    writer.schedule(number, time.monotonic() - 1203 + number, mode, rids, [5], [5], 5, {{}}, 0)
+    writer.schedule(number, time.monotonic() - 123 + number, mode, rids, [5], [5], 5, {{}}, 0)
     writer.end(number, time.monotonic())
 ready()
 time.sleep(1000)
@@ -39,7 +39,7 @@ def rank(pid: int, number: int, server: int = 1) -> FoundProcess:
         (False, "No divergence in the last 3 steps of TP0-1."),
         (
             True,
-            "TP0 ran decode of request cd34 (5 tokens) in step 3 where TP1 ran extend of request ab12 (5 tokens); 20"
+            "TP0 ran decode of request cd34 (5 tokens) in step 3 where TP1 ran extend of request ab12 (5 tokens); 2"
             " minutes before it was looked at.",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Short excerpts of logs and of what tools print: each has one kind of failure, or something that is none."""
+"""Short excerpts of logs and of what tools print: each has one kind of failure, or a sign of none."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ _INCIDENT = re.compile(r"latest|[0-9a-f]{4,8}")
 
 #: Of each file of plain evidence, what an incident keeps: its end.
 _MAX_SAVED = 4 << 20
-#: Of a smaller file nobody waits for the reading.
-_MUCH = 32 << 20
+#: Less is read within a second.
+_MUCH = 8 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -49,13 +49,15 @@ from sglang_crashkit.sources.text import (
 )
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
-_OWN = re.compile(r"\[((?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?( [^\]\[]{1,60})?\] ?")
+_RANKS = r"(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5}"
+_OWN = re.compile(r"\[(?P<at>(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?(?P<who> [^\]\[]{1,60})?\] ?")
 #: What is left of it where the time was cut out of a pasted line.
-_OWN_RANKS = re.compile(r"\[((?:(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5} ?){1,5})\] ?(?=\S)")
+_OWN_RANKS = re.compile(rf"(?P<at>)\[(?P<who>(?:{_RANKS} ?){{1,5}})\] ?(?=\S)")
 #: A format of a logger's own, such as ``2026-10-05 08:00:00 INFO 77 [DP3 TP3 scheduler.py:310] …``.
 _LOGGED = re.compile(
-    r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?\]?,? (?:- )?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL),? )?"
-    r"(?:\d{1,8} )?\[((?:(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5} ?){0,6}(?:\w{1,60}\.py:\d{1,6})?)\] "
+    r"\[?(?P<at>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?\]?,? (?:- )?"
+    r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL),? )?(?:\d{1,8} )?"
+    rf"\[(?P<who>(?:{_RANKS} ?){{0,6}}(?:\w{{1,60}}\.py:\d{{1,6}})?)\] "
 )
 #: Of a time without a date, as older releases have it.
 _NO_DATE = "1970-01-01 "
@@ -440,23 +442,13 @@ class _File:
             match = stream.prefix.match(text) if stream.prefix else None
             if match and stream.traceback.take(text[match.end() :]):
                 return
-        own = _OWN.match(text)
+        own = _OWN.match(text) or _LOGGED.match(text) or _OWN_RANKS.match(text)
         if own:
             self._close(stream, key)
-            stream.at, stream.has_own_time = seconds(own[1] if own[1][4] == "-" else f"{_NO_DATE}{own[1]}"), True
-            stream.who = _name(own[2] or "")
+            if at := own["at"]:
+                stream.at, stream.has_own_time = seconds(at if "-" in at else f"{_NO_DATE}{at}"), True
+            stream.who = _name(own["who"] or "")
             text = text[own.end() :]
-        elif logged := _LOGGED.match(text):
-            own = logged
-            self._close(stream, key)
-            stream.at, stream.has_own_time = seconds(logged[1]), True
-            stream.who = _name(logged[2])
-            text = text[logged.end() :]
-        elif ranks := _OWN_RANKS.match(text):
-            own = ranks
-            self._close(stream, key)
-            stream.who = _name(ranks[1])
-            text = text[ranks.end() :]
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
                 stream.at, stream.has_own_time = at, True
@@ -706,8 +698,7 @@ def _kind_of(access: re.Match[str]) -> tuple[str, int]:
 
 def _name(prefix: str) -> str:
     # What stands behind the time: ranks, and in some releases the module.
-    words = [word for word in prefix.split() if re.fullmatch(r"(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d+", word)]
-    return " ".join(words)
+    return " ".join(word for word in prefix.split() if re.fullmatch(_RANKS, word))
 
 
 def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
