@@ -27,7 +27,8 @@ def bisect(path: Path, out: Path, command: str, capsys: pytest.CaptureFixture[st
     return result
 
 
-@pytest.mark.parametrize("suspects", [pytest.param(None, marks=pytest.mark.wide), ["0"]])
+@pytest.mark.wide
+@pytest.mark.parametrize("suspects", [None, ["0"]])
 def test_a_fault_of_parameters_is_reduced_to_them(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], suspects: list[str] | None
 ) -> None:
