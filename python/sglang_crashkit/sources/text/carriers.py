@@ -38,6 +38,8 @@ _LOGGER = re.compile(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S{0,20} (?:- )?(?:[\w.]{1,80} )?(?:- )?(?:DEBUG|INFO|WARNING|ERROR) (?:- )?"
     r"(?=\[20\d\d-|Traceback \(|   |  File \"|[\w.]{1,80}(?:Error|Exception)\b)"
 )
+#: A browser's table of a log store.
+_TABLE = re.compile(r"([A-Z][a-z]{2}) (\d{1,2}), (\d{4}) @ (\d\d:\d\d:\d\d(?:\.\d{1,9})?)\s{1,8}")
 _PRIORITY = re.compile(r"<\d{1,3}>(?=\S)")
 #: What a file is taken to have in front of its lines is looked for in so many of them.
 _LOOKED_AT = 400
@@ -101,6 +103,9 @@ class Carrier:
                 text, stream = text[match.end() :], match[1]
             elif match := _JOURNAL.match(text):
                 text, at, program = text[match.end() :], self._journal_time(match[1]) or at, match[3]
+            elif (match := _TABLE.match(text)) and match[1] in _MONTHS:
+                month = _MONTHS.index(match[1]) + 1
+                text, at = text[match.end() :], seconds(f"{match[3]}-{month:02d}-{int(match[2]):02d} {match[4]}")
             elif match := _PRIORITY.match(text) or _LOGGER.match(text):
                 text = text[match.end() :]
             if text == before:

@@ -50,22 +50,25 @@ from sglang_crashkit.sources.text import (
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _RANKS = r"(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5}"
-_OWN = re.compile(r"\[(?P<at>(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?(?P<who> [^\]\[]{1,60})?\] ?")
+_OWN = re.compile(r"\[(?P<at>(?:(?:\d{4}-)?\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?(?P<who> [^\]\[]{1,60})?\] ?")
 #: What is left of it where the time was cut out of a pasted line.
-_OWN_RANKS = re.compile(rf"(?P<at>)\[(?P<who>(?:{_RANKS} ?){{1,5}})\] ?(?=\S)")
+_OWN_RANKS = re.compile(rf"(?P<at>)\[ ?(?P<who>(?:{_RANKS} ?){{1,5}})\] ?(?=\S)")
 #: A format of a logger's own, such as ``2026-10-05 08:00:00 INFO 77 [DP3 TP3 scheduler.py:310] …``.
 _LOGGED = re.compile(
     r"\[?(?P<at>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?\]?,? (?:- )?"
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL),? )?(?:\d{1,8} )?"
     rf"\[(?P<who>(?:{_RANKS} ?){{0,6}}(?:\w{{1,60}}\.py:\d{{1,6}})?)\] "
 )
-#: Of a time without a date, as older releases have it.
-_NO_DATE = "1970-01-01 "
+#: Of a time without a date or a year, as older releases and other programs have it.
+_NO_DATE = "1970-01-01 00:00:00"
 _OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[ :,-]")
 _DATE = re.compile(
     r"\b((?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d)(?: [AP]M)?(?: [A-Z]{3,4})? (20\d\d)\b"
 )
-_GLOG = re.compile(r"[IWEF]\d{4}(?:\d{4})? (\d\d):(\d\d):(\d\d)")
+#: PyTorch's own form has no zero before a month.
+_GLOG = re.compile(r"(?:\[rank\d{1,5}\]:)?\[?[IWEF]\d{3,4}(?:\d{4})? (\d\d):(\d\d):(\d\d)")
+#: A frame of a C++ backtrace in the program of a process that has its title as its name.
+_TITLED_FRAME = re.compile(r"(?:frame )?#\d{1,3}:? .{0,300}?\b(sglang::[a-z]\w{1,60})(?:\(|\))")
 _AGREES_S = 900.0
 #: A process that is stopped, held, gone or in uninterruptible sleep; what others do no list of processes tells.
 _LISTED = re.compile(
@@ -446,7 +449,7 @@ class _File:
         if own:
             self._close(stream, key)
             if at := own["at"]:
-                stream.at, stream.has_own_time = seconds(at if "-" in at else f"{_NO_DATE}{at}"), True
+                stream.at, stream.has_own_time = seconds(_NO_DATE[: -len(at)] + at), True
             stream.who = _name(own["who"] or "")
             text = text[own.end() :]
         elif other := _OTHER.match(text):
@@ -555,7 +558,9 @@ class _File:
             return
         if release := facts.release_of(text):
             self._add(key, Arguments(order=self.order, at=at, release=release, source=source))
-        if "sglang::" in text and (listed := _LISTED.match(text)):
+        if "sglang::" in text and (titled := _TITLED_FRAME.match(text)):
+            stream.who = stacks.who_of(titled[1]) or stream.who
+        elif "sglang::" in text and (listed := _LISTED.match(text)):
             # A line of ps.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])
             who = stacks.who_of(listed["title"])
