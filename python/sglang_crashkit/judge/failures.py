@@ -16,7 +16,7 @@ import msgspec
 
 from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
 from sglang_crashkit.judge.finding import Finding, fill_steps, finding_of, steps_of
-from sglang_crashkit.judge.knowledge import load, pattern
+from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import (
     AnyEvent,
@@ -599,7 +599,9 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
         return "scheduler"
     # A process of any role may import a module.
     places = [f"{frame.function} ({frame.file})" for frame in reversed(frames) if frame.function != "<module>"]
-    return next((row["role"] for row in _known("roles") for place in places if re.search(row["pattern"], place)), "")
+    return next(
+        (row["role"] for row in rows("failures", "roles") for place in places if row["pattern"].search(place)), ""
+    )
 
 
 def _is_script(frames: Sequence[Frame]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +11,7 @@ import msgspec
 from sglang_crashkit.judge import topology
 from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
-from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.judge.knowledge import load, rows
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Arguments, Collective, Exit, Line, Raised, Stack
 
@@ -106,11 +105,6 @@ class Signs(msgspec.Struct, kw_only=True):
 
 _OF_A_HANG = ("watchdog", "health", "later", "silent", "nccl", "gloo", "exchange")
 _ENDING = ("watchdog", "nccl", "gloo", "exchange")
-
-
-@functools.cache
-def _patterns() -> list[tuple[str, re.Pattern[str]]]:
-    return [(row["name"], re.compile(row["pattern"])) for row in load("activities")["signs"]]
 
 
 def read(case: Case) -> Signs:
@@ -229,10 +223,10 @@ def _failed_after(case: Case, good: Place, batch: Place) -> bool:
 
 def _of_text(process: Process, event: Line | Raised, text: str) -> Iterable[Sign]:
     text = text[:_MAX_TEXT]
-    for name, pattern in _patterns():
-        if match := pattern.search(text):
+    for row in rows("activities", "signs"):
+        if match := row["pattern"].search(text):
             yield Sign(
-                name=name,
+                name=row["name"],
                 text=text,
                 who=topology.short_name(process) if process.ranks else process.who,
                 at=event.at,
@@ -642,9 +636,7 @@ def kernels_of(case: Case) -> list[str]:
 
 def component_of_kernel(name: str) -> str | None:
     """Return the component that a kernel on the GPU is of."""
-    return next(
-        (row["component"] for row in load("activities")["gpu_kernels"] if re.search(row["pattern"], name)), None
-    )
+    return next((row["component"] for row in rows("activities", "gpu_kernels") if row["pattern"].search(name)), None)
 
 
 def steps_of_kernel(name: str) -> list[str]:

@@ -447,7 +447,7 @@ def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
 
 def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[Member]) -> Finding | None:
     """Return what is said of a pipeline, some of whose stages wait for another."""
-    stages = _by(members, lambda one: topology.stage_of(one.ranks))
+    stages = _by(members, lambda one: one.ranks.get("pp", 0))
     waits: dict[int, set[int]] = {}
     for stage, group in stages.items():
         others = {_other_stage(layout, stage, one.last) for one in group if one.last.kind == "p2p"}

@@ -14,11 +14,6 @@ _T = TypeVar("_T")
 _MAX_NAMED = 4
 _MAX_SIZE = 1 << 20
 _NUMBER = re.compile(r"\d+")
-#: A step where the arguments are not known.
-OTHER_NODES = (
-    "these ranks may not be all, as the arguments are not in this evidence: with --nnodes above 1, look at the other"
-    " node's log and at the network between the nodes (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
-)
 
 
 class Topology(msgspec.Struct, kw_only=True):
@@ -126,18 +121,13 @@ def _are_numbered_across(members: Sequence[Mapping[str, int]], dp: int) -> bool:
     return len(by_replica) > 1 and dp > 1 and len(numbers) == len(set(numbers))
 
 
-def stage_of(ranks: Mapping[str, int]) -> int:
-    """Return the pipeline stage of a rank."""
-    return ranks.get("pp", 0)
-
-
 def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], Mapping[str, int]]) -> list[list[_T]]:
     """Return the members that work together: those of one pipeline stage, and of one replica."""
     found: dict[tuple[int, int], list[_T]] = {}
     for member in members:
         own = ranks(member)
         replica = 0 if topology.is_dp_attention else own.get("dp", 0)
-        found.setdefault((replica, stage_of(own)), []).append(member)
+        found.setdefault((replica, own.get("pp", 0)), []).append(member)
     return [found[key] for key in sorted(found)]
 
 

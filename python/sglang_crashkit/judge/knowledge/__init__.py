@@ -25,3 +25,13 @@ def pattern(table: str, name: str) -> re.Pattern[str]:
     """Return the pattern with a name in a table, compiled; a list has its alternatives."""
     form = load(table)[name]
     return re.compile(form if isinstance(form, str) else "|".join(form))
+
+
+@functools.cache
+def rows(table: str, name: str) -> list[dict[str, Any]]:
+    """Return the rows of a list with a name in a table, their patterns compiled."""
+    compiled = ("file", "function", "pattern")
+    return [
+        {key: re.compile(value) if key in compiled else value for key, value in row.items()}
+        for row in load(table)[name]
+    ]
