@@ -319,23 +319,15 @@ class _Failures:
         return finding_of(
             "raised",
             because=[_quoted(event, f"{error.type or 'an exception'}: {text}"), *map(str, error.frames[:4])],
-            most=_MAX_HEADLINE,
-            kind=kind,
-            level="established" if row.sure and frames else "supported",
-            who=who,
-            component=part,
-            restart=row.restart_at(is_started),
-            subject=f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}",
-            name=name,
-            thread=event.thread,
-            place=inner and f"{inner.function} ({inner.file}:{inner.line})",
-            phase="while it served" if is_started else "before it was ready",
-            text=text,
-            steps=_steps(row, named, error.text),
-            way=way_out(part, arguments, is_seen=bool(frames)),
+            most=_MAX_HEADLINE, kind=kind, level="established" if row.sure and frames else "supported", who=who,
+            component=part, restart=row.restart_at(is_started),
+            subject=f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}", name=name,
+            thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
+            phase="while it served" if is_started else "before it was ready", text=text,
+            steps=_steps(row, named, error.text), way=way_out(part, arguments, is_seen=bool(frames)),
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if error.text.strip() or error.type == "AssertionError" else 38),
-        )
+        )  # fmt: skip
 
     def _side(self, event: AnyEvent, part: str | None) -> str:
         """Return the server of a pair that speaks of a part that both have."""
@@ -399,19 +391,11 @@ class _Failures:
             )
         who = who or self._side(event, part) or (_only(self._case) if kind in _known("of_a_rank") else "")
         yield finding_of(
-            "line",
-            because=because,
-            kind=kind,
-            who=who,
-            component=part,
-            restart=row.restart_at(is_started),
-            side=event.side,
-            text=text,
-            steps=_steps(row, named, event.text),
-            way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True),
-            is_consequence=row.follows,
+            "line", because=because, kind=kind, who=who, component=part, restart=row.restart_at(is_started),
+            side=event.side, text=text, steps=_steps(row, named, event.text),
+            way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True), is_consequence=row.follows,
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
-        )
+        )  # fmt: skip
 
     def _raised_next(self, event: Line) -> Raised | None:
         """Return the exception that a process had right after a line."""

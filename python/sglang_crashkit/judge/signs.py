@@ -226,16 +226,10 @@ def _of_text(process: Process, event: Line | Raised, text: str) -> Iterable[Sign
     for row in rows("activities", "signs"):
         if match := row["pattern"].search(text):
             yield Sign(
-                name=row["name"],
-                text=text,
-                who=topology.short_name(process) if process.ranks else process.who,
-                at=event.at,
-                last_at=max(event.at, getattr(event, "last_at", 0.0)),
-                order=event.order,
-                source=event.source,
-                groups=tuple(one or "" for one in match.groups()),
-                process=process,
-            )
+                name=row["name"], text=text, who=topology.short_name(process) if process.ranks else process.who,
+                at=event.at, last_at=max(event.at, getattr(event, "last_at", 0.0)), order=event.order,
+                source=event.source, groups=tuple(one or "" for one in match.groups()), process=process,
+            )  # fmt: skip
 
 
 def _once(found: Iterable[Sign]) -> list[Sign]:
@@ -305,17 +299,13 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
     kernel = devices[others[0]] if others else devices[waiting[0]]
     is_plain = case.arguments.get("nnodes", 1) in (1, None) and not case.arguments.get("base_gpu_id")
     return finding_of(
-        "gpus",
-        signs.where or (case.last_at, 0),
+        "gpus", signs.where or (case.last_at, 0),
         [f"GPU {one.device}: {one.name[:120]} ({one.source})" for one in case.gpu_kernels if one.name][:4],
         who=topology.name_ranks([f"TP{number}" for number in others]) if others and is_plain else None,
-        component=component_of_kernel(kernel),
-        others=", ".join(map(str, others)),
-        kernel=kernel[:100],
-        waiting=", ".join(map(str, sorted(waiting))),
-        exchange=devices[waiting[0]][:80],
+        component=component_of_kernel(kernel), others=", ".join(map(str, others)), kernel=kernel[:100],
+        waiting=", ".join(map(str, sorted(waiting))), exchange=devices[waiting[0]][:80],
         steps=steps_of_kernel(kernel),
-    )
+    )  # fmt: skip
 
 
 def _recorders(signs: Signs, case: Case) -> Finding | None:
@@ -385,16 +375,12 @@ def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collectiv
     late = f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
     reported = len(ranks) or len({one.who for one in found if one.who})
     return finding_of(
-        "time_limit",
-        found[0].place,
-        _quote(*found[:3]),
-        kind="rank_stuck" if late else None,
+        "time_limit", found[0].place, _quote(*found[:3]), kind="rank_stuck" if late else None,
         who=topology.name_nodes(nodes) if nodes else late,
         ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
-        operation=next((one.operation for one in ranks.values() if one.operation), ""),
-        nodes=nodes,
+        operation=next((one.operation for one in ranks.values() if one.operation), ""), nodes=nodes,
         is_known=layout.is_known,
-    )
+    )  # fmt: skip
 
 
 def _late_health(signs: Signs, _case: Case) -> Finding | None:
@@ -421,14 +407,10 @@ def _exchange(signs: Signs, _case: Case) -> Finding | None:
     compiling = [one for one in signs.all("compile") if one.at <= found[-1].last_at and one.who]
     late = compiling[-1:]
     return finding_of(
-        "exchange",
-        found[0].place,
-        _quote(*found[:2], *late),
-        kind="rank_stuck" if late else None,
+        "exchange", found[0].place, _quote(*found[:2], *late), kind="rank_stuck" if late else None,
         who=late[0].who if late else None,
-        component=(component_of(words=late[0].text) or "compiler") if late else None,
-        waiter=found[0].who,
-    )
+        component=(component_of(words=late[0].text) or "compiler") if late else None, waiter=found[0].who,
+    )  # fmt: skip
 
 
 def _lost_peer(signs: Signs, _case: Case) -> Finding | None:
@@ -470,10 +452,11 @@ def judge_silence(signs: Signs, case: Case) -> list[Finding]:
     for rule in (_watchdogs, _health, _standing, _starting):
         if (found := rule(signs, case)) is not None:
             return [found]
-    return [finding_of("serves", _end(case), batch=_last_batch(case))] if signs.is_alive else []
+    return [finding_of("serves", end_of(case), batch=_last_batch(case))] if signs.is_alive else []
 
 
-def _end(case: Case) -> Place:
+def end_of(case: Case) -> Place:
+    """Return the place of the last that a case has."""
     return case.last_at, max((one.order for one in case.events), default=0)
 
 
@@ -540,22 +523,16 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
     if stands < patience:
-        return finding_of("starting", _end(case), component=part, told=told)
+        return finding_of("starting", end_of(case), component=part, told=told)
     behind = [who for name, some in places.items() if order.index(name) < order.index(stage) for who in some]
     nodes = topology.unseen_nodes(topology.topology_of(case), (one.ranks for one in case.schedulers))
     named = topology.name_ranks(behind) if 0 < len(behind) <= 2 else None
     is_joining = stage == "distributed"
     return finding_of(
-        "start_stands",
-        (last, 0),
-        kind={"distributed": "startup_timeout", "weights": "slow_storage"}.get(stage),
-        who=topology.name_nodes(nodes) if nodes and is_joining else named,
-        component=part,
-        is_joining=is_joining,
-        minutes=f"{stands / 60:.0f}",
-        told=told,
-        way=way_out(part, case.arguments, is_seen=True),
-    )
+        "start_stands", (last, 0), kind={"distributed": "startup_timeout", "weights": "slow_storage"}.get(stage),
+        who=topology.name_nodes(nodes) if nodes and is_joining else named, component=part, is_joining=is_joining,
+        minutes=f"{stands / 60:.0f}", told=told, way=way_out(part, case.arguments, is_seen=True),
+    )  # fmt: skip
 
 
 def _watchdogs(signs: Signs, case: Case) -> Finding | None:
@@ -576,14 +553,10 @@ def _watchdogs(signs: Signs, case: Case) -> Finding | None:
     layout = topology.topology_of(case, first.process.side, seen)
     told = topology.name_ranks(who) if who else "the scheduler"
     return finding_of(
-        "watchdog",
-        first.place,
-        _quote(*found[:4]),
-        secs=secs,
-        told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told,
-        batch=_last_batch(case),
+        "watchdog", first.place, _quote(*found[:4]), secs=secs,
+        told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, batch=_last_batch(case),
         nodes=_nodes(topology.unseen_nodes(layout, seen)),
-    )
+    )  # fmt: skip
 
 
 def _nodes(nodes: list[int]) -> str:

@@ -29,14 +29,14 @@ from sglang_crashkit.judge.activity import (
     role_by,
 )
 from sglang_crashkit.judge.components import component_of, way_out
-from sglang_crashkit.judge.finding import Finding, finding_of, steps_of
+from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.sample import Frame, Thread
 
 _Key = TypeVar("_Key")
-#: Shares of a CPU below which a process that wants to run is starved, and above which it is busy.
-_STARVED, _BUSY = 0.1, 0.5
+#: Share of a CPU below which a process that wants to run is starved.
+_STARVED = 0.1
 _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 #: Of a larger server most ranks may be without a stack.
 _SMALL = 64
@@ -55,6 +55,8 @@ class Member(msgspec.Struct, kw_only=True):
     process: Process
     name: str
     role: str
+    ranks: dict[str, int]  # by lower-case name
+    pid: int  # 0 where it is not known
     stacks: list[Stack]
     activities: list[Activity]
     frames: list[tuple[Frame, ...]]
@@ -65,24 +67,10 @@ class Member(msgspec.Struct, kw_only=True):
         return next((one for one in reversed(self.activities) if one.kind != "unknown"), self.activities[-1])
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """Its ranks, by lower-case name."""
-        return self.process.ranks
-
-    @property
-    def pid(self) -> int:
-        """Its process id; 0 where it is not known."""
-        return self.process.pid
-
-    @property
     def server(self) -> str:
         """What tells its server from others of the same side; empty where that is not known."""
         sample = self.stacks[-1].sample
         return sample.rendezvous or (f"{sample.host} {sample.server}" if sample.server else "")
-
-    def always(self, *kinds: str) -> bool:
-        """Return whether it was in one of these states in each sample."""
-        return all(one.kind in kinds for one in self.activities)
 
     @property
     def is_moving(self) -> bool:
@@ -120,9 +108,9 @@ class Scene(msgspec.Struct, kw_only=True):
     members: list[Member]
     signs: signs.Signs
 
-    def where(self) -> tuple[float, int]:
+    def where(self) -> Place:
         """Return the place of the first sign that something does not go on."""
-        return self.signs.where or (self.case.last_at, max((one.order for one in self.case.events), default=0))
+        return self.signs.where or signs.end_of(self.case)
 
 
 def find_stalls(case: Case) -> list[Finding]:
@@ -140,12 +128,8 @@ def find_stalls(case: Case) -> list[Finding]:
         found += watched.conclude(case, scene.where())
     for one in found:
         # A wait that everybody passes says nothing of its part; nor does what the kernel holds.
-        is_seen = one.kind != "symmetric_stall"
-        if (
-            one.weight >= 60
-            and one.kind not in _HELD
-            and (step := way_out(one.component, case.arguments, is_seen=is_seen))
-        ):
+        step = way_out(one.component, case.arguments, is_seen=one.kind != "symmetric_stall")
+        if one.weight >= 60 and one.kind not in _HELD and step:
             one.next.insert(2, step)
     return found
 
@@ -180,6 +164,8 @@ def _members(case: Case) -> list[Member]:
                 process=process,
                 name=topology.short_name(process) if process.ranks else process.who or role,
                 role=role,
+                ranks=process.ranks,
+                pid=process.pid,
                 stacks=stacks,
                 activities=[activity_of(one.sample) for one in stacks],
                 frames=frames,
@@ -230,28 +216,31 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
 def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     """Return what the kernel's state of a process says by itself."""
     important = [one for one in members if one.role in ("scheduler", "tokenizer", "detokenizer", "controller", "")]
-    ranks = [one for one in members if one.role == "scheduler"]
-    if stopped := [one for one in important if one.last.kind in ("stopped", "traced")]:
-        steps = [step for one in stopped[:2] for step in steps_of("continue", pid=one.pid or None, name=one.name)]
-        return _finding(scene, "stopped", stopped, _with(ranks, stopped), steps=steps)
-    if asleep := [
-        one for one in important if one.always("disk_sleep") and (len(one.activities) > 1 or one.last.detail)
-    ]:
-        loads = any(one.kind == "weight_load" for one in asleep[0].activities) or any(
-            bare(frame.function).startswith("load_") for frames in asleep[0].frames for frame in frames
+    row, steps = "", []
+    if named := [one for one in important if one.last.kind in ("stopped", "traced")]:
+        row = "stopped"
+        steps = [step for one in named[:2] for step in steps_of("continue", pid=one.pid or None, name=one.name)]
+    elif named := [one for one in important if _is_asleep(one)]:
+        loads = any(one.kind == "weight_load" for one in named[0].activities) or any(
+            bare(frame.function).startswith("load_") for frames in named[0].frames for frame in frames
         )
-        return _finding(scene, "load_in_kernel" if loads else "in_kernel", asleep, _with(ranks, asleep))
-    for one in important:
-        share = one.cpu_share
-        runs = all(stack.sample.state == "R" for stack in one.stacks)
-        if share is not None and share < _STARVED and runs and len(one.stacks) > 1:
-            return _finding(scene, "starved", [one], _with(ranks, [one]))
-    return None
+        row = "load_in_kernel" if loads else "in_kernel"
+    elif named := [one for one in important if _is_starved(one)][:1]:
+        row = "starved"
+    # What the rest of the front end does meanwhile tells nothing.
+    group = [one for one in members if one.role == "scheduler"]
+    group += [one for one in named if one not in group]
+    return _finding(scene, row, named, group, steps=steps) if named else None
 
 
-def _with(ranks: Sequence[Member], others: Sequence[Member]) -> list[Member]:
-    """Return the ranks and these other processes; what the rest of the front end does meanwhile tells nothing."""
-    return [*ranks, *(one for one in others if one not in ranks)]
+def _is_asleep(member: Member) -> bool:
+    is_seen = len(member.activities) > 1 or bool(member.last.detail)
+    return is_seen and all(one.kind == "disk_sleep" for one in member.activities)
+
+
+def _is_starved(member: Member) -> bool:
+    share, runs = member.cpu_share, all(stack.sample.state == "R" for stack in member.stacks)
+    return share is not None and share < _STARVED and runs
 
 
 def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Finding]:
@@ -293,10 +282,9 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
 
 def _is_idle(scene: Scene, group: Sequence[Member]) -> bool:
     """Return whether ranks that wait for requests are idle, and do not hang there."""
-    is_polling = any(one.last.kind in ("idle", "socket", "own", "gil") for one in group)
-    first_is_seen = any(one.ranks.get("tp", 0) == 0 for one in group)
-    if is_polling:
+    if any(one.last.kind in ("idle", "socket", "own", "gil") for one in group):
         return True
+    first_is_seen = any(one.ranks.get("tp", 0) == 0 for one in group)
     # The first rank gets the requests: where it waits in the broadcast too, others have not come to it.
     return not scene.signs.is_hang and (not first_is_seen or scene.signs.is_alive or len(group) == 1)
 
@@ -348,17 +336,10 @@ def _own_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) 
         return None
     named = stuck if len(group) == 1 or len(stuck) < len(group) else []
     return _finding(
-        scene,
-        "own_work",
-        named,
-        group,
-        kind="rank_stuck" if named else None,
-        ranks=_who(stuck),
-        stay="stay" if len(stuck) > 1 else "stays",
-        place=stuck[0].common or stuck[0].last.place,
-        whose="their" if len(stuck) > 1 else "its",
-        steps=_own_steps(stuck),
-    )
+        scene, "own_work", named, group, kind="rank_stuck" if named else None, ranks=_who(stuck),
+        stay="stay" if len(stuck) > 1 else "stays", place=stuck[0].common or stuck[0].last.place,
+        whose="their" if len(stuck) > 1 else "its", steps=_own_steps(stuck),
+    )  # fmt: skip
 
 
 def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
@@ -400,18 +381,12 @@ def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member])
         topology.name_nodes(nodes) if nodes else topology.name_ranks(missing) if is_part and len(missing) <= 2 else None
     )
     return _finding(
-        scene,
-        "same_wait",
-        [],
-        group,
-        kind="startup_timeout" if first.kind == "store" or first.purpose == "init" else None,
-        who=who,
-        node=nodes[0] if nodes else None,
-        nodes=nodes and f"the other node{'s' * (len(nodes) > 1)}",
-        missing=topology.name_ranks(missing) if is_part else None,
-        is_whole=not nodes and not is_part,
+        scene, "same_wait", [], group,
+        kind="startup_timeout" if first.kind == "store" or first.purpose == "init" else None, who=who,
+        node=nodes[0] if nodes else None, nodes=nodes and f"the other node{'s' * (len(nodes) > 1)}",
+        missing=topology.name_ranks(missing) if is_part else None, is_whole=not nodes and not is_part,
         is_known=layout.is_known,
-    )
+    )  # fmt: skip
 
 
 def _unseen(layout: topology.Topology, members: Sequence[Member], size: int) -> list[str]:
@@ -542,16 +517,11 @@ def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
         inner = innermost(one.frames[-1])
         others = [other for other in members if other.role == "scheduler"]
         found = _finding(
-            scene,
-            f"{one.role}_beside",
-            [one],
-            members,
-            component=component if one.role == "tokenizer" else None,
-            doing=f"is {work}" if work else one.last.words,
-            place=work and one.last.where,
+            scene, f"{one.role}_beside", [one], members, component=component if one.role == "tokenizer" else None,
+            doing=f"is {work}" if work else one.last.words, place=work and one.last.where,
             inner=inner if inner is not None and str(inner) != one.last.where else None,
             others=_told(others) if others else None,
-        )
+        )  # fmt: skip
         return [found]
     return []
 
