@@ -16,13 +16,6 @@ import msgspec
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.sample import Frame, Sample, Thread, main_thread
 
-#: Where the kernel keeps a process that a cgroup of version 2 freezes.
-_FREEZER = frozenset({"do_freezer_trap", "get_signal", "__refrigerator"})
-_OPERATION = re.compile(
-    r"^_?(all_reduce|all_gather|reduce_scatter|broadcast|barrier|all_to_all|gather|scatter|reduce|dispatch|combine"
-    r"|allgather|allreduce|alltoall)",
-    re.IGNORECASE,
-)
 _MAX_FRAMES = 400
 _rows, _pattern = functools.partial(rows, "activities"), functools.partial(pattern, "activities")
 
@@ -128,9 +121,9 @@ def activity_of(sample: Sample) -> Activity:
     seen = _of_threads(thread, _main(sample.native, sample.pid), sample)
     if seen.kind in ("lock", "own") and thread is not None:
         # The main thread only waits for the one in which the batch runs.
-        pattern = _pattern("batch_threads")
+        runs = _pattern("batch_threads")
         for one in sample.threads:
-            if one is not thread and any(pattern.match(bare(frame.function)) for frame in one.frames):
+            if one is not thread and any(runs.match(bare(frame.function)) for frame in one.frames):
                 native = next((other for other in sample.native if other.native_id == one.native_id), None)
                 return _of_threads(one, native, sample)
     return seen
@@ -164,7 +157,7 @@ def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
     """Return what the kernel's state of a process says by itself, None where it says nothing."""
     if state == "T":
         return Activity(kind="stopped", detail="state T, until somebody sends SIGCONT")
-    if state == "S" and wchan in _FREEZER:
+    if state == "S" and _pattern("freezer").match(wchan):
         return Activity(kind="stopped", detail="frozen by its cgroup, as a container that is paused")
     if state == "t":
         return Activity(kind="traced", detail=f"by process {tracer}" if tracer else "state t")
@@ -193,10 +186,7 @@ def of_frames(
     python = frames or tuple(one for one in native if _is_python(one))
     above = _native_head(native)
     head = _head(python)
-    place = _place(python)
-    purpose = _purpose(python)
-    by_native = _by_native(above)
-    by_python = _by_python(python, head)
+    by_native, by_python = _by_native(above), _by_python(python, head)
     row: dict[str, Any] = {}
     leaf = next(iter(python or above), None)
     waits_for_ranks = by_python is not None and by_python[0]["kind"] in ("collective", "p2p", "store")
@@ -215,22 +205,22 @@ def of_frames(
         kind = _by_gil(leaf, holds_gil) if leaf is not None else "unknown"
     operation, backend = "", str(row.get("backend", ""))
     if kind in ("collective", "store"):
-        operation = next((found[1] for one in head if (found := _OPERATION.match(bare(one.function)))), "")
+        operation = next((found[1] for one in head if (found := _pattern("operation").match(bare(one.function)))), "")
         if not backend and leaf is not None and "nccl" in f"{leaf.file} {leaf.function}".lower():
             backend = "NCCL"
     elif kind == "p2p":
         operation = _direction(python)
     elif kind in ("driver", "gpu_sync", "gpu_launch") and leaf is not None:
-        operation = leaf.function if leaf in above or bare(leaf.function) != leaf.function else bare(leaf.function)
+        operation = leaf.function
     if kind in ("gpu_sync", "gpu_launch", "own") and kernels and all("nccl" in name.lower() for name in kernels):
-        kind, backend, operation = "collective", "NCCL", operation if kind == "collective" else ""
+        kind, backend, operation = "collective", "NCCL", ""
     return Activity(
         kind=kind,
         operation=operation,
         backend=backend,
         leaf=leaf,
-        place=place,
-        purpose=purpose,
+        place=_place(python),
+        purpose=_purpose(python),
         detail=", ".join(dict.fromkeys(kernels))[:120],
     )
 

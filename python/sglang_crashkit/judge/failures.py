@@ -139,10 +139,8 @@ class _Failures:
         if not any(one.weight >= 37 for one in found):
             found += self._vanished()
         # What names a rank is its own word; a role may be any of several.
-        raised = [
-            one for one in found if re.search(r"\d", one.who or "") and one.weight >= 50 and not one.is_consequence
-        ]
-        first = min(raised, key=lambda one: one.where, default=None)
+        sure = (one for one in found if one.weight >= 50 and not one.is_consequence)
+        first = min((one for one in sure if re.search(r"\d", one.who or "")), key=lambda one: one.where, default=None)
         named = {one.who for one in found if one.weight >= 41}
         for one in found:
             if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
@@ -156,7 +154,7 @@ class _Failures:
                 one.is_consequence = is_told and (one.kind == "exited" or not one.who or one.who in named)
             if one.kind in ("cuda_fault", "gpu_hardware", "aborted", "kv_pool_leak") and one.who is None and first:
                 # The fact is the GPU's or the library's; who noticed it is another one's word.
-                one.who, one.level = first.who, "supported" if one.level == "established" else one.level
+                one.who, one.level = first.who, "supported"
             if one.kind == "cuda_fault" and one.component in _NOTICED:
                 one.component = self._suspect
                 if way := way_out(one.component, self._case.arguments, is_seen=False):
@@ -165,7 +163,7 @@ class _Failures:
             if one.kind in ("kv_pool_leak", "kv_pool_exhausted") and one.component in _NOTICED:
                 one.component = "kv_pool"
             one.component = one.component or _known("usual_part").get(one.kind)
-            if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who and one.level == "established":
+            if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
                 one.level = "supported"
             if one.kind == "connection_lost":
                 self._name_the_other_node(one)
@@ -197,8 +195,7 @@ class _Failures:
                 if self._end is not None and finding.where > self._end and not finding.is_calm:
                     continue
                 if event.follows:
-                    finding.is_consequence = True
-                    finding.level = "supported" if finding.level == "established" else finding.level
+                    finding.is_consequence, finding.level = True, "supported"
                 yield finding
         if self._case.is_started and self._case.watched is None:
             yield finding_of("no_failure", (self._case.last_at, 0))
@@ -241,9 +238,7 @@ class _Failures:
     # -- exceptions
 
     def _raised(self, event: Raised) -> Iterator[Finding]:
-        chain = [
-            error for error in event.chain if error.type not in ("SystemExit", "CancelledError", "KeyboardInterrupt")
-        ]
+        chain = [error for error in event.chain if error.type not in ("SystemExit", "CancelledError")]
         if any(error.type == "KeyboardInterrupt" for error in event.chain):
             yield finding_of("asked_to_stop", event.place, [_quoted(event, "KeyboardInterrupt")], by="Ctrl-C")
             return

@@ -21,7 +21,6 @@ from typing import Any
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.topology import short_name
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Error
 from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.verdict import KnownIssue
 
@@ -40,7 +39,7 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
         who: the process that does not come back: the others show nothing but that they wait for it.
     """
     errors = [
-        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", _places(error))
+        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", {_place(frame) for frame in error.frames})
         for process in case.processes.values()
         for raised in process.raised
         for error in raised.chain
@@ -97,10 +96,6 @@ def _stood(process: Process) -> set[str]:
 def named(entry: dict[str, Any]) -> KnownIssue:
     """Return an entry as a verdict names it."""
     return KnownIssue(**{name: entry[name] for name in ("issue", "title", "fixed_in", "workaround")})
-
-
-def _places(error: Error) -> set[str]:
-    return {_place(frame) for frame in error.frames}
 
 
 def _place(frame: Frame) -> str:

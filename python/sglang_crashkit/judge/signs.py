@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -11,13 +12,11 @@ import msgspec
 from sglang_crashkit.judge import topology
 from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
-from sglang_crashkit.judge.knowledge import load, rows
+from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Arguments, Collective, Exit, Line, Raised, Stack
 
 _MAX_TEXT = 4000
-#: What an exception quotes may be anybody's words.
-_QUOTES = re.compile(r"'[^'\n]{20,2000}'")
 #: What comes within so many seconds of the end of the evidence goes on to its end.
 _AT_THE_END = 60.0
 #: Seconds without a batch and an answer after which requests under way stand still: a long prompt takes less.
@@ -29,19 +28,7 @@ _FEW_TRANSFERS = 8
 _HALF_HOUR = 1800.0
 _SLOW_SHARD = 30.0
 OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
-#: A line of SGLang's own that says what it does; uvicorn's and a health check's do not.
-_OWN_WORD = re.compile(r"(?!INFO: |Health check|Application |Waiting for application|The server is fired up)\S")
-_BEGINS = re.compile(r"(?i)(?:start|begin|enter|try|attempt|wait)(?:s|ning|ing|ting)?\b")
-#: What a kernel is of that waits for other GPUs.
-_EXCHANGES = frozenset({"custom_all_reduce", "distributed_init", "expert_parallel"})
-_BATCH = re.compile(r"(Prefill|Decode) batch\b")
-_OVER = re.compile(r"\(x\d+ over (?:(\d+)h)?(?:(\d+)m)?")
-_TIC = re.compile(r"tic start time: (\d\d):(\d\d):(\d\d)")
-_WORK = re.compile(
-    r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)|"
-    r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)"
-)
-_GROUP = re.compile(r"\[PG (?:ID )?(\S+?)(?: PG GUID \S+?)? Rank (\d+)\]|\[Rank (\d+)\]|\[rank(\d+)\]")
+_known, _pattern = functools.partial(rows, "signs"), functools.partial(pattern, "signs")
 
 
 class Sign(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +43,8 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     groups: tuple[str, ...]
     process: Process
+    is_of_hang: bool
+    is_ending: bool
 
     @property
     def place(self) -> Place:
@@ -96,15 +85,11 @@ class Signs(msgspec.Struct, kw_only=True):
     @property
     def where(self) -> Place | None:
         """The place of the first sign of a hang, None without one."""
-        return next((one.place for one in self.found if one.name in _OF_A_HANG), None)
+        return next((one.place for one in self.found if one.is_of_hang), None)
 
     def all(self, *names: str) -> list[Sign]:
         """Return the signs with these names."""
         return [one for one in self.found if one.name in names]
-
-
-_OF_A_HANG = ("watchdog", "health", "later", "silent", "nccl", "gloo", "exchange")
-_ENDING = ("watchdog", "nccl", "gloo", "exchange")
 
 
 def read(case: Case) -> Signs:
@@ -117,13 +102,15 @@ def read(case: Case) -> Signs:
             if raised.follows:
                 continue
             found += _of_text(
-                process, raised, f"{raised.said}\n{raised.error.type}: {_QUOTES.sub('', raised.error.text[:_MAX_TEXT])}"
+                process,
+                raised,
+                f"{raised.said}\n{raised.error.type}: {_pattern('quotes').sub('', raised.error.text[:_MAX_TEXT])}",
             )
     found.sort(key=lambda one: one.place)
     signs = Signs(found=found)
     batches, answers = [(0.0, 0)], [(0.0, 0)]
     for process in case.processes.values():
-        batches += [one.place for one in process.lines if _BATCH.match(one.text)]
+        batches += [one.place for one in process.lines if _pattern("batch").match(one.text)]
         for one in process.progress:
             if one.kind in ("prefill", "decode"):
                 batches.append((one.last_at or one.at, one.last_order))
@@ -131,15 +118,14 @@ def read(case: Case) -> Signs:
                 answers.append((one.last_at or one.at, one.last_order))
     good = max(*batches, *answers, (case.ready_at or 0.0, 0))
     signs.last_batch, signs.last_answer = max(batches)[0], max(answers)[0]
-    hang = signs.all(*_OF_A_HANG)
-    ended = [one for one in hang if one.name in _ENDING and not _is_soft(one)]
+    hang = [one for one in found if one.is_of_hang]
+    ended = [one for one in hang if one.is_ending and not _is_soft(one)]
     last = max((max(one.at, one.last_at) for one in hang), default=0.0)
     goes_on = signs.last_batch > last + 1.0
     signs.was_ended = bool(ended)
+    is_unanswered = bool(_probe(case)) and (case.is_started or 0 < signs.last_batch <= case.last_at)
     # The stacks of an incident are looked at only where somebody waited too long.
-    signs.is_hang = (
-        bool(ended) or (bool(hang) and not goes_on) or _probe_failed(case, signs) or case.watched is not None
-    )
+    signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or is_unanswered or case.watched is not None
     # Stacks that somebody took after the last sign of life are no such sign.
     looked = max((event.place for event in case.events if isinstance(event, Stack) and not event.fatal), default=good)
     is_late = good[0] >= case.last_at - _AT_THE_END
@@ -200,9 +186,9 @@ def _last_word(case: Case, batch: Place) -> tuple[str, bool]:
     logs = {one.source.partition(":")[0] for one in progress}
     found += [(one.place, one.text) for process in case.processes.values() for one in process.lines
               if one.level in ("info", "warning") and one.source.partition(":")[0] in logs
-              and _OWN_WORD.match(one.text)]  # fmt: skip
+              and _pattern("own_word").match(one.text)]  # fmt: skip
     place, text = max(found, default=((0.0, 0), ""))
-    return (text[:120], bool(_BEGINS.match(text))) if batch < place else ("", False)
+    return (text[:120], bool(_pattern("begins").match(text))) if batch < place else ("", False)
 
 
 def _failed_after(case: Case, good: Place, batch: Place) -> bool:
@@ -223,12 +209,13 @@ def _failed_after(case: Case, good: Place, batch: Place) -> bool:
 
 def _of_text(process: Process, event: Line | Raised, text: str) -> Iterable[Sign]:
     text = text[:_MAX_TEXT]
-    for row in rows("activities", "signs"):
+    for row in _known("signs"):
         if match := row["pattern"].search(text):
+            last_at, groups = max(event.at, getattr(event, "last_at", 0.0)), tuple(one or "" for one in match.groups())
             yield Sign(
                 name=row["name"], text=text, who=topology.short_name(process) if process.ranks else process.who,
-                at=event.at, last_at=max(event.at, getattr(event, "last_at", 0.0)), order=event.order,
-                source=event.source, groups=tuple(one or "" for one in match.groups()), process=process,
+                at=event.at, last_at=last_at, order=event.order, source=event.source, groups=groups, process=process,
+                is_of_hang=bool(row.get("hang")), is_ending=bool(row.get("ends")),
             )  # fmt: skip
 
 
@@ -240,17 +227,9 @@ def _is_soft(sign: Sign) -> bool:
     return sign.name == "watchdog" and sign.groups[2] == "True"
 
 
-def _probe_failed(case: Case, signs: Signs) -> bool:
-    """Return whether an orchestrator's probe was not answered while nothing else is known to have failed."""
-    return (case.is_started or signs.last_batch > 0) and bool(_probe(case)) and not signs.last_batch > case.last_at
-
-
 def _probe(case: Case) -> str:
-    pattern = r"(?i)(liveness|startup) probe failed"
-    if case.is_started:
-        pattern += r"|readiness probe failed.{0,120}(deadline exceeded|timeout)"
-    notes = (note for one in case.containers for note in one.notes)
-    return next((note for note in notes if re.search(pattern, note)), "")
+    failed = _pattern("probe_when_ready" if case.is_started else "probe")
+    return next((note for one in case.containers for note in one.notes if failed.search(note)), "")
 
 
 # -- what they tell
@@ -292,7 +271,7 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
     for one in case.gpu_kernels:
         if one.device >= 0 and one.name and not one.exception:
             devices.setdefault(one.device, one.name)
-    waiting = [device for device, name in devices.items() if component_of_kernel(name) in _EXCHANGES]
+    waiting = [device for device, name in devices.items() if component_of_kernel(name) in load("signs")["exchanges"]]
     others = sorted(set(devices) - set(waiting))
     if len(devices) < 2 or not waiting or len(others) > len(waiting):
         return None
@@ -334,8 +313,8 @@ def _operations(signs: Signs, case: Case) -> dict[str, dict[int, Collective]]:
     found: dict[str, dict[int, Collective]] = {}
     seen = list(case.collectives)
     for sign in signs.all("nccl") if not seen else ():
-        group, work = _GROUP.search(sign.text), _WORK.search(sign.text)
-        if work is None or work[1] is None:
+        group, work = _pattern("group").search(sign.text), _pattern("work").search(sign.text)
+        if work is None:
             continue
         rank = next((int(one) for one in (group.groups()[1:] if group else ()) if one), -1)
         seen.append(
@@ -376,7 +355,7 @@ def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collectiv
     reported = len(ranks) or len({one.who for one in found if one.who})
     return finding_of(
         "time_limit", found[0].place, _quote(*found[:3]), kind="rank_stuck" if late else None,
-        who=topology.name_nodes(nodes) if nodes else late,
+        who=topology.name_nodes(nodes) or late,
         ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
         operation=next((one.operation for one in ranks.values() if one.operation), ""), nodes=nodes,
         is_known=layout.is_known,
@@ -386,7 +365,7 @@ def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collectiv
 def _late_health(signs: Signs, _case: Case) -> Finding | None:
     """Return that the main process's event loop did not come round, where a health check's end came far too late."""
     for sign in signs.all("health"):
-        began = _TIC.search(sign.text)
+        began = _pattern("tic").search(sign.text)
         if began is None or not sign.at:
             continue
         hours, minutes, seconds = (int(one) for one in began.groups())
@@ -495,7 +474,7 @@ def steps_of_update(case: Case) -> list[str]:
 
 def _starting(signs: Signs, case: Case) -> Finding | None:
     """Return where a server stands that was not seen to get ready, and whether that takes too long."""
-    stages = load("activities")["stages"]
+    stages = load("signs")["stages"]
     order = list(stages)
     places: dict[str, list[str]] = {}
     last = 0.0
@@ -518,7 +497,7 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     if probe and any("will be restarted" in note for one in case.containers for note in one.notes):
         return finding_of("probe_at_start", (last, 0), [probe[:200]], component=part, told=told)
     stands = case.last_at - last if last else 0.0
-    if probe and (over := _OVER.search(probe)):
+    if probe and (over := _pattern("over").search(probe)):
         # What Kubernetes counts goes on after the last line.
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
@@ -555,12 +534,8 @@ def _watchdogs(signs: Signs, case: Case) -> Finding | None:
     return finding_of(
         "watchdog", first.place, _quote(*found[:4]), secs=secs,
         told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, batch=_last_batch(case),
-        nodes=_nodes(topology.unseen_nodes(layout, seen)),
+        nodes=topology.name_nodes(topology.unseen_nodes(layout, seen)),
     )  # fmt: skip
-
-
-def _nodes(nodes: list[int]) -> str:
-    return topology.name_nodes(nodes) if nodes else ""
 
 
 def _last_batch(case: Case) -> str:
@@ -592,7 +567,7 @@ def _health(signs: Signs, case: Case) -> Finding | None:
     if not found:
         return None
     seen = (one.ranks for one in case.schedulers)
-    nodes = _nodes(topology.unseen_nodes(topology.topology_of(case), seen))
+    nodes = topology.name_nodes(topology.unseen_nodes(topology.topology_of(case), seen))
     steps = steps_of_update(case) if is_of_update(signs) else []
     return finding_of("no_health", where, because, nodes=nodes, **_of_silence(signs, case, steps))
 
@@ -609,7 +584,7 @@ def kernels_of(case: Case) -> list[str]:
 
 def component_of_kernel(name: str) -> str | None:
     """Return the component that a kernel on the GPU is of."""
-    return next((row["component"] for row in rows("activities", "gpu_kernels") if row["pattern"].search(name)), None)
+    return next((row["component"] for row in _known("gpu_kernels") if row["pattern"].search(name)), None)
 
 
 def steps_of_kernel(name: str) -> list[str]:

@@ -30,9 +30,10 @@ from sglang_crashkit.judge.activity import (
 )
 from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
+from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Stack
-from sglang_crashkit.model.sample import Frame, Thread
+from sglang_crashkit.model.sample import Frame
 
 _Key = TypeVar("_Key")
 #: Share of a CPU below which a process that wants to run is starved.
@@ -40,8 +41,6 @@ _STARVED = 0.1
 _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 #: Of a larger server most ranks may be without a stack.
 _SMALL = 64
-_PLURALS = {"waits": "wait", "is": "are", "compiles": "compile", "loads": "load", "runs": "run", "sleeps": "sleep"}
-_PLURALS |= {"writes": "write", "has": "have"}
 _SAME_WAIT = frozenset({"symmetric_stall", "gpu_stall", "collective_mismatch", "no_progress"})
 _UPDATES = frozenset({"weights", "pause"})
 _HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
@@ -93,12 +92,19 @@ class Member(msgspec.Struct, kw_only=True):
         return self.is_moving and (self.common is None or not is_own(self.common) or is_loop(self.common))
 
     @property
-    def cpu_share(self) -> float | None:
-        """How many CPUs it used between its first and its last sample; None where that is not known."""
+    def is_asleep(self) -> bool:
+        """Whether the kernel holds it in each sample."""
+        is_told = len(self.activities) > 1 or bool(self.last.detail)
+        return is_told and all(one.kind == "disk_sleep" for one in self.activities)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it wants to run and hardly gets a CPU between its first and its last sample."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
-        seconds = last.time - first.time
+        used, seconds = last.cpu_secs - first.cpu_secs, last.time - first.time
         # In a shorter time no clock tick may fall.
-        return (last.cpu_secs - first.cpu_secs) / seconds if seconds >= 1.0 and last.cpu_secs else None
+        is_told = seconds >= 1.0 and last.cpu_secs > 0
+        return is_told and used / seconds < _STARVED and all(one.sample.state == "R" for one in self.stacks)
 
 
 class Scene(msgspec.Struct, kw_only=True):
@@ -220,27 +226,17 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     if named := [one for one in important if one.last.kind in ("stopped", "traced")]:
         row = "stopped"
         steps = [step for one in named[:2] for step in steps_of("continue", pid=one.pid or None, name=one.name)]
-    elif named := [one for one in important if _is_asleep(one)]:
+    elif named := [one for one in important if one.is_asleep]:
         loads = any(one.kind == "weight_load" for one in named[0].activities) or any(
             bare(frame.function).startswith("load_") for frames in named[0].frames for frame in frames
         )
         row = "load_in_kernel" if loads else "in_kernel"
-    elif named := [one for one in important if _is_starved(one)][:1]:
+    elif named := [one for one in important if one.is_starved][:1]:
         row = "starved"
     # What the rest of the front end does meanwhile tells nothing.
     group = [one for one in members if one.role == "scheduler"]
     group += [one for one in named if one not in group]
     return _finding(scene, row, named, group, steps=steps) if named else None
-
-
-def _is_asleep(member: Member) -> bool:
-    is_seen = len(member.activities) > 1 or bool(member.last.detail)
-    return is_seen and all(one.kind == "disk_sleep" for one in member.activities)
-
-
-def _is_starved(member: Member) -> bool:
-    share, runs = member.cpu_share, all(stack.sample.state == "R" for stack in member.stacks)
-    return share is not None and share < _STARVED and runs
 
 
 def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Finding]:
@@ -377,14 +373,12 @@ def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member])
     missing = _unseen(layout, group, max(layout.ranks, len(group)))
     is_part = 0 < len(missing) < len(group) and not nodes
     first = group[0].last
-    who = (
-        topology.name_nodes(nodes) if nodes else topology.name_ranks(missing) if is_part and len(missing) <= 2 else None
-    )
+    ranks = topology.name_ranks(missing) if is_part else ""
+    kind = "startup_timeout" if first.kind == "store" or first.purpose == "init" else None
+    who = topology.name_nodes(nodes) or (ranks if len(missing) <= 2 else None)
     return _finding(
-        scene, "same_wait", [], group,
-        kind="startup_timeout" if first.kind == "store" or first.purpose == "init" else None, who=who,
-        node=nodes[0] if nodes else None, nodes=nodes and f"the other node{'s' * (len(nodes) > 1)}",
-        missing=topology.name_ranks(missing) if is_part else None, is_whole=not nodes and not is_part,
+        scene, "same_wait", [], group, kind=kind, who=who, node=nodes[0] if nodes else None, missing=ranks,
+        nodes=nodes and f"the other node{'s' * (len(nodes) > 1)}", is_whole=not nodes and not is_part,
         is_known=layout.is_known,
     )  # fmt: skip
 
@@ -435,8 +429,7 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
     if unseen:
         nodes = topology.unseen_nodes(layout, (one.ranks for one in members))
         name = f"PP{unseen[0]}"
-        who = topology.name_nodes(nodes) if nodes else name
-        return _finding(scene, "stage_unseen", [], members, who=who, stage=name)
+        return _finding(scene, "stage_unseen", [], members, who=topology.name_nodes(nodes) or name, stage=name)
     seen = topology.topology_of(scene.case, members[0].process.side, (one.ranks for one in members))
     different = _branched(scene, "stages", [], members, is_dp_attention=seen.is_dp_attention)
     if all(waits.values()) or len(roots) > 1:
@@ -556,14 +549,12 @@ def _other_threads(members: Sequence[Member]) -> tuple[str | None, str] | None:
             if thread.frames == one.frames[-1] or not any(map(is_own, thread.frames)):
                 continue
             activity = of_frames(thread.frames)
-            if activity.kind in ("storage", "http", "file", "transfer") or (activity.kind == "own" and _is_io(thread)):
+            name = thread.name.replace("_", " ")
+            is_io = re.search(r"(?i)\b(io|aux|prefetch|backup|transfer|load|storage)", name) is not None
+            if activity.kind in ("storage", "http", "file", "transfer") or (activity.kind == "own" and is_io):
                 words = f"a thread of {one.name} ({thread.name}) {activity.words}"
                 return component_of(thread.frames, thread=thread.name), words
     return None
-
-
-def _is_io(thread: Thread) -> bool:
-    return bool(re.search(r"(?i)\b(io|aux|prefetch|backup|transfer|load|storage)", thread.name.replace("_", " ")))
 
 
 # -- in words
@@ -614,13 +605,13 @@ def _alike(members: Sequence[Member]) -> list[list[Member]]:
 
 def _told(members: Sequence[Member]) -> str:
     """Return who does what, of members that do the same, as a sentence without a full stop; several kinds shortened."""
-    groups = _alike(members)
+    plurals, groups = load("activities")["plurals"], _alike(members)
     parts = []
     for some in groups[:_MAX_TOLD]:
         words = some[0].last.words
         if len(some) > 1:
             verb, _, rest = words.partition(" ")
-            words = f"{_PLURALS.get(verb, verb)} {rest}".replace(" its ", " their ").replace(" a launch", " launches")
+            words = f"{plurals.get(verb, verb)} {rest}".replace(" its ", " their ").replace(" a launch", " launches")
         who = f"all {len(some)} ranks" if len(some) == len(members) > 2 and some[0].ranks else _who(some)
         parts.append(f"{who} {words}")
     if len(groups) > _MAX_TOLD:
@@ -632,8 +623,7 @@ def _standing(group: Sequence[Member], named: Sequence[Member] = ()) -> str:
     """Return where everybody stands, those that are named first."""
     if not named:
         return _told(group)[:_MAX_HEADLINE]
-    ids = {id(one) for one in named}
-    others = [one for one in group if id(one) not in ids]
+    others = [one for one in group if one not in named]
     return (f"{_told(named)}, while {_told(others)}" if others else _told(named))[:_MAX_HEADLINE]
 
 

@@ -60,12 +60,13 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
         side: ``prefill`` or ``decode``, empty where there is one server.
         members: the ranks of the schedulers that are seen.
     """
-    all_arguments = [one for one in case.servers if one.values] or []
+    all_arguments = [one for one in case.servers if one.values]
     own = [one for one in all_arguments if side and _side(one.values, one.side) == side]
     values = (own or all_arguments)[0].values if (own or all_arguments) else case.arguments
     if side and not own and len(all_arguments) > 1:
         values = {}
-    sizes = {name: _size(values, f"{name}_size", name, long) for name, long in _LONG_NAMES.items()}
+    long_names = {"tp": "tensor", "pp": "pipeline", "dp": "data", "ep": "expert"}
+    sizes = {axis: _size(values, f"{axis}_size", axis, f"{long}_parallel_size") for axis, long in long_names.items()}
     nodes = {_size(one.values, "node_rank", default=-1) for one in (own or all_arguments)}
     known = Topology(
         **sizes,
@@ -87,14 +88,6 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
     if known.dp > 1 and not known.is_dp_attention:
         known.is_dp_attention = _are_numbered_across(members, known.dp)
     return known
-
-
-_LONG_NAMES = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-    "ep": "expert_parallel_size",
-}
 
 
 def _size(values: Mapping[str, Any], *names: str, default: int = 1) -> int:
@@ -163,10 +156,8 @@ def root_stages(waits: Mapping[int, set[int]]) -> list[int]:
 
 
 def name_nodes(nodes: Sequence[int]) -> str:
-    """Return nodes as a short name: ``node 1``, ``nodes 1, 2 and 3``."""
-    if len(nodes) == 1:
-        return f"node {nodes[0]}"
-    return f"nodes {_listed([str(one) for one in nodes])}"
+    """Return nodes as a short name: ``node 1``, ``nodes 1, 2 and 3``; empty without any."""
+    return f"node{'s' * (len(nodes) > 1)} {_listed([str(one) for one in nodes])}" if nodes else ""
 
 
 def name_ranks(names: Sequence[str]) -> str:

@@ -5,12 +5,12 @@ Its conclusion decides which other evidence counts: after a crash, what the othe
 
 from __future__ import annotations
 
+from sglang_crashkit.judge.activity import bare
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Compared, Raised
-from sglang_crashkit.model.sample import Frame
 
 #: Classes that say no more than that something failed, or does not go on: a suspected request explains more.
 _VAGUE = frozenset({"exception", "exception_in_sglang", "no_progress", "unknown"})
@@ -46,17 +46,14 @@ def _raised(case: Case) -> Raised | None:
     return next((one for process in case.processes.values() for one in process.raised if not one.follows), None)
 
 
-def _signals(case: Case) -> set[str]:
-    """Return the signal that the first failure died of."""
-    return {one.signal for process in case.processes.values() for one in process.exits if not one.follows} - {""}
-
-
 def compare(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
     """Return where ranks that must agree differ, by their steps and flight recorders.
 
     One that died of a signal says nothing of the others, unless it aborted, as gloo has it where ranks do not match.
     """
-    died, is_busy = _signals(case), case.watched is not None and case.watched.kind == "busy"
+    ends = (one for process in case.processes.values() for one in process.exits)
+    died = {one.signal for one in ends if one.signal and not one.follows}
+    is_busy = case.watched is not None and case.watched.kind == "busy"
     if is_busy or died - {"SIGABRT"} or beside_ranks(case) is not None:
         return []
     for kind, name in (("divergence", "rank_divergence"), ("mismatch", "collective_mismatch")):
@@ -76,9 +73,8 @@ def compare_waits(case: Case, where: Place) -> list[Finding]:
         for other in behind[:place]:
             if {*one.waiting} & {*other.late} and {*other.waiting} & {*one.late}:
                 return [_finding("collective_mismatch", [other, one], where)]
-    return (
-        [_finding("rank_stuck", sure[:1], where)] if (sure := [one for one in behind if one.level != "unknown"]) else []
-    )
+    sure = [one for one in behind if one.level != "unknown"]
+    return [_finding("rank_stuck", sure[:1], where)] if sure else []
 
 
 def _finding(kind: str, some: list[Compared], where: Place, *, is_sure: bool = False) -> Finding:
@@ -155,14 +151,12 @@ def refine(case: Case, chosen: Finding) -> Finding:
 
 
 def _is_taking_in(raised: Raised) -> bool:
-    frames = raised.error.frames
-    place = next((place for place, frame in enumerate(frames) if _takes_in(frame)), None)
-    # What fails for want of the other server of a pair would with any request.
-    return place is not None and not any("sglang/srt/disaggregation/" in frame.file for frame in frames[:place])
-
-
-def _takes_in(frame: Frame) -> bool:
-    return frame.function.rpartition(".")[2].startswith(_TAKES_IN)
+    for frame in raised.error.frames:
+        if bare(frame.function).startswith(_TAKES_IN):
+            return True
+        if "sglang/srt/disaggregation/" in frame.file:
+            return False  # what fails for want of the other server of a pair would with any request
+    return False
 
 
 def _is_of_host(raised: Raised) -> bool:
