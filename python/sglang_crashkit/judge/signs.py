@@ -14,7 +14,7 @@ from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Arguments, Collective, Exit, Line, Raised, Stack
+from sglang_crashkit.model.event import AnyEvent, Arguments, Collective, Exit, Line, Raised, Stack
 
 _MAX_TEXT = 4000
 #: What comes within so many seconds of the end of the evidence goes on to its end.
@@ -37,19 +37,11 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     text: str
     who: str
-    at: float
-    last_at: float
-    order: int
-    source: str
+    event: Line | Raised
     groups: tuple[str, ...]
     process: Process
     is_of_hang: bool
     is_ending: bool
-
-    @property
-    def place(self) -> Place:
-        """Its place in the evidence."""
-        return self.at, self.order
 
 
 class Signs(msgspec.Struct, kw_only=True):
@@ -85,7 +77,7 @@ class Signs(msgspec.Struct, kw_only=True):
     @property
     def where(self) -> Place | None:
         """The place of the first sign of a hang, None without one."""
-        return next((one.place for one in self.found if one.is_of_hang), None)
+        return next((one.event.place for one in self.found if one.is_of_hang), None)
 
     def all(self, *names: str) -> list[Sign]:
         """Return the signs with these names."""
@@ -96,17 +88,9 @@ def read(case: Case) -> Signs:
     """Return the signs of a case."""
     found: list[Sign] = []
     for process in case.processes.values():
-        for line in process.lines:
-            found += _of_text(process, line, line.text)
-        for raised in process.raised:
-            if raised.follows:
-                continue
-            found += _of_text(
-                process,
-                raised,
-                f"{raised.said}\n{raised.error.type}: {_pattern('quotes').sub('', raised.error.text[:_MAX_TEXT])}",
-            )
-    found.sort(key=lambda one: one.place)
+        events: list[Line | Raised] = [*process.lines, *(one for one in process.raised if not one.follows)]
+        found += [sign for event in events for sign in _of_event(process, event)]
+    found.sort(key=lambda one: one.event.place)
     signs = Signs(found=found)
     batches, answers = [(0.0, 0)], [(0.0, 0)]
     for process in case.processes.values():
@@ -120,7 +104,7 @@ def read(case: Case) -> Signs:
     signs.last_batch, signs.last_answer = max(batches)[0], max(answers)[0]
     hang = [one for one in found if one.is_of_hang]
     ended = [one for one in hang if one.is_ending and not _is_soft(one)]
-    last = max((max(one.at, one.last_at) for one in hang), default=0.0)
+    last = max((_last_at(one.event) for one in hang), default=0.0)
     goes_on = signs.last_batch > last + 1.0
     signs.was_ended = bool(ended)
     is_unanswered = bool(_probe(case)) and (case.is_started or 0 < signs.last_batch <= case.last_at)
@@ -142,7 +126,7 @@ def read(case: Case) -> Signs:
         and not _failed_after(case, good, max(batches))
     )
     signs.is_slow_load = any(float(one.groups[2] or 0) >= _SLOW_SHARD for one in signs.all("shards"))
-    signs.told = [f"{one.text.strip()[:160]} ({one.source or 'log'})" for one in _once(hang)]
+    signs.told = [f"{one.text.strip()[:160]} ({one.event.source or 'log'})" for one in _once(hang)]
     return signs
 
 
@@ -175,7 +159,7 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     own = [event for event in case.events if event.source.partition(":")[0] == log]
     if any(isinstance(event, Arguments) and event.values and event.order > last.last_order for event in own):
         return 0.0  # it was started anew
-    silent = max(max(event.at, getattr(event, "last_at", 0.0)) for event in own) - max(last.last_at, answered)
+    silent = max(map(_last_at, own)) - max(last.last_at, answered)
     return silent if silent >= _STANDS_S else 0.0
 
 
@@ -207,16 +191,23 @@ def _failed_after(case: Case, good: Place, batch: Place) -> bool:
     return False
 
 
-def _of_text(process: Process, event: Line | Raised, text: str) -> Iterable[Sign]:
-    text = text[:_MAX_TEXT]
+def _of_event(process: Process, event: Line | Raised) -> Iterable[Sign]:
+    if isinstance(event, Line):
+        text = event.text[:_MAX_TEXT]
+    else:
+        said = _pattern("quotes").sub("", event.error.text[:_MAX_TEXT])
+        text = f"{event.said}\n{event.error.type}: {said}"[:_MAX_TEXT]
     for row in _known("signs"):
         if match := row["pattern"].search(text):
-            last_at, groups = max(event.at, getattr(event, "last_at", 0.0)), tuple(one or "" for one in match.groups())
             yield Sign(
                 name=row["name"], text=text, who=topology.short_name(process) if process.ranks else process.who,
-                at=event.at, last_at=last_at, order=event.order, source=event.source, groups=groups, process=process,
+                event=event, groups=tuple(one or "" for one in match.groups()), process=process,
                 is_of_hang=bool(row.get("hang")), is_ending=bool(row.get("ends")),
             )  # fmt: skip
+
+
+def _last_at(event: AnyEvent) -> float:
+    return max(event.at, getattr(event, "last_at", 0.0))
 
 
 def _once(found: Iterable[Sign]) -> list[Sign]:
@@ -243,7 +234,8 @@ def judge(signs: Signs, case: Case) -> list[Finding]:
 
 def _quote(*some: Sign) -> list[str]:
     return [
-        f"{one.who + ': ' if one.who else ''}{' '.join(one.text.split())[:180]} ({one.source or 'log'})" for one in some
+        f"{one.who + ': ' if one.who else ''}{' '.join(one.text.split())[:180]} ({one.event.source or 'log'})"
+        for one in some
     ]
 
 
@@ -257,7 +249,7 @@ def _sizes(signs: Signs, case: Case) -> Finding | None:
     is_pair = first.process.side or topology.topology_of(case).side
     return finding_of(
         "sizes",
-        first.place,
+        first.event.place,
         _quote(*found[:3]),
         who=first.who,
         component=component_of(frames) or ("pd_transfer" if is_pair else None),
@@ -325,8 +317,8 @@ def _operations(signs: Signs, case: Case) -> dict[str, dict[int, Collective]]:
                 sizes=f"{work[3]} to {work[4]} elements",
                 state="timed out in",
                 rank=sign.process.ranks.get("tp", rank) if rank < 0 else rank,
-                at=sign.at,
-                order=sign.order,
+                at=sign.event.at,
+                order=sign.event.order,
             )
         )
     for one in seen:
@@ -354,7 +346,7 @@ def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collectiv
     late = f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
     reported = len(ranks) or len({one.who for one in found if one.who})
     return finding_of(
-        "time_limit", found[0].place, _quote(*found[:3]), kind="rank_stuck" if late else None,
+        "time_limit", found[0].event.place, _quote(*found[:3]), kind="rank_stuck" if late else None,
         who=topology.name_nodes(nodes) or late,
         ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
         operation=next((one.operation for one in ranks.values() if one.operation), ""), nodes=nodes,
@@ -366,16 +358,16 @@ def _late_health(signs: Signs, _case: Case) -> Finding | None:
     """Return that the main process's event loop did not come round, where a health check's end came far too late."""
     for sign in signs.all("health"):
         began = _pattern("tic").search(sign.text)
-        if began is None or not sign.at:
+        if began is None or not sign.event.at:
             continue
         hours, minutes, seconds = (int(one) for one in began.groups())
-        lag = (sign.at - (3600 * hours + 60 * minutes + seconds)) % 86400.0
+        lag = (sign.event.at - (3600 * hours + 60 * minutes + seconds)) % 86400.0
         # What is off by half hours is another time zone.
         if lag % _HALF_HOUR > float(sign.groups[0]) + _LATE:
             late = f"{(lag % _HALF_HOUR if lag > 43200 else lag) / 60:.0f}"
-            return finding_of("late_health", sign.place, _quote(sign), late=late, began=":".join(began.groups()))
+            return finding_of("late_health", sign.event.place, _quote(sign), late=late, began=":".join(began.groups()))
     for sign in signs.all("silent"):
-        return finding_of("silent_loop", sign.place, _quote(sign), text=sign.text[:160])
+        return finding_of("silent_loop", sign.event.place, _quote(sign), text=sign.text[:160])
     return None
 
 
@@ -383,10 +375,10 @@ def _exchange(signs: Signs, _case: Case) -> Finding | None:
     """Return who kept the others waiting where an exchange between GPUs ran into its time limit."""
     if not (found := signs.all("exchange")):
         return None
-    compiling = [one for one in signs.all("compile") if one.at <= found[-1].last_at and one.who]
+    compiling = [one for one in signs.all("compile") if one.event.at <= _last_at(found[-1].event) and one.who]
     late = compiling[-1:]
     return finding_of(
-        "exchange", found[0].place, _quote(*found[:2], *late), kind="rank_stuck" if late else None,
+        "exchange", found[0].event.place, _quote(*found[:2], *late), kind="rank_stuck" if late else None,
         who=late[0].who if late else None,
         component=(component_of(words=late[0].text) or "compiler") if late else None, waiter=found[0].who,
     )  # fmt: skip
@@ -396,7 +388,7 @@ def _lost_peer(signs: Signs, _case: Case) -> Finding | None:
     if not (found := signs.all("lost_prefill", "no_bootstrap")):
         return None
     address = next((one.groups[1] for one in found if one.name == "lost_prefill"), "")
-    return finding_of("lost_prefill", found[0].place, _quote(*_once(found)[:3]), address=address, by=found[0].who)
+    return finding_of("lost_prefill", found[0].event.place, _quote(*_once(found)[:3]), address=address, by=found[0].who)
 
 
 def _transfers(signs: Signs, case: Case) -> Finding | None:
@@ -406,7 +398,7 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
     if not found:
         return _standing_transfers(case)
     side = topology.topology_of(case, found[0].process.side).side
-    return finding_of("transfer_timeout", found[0].place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
+    return finding_of("transfer_timeout", found[0].event.place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
 
 
 def _standing_transfers(case: Case) -> Finding | None:
@@ -523,16 +515,16 @@ def _watchdogs(signs: Signs, case: Case) -> Finding | None:
         if name.startswith(role):
             kind = f"{role}_stuck"
             return finding_of(
-                "role_watchdog", first.place, _quote(first), kind=kind, who=role, component=role, secs=secs
+                "role_watchdog", first.event.place, _quote(first), kind=kind, who=role, component=role, secs=secs
             )
-    if _is_soft(first) and signs.last_batch > first.last_at + 1.0:
-        return finding_of("slow_batch", first.place, _quote(first), secs=secs)
+    if _is_soft(first) and signs.last_batch > _last_at(first.event) + 1.0:
+        return finding_of("slow_batch", first.event.place, _quote(first), secs=secs)
     who = list(dict.fromkeys(one.who for one in found if one.who))
     seen = [one.ranks for one in case.schedulers]
     layout = topology.topology_of(case, first.process.side, seen)
     told = topology.name_ranks(who) if who else "the scheduler"
     return finding_of(
-        "watchdog", first.place, _quote(*found[:4]), secs=secs,
+        "watchdog", first.event.place, _quote(*found[:4]), secs=secs,
         told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, batch=_last_batch(case),
         nodes=topology.name_nodes(topology.unseen_nodes(layout, seen)),
     )  # fmt: skip
@@ -557,9 +549,9 @@ def _health(signs: Signs, case: Case) -> Finding | None:
     probe = _probe(case)
     if not signs.is_hang or not (found or probe):
         return None
-    where = found[0].place if found else (case.last_at, len(case.events))
+    where = found[0].event.place if found else (case.last_at, len(case.events))
     because = [*_quote(*found[:2]), *([probe[:200]] if probe else [])]
-    goes_on = signs.last_batch > max(found[0].at + 20.0 if found else 0.0, signs.last_answer + 5.0)
+    goes_on = signs.last_batch > max(found[0].event.at + 20.0 if found else 0.0, signs.last_answer + 5.0)
     if goes_on and found:
         return finding_of("no_answers", where, because)
     if goes_on or (not found and re.search(r"(?i)deadline exceeded|timeout", probe)):

@@ -144,12 +144,8 @@ def _members(case: Case) -> list[Member]:
     """Return the processes with stacks; samples of one process that several files hold come together."""
     found: dict[tuple[object, ...], list[tuple[Process, Stack]]] = {}
     # Not every tool says which rank a process is.
-    known = {
-        (one.sample.host, one.sample.pid): process
-        for process in case.schedulers
-        if process.ranks
-        for one in process.stacks
-    }
+    ranked = (one for one in case.schedulers if one.ranks)
+    known = {(stack.sample.host, stack.sample.pid): one for one in ranked for stack in one.stacks}
     for seen_in in case.processes.values():
         for stack in seen_in.stacks:
             if any(one.fatal for one in seen_in.stacks):
