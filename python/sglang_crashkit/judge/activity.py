@@ -68,9 +68,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     def call(self) -> tuple[str, str, str]:
         """What is the same in ranks that are in the same call: operation, function and file of the caller."""
         frame = self.place or self.leaf
-        if frame is None:
-            return self.operation or self.kind, "", ""
-        return self.operation or self.kind, bare(frame.function), frame.file
+        return self.operation or self.kind, bare(frame.function) if frame else "", frame.file if frame else ""
 
     @property
     def words(self) -> str:

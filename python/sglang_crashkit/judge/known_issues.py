@@ -21,6 +21,7 @@ from typing import Any
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.topology import short_name
 from sglang_crashkit.model.case import Case, Process
+from sglang_crashkit.model.event import Line, Raised
 from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.verdict import KnownIssue
 
@@ -38,18 +39,12 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
         is_hang: whether it is judged to be a hang, for the entries that tell one.
         who: the process that does not come back: the others show nothing but that they wait for it.
     """
+    raised = [error for event in case.events if isinstance(event, Raised) for error in event.chain]
     errors = [
-        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", {_place(frame) for frame in error.frames})
-        for process in case.processes.values()
-        for raised in process.raised
-        for error in raised.chain
+        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", {*map(_place, error.frames)}) for error in raised
     ]
-    lines = [
-        line.text[:_MAX_TEXT]
-        for process in case.processes.values()
-        for line in process.lines
-        if line.level not in ("debug", "info")
-    ]
+    told = (event for event in case.events if isinstance(event, Line) and event.level not in ("debug", "info"))
+    lines = [line.text[:_MAX_TEXT] for line in told]
     stood = [(short_name(one), places) for one in case.processes.values() if (places := _stood(one))]
     stacks = [places for name, places in stood if name == who] or [places for _name, places in stood]
     is_alone = str(case.arguments.get("nnodes") or 1) == "1"
