@@ -13,17 +13,11 @@ from typing import Any
 
 import msgspec
 
-from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.sample import Frame, Sample, Thread, main_thread
 
-#: Where the kernel keeps a process that a cgroup of version 2 freezes.
-_FREEZER = frozenset({"do_freezer_trap", "get_signal", "__refrigerator"})
-_OPERATION = re.compile(
-    r"^_?(all_reduce|all_gather|reduce_scatter|broadcast|barrier|all_to_all|gather|scatter|reduce|dispatch|combine"
-    r"|allgather|allreduce|alltoall)",
-    re.IGNORECASE,
-)
 _MAX_FRAMES = 400
+_rows, _pattern = functools.partial(rows, "activities"), functools.partial(pattern, "activities")
 
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,12 +44,12 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def waits(self) -> str:
         """For whom it waits: ``ranks``, ``gpu``, ``driver``, ``peer``, ``host``, ``file``, ``lock`` or ``none``."""
-        return str(_tables().kinds[self.kind]["waits"])
+        return str(_kind(self.kind)["waits"])
 
     @property
     def is_work(self) -> bool:
         """Whether it may take minutes and is no hang."""
-        return bool(_tables().kinds[self.kind].get("work"))
+        return bool(_kind(self.kind).get("work"))
 
     @property
     def is_for_requests(self) -> bool:
@@ -74,14 +68,12 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     def call(self) -> tuple[str, str, str]:
         """What is the same in ranks that are in the same call: operation, function and file of the caller."""
         frame = self.place or self.leaf
-        if frame is None:
-            return self.operation or self.kind, "", ""
-        return self.operation or self.kind, bare(frame.function), frame.file
+        return self.operation or self.kind, bare(frame.function) if frame else "", frame.file if frame else ""
 
     @property
     def words(self) -> str:
         """What it does, as the predicate of a sentence."""
-        words = str(_tables().kinds[self.kind]["words"])
+        words = str(_kind(self.kind)["words"])
         name = self.operation
         if self.kind == "collective":
             words = f"waits in {name}" if name else words
@@ -93,61 +85,14 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
             words += f" of {self.backend}"
         if self.detail:
             words += f" ({self.detail})"
-        purpose = _tables().purpose_words.get(self.purpose)
+        purpose = next((row["words"] for row in _rows("purposes") if row["name"] == self.purpose), "")
         if purpose and self.kind not in ("idle", "unknown"):
             words += f" for {purpose}"
         return f"{words} in {self.where}" if self.where else words
 
 
-class _Tables(msgspec.Struct):
-    kinds: dict[str, dict[str, Any]]
-    purpose_words: dict[str, str]
-    native: list[dict[str, Any]]
-    python: list[dict[str, Any]]
-    purposes: list[dict[str, Any]]
-    roles: list[dict[str, Any]]
-    front: list[dict[str, Any]]
-    patterns: dict[str, re.Pattern[str]]
-
-
-@functools.cache
-def _tables() -> _Tables:
-    document = load("activities")
-
-    def rows(name: str) -> list[dict[str, Any]]:
-        compiled = ("file", "function", "pattern")
-        return [
-            {key: re.compile(value) if key in compiled else value for key, value in row.items()}
-            for row in document[name]
-        ]
-
-    return _Tables(
-        kinds=document["kinds"],
-        purpose_words={row["name"]: row["words"] for row in document["purposes"]},
-        native=rows("native"),
-        python=rows("python"),
-        purposes=rows("purposes"),
-        roles=rows("roles"),
-        front=rows("front"),
-        patterns={
-            name: re.compile(document[name])
-            for name in (
-                "own",
-                "wrappers",
-                "wrapper_functions",
-                "outside",
-                "passes",
-                "interpreter",
-                "loops",
-                "steps",
-                "serving",
-                "receiving",
-                "gpu_files",
-                "gpu_functions",
-                "batch_threads",
-            )
-        },
-    )
+def _kind(kind: str) -> dict[str, Any]:
+    return load("activities")["kinds"][kind]  # type: ignore[no-any-return]
 
 
 def bare(function: str) -> str:
@@ -157,13 +102,13 @@ def bare(function: str) -> str:
 
 def is_own(frame: Frame) -> bool:
     """Return whether a frame is of SGLang."""
-    return _tables().patterns["own"].search(frame.file) is not None
+    return _pattern("own").search(frame.file) is not None
 
 
 def is_loop(frame: Frame) -> bool:
     """Return whether a frame is a loop of SGLang, or passes all work on: below it alone, nothing is told."""
-    patterns, name = _tables().patterns, bare(frame.function)
-    return bool(patterns["loops"].match(name) or patterns["steps"].match(name))
+    name = bare(frame.function)
+    return bool(_pattern("loops").match(name) or _pattern("steps").match(name))
 
 
 def activity_of(sample: Sample) -> Activity:
@@ -174,9 +119,9 @@ def activity_of(sample: Sample) -> Activity:
     seen = _of_threads(thread, _main(sample.native, sample.pid), sample)
     if seen.kind in ("lock", "own") and thread is not None:
         # The main thread only waits for the one in which the batch runs.
-        pattern = _tables().patterns["batch_threads"]
+        runs = _pattern("batch_threads")
         for one in sample.threads:
-            if one is not thread and any(pattern.match(bare(frame.function)) for frame in one.frames):
+            if one is not thread and any(runs.match(bare(frame.function)) for frame in one.frames):
                 native = next((other for other in sample.native if other.native_id == one.native_id), None)
                 return _of_threads(one, native, sample)
     return seen
@@ -210,7 +155,7 @@ def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
     """Return what the kernel's state of a process says by itself, None where it says nothing."""
     if state == "T":
         return Activity(kind="stopped", detail="state T, until somebody sends SIGCONT")
-    if state == "S" and wchan in _FREEZER:
+    if state == "S" and _pattern("freezer").match(wchan):
         return Activity(kind="stopped", detail="frozen by its cgroup, as a container that is paused")
     if state == "t":
         return Activity(kind="traced", detail=f"by process {tracer}" if tracer else "state t")
@@ -239,10 +184,7 @@ def of_frames(
     python = frames or tuple(one for one in native if _is_python(one))
     above = _native_head(native)
     head = _head(python)
-    place = _place(python)
-    purpose = _purpose(python)
-    by_native = _by_native(above)
-    by_python = _by_python(python, head)
+    by_native, by_python = _by_native(above), _by_python(python, head)
     row: dict[str, Any] = {}
     leaf = next(iter(python or above), None)
     waits_for_ranks = by_python is not None and by_python[0]["kind"] in ("collective", "p2p", "store")
@@ -261,22 +203,22 @@ def of_frames(
         kind = _by_gil(leaf, holds_gil) if leaf is not None else "unknown"
     operation, backend = "", str(row.get("backend", ""))
     if kind in ("collective", "store"):
-        operation = next((found[1] for one in head if (found := _OPERATION.match(bare(one.function)))), "")
+        operation = next((found[1] for one in head if (found := _pattern("operation").match(bare(one.function)))), "")
         if not backend and leaf is not None and "nccl" in f"{leaf.file} {leaf.function}".lower():
             backend = "NCCL"
     elif kind == "p2p":
         operation = _direction(python)
     elif kind in ("driver", "gpu_sync", "gpu_launch") and leaf is not None:
-        operation = leaf.function if leaf in above or bare(leaf.function) != leaf.function else bare(leaf.function)
+        operation = leaf.function
     if kind in ("gpu_sync", "gpu_launch", "own") and kernels and all("nccl" in name.lower() for name in kernels):
-        kind, backend, operation = "collective", "NCCL", operation if kind == "collective" else ""
+        kind, backend, operation = "collective", "NCCL", ""
     return Activity(
         kind=kind,
         operation=operation,
         backend=backend,
         leaf=leaf,
-        place=place,
-        purpose=purpose,
+        place=_place(python),
+        purpose=_purpose(python),
         detail=", ".join(dict.fromkeys(kernels))[:120],
     )
 
@@ -287,7 +229,7 @@ def _is_python(frame: Frame) -> bool:
 
 def _native_head(native: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the native frames above the first Python frame of SGLang's own, innermost first."""
-    interpreter = _tables().patterns["interpreter"]
+    interpreter = _pattern("interpreter")
     above = []
     for frame in native:
         if _is_python(frame):
@@ -309,8 +251,7 @@ def _head(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def _is_wrapper(frame: Frame) -> bool:
-    patterns = _tables().patterns
-    return bool(patterns["wrappers"].search(frame.file) or patterns["wrapper_functions"].match(bare(frame.function)))
+    return bool(_pattern("wrappers").search(frame.file) or _pattern("wrapper_functions").match(bare(frame.function)))
 
 
 def _place(frames: Sequence[Frame]) -> Frame | None:
@@ -326,43 +267,32 @@ def _matches(row: dict[str, Any], frame: Frame) -> bool:
 
 
 def _by_native(above: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
-    for row in _tables().native:
-        pattern = row["function"]
-        found = next((frame for frame in above if pattern.search(frame.function)), None)
-        if found is not None:
+    for row in _rows("native"):
+        if found := next((frame for frame in above if row["function"].search(frame.function)), None):
             return row, found
     return None
 
 
 def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
-    strong = [row for row in _tables().python if not row.get("weak")]
+    strong = [row for row in _rows("python") if not row.get("weak")]
     for place, frame in enumerate(head):
+        is_passed = all(_pattern("passes").search(above.file) for above in head[:place])
         for row in strong:
-            if row["kind"] == "collective" and not all(map(_tables().patterns["passes"].search, _files(head[:place]))):
+            if row["kind"] == "collective" and not is_passed:
                 continue  # something else runs within it, such as the handler of a signal
             if not row.get("anywhere") and (frame is head[0] or not row.get("leaf")) and _matches(row, frame):
                 return row, frame
-    for row in strong:
-        if row.get("anywhere"):
-            found = next((frame for frame in frames if _matches(row, frame)), None)
-            if found is not None:
-                return row, found
-    for row in _tables().python:
-        if row.get("weak"):
-            found = next((frame for frame in head if _matches(row, frame)), None)
-            if found is not None:
-                return row, found
+    anywhere = [(row, frames) for row in strong if row.get("anywhere")]
+    for row, some in (*anywhere, *((row, head) for row in _rows("python") if row.get("weak"))):
+        if found := next((frame for frame in some if _matches(row, frame)), None):
+            return row, found
     return None
-
-
-def _files(frames: Sequence[Frame]) -> list[str]:
-    return [frame.file for frame in frames]
 
 
 def _purpose(frames: Sequence[Frame]) -> str:
     for frame in frames:
         if is_own(frame):
-            for row in _tables().purposes:
+            for row in _rows("purposes"):
                 if _matches(row, frame):
                     return str(row["name"])
     return ""
@@ -370,25 +300,17 @@ def _purpose(frames: Sequence[Frame]) -> str:
 
 def _is_idle(frames: Sequence[Frame]) -> bool:
     """Return whether a thread is in its loop: nothing that tells lies between its innermost frame and the loop."""
-    patterns = _tables().patterns
     caller = innermost(frames)
     if caller is None:
-        return any(patterns["serving"].search(frame.file) for frame in frames)
-    name = bare(caller.function)
+        return any(_pattern("serving").search(frame.file) for frame in frames)
     if is_own(caller):
-        return bool(
-            re.match(
-                r"^(event_loop\w*|handle_loop|recv_requests|sock_recv|_pull_raw_reqs|maybe_sleep\w*|on_idle|watch_\w+)$",
-                name,
-            )
-        )
-    return patterns["serving"].search(caller.file) is not None
+        return _pattern("receiving").match(bare(caller.function)) is not None
+    return _pattern("serving").search(caller.file) is not None
 
 
 def _by_gil(leaf: Frame, holds_gil: bool) -> str:
     # A tensor's `.item()` or `nonzero()` has no frame of Python's: the innermost one is that of its caller.
-    patterns = _tables().patterns
-    on_gpu = patterns["gpu_files"].search(leaf.file) or patterns["gpu_functions"].match(bare(leaf.function))
+    on_gpu = _pattern("gpu_files").search(leaf.file) or _pattern("gpu_functions").match(bare(leaf.function))
     return "gpu_sync" if on_gpu and not holds_gil else "own"
 
 
@@ -404,13 +326,13 @@ def _direction(frames: Sequence[Frame]) -> str:
 
 def innermost(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame that is not of a library that only waits."""
-    outside = _tables().patterns["outside"]
+    outside = _pattern("outside")
     return next((frame for frame in frames if not outside.search(frame.file)), None)
 
 
 def role_by(frames: Sequence[Frame]) -> str:
     """Return which process of SGLang's has such a main thread: ``scheduler``, ``tokenizer`` …; empty where none is."""
-    for row in _tables().roles:
+    for row in _rows("roles"):
         if any(_matches(row, frame) for frame in frames):
             return str(row["role"])
     return ""
@@ -418,7 +340,7 @@ def role_by(frames: Sequence[Frame]) -> str:
 
 def front_work(frames: Sequence[Frame]) -> tuple[str, str]:
     """Return what a front end does on its event loop and the component that it is of; empty where it is not known."""
-    for row in _tables().front:
+    for row in _rows("front"):
         if any(row["pattern"].search(f"{frame.file} {frame.function}") for frame in frames[:40]):
             return str(row["name"]), str(row["component"])
     return "", ""

@@ -13,21 +13,6 @@ from sglang_crashkit.model.sample import Frame
 #: Frames that tell a part, from the inside; those further out are the event loop's, which everything passes.
 _NEAR = 14
 _MAX_WORDS = 1500
-#: Parts that nearly every stack passes: they count where no other does.
-_COMMON = frozenset(
-    {
-        "scheduler",
-        "model_loader",
-        "http",
-        "kv_pool",
-        "tokenizer",
-        "moe",
-        "attention",
-        "cuda_graph",
-        "distributed_init",
-        "compiler",
-    }
-)
 _NEUTRAL = re.compile(
     r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
     r"tvm_ffi|threading\.py|multiprocessing/(?:process|spawn|popen|context)|concurrent/|asyncio/|runpy|<string>"
@@ -35,17 +20,13 @@ _NEUTRAL = re.compile(
 
 
 @functools.cache
-def _patterns() -> tuple[tuple[str, re.Pattern[str] | None, re.Pattern[str] | None], ...]:
-    return tuple(
-        (
-            name,
-            re.compile("|".join(f"(?:{one})" for one in row["frames"]), re.IGNORECASE) if row["frames"] else None,
-            re.compile("|".join(f"(?:{one.replace('(?i)', '')})" for one in row["words"]), re.IGNORECASE)
-            if row["words"]
-            else None,
-        )
+def _patterns(column: str) -> dict[str, re.Pattern[str]]:
+    """Return the pattern of each part that has one in a column."""
+    forms = {
+        name: "|".join(f"(?:{one.replace('(?i)', '')})" for one in row[column])
         for name, row in load("components").items()
-    )
+    }
+    return {name: re.compile(form, re.IGNORECASE) for name, form in forms.items() if form}
 
 
 def component_of(
@@ -66,14 +47,14 @@ def component_of(
     if thread and (name := next(iter(_of_frame(thread)), None)):
         by_frames.insert(0, (name, 0))
     words = words[:_MAX_WORDS]
-    by_words = [name for name, _, pattern in _patterns() if pattern is not None and pattern.search(words)]
+    by_words = [name for name, pattern in _patterns("words").items() if pattern.search(words)]
     scores: dict[str, float] = {}
     for name, near in by_frames:
-        worth = (4.0 if name in _COMMON else 8.0) / (1 + near / 4)
+        worth = (4.0 if _is_common(name) else 8.0) / (1 + near / 4)
         scores[name] = max(scores.get(name, 0.0), worth)
     for name in by_words:
         is_on = arguments is not None and is_switched_on(name, arguments)
-        scores[name] = scores.get(name, 0.0) + (2.0 if name in _COMMON else 4.5) + (1.0 if is_on else 0.0)
+        scores[name] = scores.get(name, 0.0) + (2.0 if _is_common(name) else 4.5) + (1.0 if is_on else 0.0)
     if not scores:
         return None
     return max(scores, key=lambda name: scores[name])
@@ -81,11 +62,15 @@ def component_of(
 
 def is_telling(component: str | None) -> bool:
     """Return whether a part is one that only some stacks pass."""
-    return component is not None and component not in _COMMON
+    return component is not None and not _is_common(component)
+
+
+def _is_common(component: str) -> bool:
+    return bool((load("components").get(component) or {}).get("common"))
 
 
 def _of_frame(place: str) -> Iterable[str]:
-    return [name for name, pattern, _ in _patterns() if pattern is not None and pattern.search(place)][:2]
+    return [name for name, pattern in _patterns("frames").items() if pattern.search(place)][:2]
 
 
 def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:

@@ -1,14 +1,29 @@
-"""What one part of the judge found; `verdict.judge` chooses among these."""
+"""What one part of the judge found; `verdict.judge` chooses among these.
+
+Code decides what is found, and where; ``knowledge/findings.yaml`` has the words, the class and the weight of it.
+"""
 
 from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.verdict import Helps, Level
 
+Place = tuple[float, int]
+_MAX_HEADLINE = 290
+#: An optional part of a template, or a field, each with what stands for it where it is empty.
+_PART = re.compile(r"\[([^][]{1,300})\]|\{(\w{1,30})(?:\|([^{}]{0,60}))?\}")
+_ONLY = re.compile(r"\{(\w{1,30})\}")
+_IF = re.compile(r"(!?)(\w{1,30})\? ")
 
-class Finding(msgspec.Struct, kw_only=True):
+
+class Finding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One explanation of the case, or of a part of it.
 
     Attributes:
@@ -30,7 +45,7 @@ class Finding(msgspec.Struct, kw_only=True):
     cause: str = ""
     because: list[str] = []
     next: list[str] = []
-    where: tuple[float, int] = (0.0, 0)
+    where: Place = (0.0, 0)
     is_consequence: bool = False
     weight: int = 50
 
@@ -38,3 +53,70 @@ class Finding(msgspec.Struct, kw_only=True):
     def is_calm(self) -> bool:
         """Whether its class says that nothing has failed."""
         return bool((load("classes").get(self.kind) or {}).get("calm"))
+
+
+class _Tables(msgspec.Struct, forbid_unknown_fields=True):
+    findings: dict[str, Finding]  # their texts are templates
+    steps: dict[str, list[str]]
+
+
+@functools.cache
+def _tables() -> _Tables:
+    return msgspec.convert(load("findings"), _Tables)
+
+
+def finding_of(
+    row: str, /, where: Place = (0.0, 0), because: Iterable[str] = (), most: int = _MAX_HEADLINE, **values: Any
+) -> Finding:
+    """Return the finding of a row of ``findings.yaml``.
+
+    Args:
+        row: its name.
+        where: its place in the evidence.
+        because: what it is read from.
+        most: how many characters of the headline count.
+        values: fields of the templates; those with the name of a column take its place, but where they are empty.
+    """
+    form = _tables().findings[row]
+    given = {key: value for key, value in values.items() if value and key in Finding.__struct_fields__}
+    fields = {**values, "who": form.who, "component": form.component, **given}
+    given |= {"headline": _fill(form.headline, fields)[0][:most], "next": [*fill_steps(form.next, fields)]}
+    return msgspec.structs.replace(form, where=where, because=[*because], **given)
+
+
+def steps_of(name: str, /, **values: Any) -> list[str]:
+    """Return the steps of a list of ``findings.yaml``."""
+    return [*fill_steps(_tables().steps[name], values)]
+
+
+def fill_steps(templates: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield steps from their templates, without those of which a field is empty."""
+    for template in templates:
+        condition = _IF.match(template)
+        if condition and bool(values.get(condition[2])) == bool(condition[1]):
+            continue
+        words = template[condition.end() :] if condition else template
+        only = _ONLY.fullmatch(words)
+        text, is_whole = _fill(words, values)
+        if only and isinstance(values.get(only[1]), list):
+            yield from values[only[1]]
+        elif is_whole:
+            yield text
+
+
+def _fill(template: str, values: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the text of a template, and whether it has something for each field."""
+    is_whole = True
+
+    def part(match: re.Match[str]) -> str:
+        nonlocal is_whole
+        if match[1]:
+            words, _, other = match[1].partition("||")
+            text, is_there = _fill(words, values)
+            return (text if is_there else other) if "{" in words else match[0]
+        value = values.get(match[2])
+        text = "" if value is None or value is False else str(value)
+        is_whole &= bool(text) or match[3] is not None
+        return text or match[3] or ""
+
+    return _PART.sub(part, template), is_whole

@@ -14,21 +14,19 @@ A release from ``fixed_in`` on does not have the issue, nor one before ``since``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from sglang_crashkit.judge.knowledge import load
-from sglang_crashkit.judge.matching import are_in, release_parts
 from sglang_crashkit.judge.topology import short_name
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Error
+from sglang_crashkit.model.event import Line, Raised
 from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.verdict import KnownIssue
 
 #: Of a text that is compared: an exception may quote a whole configuration.
 _MAX_TEXT = 2000
-
-
 #: A frame in which a rank waits for the others.
 _WAITS = re.compile(r"all_reduce|all_gather|broadcast")
 
@@ -41,44 +39,48 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
         is_hang: whether it is judged to be a hang, for the entries that tell one.
         who: the process that does not come back: the others show nothing but that they wait for it.
     """
+    raised = [error for event in case.events if isinstance(event, Raised) for error in event.chain]
     errors = [
-        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", _places(error))
-        for process in case.processes.values()
-        for raised in process.raised
-        for error in raised.chain
+        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", {*map(_place, error.frames)}) for error in raised
     ]
-    lines = [
-        line.text[:_MAX_TEXT]
-        for process in case.processes.values()
-        for line in process.lines
-        if line.level not in ("debug", "info")
-    ]
+    told = (event for event in case.events if isinstance(event, Line) and event.level not in ("debug", "info"))
+    lines = [line.text[:_MAX_TEXT] for line in told]
     stood = [(short_name(one), places) for one in case.processes.values() if (places := _stood(one))]
     stacks = [places for name, places in stood if name == who] or [places for _name, places in stood]
     is_alone = str(case.arguments.get("nnodes") or 1) == "1"
     arguments = list(_options(case.arguments))
-    release = release_parts(case.release)
+    release = _release_parts(case.release)
 
     def applies(entry: dict[str, Any]) -> bool:
-        if release and entry["fixed_in"] and release >= release_parts(entry["fixed_in"]):
+        if release and entry["fixed_in"] and release >= _release_parts(entry["fixed_in"]):
             return False
-        if release and entry.get("since") and release < release_parts(entry["since"]):
+        if release and entry.get("since") and release < _release_parts(entry["since"]):
             return False
-        if not are_in(entry.get("arguments", ()), arguments):
+        if not _are_in(entry.get("arguments", ()), arguments):
             return False
         frames = entry.get("frames", ())
         if entry.get("hang"):
-            found = [are_in(frames, places) for places in stacks]
+            found = [_are_in(frames, places) for places in stacks]
             if not is_alone and any(map(_WAITS.search, frames)):
                 return False  # a rank of another node may be the one to look at
             return is_hang and any(found) and (all(found) or not entry.get("all_ranks"))
         pattern = re.compile(entry["error"])
-        if any(pattern.match(line) and are_in(frames, places) for line, places in errors):
+        if any(pattern.match(line) and _are_in(frames, places) for line, places in errors):
             return True
         return not frames and any(pattern.search(line) for line in lines)
 
     found = [entry for entry in load("known_issues") if applies(entry)]
     return sorted(found, key=lambda entry: -len(entry.get("frames", ())) - len(entry.get("arguments", ())))
+
+
+def _are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
+    """Return whether each of the patterns (of `fnmatch`) is that of one of the texts."""
+    return all(any(fnmatchcase(text, pattern) for text in texts) for pattern in patterns)
+
+
+def _release_parts(release: str) -> tuple[int, ...]:
+    """Return the numbers of a release, which order it among others; empty where it is not known."""
+    return tuple(int(number) for number in re.findall(r"\d+", release.partition("+")[0]))
 
 
 def _stood(process: Process) -> set[str]:
@@ -89,10 +91,6 @@ def _stood(process: Process) -> set[str]:
 def named(entry: dict[str, Any]) -> KnownIssue:
     """Return an entry as a verdict names it."""
     return KnownIssue(**{name: entry[name] for name in ("issue", "title", "fixed_in", "workaround")})
-
-
-def _places(error: Error) -> set[str]:
-    return {_place(frame) for frame in error.frames}
 
 
 def _place(frame: Frame) -> str:

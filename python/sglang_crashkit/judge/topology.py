@@ -14,20 +14,14 @@ _T = TypeVar("_T")
 _MAX_NAMED = 4
 _MAX_SIZE = 1 << 20
 _NUMBER = re.compile(r"\d+")
-#: A step where the arguments are not known.
-OTHER_NODES = (
-    "these ranks may not be all, as the arguments are not in this evidence: with --nnodes above 1, look at the other"
-    " node's log and at the network between the nodes (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
-)
 
 
 class Topology(msgspec.Struct, kw_only=True):
     """The ranks of one server, as far as its arguments, or what is seen of it, tell.
 
     Attributes:
-        tp, pp, dp, ep, cp: sizes, 1 where they are not known.
+        tp, pp, dp: sizes, 1 where they are not known.
         nodes: on how many nodes it runs.
-        node_rank: which of these the arguments are of, None where they do not say.
         is_dp_attention: its data-parallel ranks are ranks of tensor parallelism, and work together.
         side: ``prefill`` or ``decode``; empty where it is no half of a pair.
         is_known: the sizes come from arguments.
@@ -36,10 +30,7 @@ class Topology(msgspec.Struct, kw_only=True):
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    ep: int = 1
-    cp: int = 1
     nodes: int = 1
-    node_rank: int | None = None
     is_dp_attention: bool = False
     side: str = ""
     is_known: bool = False
@@ -65,21 +56,19 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
         side: ``prefill`` or ``decode``, empty where there is one server.
         members: the ranks of the schedulers that are seen.
     """
-    all_arguments = [one for one in case.servers if one.values] or []
+    all_arguments = [one for one in case.servers if one.values]
     own = [one for one in all_arguments if side and _side(one.values, one.side) == side]
     values = (own or all_arguments)[0].values if (own or all_arguments) else case.arguments
     if side and not own and len(all_arguments) > 1:
         values = {}
-    sizes = {name: _size(values, f"{name}_size", name, long) for name, long in _LONG_NAMES.items()}
-    nodes = {_size(one.values, "node_rank", default=-1) for one in (own or all_arguments)}
+    long_names = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+    sizes = {axis: _size(values, f"{axis}_size", axis, f"{long}_parallel_size") for axis, long in long_names.items()}
     known = Topology(
         **sizes,
-        cp=max(_size(values, "attn_cp_size"), _size(values, "cp_size")),
         nodes=_size(values, "nnodes"),
-        node_rank=nodes.pop() if len(nodes) == 1 and -1 not in nodes else None,
         is_dp_attention=bool(values.get("enable_dp_attention")),
         side=side or _side(values, ""),
-        is_known=any(f"{name}_size" in values for name in ("tp", "pp", "dp")),
+        is_known=any(f"{axis}_size" in values for axis in long_names),
     )
     members = list(members)
     seen = sorted({ranks["tp"] for ranks in members if "tp" in ranks})
@@ -87,29 +76,21 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
         # A log of one node has as many ranks as each node before it.
         known.nodes = max(known.nodes, (seen[-1] + 1) // len(seen)) if len(seen) > 1 else known.nodes
     for ranks in members:
-        for name in ("tp", "pp", "dp", "ep"):
-            setattr(known, name, min(_MAX_SIZE, max(getattr(known, name), ranks.get(name, 0) + 1)))
+        for axis in long_names:
+            setattr(known, axis, min(_MAX_SIZE, max(getattr(known, axis), ranks.get(axis, 0) + 1)))
     if known.dp > 1 and not known.is_dp_attention:
-        known.is_dp_attention = _are_numbered_across(members, known.dp)
+        known.is_dp_attention = _are_numbered_across(members)
     return known
 
 
-_LONG_NAMES = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-    "ep": "expert_parallel_size",
-}
-
-
-def _size(values: Mapping[str, Any], *names: str, default: int = 1) -> int:
+def _size(values: Mapping[str, Any], *names: str) -> int:
     for name in names:
         value = values.get(name)
         if isinstance(value, str) and _NUMBER.fullmatch(value):
             value = int(value)
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE:
-            return value if default < 0 else max(1, value)
-    return default
+            return max(1, value)
+    return 1
 
 
 def _side(values: Mapping[str, Any], said: str) -> str:
@@ -117,18 +98,10 @@ def _side(values: Mapping[str, Any], said: str) -> str:
     return said or (mode if mode in ("prefill", "decode") else "")
 
 
-def _are_numbered_across(members: Sequence[Mapping[str, int]], dp: int) -> bool:
+def _are_numbered_across(members: Sequence[Mapping[str, int]]) -> bool:
     """Return whether ranks of tensor parallelism are numbered across the replicas, as with attention in parallel."""
-    by_replica: dict[int, set[int]] = {}
-    for ranks in members:
-        by_replica.setdefault(ranks.get("dp", 0), set()).add(ranks.get("tp", 0))
-    numbers = [number for some in by_replica.values() for number in some]
-    return len(by_replica) > 1 and dp > 1 and len(numbers) == len(set(numbers))
-
-
-def stage_of(ranks: Mapping[str, int]) -> int:
-    """Return the pipeline stage of a rank."""
-    return ranks.get("pp", 0)
+    seen = {(ranks.get("dp", 0), ranks.get("tp", 0)) for ranks in members}
+    return len({replica for replica, _number in seen}) > 1 and len(seen) == len({number for _replica, number in seen})
 
 
 def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], Mapping[str, int]]) -> list[list[_T]]:
@@ -137,7 +110,7 @@ def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], M
     for member in members:
         own = ranks(member)
         replica = 0 if topology.is_dp_attention else own.get("dp", 0)
-        found.setdefault((replica, stage_of(own)), []).append(member)
+        found.setdefault((replica, own.get("pp", 0)), []).append(member)
     return [found[key] for key in sorted(found)]
 
 
@@ -173,10 +146,8 @@ def root_stages(waits: Mapping[int, set[int]]) -> list[int]:
 
 
 def name_nodes(nodes: Sequence[int]) -> str:
-    """Return nodes as a short name: ``node 1``, ``nodes 1, 2 and 3``."""
-    if len(nodes) == 1:
-        return f"node {nodes[0]}"
-    return f"nodes {_listed([str(one) for one in nodes])}"
+    """Return nodes as a short name: ``node 1``, ``nodes 1, 2 and 3``; empty without any."""
+    return f"node{'s' * (len(nodes) > 1)} {_listed([str(one) for one in nodes])}" if nodes else ""
 
 
 def name_ranks(names: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sglang_crashkit.judge.failures import find_failures
-from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.finding import Finding, Place
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues, named
 from sglang_crashkit.judge.stalls import find_stalls
@@ -71,15 +71,9 @@ def _by_vendor(steps: list[str], case: Case) -> list[str]:
     return steps
 
 
-def _rank(finding: Finding) -> tuple[bool, bool, bool, tuple[float, int], int]:
+def _rank(finding: Finding) -> tuple[bool, bool, bool, Place, int]:
     # What failed comes before what is well, a cause before what follows from it, and the first before the others.
-    return (
-        finding.is_calm,
-        finding.is_consequence,
-        finding.weight < _TELLING,
-        finding.where,
-        -finding.weight,
-    )
+    return finding.is_calm, finding.is_consequence, finding.weight < _TELLING, finding.where, -finding.weight
 
 
 def _headline(case: Case) -> str:

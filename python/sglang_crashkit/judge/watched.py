@@ -5,13 +5,12 @@ Its conclusion decides which other evidence counts: after a crash, what the othe
 
 from __future__ import annotations
 
-from sglang_crashkit.judge.finding import Finding
+from sglang_crashkit.judge.activity import bare
+from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Compared, Raised
-from sglang_crashkit.model.sample import Frame
-from sglang_crashkit.model.verdict import Level
 
 #: Classes that say no more than that something failed, or does not go on: a suspected request explains more.
 _VAGUE = frozenset({"exception", "exception_in_sglang", "no_progress", "unknown"})
@@ -47,17 +46,14 @@ def _raised(case: Case) -> Raised | None:
     return next((one for process in case.processes.values() for one in process.raised if not one.follows), None)
 
 
-def _signals(case: Case) -> set[str]:
-    """Return the signal that the first failure died of."""
-    return {one.signal for process in case.processes.values() for one in process.exits if not one.follows} - {""}
-
-
-def compare(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
+def compare(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
     """Return where ranks that must agree differ, by their steps and flight recorders.
 
     One that died of a signal says nothing of the others, unless it aborted, as gloo has it where ranks do not match.
     """
-    died, is_busy = _signals(case), case.watched is not None and case.watched.kind == "busy"
+    ends = (one for process in case.processes.values() for one in process.exits)
+    died = {one.signal for one in ends if one.signal and not one.follows}
+    is_busy = case.watched is not None and case.watched.kind == "busy"
     if is_busy or died - {"SIGABRT"} or beside_ranks(case) is not None:
         return []
     for kind, name in (("divergence", "rank_divergence"), ("mismatch", "collective_mismatch")):
@@ -70,25 +66,23 @@ def compare(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
     return [_finding("rank_stuck", behind[:1], where)] if died and behind else []
 
 
-def compare_waits(case: Case, where: tuple[float, int]) -> list[Finding]:
+def compare_waits(case: Case, where: Place) -> list[Finding]:
     """Return who is behind by the flight recorders, or which ranks wait for each other, each in another group."""
     behind = [one for one in case.compared if one.kind == "behind"]
     for place, one in enumerate(behind):
         for other in behind[:place]:
             if {*one.waiting} & {*other.late} and {*other.waiting} & {*one.late}:
                 return [_finding("collective_mismatch", [other, one], where)]
-    return (
-        [_finding("rank_stuck", sure[:1], where)] if (sure := [one for one in behind if one.level != "unknown"]) else []
-    )
+    sure = [one for one in behind if one.level != "unknown"]
+    return [_finding("rank_stuck", sure[:1], where)] if sure else []
 
 
-def _finding(kind: str, some: list[Compared], where: tuple[float, int], *, is_sure: bool = False) -> Finding:
-    level: Level = "established" if is_sure else "supported"
+def _finding(kind: str, some: list[Compared], where: Place, *, is_sure: bool = False) -> Finding:
     texts = [one.text for one in some]
-    return Finding(kind=kind, level=level, headline=texts[0], because=texts, where=where, weight=85)
+    return finding_of("compared", where, texts, kind=kind, level=is_sure and "established", text=texts[0])
 
 
-def conclude(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
+def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
     """Return what the handler's own conclusion tells, where nothing else explains it."""
     seen = case.watched
     if seen is None:
@@ -96,26 +90,20 @@ def conclude(case: Case, where: tuple[float, int] = (0.0, 0)) -> list[Finding]:
     exits = [one for process in case.processes.values() for one in process.exits]
     bus_error = any(one.signal == "SIGBUS" and (seen.is_starting or not one.follows) for one in exits)
     full = next((one.text for one in case.kernel if one.kind == "shm_full"), "")
-    kinds = {"peer_lost": "peer_lost", "failed_transfer": "transfer_failed", "busy": "busy"}
-    text, weight = seen.text, 75
-    level: Level = "supported"
+    text = seen.text
+    kind = _STUCK.get(seen.role) if seen.is_hang else None
     if bus_error and full:
-        kind, text = "shm_exhausted", f"{seen.who or 'a process'} died of SIGBUS while {full}"
+        row, text, kind = "shm_full", f"{seen.who or 'a process'} died of SIGBUS while {full}", None
     elif seen.is_hang:
-        kind, weight = _STUCK.get(seen.role, "no_progress"), 41
-        level = "unknown" if kind == "no_progress" else level
+        row = "role_hangs" if kind else "hangs"
     elif waited_in_vain(case):
-        kind, weight = "rank_stuck", 60
-    elif seen.kind == "startup_timeout":
-        kind, level = seen.kind, "established"
-    elif seen.kind in kinds:
-        kind = kinds[seen.kind]
-        level = "established" if seen.kind == "peer_lost" and seen.level == "established" else level
+        row = "given_up"
+    elif seen.kind in ("startup_timeout", "peer_lost", "failed_transfer", "busy"):
+        row = f"watched_{seen.kind}"
     else:
         return []
-    return [
-        Finding(kind=kind, level=level, who=seen.who or None, headline=text, because=[text], where=where, weight=weight)
-    ]
+    level = row == "watched_peer_lost" and seen.level == "established" and "established"
+    return [finding_of(row, where, [text], kind=kind, level=level, who=seen.who, text=text)]
 
 
 def refine(case: Case, chosen: Finding) -> Finding:
@@ -125,7 +113,7 @@ def refine(case: Case, chosen: Finding) -> Finding:
     is_lost = seen is not None and seen.kind == "lost_peer" and (has_nodes or not seen.is_starting)
     if is_lost and chosen.kind in _VAGUE | {"startup_failed"}:
         chosen.kind = "connection_lost"
-        chosen.next.insert(0, "`sglang-crashkit incidents` on the other nodes tells what came first")
+        chosen.next[:0] = steps_of("lost_peer")
     if seen is not None and chosen.kind in _ROLES and seen.role in _STUCK and seen.level == "established":
         chosen.level = "established"  # whatever it raised, it is the one that failed
     if seen is not None and seen.is_starting and _raised(case) is not None and chosen.restart is None:
@@ -156,28 +144,19 @@ def refine(case: Case, chosen: Finding) -> Finding:
     rid = suspect.rid if suspect and is_suspected else repeated.rid if repeated else ""
     named = [f"request {rid} is suspected most"] if rid and rid not in reason else []
     reasons = [reason] if reason else []
-    what, by = (f"request {rid}", "") if rid else ("it", " by the ids that the rank names")
-    return Finding(
-        kind="poison_request",
-        who=chosen.who,
-        component=chosen.component,
-        headline=chosen.headline,
-        because=[*chosen.because[:1], *reasons, *named, *chosen.because[1:]],
-        next=[f"find {what} in requests/requests.jsonl{by}, and block its like at the gateway", *chosen.next],
-        where=chosen.where,
-        weight=chosen.weight,
-    )
+    chosen.kind, chosen.level, chosen.restart, chosen.cause = "poison_request", "supported", None, ""
+    chosen.because = [*chosen.because[:1], *reasons, *named, *chosen.because[1:]]
+    chosen.next = [*steps_of("poison_request", rid=rid), *chosen.next]
+    return chosen
 
 
 def _is_taking_in(raised: Raised) -> bool:
-    frames = raised.error.frames
-    place = next((place for place, frame in enumerate(frames) if _takes_in(frame)), None)
-    # What fails for want of the other server of a pair would with any request.
-    return place is not None and not any("sglang/srt/disaggregation/" in frame.file for frame in frames[:place])
-
-
-def _takes_in(frame: Frame) -> bool:
-    return frame.function.rpartition(".")[2].startswith(_TAKES_IN)
+    for frame in raised.error.frames:
+        if bare(frame.function).startswith(_TAKES_IN):
+            return True
+        if "sglang/srt/disaggregation/" in frame.file:
+            return False  # what fails for want of the other server of a pair would with any request
+    return False
 
 
 def _is_of_host(raised: Raised) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import sglang_crashkit
 from sglang_crashkit import redact
+from sglang_crashkit.judge import knowledge
 
 # A quadratic one takes ten times as long.
 SIZE, MOST_SECS = 60_000, 1.0
@@ -43,6 +44,10 @@ for module in pkgutil.walk_packages([str(ROOT)], "sglang_crashkit."):
 re.compile = compiled
 for _needle, form, _instead in redact.FORMS:
     found[form, 0] = Path(redact.__file__)
+for table in ("failures", "signs"):
+    for name, form in knowledge.load(table).items():
+        if isinstance(form, str) or name == "harmless":
+            found[knowledge.pattern(table, name).pattern, 0] = Path(knowledge.__file__)
 # By which methods each is used: by those called on its name; without one, by those called in its file.
 named, used = {}, {}
 for path in ROOT.rglob("*.py"):
