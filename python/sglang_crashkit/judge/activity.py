@@ -121,7 +121,8 @@ def activity_of(sample: Sample) -> Activity:
         # The main thread only waits for the one in which the batch runs.
         runs = _pattern("batch_threads")
         for one in sample.threads:
-            if one is not thread and any(runs.match(bare(frame.function)) for frame in one.frames):
+            names = (*(bare(frame.function) for frame in one.frames), one.name.rpartition("(")[2].rstrip(")"))
+            if one is not thread and any(map(runs.match, names)):
                 native = next((other for other in sample.native if other.native_id == one.native_id), None)
                 return _of_threads(one, native, sample)
     return seen

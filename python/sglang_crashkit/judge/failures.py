@@ -45,6 +45,8 @@ _OUTLIVED_S = 3.0
 _ANY_ZONE_S = 15 * 3600.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
 _NEXT_S = 2.0
+#: The weight of an exception that is cut off; what has more than the other says what failed.
+_CUT_OFF, _TELLING = 36, 40
 #: What is tried again so often is no passing trouble.
 _MANY = 20
 #: What a stack or a message shows of an asynchronous failure is where it was noticed.
@@ -146,7 +148,7 @@ class _Failures:
             if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
                 # What itself only follows from another failure explains an exit status, and no signal.
                 is_told = any(
-                    other.weight >= 41 and other.where < one.where
+                    other.weight >= 41 and (other.where < one.where or not (one.where[0] and other.where[0]))
                     for other in found
                     if one.kind == "exited" or not other.is_consequence
                 )
@@ -162,12 +164,23 @@ class _Failures:
                     one.next = [*steps_of("suspect", part=one.component, way=way), *others]
             if one.kind in ("kv_pool_leak", "kv_pool_exhausted") and one.component in _NOTICED:
                 one.component = "kv_pool"
+            if one.kind == "gpu_oom_at_start" and any("create_weights" in step for step in one.because):
+                one.component = "model_loader"
             one.component = one.component or _known("usual_part").get(one.kind)
             if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
                 one.level = "supported"
             if one.kind == "connection_lost":
+                if one.is_consequence:
+                    one.who = None  # whoever says so is the one that was left
                 self._name_the_other_node(one)
+            # What is cut off before it says anything explains nothing that another says.
+            one.is_consequence |= one.weight == _CUT_OFF and any(other.weight > _TELLING for other in found)
             yield one
+
+    @functools.cached_property
+    def _host_part(self) -> str | None:
+        said = (one.text for one in self._case.events if isinstance(one, Line) and "host memory" in one.text)
+        return next((part for text in said if is_telling(part := component_of(words=text))), None)
 
     @functools.cached_property
     def _suspect(self) -> str:
@@ -311,6 +324,7 @@ class _Failures:
         if not name:
             text = "the traceback is cut off before its last line, which names it"
         side = f" of the {event.side} server" if event.side else ""
+        is_telling_itself = error.text.strip() or error.type == "AssertionError"
         return finding_of(
             "raised",
             because=[_quoted(event, f"{error.type or 'an exception'}: {text}"), *map(str, error.frames[:4])],
@@ -321,7 +335,7 @@ class _Failures:
             phase="while it served" if is_started else "before it was ready", text=text,
             steps=_steps(row, named, error.text), way=way_out(part, arguments, is_seen=bool(frames)),
             is_consequence=row.follows,
-            weight=min(row.weight or 70, 100 if error.text.strip() or error.type == "AssertionError" else 38),
+            weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
 
     def _side(self, event: AnyEvent, part: str | None) -> str:
@@ -364,6 +378,8 @@ class _Failures:
         text = event.text.strip()[:_MAX_QUOTE]
         if "leak detected" in event.text and self._is_outlived(event):
             yield finding_of("leak_warned", (0.0, 1), because, text=text)
+        if is_harmless and all(isinstance(one, Line) for one in self._case.events):
+            yield finding_of("only_warned", (float("inf"), 1), because, text=text)
         if is_harmless or self._is_outlived(event):
             return
         is_started = self._is_started(event)
@@ -419,7 +435,7 @@ class _Failures:
             stages = [one.name for one in self._case.events if isinstance(one, Stage) and not self._case.is_started]
             yield finding_of(
                 "oom_kill", **said, level="established" if facts.get("is_first", True) else "supported", who=who,
-                component="model_loader" if "weights" in stages[-2:] else "cgroup" if is_cgroup else None,
+                component="model_loader" if "weights" in stages[-2:] else "cgroup" if is_cgroup else self._host_part,
                 victim=who or event.name, pid=f"{event.pid}{size}" if event.pid else None,
                 limit="its memory cgroup's limit" if is_cgroup else "the host's memory", steps=self._memory_steps(),
             )  # fmt: skip
@@ -502,6 +518,7 @@ class _Failures:
             kind = _known("lost_role").get(event.who, kind)
         yield finding_of(
             "ended", because=[_quoted(event, event.text or how)], kind=kind, who=who, how=how,
+            component=part if is_telling(part := component_of(words=event.text)) else None,
             level="established" if event.is_seen else "supported", text=seen and event.text,
             weight=39 if event.signal else 20,
         )  # fmt: skip
@@ -543,10 +560,14 @@ class _Failures:
     def _fatal(self, event: Stack) -> Iterator[Finding]:
         words = _known("fatal_words")
         kind = next((words[word] for word in words if word in event.fatal), "fatal_signal")
-        thread = next((one for one in event.sample.threads if one.active), next(iter(event.sample.threads), None))
-        frames = thread.frames if thread else ()
+        sample = event.sample
+        thread = next((one for one in sample.threads if one.active), next(iter(sample.threads or sample.native), None))
+        # The innermost are those of what handled the signal.
+        frames = [one for one in (thread.frames if thread else ()) if not _pattern("handlers").match(one.function)]
         part = component_of(frames, arguments=self._case.arguments)
-        who = event.who or _only(self._case) or _role("", frames)
+        known = self._closed() or self._named(sample.pid)
+        who = known or event.who or _only(self._case) or _role("", frames)
+        is_told = known or sample.title or self._case.watched is not None or self._case.arguments.get("tp_size") == 1
         because = [_quoted(event, f"Fatal Python error: {event.fatal}"), *map(str, frames[:4])]
         values: dict[str, Any] = {"who": who, "part": part, "place": next(iter(frames), None), "fatal": event.fatal,
                   "way": way_out(part, self._case.arguments, is_seen=True)}  # fmt: skip
@@ -558,7 +579,8 @@ class _Failures:
                              steps=steps, **values)  # fmt: skip
         # A thread that aborted for another's fault, as a watchdog's, tells nothing.
         weight = 75 if kind != "aborted" else 39
-        yield finding_of("fatal", (0.0, 0), because, kind=kind, component=part, weight=weight, **values)
+        level = "established" if is_told else "supported"
+        yield finding_of("fatal", (0.0, 0), because, kind=kind, level=level, component=part, weight=weight, **values)
 
     def _vanished(self) -> Iterator[Finding]:
         """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
@@ -597,7 +619,7 @@ def _only(case: Case) -> str:
 
 def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
     """Return a row's steps with what its pattern named, and the options that a message names itself."""
-    options = list(dict.fromkeys(_pattern("option").findall(text[:_MAX_TEXT])))[:4]
+    options = [] if row.follows else list(dict.fromkeys(_pattern("option").findall(text[:_MAX_TEXT])))[:4]
     return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
 
 

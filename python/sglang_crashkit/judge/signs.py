@@ -167,7 +167,7 @@ def _last_word(case: Case, batch: Place) -> tuple[str, bool]:
     """Return what a server said last, or was asked for, after a batch, and whether that says that something began."""
     progress = case.progress
     found = [((one.last_at, one.last_order), one.text) for one in progress if one.kind == "control"]
-    logs = {one.source.partition(":")[0] for one in progress}
+    logs = {one.source.partition(":")[0] for one in progress or case.events}
     found += [(one.place, one.text) for process in case.processes.values() for one in process.lines
               if one.level in ("info", "warning") and one.source.partition(":")[0] in logs
               and _pattern("own_word").match(one.text)]  # fmt: skip
@@ -265,7 +265,7 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
             devices.setdefault(one.device, one.name)
     waiting = [device for device, name in devices.items() if component_of_kernel(name) in load("signs")["exchanges"]]
     others = sorted(set(devices) - set(waiting))
-    if len(devices) < 2 or not waiting or len(others) > len(waiting):
+    if not waiting or len(others) > len(waiting) or (len(devices) < 2 and case.schedulers):
         return None
     kernel = devices[others[0]] if others else devices[waiting[0]]
     is_plain = case.arguments.get("nnodes", 1) in (1, None) and not case.arguments.get("base_gpu_id")
@@ -348,6 +348,8 @@ def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collectiv
     return finding_of(
         "time_limit", found[0].event.place, _quote(*found[:3]), kind="rank_stuck" if late else None,
         who=topology.name_nodes(nodes) or late,
+        component=next((part for one in case.processes.values() for raised in one.raised
+                        if (part := component_of(raised.error.frames))), None),
         ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
         operation=next((one.operation for one in ranks.values() if one.operation), ""), nodes=nodes,
         is_known=layout.is_known,
@@ -508,7 +510,10 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
 
 def _watchdogs(signs: Signs, case: Case) -> Finding | None:
     if not (found := signs.all("watchdog")):
-        return None
+        dumped = signs.all("dumped")
+        if not dumped:
+            return None
+        return finding_of("dumped", dumped[0].event.place, _quote(*dumped[:4]), batch=_last_batch(case))
     first = found[0]
     secs, name = first.groups[1], first.groups[0].lower()
     for role in ("detokenizer", "tokenizer"):
@@ -526,6 +531,7 @@ def _watchdogs(signs: Signs, case: Case) -> Finding | None:
     return finding_of(
         "watchdog", first.event.place, _quote(*found[:4]), secs=secs,
         told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, batch=_last_batch(case),
+        component=signs.part, word=signs.last_word,
         nodes=topology.name_nodes(topology.unseen_nodes(layout, seen)),
     )  # fmt: skip
 

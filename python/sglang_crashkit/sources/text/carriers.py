@@ -150,6 +150,8 @@ def _from_json(line: str) -> tuple[str, float] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    if entry.get("object") == "error":
+        return None  # what the server answered
     text = next((entry[key] for key in ("log", "message", "msg", "MESSAGE") if isinstance(entry.get(key), str)), None)
     if text is None:
         return None

@@ -88,7 +88,7 @@ _WORK = re.compile(
 _GROUP = re.compile(r"PG (?:ID|GUID) (\S{1,60})")
 _CUDA_EXCEPTION = re.compile(r"(CUDA_EXCEPTION_\d+)[:, ]+(.{1,80}?)(?:\.|\)|$)")
 _CUDA_KERNEL = re.compile(
-    r"\*? +\d+ +\S+ +(\d+) +\d+ +(?:Active|Pending|Sleeping)\b.{0,200}?(?:\) ){1,2} ?(\S.{0,600})$"
+    r"\*? +\d+ +\S+ +(\d+) +\d+ +(?:Active|Pending|Sleeping)\b.{0,200}?\) ?(?:\([\d, ]{1,40}\) ?)?(\S.{0,600})$"
 )
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
@@ -180,6 +180,7 @@ class _Stream:
     at: float = 0.0
     has_own_time: bool = False
     who: str = ""  # of the last line that said so
+    names: set[str] = field(default_factory=set)  # all of these
     thread: str = ""
     said: str = ""  # the last line before a traceback
     level: LineLevel = ""
@@ -451,6 +452,7 @@ class _File:
             if at := own["at"]:
                 stream.at, stream.has_own_time = seconds(_NO_DATE[: -len(at)] + at), True
             stream.who = _name(own["who"] or "")
+            stream.names |= {stream.who} - {""}
             text = text[own.end() :]
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
@@ -517,7 +519,10 @@ class _File:
             block.title = "" if block.is_bare else block.title
             if block.threads or block.fatal:
                 sample = block.sample()
-                for who in told or [stacks.who_of(sample.title) or stream.who]:
+                # In a log of many ranks the line before a fatal signal is of any of them.
+                names = stream.names | {one[1] for one in self.batches if one[0] == key and one[1]}
+                near = "" if block.fatal and len(names) > 1 else stream.who
+                for who in told or [stacks.who_of(sample.title) or near]:
                     found = Stack(
                         order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, source=source
                     )
@@ -560,6 +565,7 @@ class _File:
             self._add(key, Arguments(order=self.order, at=at, release=release, source=source))
         if "sglang::" in text and (titled := _TITLED_FRAME.match(text)):
             stream.who = stacks.who_of(titled[1]) or stream.who
+            stream.names = {stream.who}
         elif "sglang::" in text and (listed := _LISTED.match(text)):
             # A line of ps.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])

@@ -43,6 +43,7 @@ class Traceback:
     blank: int = 0
     is_flat: bool = False
     is_after_frame: bool = False
+    indent: int = 0  # of the last frame: the exception stands no further in, a source line does
 
     def take(self, line: str) -> bool:
         """Take a line into it; return whether the line belongs to it."""
@@ -90,12 +91,13 @@ class Traceback:
         if match := _FRAME.match(line):
             self._add(match[1], match[2], match[3] or "<module>")
             self.is_flat = self.is_flat or line[:1] not in " \t"
-            self.is_after_frame = True
-            return True
-        if not stripped or (line[:1] in " \t" and self.frames):
-            # The source line of a frame, its marks, or "Previous line repeated".
+            self.is_after_frame, self.indent = True, len(line) - len(line.lstrip())
             return True
         match = _EXCEPTION.match(stripped)
+        is_moved = self.indent >= len(line) - len(line.lstrip()) and match and match[1].endswith(_ENDINGS)
+        if not stripped or (line[:1] in " \t" and self.frames and not is_moved):
+            # The source line of a frame, its marks, or "Previous line repeated".
+            return True
         if self.is_flat and self.is_after_frame and not (match and match[1].endswith(_ENDINGS)):
             self.is_after_frame = False
             return True
