@@ -14,7 +14,7 @@ from sglang_crashkit.model.sample import Frame
 _NEAR = 14
 _MAX_WORDS = 1500
 _NEUTRAL = re.compile(
-    r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
+    r"general_mm_embed_routine|torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
     r"tvm_ffi|threading\.py|multiprocessing/(?:process|spawn|popen|context)|concurrent/|asyncio/|runpy|<string>"
 )
 
@@ -56,7 +56,7 @@ def component_of(
         is_on = arguments is not None and is_switched_on(name, arguments)
         scores[name] = scores.get(name, 0.0) + (2.0 if _is_common(name) else 4.5) + (1.0 if is_on else 0.0)
     if not scores:
-        return None
+        return "distributed_init" if any("torch/distributed/" in one.file for one in frames[:_NEAR]) else None
     return max(scores, key=lambda name: scores[name])
 
 

@@ -122,6 +122,18 @@ def find_failures(case: Case) -> list[Finding]:
     return [*_Failures(case).find()]
 
 
+def guess(case: Case) -> Finding | None:
+    """Return the first line that says that something is bad, whatever it means; None without one, or once it served."""
+    lines = (one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical"))
+    first = next((one for one in lines if not _pattern("harmless").search(one.text)), None)
+    if first is None or case.is_started:
+        return None
+    return finding_of(
+        "guess", first.place, [_quoted(first, first.text)], who=first.who, component=component_of(words=first.text),
+        text=first.text.strip()[:_MAX_QUOTE], steps=_steps(_Family(kind=""), {}, first.text),
+    )  # fmt: skip
+
+
 class _Failures:
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -169,9 +181,9 @@ class _Failures:
             one.component = one.component or _known("usual_part").get(one.kind)
             if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
                 one.level = "supported"
+            if one.is_consequence and one.kind in _known("told_by_the_left"):
+                one.who = None
             if one.kind == "connection_lost":
-                if one.is_consequence:
-                    one.who = None  # whoever says so is the one that was left
                 self._name_the_other_node(one)
             # What is cut off before it says anything explains nothing that another says.
             one.is_consequence |= one.weight == _CUT_OFF and any(other.weight > _TELLING for other in found)
@@ -314,7 +326,7 @@ class _Failures:
         part = row.part_of(component_of(error.frames or frames, words, thread=event.thread, arguments=arguments))
         if kind == "startup_version" and part == "http":
             part = None  # the launcher imports everything
-        who = event.who
+        who = _rank_in(named) or event.who
         # Before it is ready, a program that has the tokenizer's functions is the server's own.
         if not who and (role != "tokenizer" or is_started):
             known = role if role != "scheduler" or not self._case.schedulers else ""
@@ -389,7 +401,12 @@ class _Failures:
         row, named = found
         kind = row.kind_at(is_started)
         part = component_of(words=event.text, arguments=self._case.arguments)
-        who = row.who_is or event.who or ("router" if _pattern("router_line").search(event.text) else "")
+        who = (
+            _rank_in(named)
+            or row.who_is
+            or event.who
+            or ("router" if _pattern("router_line").search(event.text) else "")
+        )
         if not who and (raised := self._raised_next(event)):
             # What a library prints without a name is told by what the process that called it raises.
             who = raised.who
@@ -621,6 +638,12 @@ def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
     """Return a row's steps with what its pattern named, and the options that a message names itself."""
     options = [] if row.follows else list(dict.fromkeys(_pattern("option").findall(text[:_MAX_TEXT])))[:4]
     return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
+
+
+def _rank_in(named: dict[str, str]) -> str:
+    """Return the one that a row's pattern names, which is another than the one that speaks."""
+    number = named.get("rank") or named.get("ranks")
+    return f"TP{number}" if number else ""
 
 
 def _quoted(event: AnyEvent, text: str) -> str:

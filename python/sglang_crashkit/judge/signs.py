@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.judge import topology
-from sglang_crashkit.judge.components import component_of, way_out
+from sglang_crashkit.judge.components import component_of, is_telling, way_out
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
@@ -496,7 +496,8 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
     if stands < patience:
-        return finding_of("starting", end_of(case), component=part, told=told)
+        told_part = signs.part if is_telling(signs.part) else part
+        return finding_of("starting", end_of(case), component=told_part, told=told)
     behind = [who for name, some in places.items() if order.index(name) < order.index(stage) for who in some]
     nodes = topology.unseen_nodes(topology.topology_of(case), (one.ranks for one in case.schedulers))
     named = topology.name_ranks(behind) if 0 < len(behind) <= 2 else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from sglang_crashkit.judge.failures import find_failures
-from sglang_crashkit.judge.finding import Finding, Place
+from sglang_crashkit.judge.failures import find_failures, guess
+from sglang_crashkit.judge.finding import Finding, Place, finding_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues, named
 from sglang_crashkit.judge.stalls import find_stalls
@@ -26,7 +26,7 @@ def judge(case: Case) -> Verdict:
     stalls = find_stalls(case)
     findings = [*find_failures(case), *stalls]
     said = [case.watched.text] if case.watched is not None and case.watched.text else []
-    chosen = min(findings, key=_rank, default=Finding(kind="unknown", level="unknown", because=said))
+    chosen = min(findings, key=_rank, default=None) or guess(case) or finding_of("unknown", because=said)
     is_hang = any(one is chosen for one in stalls)
     chosen = refine(case, chosen)
     row = load("classes").get(chosen.kind) or load("classes")["unknown"]

@@ -32,6 +32,8 @@ _BEFORE_RAY = re.compile(rf"\[({_TIME})[.,\d]{{0,10}}\] (?=\([\w.:-]{{1,80}} pid
 _KERNEL = re.compile(
     r"(?:<\d{1,3}>)?\[ *(\d{1,9}\.\d{1,6}|[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4})\] "
 )
+#: What is left of the journal's form where its time was cut out.
+_KERNEL_WORD = re.compile(r"^\s{0,12}kernel ?: ")
 _QUOTE = re.compile(r"(?:> ?){1,4}")
 #: Another program's logger that repeats a line of the server's.
 _LOGGER = re.compile(
@@ -112,7 +114,8 @@ class Carrier:
                 break
         if match := _KERNEL.match(text):
             return Carried(text[match.end() :], kernel_time(match[1]) or at, stream, "kernel", is_kernel=True)
-        return Carried(text, at, stream, program, is_kernel=program == "kernel")
+        text, cut = _KERNEL_WORD.subn("", text, count=1)
+        return Carried(text, at, stream, program, is_kernel=program == "kernel" or bool(cut))
 
     def _journal_time(self, text: str) -> float:
         if text[0].isdigit():

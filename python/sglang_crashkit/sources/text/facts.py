@@ -25,7 +25,8 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         "error",
         re.compile(
             r"^-- (?:Reboot|Boot [0-9a-f]{8,40}) --$"
-            r"|\bERROR\b|^E\d{4}(?:\d{4})? \d\d:|^ERR\b|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
+            r"|\bERROR\b|^(?:\[rank\d{1,5}\]:\[)?E\d{3,4}(?:\d{4})? \d\d:|^ERR\b"
+            r"|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
             r"|\bcrash(?:ed)?\b)"
         ),
     ),
@@ -36,7 +37,8 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
             r"|killed|lost|"
             r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead|unsupported"
             r"|invalid|"
-            r"not supported|mismatch|unhealthy|stuck|divergence|system boot)\b|(?:Error|Exception)[:( ]"
+            r"not supported|unbound variable|command not found|"
+            r"mismatch|unhealthy|stuck|divergence|system boot)\b|(?:Error|Exception)[:( ]"
         ),
     ),
     (
@@ -58,7 +60,11 @@ _STAGES: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
         ("distributed", False, r"Init torch distributed begin|initializing distributed|rendezvous"),
         ("distributed", True, r"Init torch distributed ends?\b"),
         ("weights", True, r"Load(?:ing)? weights? (?:end|ends|finished|took)|Loading .{0,40}shards: +100%"),
-        ("weights", False, r"Load(?:ing)? weights? begin|Loading .{0,60}shards:|Loading weights|load_model"),
+        (
+            "weights",
+            False,
+            r"Load(?:ing)? weights? begin|Loading required modules|Loading .{0,60}shards:|Loading weights|load_model",
+        ),
         ("kv_cache", True, r"KV Cache is allocated|max_total_num_tokens=|Memory pool end"),
         ("graphs", True, r"Capture (?:\w{1,30} ){0,4}(?:cuda |piecewise )?graph (?:end|ends)"),
         (

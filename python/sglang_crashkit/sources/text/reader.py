@@ -231,6 +231,7 @@ class _File:
     heads: dict[bytes, str] = field(default_factory=dict)  # streams by what stands before a time
     #: By stream the time of the last batch that was passed by, until a line without a time wants it.
     passed_at: dict[str, bytes] = field(default_factory=dict)
+    bare: list[tuple[str, AnyEvent]] = field(default_factory=list)  # exceptions without a traceback, in foreign lines
     sample: str = ""  # of what was not understood
     understood: bool = False
     broken: Exception | None = None  # why it cannot be read any further
@@ -446,6 +447,8 @@ class _File:
             match = stream.prefix.match(text) if stream.prefix else None
             if match and stream.traceback.take(text[match.end() :]):
                 return
+        if text[:1] == " " and _OWN.match(text.lstrip()):
+            text = text.lstrip()  # a page's indentation
         own = _OWN.match(text) or _LOGGED.match(text) or _OWN_RANKS.match(text)
         if own:
             self._close(stream, key)
@@ -581,9 +584,12 @@ class _File:
         if not is_own and (rank := _RANK.match(text)):
             who = f"TP{rank[1]}"
         level = facts.level_of(text)
-        if is_own and (bare := tracebacks.bare_exception(text)) and level != "info":
+        if (bare := tracebacks.bare_exception(text)) and level != "info":
             error = Error(type=bare[0], text=bare[1][:2000])
-            self._add(key, Raised(order=self.order, at=at, who=who, chain=(error,), level=level, source=source))
+            raised = Raised(order=self.order, at=at, who=who, chain=(error,), level=level, source=source)
+            self.bare += [] if is_own else [(key, raised)]
+            if is_own:
+                self._add(key, raised)
         if work := _WORK.search(text):
             group = _GROUP.search(text)
             rank_number = int(who[2:]) if who.startswith("TP") and who[2:].isdigit() else -1
@@ -668,6 +674,8 @@ class _File:
     def _end(self) -> None:
         for key, stream in self.streams.items():
             self._close(stream, key)
+        # Of an excerpt they are what there is; in a whole log they are somebody's own.
+        self.events += [] if self.events or self.batches else self.bare
         for (key, who, kind, status), entry in self.batches.items():
             text = entry.last.decode(errors="replace")
             running, queued = _RUNNING.search(text), _QUEUED.search(text)

@@ -14,8 +14,10 @@ _PYSPY_FRAME = re.compile(
     r"\s{1,12}(?!File )(\S[^()]{0,400}?(?:\([^()]{0,80}\))?[^()]{0,200}?) \(([^()]{1,600}?)(?::(\d{1,9}))?\)\s*$"
 )
 #: A frame that somebody pasted without the thread that it is of.
+_PATH = r"[\w.-]{1,80}/"
 _BARE_FRAME = re.compile(
-    r"\s{0,12}([A-Za-z_<][\w.<>]{0,120}) \(((?:[\w.-]{1,80}/){0,12}[\w-]{1,80}\.py):(\d{1,9})\)\s*$"
+    r"\s{0,12}([A-Za-z_<][\w.<>]{0,120}) "
+    rf"\((?:((?:{_PATH}){{0,12}}[\w-]{{1,80}}\.py):(\d{{1,9}})|((?:{_PATH}){{1,12}}[\w-]{{1,80}}\.py))\)\s*$"
 )
 _SAID = re.compile(r"\b(?:TP|[Rr]anks? ?)(\d{1,4})(?: ?(?:-|\u2013|to|\.\.) ?(?:TP)?(\d{1,4}))?")
 _FAULT = re.compile(r"Fatal Python error: (.{1,200})")
@@ -131,7 +133,7 @@ def begins(text: str) -> bool:
     head = text.lstrip()[:8]
     return (
         head.startswith(("Process ", "Thread ", "Current ", "Fatal Py", "#", "Core was"))
-        or (".py:" in text and _BARE_FRAME.match(text) is not None)
+        or (".py" in text and _BARE_FRAME.match(text) is not None)
         or (("SIG" in text or "ignal" in text or "Segfault" in text) and _SIGNALLED.search(text[:400]) is not None)
     )
 
@@ -199,7 +201,7 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         return block, True
     if (block is None or block.is_bare) and (match := _BARE_FRAME.match(line)):
         block = block or StackBlock("py-spy", is_bare=True)
-        block.add(Frame(match[1], short_path(match[2]), int(match[3])))
+        block.add(Frame(match[1], short_path(match[2] or match[4]), int(match[3] or 0)))
         return block, True
     if block is None:
         return None, False
