@@ -365,7 +365,7 @@ def _late_health(signs: Signs, _case: Case) -> Finding | None:
         hours, minutes, seconds = (int(one) for one in began.groups())
         lag = (sign.event.at - (3600 * hours + 60 * minutes + seconds)) % 86400.0
         # What is off by half hours is another time zone.
-        if lag % _HALF_HOUR > float(sign.groups[0]) + _LATE:
+        if lag % _HALF_HOUR > float(sign.groups[0] or 0) + _LATE:
             late = f"{(lag % _HALF_HOUR if lag > 43200 else lag) / 60:.0f}"
             return finding_of("late_health", sign.event.place, _quote(sign), late=late, began=":".join(began.groups()))
     for sign in signs.all("silent"):
