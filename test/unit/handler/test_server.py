@@ -100,6 +100,7 @@ def test_a_rank_killed_while_another_one_raises_is_one_incident(start_server: St
     # Else the server may have ended before the other rank comes to raise.
     os.kill(server.handler.pid, signal.SIGSTOP)
     server.kill("scheduler_TP1")
+    wait_until(lambda: not procfs.is_running(server.ranks["scheduler_TP1"]), "the rank has ended")
     server.say("tell scheduler_TP0 raise Connection closed by peer")
     wait_until(lambda: list(server.spool.glob("*")), "the rank has left its record")
     os.kill(server.handler.pid, signal.SIGCONT)
