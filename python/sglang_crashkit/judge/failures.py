@@ -128,9 +128,11 @@ def guess(case: Case) -> Finding | None:
     first = next((one for one in lines if not _pattern("harmless").search(one.text)), None)
     if first is None or case.is_started:
         return None
+    is_start = any(isinstance(one, Arguments | Stage) for one in case.events)
     return finding_of(
         "guess", first.place, [_quoted(first, first.text)], who=first.who, component=component_of(words=first.text),
         text=first.text.strip()[:_MAX_QUOTE], steps=_steps(_Family(kind=""), {}, first.text),
+        kind="startup_failed" if is_start else None,
     )  # fmt: skip
 
 
@@ -305,14 +307,17 @@ class _Failures:
         self, error: Error | None, text: str, frames: Sequence[Frame], *, is_started: bool, role: str
     ) -> tuple[_Family, dict[str, str]] | None:
         name = error.type.rpartition(".")[2] if error else ""
-        text = _pattern("quotes").sub("''", text[:_MAX_TEXT]) if error and is_started else text[:_MAX_TEXT]
+        words = _pattern("quotes").sub("''", text[:_MAX_TEXT]) if error and is_started else text[:_MAX_TEXT]
         places = "\n".join(f"{frame.function} ({frame.file})" for frame in frames[:60])
         for row in _families():
             if is_started and name in _known("of_values") and not (row.type or row.frames or row.own):
                 continue
-            found = row.match(error, text, places, is_started=is_started, role=role)
+            found = row.match(error, words, places, is_started=is_started, role=role)
             if found is not None:
                 return row, found
+        if error and is_started and not self._began and not frames and self._case.watched is None:
+            # Of words alone nobody knows when they were said.
+            return self._family(error, text, frames, is_started=False, role=role)
         return None
 
     def _finding(
@@ -323,7 +328,10 @@ class _Failures:
         said = "" if "hit an exception" in event.said else event.said
         words = f"{error.type}: {error.text} {said} {' '.join(one.text for one in event.chain if one is not error)}"
         arguments = self._case.arguments
-        part = row.part_of(component_of(error.frames or frames, words, thread=event.thread, arguments=arguments))
+        part = component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
+        # The innermost of a chain may be in a part that every batch passes.
+        outer = component_of(frames, arguments=arguments)
+        part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
         if kind == "startup_version" and part == "http":
             part = None  # the launcher imports everything
         who = _rank_in(named) or event.who
@@ -385,7 +393,8 @@ class _Failures:
     # -- lines
 
     def _line(self, event: Line, most: int = 100) -> Iterator[Finding]:
-        is_harmless = most == 100 and event.count < _MANY and _pattern("harmless").search(event.text)
+        is_passing = most == 100 and event.count < _MANY and not _pattern("serious").search(event.text)
+        is_harmless = is_passing and _pattern("harmless").search(event.text)
         because = [_quoted(event, event.text)]
         text = event.text.strip()[:_MAX_QUOTE]
         if "leak detected" in event.text and self._is_outlived(event):

@@ -201,9 +201,11 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
         return _judge_beside(scene, [one for one in members if one.role == "scheduler" or one.pid == pid])
     if compared := watched.compare(scene.case, scene.where()):
         return compared
-    ranks = [one for one in members if one.role == "scheduler"] or [
-        one for one in members if not one.role and any(map(is_own, one.frames[-1]))
-    ]
+    ranks = (
+        [one for one in members if one.role == "scheduler"]
+        or [one for one in members if not one.role and any(map(is_own, one.frames[-1]))]
+        or [one for one in members if not one.role and one.last.kind in ("file", "compile", "driver", "collective")]
+    )
     found = []
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
         found += _judge_ranks(scene, side, some)

@@ -95,7 +95,7 @@ class Traceback:
             return True
         match = _EXCEPTION.match(stripped)
         is_moved = self.indent >= len(line) - len(line.lstrip()) and match and match[1].endswith(_ENDINGS)
-        if not stripped or (line[:1] in " \t" and self.frames and not is_moved):
+        if not stripped.strip("^~ ") or (line[:1] in " \t" and self.frames and not is_moved):
             # The source line of a frame, its marks, or "Previous line repeated".
             return True
         if self.is_flat and self.is_after_frame and not (match and match[1].endswith(_ENDINGS)):
