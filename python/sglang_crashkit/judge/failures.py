@@ -587,7 +587,7 @@ class _Failures:
         words = _known("fatal_words")
         kind = next((words[word] for word in words if word in event.fatal), "fatal_signal")
         sample = event.sample
-        thread = next((one for one in sample.threads if one.active), next(iter(sample.threads or sample.native), None))
+        thread = next((one for one in sample.threads if one.active), next(iter(sample.native or sample.threads), None))
         # The innermost are those of what handled the signal.
         frames = [one for one in (thread.frames if thread else ()) if not _pattern("handlers").match(one.function)]
         part = component_of(frames, arguments=self._case.arguments)

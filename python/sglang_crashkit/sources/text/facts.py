@@ -37,7 +37,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
             r"|killed|lost|"
             r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead|unsupported"
             r"|invalid|"
-            r"not supported|profiled value -\d+|unbound variable|command not found|"
+            r"HSA_STATUS_ERROR_\w+|not supported|profiled value -\d+|unbound variable|command not found|"
             r"mismatch|unhealthy|stuck|divergence|system boot)\b|(?:Error|Exception)[:( ]"
         ),
     ),

@@ -76,6 +76,7 @@ _LISTED = re.compile(
     r"(?P<title>sglang::\S{1,80})"
 )
 _RANK = re.compile(r"\[?\[?[Rr]ank ?(\d{1,5})\]?:?\]?:? ?")
+_RANK_BEHIND_A_BAR = re.compile(r"\]\[rank(\d{1,5})\]:\[")
 _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
 _THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
 _PREFIXED_FRAME = re.compile(r'([^|+]{1,160}?)(?=  File "[^"]{1,600}", line \d)')
@@ -449,6 +450,8 @@ class _File:
                 return
         if text[:1] == " " and _OWN.match(text.lstrip()):
             text = text.lstrip()  # a page's indentation
+        if 'File \\"' in text:
+            text = text.replace('\\"', '"')  # as a JSON string has it
         own = _OWN.match(text) or _LOGGED.match(text) or _OWN_RANKS.match(text)
         if own:
             self._close(stream, key)
@@ -581,7 +584,7 @@ class _File:
         if match := _THREAD.search(text):
             stream.thread, stream.said = match[1], text
             return
-        if not is_own and (rank := _RANK.match(text)):
+        if not is_own and (rank := _RANK.match(text) or _RANK_BEHIND_A_BAR.search(text[:200])):
             who = f"TP{rank[1]}"
         level = facts.level_of(text)
         if (bare := tracebacks.bare_exception(text)) and level != "info":

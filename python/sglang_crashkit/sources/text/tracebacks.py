@@ -9,7 +9,7 @@ from sglang_crashkit.model.event import Error
 from sglang_crashkit.model.sample import Frame, short_path
 
 HEADER = "Traceback (most recent call last):"
-_FRAME = re.compile(r'\s*File "([^"]{1,600})", line (\d{1,9})(?:, (?:in )?(.{1,300}))?')
+_FRAME = re.compile(r'\s*File "([^"]{1,600})", line (\d{1,9})(?:,? (?:in )?(.{1,300}))?')
 _EXCEPTION = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?:\(.{0,80}\))?(?:: (.*)|:?)$")
 #: Names of exceptions that end in another way, as far as the field has them.
 _ENDINGS = ("Error", "Exception", "Warning", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Empty", "Full")
