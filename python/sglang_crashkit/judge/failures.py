@@ -295,7 +295,11 @@ class _Failures:
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
-        kind = "startup_failed" if not is_started else "exception_in_sglang" if own else "exception"
+        # Without a line or a frame of SGLang's nobody knows whose start that was.
+        is_ours = (
+            bool(self._starts) or not frames or any("sglang" in frame.file or "srt/" in frame.file for frame in frames)
+        )
+        kind = "startup_failed" if is_ours and not is_started else "exception_in_sglang" if own else "exception"
         if event.thread and not event.who and "Main" not in event.thread and is_started:
             kind = "thread_died"
         kind = "exited" if error.type == "SystemExit" else kind
@@ -388,6 +392,10 @@ class _Failures:
             return True
         if last_start != (0.0, 0) or _pattern("start").search(names):
             return False
+        if not frames and not self._case.is_started:
+            # A line is of the phase that the exceptions beside it are of.
+            inner = (frame.function for one in self._raises for error in one.chain for frame in error.frames)
+            return not any(_pattern("start").search(name) for name in inner if name != "<module>")
         return self._case.is_started or not frames or any(_pattern("serves").search(frame.file) for frame in frames)
 
     # -- lines
