@@ -31,9 +31,11 @@ WIDTH = 120
 #: Not every machine has a GPU.
 ENVIRON = {"SGLANG_CRASHKIT_GPU_FACTS": "0"}
 #: Fields that the machine decides: its kernel, its C library, its memory; and what has to be alike on all ranks only.
-OF_MACHINE = {"SigCgt", "Threads", "VmHWM", "VmRSS", "voluntary_ctxt_switches", "wchan"}
+OF_MACHINE = {"SigCgt", "Threads", "VmHWM", "VmRSS", "voluntary_ctxt_switches"}
 OF_MACHINE |= {"hostname", "kernel", "memory", "pid_namespace", "python", "shared_memory", "start_ticks"}
 OF_MACHINE |= {"agreed_hash", "key", "kit_version", "sglang-crashkit"}
+#: What only a process that sleeps at that moment has.
+OF_SLEEP = {"wchan"}
 #: Events of a timeline that come in any order.
 ENDS = {"process_exited", "server_exited"}
 #: Whether the server is still at what the test asked it for, here or deeper, as its stack is read is chance.
@@ -141,7 +143,7 @@ def normalised(document: Document, names: dict[int, str]) -> Document:
         if field in OF_MACHINE and value is not None:
             return f"<{field}>"
         if isinstance(value, dict):
-            return {name: value_of(each, name) for name, each in value.items()}
+            return {name: value_of(each, name) for name, each in value.items() if name not in OF_SLEEP}
         if isinstance(value, list):
             busy = max((number for number, each in enumerate(value, 1) if str(each).startswith(BUSY)), default=0)
             return [value_of(each, "") for each in value[busy:]]
