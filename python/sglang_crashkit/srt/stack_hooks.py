@@ -367,8 +367,12 @@ def _in_a_thread(describe: Callable[[], bytes]) -> bytes:
             answers.append(describe())
 
     thread = threading.Thread(target=ask, name=_THREAD, daemon=True)
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+    except RuntimeError:
+        ask()  # there is no thread to be had
+    else:
+        thread.join()
     return answers[0] if answers else b""
 
 

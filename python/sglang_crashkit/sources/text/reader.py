@@ -181,7 +181,7 @@ class _Stream:
     at: float = 0.0
     has_own_time: bool = False
     who: str = ""  # of the last line that said so
-    names: set[str] = field(default_factory=set)  # all of these
+    names: set[str] = field(default_factory=set)  # the first two of these
     thread: str = ""
     said: str = ""  # the last line before a traceback
     level: LineLevel = ""
@@ -458,7 +458,8 @@ class _File:
             if at := own["at"]:
                 stream.at, stream.has_own_time = seconds(_NO_DATE[: -len(at)] + at), True
             stream.who = _name(own["who"] or "")
-            stream.names |= {stream.who} - {""}
+            if stream.who and len(stream.names) < 2:
+                stream.names.add(stream.who)
             text = text[own.end() :]
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
@@ -590,9 +591,10 @@ class _File:
         if (bare := tracebacks.bare_exception(text)) and level != "info":
             error = Error(type=bare[0], text=bare[1][:2000])
             raised = Raised(order=self.order, at=at, who=who, chain=(error,), level=level, source=source)
-            self.bare += [] if is_own else [(key, raised)]
             if is_own:
                 self._add(key, raised)
+            elif len(self.bare) < _MAX_LINES:
+                self.bare.append((key, raised))
         if work := _WORK.search(text):
             group = _GROUP.search(text)
             rank_number = int(who[2:]) if who.startswith("TP") and who[2:].isdigit() else -1
