@@ -14,7 +14,8 @@ from sglang_crashkit.model.sample import Frame
 _NEAR = 14
 _MAX_WORDS = 1500
 _NEUTRAL = re.compile(
-    r"general_mm_embed_routine|torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
+    r"general_mm_embed_routine|"
+    r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
     r"tvm_ffi|threading\.py|multiprocessing/(?:process|spawn|popen|context)|concurrent/|asyncio/|runpy|<string>"
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
-from sglang_crashkit.judge.finding import Finding, fill_steps, finding_of, steps_of
+from sglang_crashkit.judge.finding import TELLING, Finding, fill_steps, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import (
@@ -45,8 +45,8 @@ _OUTLIVED_S = 3.0
 _ANY_ZONE_S = 15 * 3600.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
 _NEXT_S = 2.0
-#: The weight of an exception that is cut off; what has more than the other says what failed.
-_CUT_OFF, _TELLING = 36, 40
+#: The weight of an exception that is cut off.
+_CUT_OFF = 36
 #: What is tried again so often is no passing trouble.
 _MANY = 20
 #: What a stack or a message shows of an asynchronous failure is where it was noticed.
@@ -188,7 +188,7 @@ class _Failures:
             if one.kind == "connection_lost":
                 self._name_the_other_node(one)
             # What is cut off before it says anything explains nothing that another says.
-            one.is_consequence |= one.weight == _CUT_OFF and any(other.weight > _TELLING for other in found)
+            one.is_consequence |= one.weight == _CUT_OFF and any(other.weight > TELLING for other in found)
             yield one
 
     @functools.cached_property
@@ -295,7 +295,7 @@ class _Failures:
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
-        # Without a line or a frame of SGLang's nobody knows whose start that was.
+        # Without arguments or a frame of SGLang's it may be the start of any program.
         is_ours = (
             bool(self._starts) or not frames or any("sglang" in frame.file or "srt/" in frame.file for frame in frames)
         )
@@ -320,7 +320,7 @@ class _Failures:
             if found is not None:
                 return row, found
         if error and is_started and not self._began and not frames and self._case.watched is None:
-            # Of words alone nobody knows when they were said.
+            # Words alone do not tell the phase.
             return self._family(error, text, frames, is_started=False, role=role)
         return None
 
@@ -609,12 +609,12 @@ class _Failures:
         row = self._family(None, "", frames, is_started=is_started, role="scheduler")
         if row is not None and kind == "aborted":
             family, steps = row[0], _steps(*row, "")
-            yield finding_of("aborted_in", (0.0, 0), because, kind=family.kind, component=family.part or part,
+            yield finding_of("aborted_in", because=because, kind=family.kind, component=family.part or part,
                              steps=steps, **values)  # fmt: skip
         # A thread that aborted for another's fault, as a watchdog's, tells nothing.
         weight = 75 if kind != "aborted" else 39
         level = "established" if is_told else "supported"
-        yield finding_of("fatal", (0.0, 0), because, kind=kind, level=level, component=part, weight=weight, **values)
+        yield finding_of("fatal", because=because, kind=kind, level=level, component=part, weight=weight, **values)
 
     def _vanished(self) -> Iterator[Finding]:
         """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
@@ -659,8 +659,7 @@ def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
 
 def _rank_in(named: dict[str, str]) -> str:
     """Return the one that a row's pattern names, which is another than the one that speaks."""
-    number = named.get("rank") or named.get("ranks")
-    return f"TP{number}" if number else ""
+    return f"TP{named['rank']}" if "rank" in named else ""
 
 
 def _quoted(event: AnyEvent, text: str) -> str:

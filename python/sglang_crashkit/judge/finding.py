@@ -16,6 +16,8 @@ from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.verdict import Helps, Level
 
 Place = tuple[float, int]
+#: A finding below this weight says that something failed, and not what: any other explains more.
+TELLING = 40
 _MAX_HEADLINE = 290
 #: An optional part of a template, or a field, each with what stands for it where it is empty.
 _PART = re.compile(r"\[([^][]{1,300})\]|\{(\w{1,30})(?:\|([^{}]{0,60}))?\}")

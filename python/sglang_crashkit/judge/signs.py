@@ -28,7 +28,7 @@ _FEW_TRANSFERS = 8
 _HALF_HOUR = 1800.0
 _SLOW_SHARD = 30.0
 OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
-_known, _pattern = functools.partial(rows, "signs"), functools.partial(pattern, "signs")
+_rows, _pattern = functools.partial(rows, "signs"), functools.partial(pattern, "signs")
 
 
 class Sign(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +197,7 @@ def _of_event(process: Process, event: Line | Raised) -> Iterable[Sign]:
     else:
         said = _pattern("quotes").sub("", event.error.text[:_MAX_TEXT])
         text = f"{event.said}\n{event.error.type}: {said}"[:_MAX_TEXT]
-    for row in _known("signs"):
+    for row in _rows("signs"):
         if match := row["pattern"].search(text):
             yield Sign(
                 name=row["name"], text=text, who=topology.short_name(process) if process.ranks else process.who,
@@ -445,7 +445,7 @@ def _standing(signs: Signs, case: Case) -> Finding | None:
 
 
 def _of_silence(signs: Signs, case: Case, steps: list[str]) -> dict[str, Any]:
-    """Return what is told of a silent server: its last batch and word, and what it was asked for."""
+    """Return the fields that describe a silent server: class, part, last batch, last line, steps of an update."""
     return {
         "kind": "weight_update_deadlock" if is_of_update(signs) else None,
         "component": signs.part,
@@ -583,7 +583,7 @@ def kernels_of(case: Case) -> list[str]:
 
 def component_of_kernel(name: str) -> str | None:
     """Return the component that a kernel on the GPU is of."""
-    return next((row["component"] for row in _known("gpu_kernels") if row["pattern"].search(name)), None)
+    return next((row["component"] for row in _rows("gpu_kernels") if row["pattern"].search(name)), None)
 
 
 def steps_of_kernel(name: str) -> list[str]:

@@ -29,7 +29,7 @@ from sglang_crashkit.judge.activity import (
     role_by,
 )
 from sglang_crashkit.judge.components import component_of, way_out
-from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
+from sglang_crashkit.judge.finding import TELLING, Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Stack
@@ -126,11 +126,11 @@ def find_stalls(case: Case) -> list[Finding]:
         return [*said, *signs.judge(signs.read(case), case)]
     scene = Scene(case=case, members=_members(case), signs=signs.read(case))
     found = _judge_stacks(scene)
-    if case.watched is None or not any(one.weight >= 40 for one in found):
+    if case.watched is None or not any(one.weight >= TELLING for one in found):
         found += signs.judge(scene.signs, case)
-    if case.watched is None and not any(one.weight >= 40 for one in found):
+    if case.watched is None and not any(one.weight >= TELLING for one in found):
         found += signs.judge_silence(scene.signs, case)
-    if not any(one.weight >= 40 for one in found):
+    if not any(one.weight >= TELLING for one in found):
         found += watched.conclude(case, scene.where())
     for one in found:
         # A wait that everybody passes says nothing of its part; nor does what the kernel holds.
@@ -212,7 +212,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     if not found or found[0].kind in _SAME_WAIT:
         # A recorder knows who is behind, where the stacks show the same wait.
         found = watched.compare_waits(scene.case, scene.where()) or found
-    if any(one.weight >= 40 for one in found):
+    if any(one.weight >= TELLING for one in found):
         return found
     return [*_judge_beside(scene, members), *found] or _calm(scene, members)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sglang_crashkit.judge.failures import find_failures, guess
-from sglang_crashkit.judge.finding import Finding, Place, finding_of
+from sglang_crashkit.judge.finding import TELLING, Finding, Place, finding_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues, named
 from sglang_crashkit.judge.stalls import find_stalls
@@ -14,8 +14,6 @@ from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Kernel, Line, Raised
 from sglang_crashkit.model.verdict import Verdict
 
-#: A finding below this weight says that something failed, and not what: any other explains more.
-_TELLING = 40
 _MAX_STEPS, _MAX_STEP = 8, 240
 #: Of a known issue's exception, what a search needs.
 _MAX_QUERY_WORDS = 8
@@ -73,7 +71,7 @@ def _by_vendor(steps: list[str], case: Case) -> list[str]:
 
 def _rank(finding: Finding) -> tuple[bool, bool, bool, Place, int]:
     # What failed comes before what is well, a cause before what follows from it, and the first before the others.
-    return finding.is_calm, finding.is_consequence, finding.weight < _TELLING, finding.where, -finding.weight
+    return finding.is_calm, finding.is_consequence, finding.weight < TELLING, finding.where, -finding.weight
 
 
 def _headline(case: Case) -> str:

@@ -94,11 +94,12 @@ class Traceback:
             self.is_after_frame, self.indent = True, len(line) - len(line.lstrip())
             return True
         match = _EXCEPTION.match(stripped)
-        is_moved = self.indent >= len(line) - len(line.lstrip()) and match and match[1].endswith(_ENDINGS)
+        is_named = match is not None and match[1].endswith(_ENDINGS)
+        is_moved = is_named and self.indent >= len(line) - len(line.lstrip())
         if not stripped.strip("^~ ") or (line[:1] in " \t" and self.frames and not is_moved):
             # The source line of a frame, its marks, or "Previous line repeated".
             return True
-        if self.is_flat and self.is_after_frame and not (match and match[1].endswith(_ENDINGS)):
+        if self.is_flat and self.is_after_frame and not is_named:
             self.is_after_frame = False
             return True
         if match:
