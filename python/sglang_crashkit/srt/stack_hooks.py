@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -355,27 +354,6 @@ def _answer_one(listener: socket.socket) -> bool:
     return True
 
 
-def _in_a_thread(describe: Callable[[], bytes]) -> bytes:
-    """Return what a function does in a thread that ends then, empty where that fails.
-
-    malloc gives back what a thread took when the thread ends: of PyTorch's dump it keeps 13 MB in one that stays.
-    """
-    answers: list[bytes] = []
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):
-            answers.append(describe())
-
-    thread = threading.Thread(target=ask, name=_THREAD, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        ask()  # there is no thread to be had
-    else:
-        thread.join()
-    return answers[0] if answers else b""
-
-
 def _answer(connection: socket.socket) -> None:
     try:
         if peer_of(connection)[1] in (os.geteuid(), 0):
@@ -385,7 +363,7 @@ def _answer(connection: socket.socket) -> None:
             if question == STACKS:
                 answer = json.dumps(describe_threads()).encode()
             elif question == COLLECTIVES:
-                answer = _in_a_thread(describe_collectives)
+                answer = describe_collectives()
             else:
                 answer = b"%d" % wait_status_of(int(argument)) if question == EXIT else b""
             # Whoever asked may have gone, and a user's program may have SIGPIPE end it.

@@ -5,7 +5,8 @@ and goes on; somebody asks for the stacks; control requests come that do nothing
 seconds, and killed in the end. None of that may be seen in what the server does: its tokens, its processes, and what
 they hold of memory, descriptors and threads.
 
-One client asks each server, one request at a time: in batches of another size a request has other rounding errors.
+Both are asked the same request at a time, and the next once both have answered: in batches of another size a request
+has other rounding errors, and a server that answers more of them comes sooner to all that it keeps for a new length.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,12 +59,15 @@ REQUEST_TIMEOUT_S, EXIT_TIMEOUT_S, READY_TIMEOUT_S = 120.0, 120.0, 600.0
 SAMPLE_EVERY_S = 2.0
 #: A server is at rest once it was asked so many times: its pool of tokens was used whole.
 WARM_UP, POOL = 24, 2048
+#: So long a stopped rank may take to be told.
+TOLD_TIMEOUT_S = 60.0
 #: PyTorch and oneDNN keep what they made for each length of a request, some megabytes of it by the minute.
 SMALL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4", "LRU_CACHE_CAPACITY": "4"}
 #: The handler is killed when so much of the time is over: before, it is wanted for all that it is to observe.
 KILLED_AT = 0.7
 #: What is sampled, and by how much more it may grow than without the kit. Two unpatched servers of two ranks, of 3 GB
 #: each, differ by a few megabytes over some minutes; what a thousand requests lose by 12 kB each is seen in minutes.
+#: What malloc keeps of the first dump of PyTorch's recorder, 14 MB a rank, is no growth: the next one takes the same.
 #: The descriptors are the client's connection, and the main process's pidfds of its workers, which it holds once the
 #: handler is gone; control requests are answered in some threads.
 MEASURES = (("memory, MB", 12.0), ("descriptors", 6.0), ("threads", 3.0), ("zombies", 0.0))
@@ -145,8 +150,8 @@ def soak(
     ):
         wait_all_ready((first, second), READY_TIMEOUT_S)
         sides = Side("patched", first), Side("unpatched", second)
-        outcome = _Soak(sides, seconds, seed, say).run()
-    for path in (folder / "crash").glob("*/incidents/*/incident.json"):
+        outcome = _Soak(sides, folder / "crash", seconds, seed, say).run()
+    for path in _incidents_in(folder / "crash"):
         document = json.loads(path.read_text())
         outcome.kinds.append(document["kind"])
         if document["kind"] not in ("hang", "snapshot"):
@@ -157,8 +162,10 @@ def soak(
 
 
 class _Soak:
-    def __init__(self, sides: tuple[Side, Side], seconds: float, seed: int, say: Callable[[str], None]) -> None:
-        self.sides, self.seconds, self.seed, self.say = sides, seconds, seed, say
+    def __init__(
+        self, sides: tuple[Side, Side], crash_folder: Path, seconds: float, seed: int, say: Callable[[str], None]
+    ) -> None:
+        self.sides, self.crash_folder, self.seconds, self.seed, self.say = sides, crash_folder, seconds, seed, say
         self.random = random.Random(seed)
         self.outcome = Outcome()
         self.handler: Process | None = None
@@ -173,27 +180,33 @@ class _Soak:
             side.members = [one for one in tree_of(side.server.pid) if _lasts(title_of(one.pid))]
         self.handler = self._find_handler()
         self.began = time.monotonic()
-        threads = [threading.Thread(target=self._ask, args=(side,), daemon=True) for side in self.sides]
-        threads.append(threading.Thread(target=self._sample, daemon=True))
-        for thread in threads:
-            thread.start()
+        threads = [threading.Thread(target=target, daemon=True) for target in (self._ask, self._sample)]
         try:
+            threads[0].start()
+            self._observe_each_rank()
+            self.began = time.monotonic()
+            threads[1].start()
             self._disturb()
         finally:
             self.over.set()
             for thread in threads:
-                thread.join(REQUEST_TIMEOUT_S)
+                if thread.ident is not None:
+                    thread.join(REQUEST_TIMEOUT_S)
         self._compare()
         return self.outcome
 
-    def _ask(self, side: Side) -> None:
-        while not self.over.is_set():
-            began = time.monotonic()
-            try:
-                side.answers.append(ask(side.server, self.seed, len(side.answers)))
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                side.error = f"request {len(side.answers)}: {error!r}"
-                return
+    def _ask(self) -> None:
+        with ThreadPoolExecutor(len(self.sides)) as pool:
+            while not self.over.is_set() and not any(side.error for side in self.sides):
+                list(pool.map(self._ask_one, self.sides))
+
+    def _ask_one(self, side: Side) -> None:
+        began = time.monotonic()
+        try:
+            side.answers.append(ask(side.server, self.seed, len(side.answers)))
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            side.error = f"request {len(side.answers)}: {error!r}"
+        else:
             side.seconds.append(time.monotonic() - began)
 
     def _sample(self) -> None:
@@ -204,6 +217,15 @@ class _Soak:
                 self.handler_mb = max(self.handler_mb, memory_mb(self.handler.pid))
 
     # What is done to the patched one.
+
+    def _observe_each_rank(self) -> None:
+        """Have each rank observed once, before anything is measured."""
+        for rank in self._ranks():
+            before, until = len(_incidents_in(self.crash_folder)), time.monotonic() + TOLD_TIMEOUT_S
+            self._note("a rank is observed for the first time")
+            self._stopped(rank, HANG_S + 1.0)
+            while len(_incidents_in(self.crash_folder)) == before and time.monotonic() < until:
+                time.sleep(0.2)
 
     def _disturb(self) -> None:
         ways: dict[str, Callable[[], None]] = {
@@ -287,7 +309,7 @@ class _Soak:
             problems += [f"{side.name}: {side.error}"] if side.error else []
             living = alive(side.members)
             problems += [f"{side.name}: {process} has ended" for process in side.members if process not in living]
-        pairs = list(zip(patched.answers, unpatched.answers))  # noqa: B905 - one of them may be ahead
+        pairs = list(zip(patched.answers, unpatched.answers))  # noqa: B905 - one of them may have failed
         differ = [number for number, (one, other) in enumerate(pairs) if one != other]
         if not pairs or differ:
             problems.append(f"other tokens in {len(differ)} of {len(pairs)} answers, first in {differ[:1]}")
@@ -315,6 +337,10 @@ class _Soak:
         if left := wait_gone(side.members, 10.0):
             self.outcome.problems.append(f"{side.name}: left after its end: {[title_of(one.pid) for one in left]}")
         return status
+
+
+def _incidents_in(crash_folder: Path) -> list[Path]:
+    return list(crash_folder.glob("*/incidents/[!.]*/incident.json"))
 
 
 def _lasts(title: str) -> bool:

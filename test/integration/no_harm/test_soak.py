@@ -28,5 +28,5 @@ def test_a_healthy_server_does_the_same_without_the_kit(tmp_path: Path, minutes:
     outcome = soak(*lanes, tmp_path, seconds=60 * minutes)
     assert outcome.problems == [], outcome.table
     # It was disturbed in every way.
-    assert len(outcome.actions) == 6
+    assert len(outcome.actions) == 7
     assert {"hang", "snapshot"} <= set(outcome.kinds)

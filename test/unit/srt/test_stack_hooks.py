@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -284,25 +283,6 @@ def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: py
         broken.setattr(stack_hooks, "describe_threads", lambda: 1 / 0)
         assert ask(path) == b""
     assert parse_pyspy(ask(path).decode())
-
-
-def test_collectives_are_told_by_a_thread_that_ends_or_without_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tellers: list[threading.Thread] = []
-
-    def describe() -> bytes:
-        tellers.append(threading.current_thread())
-        return b"told"
-
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(stack_hooks, "describe_collectives", describe)
-    assert ask(path, b"collectives") == b"told"
-    tellers[0].join(LONG)
-    assert not tellers[0].is_alive()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert ask(path, b"collectives") == b"told"
-    assert tellers[1].is_alive()
 
 
 @pytest.mark.parametrize(("code", "status"), [("exit 3", 3 << 8), ("kill -9 $$", 9), ("kill -37 $$", 37)])
