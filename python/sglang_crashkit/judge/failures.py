@@ -123,15 +123,21 @@ def find_failures(case: Case) -> list[Finding]:
 
 
 def guess(case: Case) -> Finding | None:
-    """Return the first line that says that something is bad, whatever it means; None without one, or once it served."""
-    lines = (one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical"))
-    first = next((one for one in lines if not _pattern("harmless").search(one.text)), None)
-    if first is None or case.is_started:
+    """Return the first line that says that something is bad, by what it would mean at a start, or whatever it means.
+
+    None without one, or once the server served.
+    """
+    bad = [one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical")]
+    lines = [one for one in bad if not _pattern("harmless").search(one.text)]
+    if not lines or case.is_started:
         return None
+    failures, first = _Failures(case), lines[0]
+    if (found := next((it for one in lines for it in failures.line(one, is_started=False)), None)) is not None:
+        return found
     is_start = any(isinstance(one, Arguments | Stage) for one in case.events)
     return finding_of(
         "guess", first.place, [_quoted(first, first.text)], who=first.who, component=component_of(words=first.text),
-        text=first.text.strip()[:_MAX_QUOTE], steps=_steps(_Family(kind=""), {}, first.text),
+        text=_first_line(first.text), steps=_steps(_Family(kind=""), {}, first.text),
         kind="startup_failed" if is_start else None,
     )  # fmt: skip
 
@@ -238,10 +244,10 @@ class _Failures:
             case Raised():
                 yield from self._raised(event)
             case Line() if event.level in ("error", "critical"):
-                yield from self._line(event)
+                yield from self.line(event, is_started=self._is_started(event))
             case Line() if event.level == "warning" and not self._case.is_started:
                 # What a start warned of may be why it failed, where nothing else tells.
-                yield from self._line(event, most=37)
+                yield from self.line(event, is_started=self._is_started(event), most=37)
             case Kernel():
                 yield from self._kernel(event)
             case Exit():
@@ -270,7 +276,7 @@ class _Failures:
             yield finding_of("asked_to_stop", event.place, [_quoted(event, "KeyboardInterrupt")], by="Ctrl-C")
             return
         chain = chain or [one for one in event.chain if one.type == "SystemExit" and one.text != "0"]
-        if not chain or self._is_outlived(event):
+        if not chain or self._is_outlived(event) or (event.is_cut and self._has_twin(event)):
             return
         frames = [frame for error in chain for frame in error.frames]
         own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames[:_NEAR])
@@ -307,6 +313,11 @@ class _Failures:
         row = _Family(kind=kind, weight=50 if is_telling_itself else 38)
         yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
 
+    def _has_twin(self, event: Raised) -> bool:
+        """Return whether another process raised the same, and its traceback is whole."""
+        same = [(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut]
+        return bool(event.error.frames) and (event.error.type, event.error.frames[:1]) in same
+
     def _family(
         self, error: Error | None, text: str, frames: Sequence[Frame], *, is_started: bool, role: str
     ) -> tuple[_Family, dict[str, str]] | None:
@@ -330,33 +341,41 @@ class _Failures:
     ) -> Finding:  # fmt: skip
         kind = row.kind_at(is_started)
         said = "" if "hit an exception" in event.said else event.said
-        words = f"{error.type}: {error.text} {said} {' '.join(one.text for one in event.chain if one is not error)}"
+        others = " ".join(one.text for one in event.chain if one is not error)
+        words = f"{error.type}: {_first_line(error.text)} {said} {others}"
         arguments = self._case.arguments
         part = component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
         # The innermost of a chain may be in a part that every batch passes.
         outer = component_of(frames, arguments=arguments)
         part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
+        part = part or component_of(words=error.text, arguments=arguments)
         if kind == "startup_version" and part == "http":
             part = None  # the launcher imports everything
         who = _rank_in(named) or event.who
         # Before it is ready, a program that has the tokenizer's functions is the server's own.
         if not who and (role != "tokenizer" or is_started):
             known = role if role != "scheduler" or not self._case.schedulers else ""
-            who = known or self._side(event, part) or _only(self._case) or role
+            who = known or self._side(event, part) or _only(self._case, event)
+            who = who or " on ".join(
+                filter(None, ("" if event.is_cut and role == "scheduler" else role, named.get("gpu")))
+            )
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
-        text, name = error.text.strip().partition("\n")[0][:_MAX_QUOTE], error.type.rpartition(".")[2]
+        text, name = _first_line(error.text), error.type.rpartition(".")[2]
         if not name:
             text = "the traceback is cut off before its last line, which names it"
         side = f" of the {event.side} server" if event.side else ""
         is_telling_itself = error.text.strip() or error.type == "AssertionError"
+        # One line of an excerpt does not tell whether the server was ready.
+        is_phase_known = frames or self._began or self._starts or self._case.watched is not None
         return finding_of(
             "raised",
             because=[_quoted(event, f"{error.type or 'an exception'}: {text}"), *map(str, error.frames[:4])],
-            most=_MAX_HEADLINE, kind=kind, level="established" if row.sure and frames else "supported", who=who,
-            component=part, restart=row.restart_at(is_started),
+            most=_MAX_HEADLINE, kind=kind, who=who,
+            level="established" if row.sure and frames and not event.is_cut else "supported",
+            component=part, restart=row.restart_at(is_started) if is_phase_known else row.restart,
             subject=f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}", name=name,
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
-            phase="while it served" if is_started else "before it was ready", text=text,
+            phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
             steps=_steps(row, named, error.text), way=way_out(part, arguments, is_seen=bool(frames)),
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
@@ -400,18 +419,18 @@ class _Failures:
 
     # -- lines
 
-    def _line(self, event: Line, most: int = 100) -> Iterator[Finding]:
+    def line(self, event: Line, *, is_started: bool, most: int = 100) -> Iterator[Finding]:
+        """Yield what a line tells in a phase."""
         is_passing = most == 100 and event.count < _MANY and not _pattern("serious").search(event.text)
         is_harmless = is_passing and _pattern("harmless").search(event.text)
         because = [_quoted(event, event.text)]
-        text = event.text.strip()[:_MAX_QUOTE]
+        text = _first_line(event.text)
         if "leak detected" in event.text and self._is_outlived(event):
             yield finding_of("leak_warned", (0.0, 1), because, text=text)
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
         if is_harmless or self._is_outlived(event):
             return
-        is_started = self._is_started(event)
         found = self._family(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
         if found is None:
             return
@@ -434,7 +453,7 @@ class _Failures:
             who = next(
                 (side for side in ("prefill", "decode") if side in event.text.lower() and side != event.side), who
             )
-        who = who or self._side(event, part) or (_only(self._case) if kind in _known("of_a_rank") else "")
+        who = who or self._side(event, part) or (_only(self._case, event) if kind in _known("of_a_rank") else "")
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part, restart=row.restart_at(is_started),
             side=event.side, text=text, steps=_steps(row, named, event.text),
@@ -541,7 +560,7 @@ class _Failures:
         seen = self._case.watched
         if event.signal in _known("orderly") or (seen is None and event.code in (0, 130, 143)):
             return
-        who = event.who or self._closed() or _only(self._case)
+        who = event.who or self._closed() or _only(self._case, event)
         kind = _known("signals").get(event.signal, "fatal_signal" if event.signal else "exited")
         how = event.signal or f"exit status {event.code}"
         if seen is None and ("Out Of Memory" in event.text or "oom" in event.text.lower()):
@@ -600,7 +619,7 @@ class _Failures:
         frames = [one for one in (thread.frames if thread else ()) if not _pattern("handlers").match(one.function)]
         part = component_of(frames, arguments=self._case.arguments)
         known = self._closed() or self._named(sample.pid)
-        who = known or event.who or _only(self._case) or _role("", frames)
+        who = known or event.who or _only(self._case, event) or _role("", frames)
         is_told = known or sample.title or self._case.watched is not None or self._case.arguments.get("tp_size") == 1
         because = [_quoted(event, f"Fatal Python error: {event.fatal}"), *map(str, frames[:4])]
         values: dict[str, Any] = {"who": who, "part": part, "place": next(iter(frames), None), "fatal": event.fatal,
@@ -645,10 +664,14 @@ def _is_script(frames: Sequence[Frame]) -> bool:
     return is_whole and not any("sglang" in frame.file or "ray/" in frame.file for frame in frames)
 
 
-def _only(case: Case) -> str:
-    """Return the one scheduler, where there is no more than one."""
+def _only(case: Case, event: AnyEvent) -> str:
+    """Return the one scheduler, where there is no more than one, and no other log tells of it."""
     schedulers = {one.who for one in case.schedulers}
-    return next(iter(schedulers)) if len(schedulers) == 1 and case.arguments.get("tp_size", 1) in (1, None) else ""
+    if len(schedulers) != 1 or case.arguments.get("tp_size", 1) not in (1, None):
+        return ""
+    who = schedulers.pop()
+    is_here = not event.node or any(one.who == who and one.node == event.node for one in case.events)
+    return who if is_here else ""
 
 
 def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
@@ -664,4 +687,8 @@ def _rank_in(named: dict[str, str]) -> str:
 
 def _quoted(event: AnyEvent, text: str) -> str:
     where = " ".join(filter(None, (event.source, event.who)))
-    return f"{where}: {text.strip()[:_MAX_QUOTE]}" if where else text.strip()[:_MAX_QUOTE]
+    return f"{where}: {_first_line(text)}" if where else _first_line(text)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:_MAX_QUOTE]

@@ -31,7 +31,7 @@ def judge(case: Case) -> Verdict:
     verdict = Verdict(
         kind=chosen.kind,
         level=chosen.level,
-        first=chosen.who,
+        first=chosen.who if chosen.kind != "no_incident" else None,
         component=chosen.component,
         restart_helps=chosen.restart or row["restart"],
         headline=chosen.headline or _headline(case),

@@ -82,6 +82,7 @@ class Raised(Event, frozen=True, kw_only=True, tag="raised"):
     said: str = ""  # the line that introduces it: ``Scheduler hit an exception:``; empty without one
     thread: str = ""  # the thread where it is not the main one: ``Thread-5 (transfer_worker)``
     level: LineLevel = ""  # of the line that introduces it
+    is_cut: bool = False  # its head is not there, and with it who raised it and where that was called from
     count: int = 1
 
     @property

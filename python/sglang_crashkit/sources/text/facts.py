@@ -16,7 +16,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         re.compile(
             r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Fatal Python error"
             r"|\bF\d{4}(?:\d{4})? \d\d:"
-            r"|Memory access fault by GPU|Starting GPU coredump"
+            r"|Memory access fault by GPU|Starting GPU coredump|\bcoredump: "
             r"|Aborted \(|core dumped|\[PG ID \d.{0,200}(?:timeout|exception)"
             r"|hit an exception"
         ),
@@ -56,7 +56,7 @@ ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP
 _STAGES: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
     (name, is_done, re.compile(pattern))
     for name, is_done, pattern in (
-        ("ready", True, r"fired up and ready to roll|ready to roll!"),
+        ("ready", True, r"(?<!['\"])(?:fired up and )?ready to roll\b(?!')|\b(?:healthy|ready) after \d+ ?s"),
         ("distributed", False, r"Init torch distributed begin|initializing distributed|rendezvous"),
         ("distributed", True, r"Init torch distributed ends?\b"),
         ("weights", True, r"Load(?:ing)? weights? (?:end|ends|finished|took)|Loading .{0,40}shards: +100%"),

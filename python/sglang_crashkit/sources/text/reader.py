@@ -110,6 +110,8 @@ _LOGGERS = (
 )
 #: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
 _MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
+#: Of a message, characters; lines after its first one, and characters of each.
+_MAX_MESSAGE, _MAX_MORE, _MAX_MORE_LINE = 2000, 12, 300
 #: Of each process, the last lines that say nothing bad, and the last batches.
 _LAST_LINES = _LAST_BATCHES = 100
 _HEAD = 400
@@ -185,6 +187,7 @@ class _Stream:
     thread: str = ""
     said: str = ""  # the last line before a traceback
     level: LineLevel = ""
+    more: list[str] = field(default_factory=list)  # what follows SGLang's last line without a prefix of its own
     traceback: tracebacks.Traceback | None = None
     prefix: re.Pattern[str] | None = None  # what a logger of another program puts before each line of it
     block: stacks.StackBlock | None = None
@@ -232,7 +235,9 @@ class _File:
     heads: dict[bytes, str] = field(default_factory=dict)  # streams by what stands before a time
     #: By stream the time of the last batch that was passed by, until a line without a time wants it.
     passed_at: dict[str, bytes] = field(default_factory=dict)
-    bare: list[tuple[str, AnyEvent]] = field(default_factory=list)  # exceptions without a traceback, in foreign lines
+    #: Exceptions without a traceback, each with the lines after its own one: in SGLang's lines, and in those of others.
+    raised: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
+    bare: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
     sample: str = ""  # of what was not understood
     understood: bool = False
     broken: Exception | None = None  # why it cannot be read any further
@@ -455,6 +460,7 @@ class _File:
         own = _OWN.match(text) or _LOGGED.match(text) or _OWN_RANKS.match(text)
         if own:
             self._close(stream, key)
+            stream.more = []
             if at := own["at"]:
                 stream.at, stream.has_own_time = seconds(_NO_DATE[: -len(at)] + at), True
             stream.who = _name(own["who"] or "")
@@ -496,7 +502,9 @@ class _File:
     def _begin_traceback(self, text: str, stream: _Stream, key: str) -> None:
         self._close(stream, key)
         said = text.partition(tracebacks.HEADER)[0].strip() if tracebacks.HEADER in text else ""
-        stream.traceback = tracebacks.Traceback(said=(said or stream.said)[:400])
+        is_cut = tracebacks.HEADER[:-1] not in text
+        before = "" if is_cut and stream.said[:1] == " " else stream.said  # a frame's source line, as it is cut there
+        stream.traceback = tracebacks.Traceback(said=(said or before)[:400], is_cut=is_cut)
         stream.level = "error"
         stream.started = (stream.at, self.order)
         if rank := _RANK.match(text):
@@ -516,7 +524,7 @@ class _File:
                     key,
                     Raised(
                         order=order, at=at, who=who or stream.who, chain=chain, said=said, thread=stream.thread,
-                        level=stream.level, source=source,
+                        level=stream.level, is_cut=stream.traceback.is_cut, source=source,
                     ),
                 )  # fmt: skip
             stream.traceback, stream.prefix, stream.thread, stream.said = None, None, "", ""
@@ -589,12 +597,10 @@ class _File:
             who = f"TP{rank[1]}"
         level = facts.level_of(text)
         if (bare := tracebacks.bare_exception(text)) and level != "info":
-            error = Error(type=bare[0], text=bare[1][:2000])
+            error = Error(type=bare[0], text=bare[1][:_MAX_MESSAGE])
             raised = Raised(order=self.order, at=at, who=who, chain=(error,), level=level, source=source)
-            if is_own:
-                self._add(key, raised)
-            elif len(self.bare) < _MAX_LINES:
-                self.bare.append((key, raised))
+            stream.more = stream.more if is_own else []
+            (self.raised if is_own else self.bare).append((key, raised, stream.more))
         if work := _WORK.search(text):
             group = _GROUP.search(text)
             rank_number = int(who[2:]) if who.startswith("TP") and who[2:].isdigit() else -1
@@ -650,10 +656,13 @@ class _File:
         self._keep(
             text,
             key,
-            Line(order=self.order, at=at, who=who, text=text[:2000], level=level, logger=logger, source=source),
+            Line(order=self.order, at=at, who=who, text=text[:_MAX_MESSAGE], level=level, logger=logger, source=source),
+            stream.more if is_own else [],
         )
+        if not is_own and not logger and len(stream.more) < _MAX_MORE:
+            stream.more.append(text[:_MAX_MORE_LINE])
 
-    def _keep(self, text: str, key: str, line: Line) -> None:
+    def _keep(self, text: str, key: str, line: Line, more: list[str]) -> None:
         if line.level in ("info", "debug"):
             last = self.last.setdefault((key, line.who), deque(maxlen=_LAST_LINES))
             last.append(line)
@@ -663,7 +672,7 @@ class _File:
             entry[1] += 1
             entry[2] = line.at
         elif len(self.lines) < _MAX_LINES:
-            self.lines[likeness] = [line, 1, line.at]
+            self.lines[likeness] = [line, 1, line.at, more]
 
     def _count(self, key: str, who: str, kind: str, status: int, text: str, at: float) -> None:
         """Count a batch, or an answer."""
@@ -679,8 +688,13 @@ class _File:
     def _end(self) -> None:
         for key, stream in self.streams.items():
             self._close(stream, key)
-        # Of an excerpt they are what there is; in a whole log they are somebody's own.
-        self.events += [] if self.events or self.batches else self.bare
+        # Those of others are what there is in an excerpt; in a whole log they are somebody's own.
+        is_whole = bool(self.events or self.batches or self.raised)
+        for key, raised, more in self.raised if is_whole else self.bare:
+            text = "\n".join([raised.error.text, *more])[:_MAX_MESSAGE]
+            self.events.append(
+                (key, msgspec.structs.replace(raised, chain=(Error(type=raised.error.type, text=text),)))
+            )
         for (key, who, kind, status), entry in self.batches.items():
             text = entry.last.decode(errors="replace")
             running, queued = _RUNNING.search(text), _QUEUED.search(text)
@@ -696,8 +710,9 @@ class _File:
                     text=kind if kind.startswith("/") else text[:300], source=f"{self.path.name}:{entry.last_order}",
                 ),
             )  # fmt: skip
-        for (key, _who, _level, _text), (line, count, last_at) in self.lines.items():
-            self.events.append((key, msgspec.structs.replace(line, count=count, last_at=last_at)))
+        for (key, _who, _level, _text), (line, count, last_at, more) in self.lines.items():
+            text = "\n".join([line.text, *more])[:_MAX_MESSAGE]
+            self.events.append((key, msgspec.structs.replace(line, text=text, count=count, last_at=last_at)))
         for (key, _who), last in self.last.items():
             self.events += [(key, line) for line in last]
         if not self.understood and not self.lines and self.sample:

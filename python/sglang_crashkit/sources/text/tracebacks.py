@@ -11,6 +11,8 @@ from sglang_crashkit.model.sample import Frame, short_path
 HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*File "([^"]{1,600})", line (\d{1,9})(?:,? (?:in )?(.{1,300}))?')
 _EXCEPTION = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,12}[A-Za-z_]\w{0,80})(?:\(.{0,80}\))?(?:: (.*)|:?)$")
+#: What another program says of one: ``… (ModuleNotFoundError: No module named …)``.
+_IN_BRACKETS = re.compile(r"\(((?:\w{1,80}\.){0,12}\w{1,80}(?:Error|Exception)): ([^()]{1,300})\)$")
 #: Names of exceptions that end in another way, as far as the field has them.
 _ENDINGS = ("Error", "Exception", "Warning", "Interrupt", "Exit", "Iteration", "Timeout", "Failure", "Empty", "Full")
 #: A frame in the box that `rich` draws, and the box's own lines.
@@ -43,6 +45,8 @@ class Traceback:
     blank: int = 0
     is_flat: bool = False
     is_after_frame: bool = False
+    is_cut: bool = False  # its head is not there
+    asserted: str = ""  # the innermost source line that asserts something
     indent: int = 0  # of the last frame: the exception stands no further in, a source line does
 
     def take(self, line: str) -> bool:
@@ -91,13 +95,14 @@ class Traceback:
         if match := _FRAME.match(line):
             self._add(match[1], match[2], match[3] or "<module>")
             self.is_flat = self.is_flat or line[:1] not in " \t"
-            self.is_after_frame, self.indent = True, len(line) - len(line.lstrip())
+            self.is_after_frame, self.indent, self.asserted = True, len(line) - len(line.lstrip()), ""
             return True
         match = _EXCEPTION.match(stripped)
         is_named = match is not None and match[1].endswith(_ENDINGS)
         is_moved = is_named and self.indent >= len(line) - len(line.lstrip())
         if not stripped.strip("^~ ") or (line[:1] in " \t" and self.frames and not is_moved):
             # The source line of a frame, its marks, or "Previous line repeated".
+            self.asserted = stripped if stripped.startswith("assert ") else self.asserted
             return True
         if self.is_flat and self.is_after_frame and not is_named:
             self.is_after_frame = False
@@ -114,7 +119,9 @@ class Traceback:
 
     def _finish(self) -> None:
         if self.type or self.frames:
-            text = "\n".join(self.text).strip()[:_MAX_TEXT]
+            # An assertion without words still says what it asserts.
+            said = self.text or ([self.asserted] if self.type == "AssertionError" else [])
+            text = "\n".join(said).strip()[:_MAX_TEXT]
             self.errors = [*self.errors, Error(type=self.type, text=text, frames=tuple(reversed(self.frames)))]
             self.errors = self.errors[-_MAX_CHAIN:]
         self.frames, self.type, self.text, self.blank = [], "", [], 0
@@ -137,7 +144,7 @@ def begins(line: str) -> bool:
 
 def bare_exception(line: str) -> tuple[str, str] | None:
     """Return class and text of an exception that stands alone in a line, such as ``torch.OutOfMemoryError: CUDA …``."""
-    match = _EXCEPTION.match(line.strip())
+    match = _IN_BRACKETS.search(line.rstrip()[-400:]) or _EXCEPTION.match(line.strip())
     if match is None or not match[2] or match[1] in _ENDINGS or not match[1].endswith(_ENDINGS):
         return None
     return match[1], match[2]
