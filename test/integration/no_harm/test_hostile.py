@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -111,8 +112,14 @@ class Story:
     ],
 )
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    folder, temporary = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("t")
-    site = tmp_path_factory.mktemp("site")
+    folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
+    # The socket is in it, whose path may have 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="ck-") as short:
+        yield tell(request.param, folder, Path(short), site)
+
+
+def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
+    """Run a server of a release through all of it."""
     (site / "sitecustomize.py").write_text(SITE)
     os.mkfifo(site / "pipe")
     told = Story(folder / "theirs", temporary / f"sglang-crashkit-{os.geteuid()}")
@@ -133,7 +140,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     umask = ("sh", "-c", 'umask 0; exec "$@"', "sh")
     with (
         child("ready()\nwhile True: pause()", title=SECOND) as decoy,
-        Server.start(ensure_lane(request.param), tp=2, extra_args=options, env=env, prefix=umask) as server,
+        Server.start(ensure_lane(release), tp=2, extra_args=options, env=env, prefix=umask) as server,
     ):
         server.wait_ready()
         told.answers.append(answers_of(server))
@@ -149,7 +156,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         told.left = wreck(server, told.fallback, lambda s: os.kill(s.pid_of(SECOND), signal.SIGSTOP))
         told.left.incidents[:] = [found for found in told.left.incidents if found[0] != told.observed_folder]
         told.decoy = decoy.pid, decoy.poll() is None
-        yield told
+    return told
 
 
 def flood(server: Server, temporary: Path) -> None:
