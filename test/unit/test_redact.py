@@ -125,10 +125,20 @@ def test_hostile_text_takes_time_in_proportion(part: str) -> None:
         started = time.process_time()
         redact_text(text)
         redact_prompts(text, [text] * 4)
+        redact_prompts(text, [])
         return time.process_time() - started
 
     # Quadratic work would be hundreds of seconds.
     assert seconds(200_000) < 20
+
+
+def test_digits_alone_take_time_in_proportion() -> None:
+    # A prompt that shares them would take them out before numbers are looked for.
+    text = "7" * 60_000
+    started = time.process_time()
+    assert (redact_text(text), redact_prompts(text, [])) == (text, text)
+    # Quadratic work takes more than ten seconds.
+    assert time.process_time() - started < 3
 
 
 def test_hostile_prompts_take_a_bounded_time() -> None:

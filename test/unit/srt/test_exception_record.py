@@ -24,6 +24,7 @@ from sglang_crashkit.srt.hooks import notify
 from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
 from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.redaction import redact
 from sglang_crashkit.srt.startup import StartupError
 from unit.srt.conftest import CONTEXT, Listener
 from unit.support.waiting import LONG
@@ -181,6 +182,22 @@ def test_any_exception_can_be_told(listener: Listener, error: BaseException, mes
     told = listener.heard()["message"]
     assert told.strip().endswith(message.strip().removeprefix("unit.srt."))
     assert len(told) <= 300
+
+
+def test_a_message_is_cut_before_it_is_searched(
+    listener: Listener, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[str] = []
+
+    def searching(text: str, *rest: Any, **options: Any) -> str:
+        searched.append(text)
+        return redact(text, *rest, **options)
+
+    monkeypatch.setattr(exception_record, "redact", searching)
+    hit(ValueError("7" * 100_000))
+    listener.heard()
+    assert [len(text) for text in searched] == [exception_record._MAX_MESSAGE, exception_record._MAX_PRINTED]
+    assert len(read_record(short_folder)["message"]) == exception_record._MAX_MESSAGE
 
 
 def test_without_a_handler_nothing_is_written_and_nothing_waited_for(

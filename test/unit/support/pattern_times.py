@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 
 import sglang_crashkit
-from sglang_crashkit import redact
-from sglang_crashkit.judge import knowledge
 
 # A quadratic one takes ten times as long.
 SIZE, MOST_SECS = 60_000, 1.0
@@ -37,11 +35,16 @@ def record(pattern, flags=0):
     return compiled(pattern, flags)
 
 
+# What a module compiles as it is imported is seen no other time.
+if early := sorted(name for name in sys.modules if name.startswith("sglang_crashkit.")):
+    sys.exit(f"imported before their patterns are recorded: {', '.join(early)}")
 re.compile = record
 for module in pkgutil.walk_packages([str(ROOT)], "sglang_crashkit."):
     if not module.name.endswith(("__main__", ".probe")):
         importlib.import_module(module.name)
 re.compile = compiled
+redact = importlib.import_module("sglang_crashkit.redact")
+knowledge = importlib.import_module("sglang_crashkit.judge.knowledge")
 for _needle, form, _instead in redact.FORMS:
     found[form, 0] = Path(redact.__file__)
 for table in ("failures", "signs"):
