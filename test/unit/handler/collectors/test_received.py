@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_crashkit import redact
 from sglang_crashkit.handler.collectors import received
-from sglang_crashkit.handler.collectors.received import (
-    format_log,
-)
+from sglang_crashkit.handler.collectors.received import StepRecords, format_log
 from sglang_crashkit.memory.ring import LogRecord
-from sglang_crashkit.memory.steps import STEPS
+from sglang_crashkit.memory.steps import STEPS, LastSteps, StepReader, StepWriter
+from sglang_crashkit.model.incident import Evidence, ProcessReport
 from unit.support.server_driver import Server, document_of, piece_of, report_of
 from unit.support.waiting import descriptors, wait_until
 
@@ -130,6 +131,53 @@ def test_a_record_that_is_none_is_not_held(start_server: Start) -> None:
     assert records(server) == 1
     server.kill("scheduler_TP1")
     assert piece_of(report_of(document_of(server), "scheduler_TP1"), "steps")["status"] == "skipped"
+
+
+class OddReader(StepReader):
+    """Reads records, but for one in which there is what nobody foresaw."""
+
+    odd = "odd"
+
+    def __init__(self, descriptor: int, modes: Any = None) -> None:
+        super().__init__(descriptor, modes)
+        self._is_odd = self.odd in (modes or {}).values()
+
+    def read(self) -> LastSteps:
+        if self._is_odd:
+            raise KeyError(7)
+        return super().read()
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_a_rank_whose_steps_cannot_be_read_costs_no_other_its_own(odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(received, "StepReader", OddReader)
+    records, reports, writers = StepRecords(), dict[int, ProcessReport](), list[StepWriter]()
+    ranks: list[Any] = [
+        SimpleNamespace(pid=pid, title=f"sglang::scheduler_TP{pid}", role="scheduler", exited_at=None)
+        for pid in range(3)
+    ]
+    for rank in ranks:
+        reports[rank.pid] = ProcessReport(rank.pid, rank.title, rank.role, {})
+        writers.append(writer := StepWriter())
+        writer.begin_round(1, 1.0)
+        writer.schedule(1, 1.0, 1, ["ab12"], [5], None, 1, {}, 0)
+        records.follow(rank, writer.fd, {"1": OddReader.odd if rank.pid == odd else "decode"})
+    run: Any = SimpleNamespace(
+        report=lambda process: reports[process.pid],
+        add_steps=lambda _process, _steps: None,
+        folder=SimpleNamespace(write_text=lambda name, _text: name),
+    )
+    records.add_to(run, ranks, math.inf)
+    records.close()
+    for writer in writers:
+        writer.close()
+    for rank in ranks:
+        (piece,) = reports[rank.pid].evidence
+        if rank.pid == odd:
+            assert piece == Evidence("steps", "failed", reason="it cannot be read: KeyError")
+        else:
+            assert piece.status == "captured"
+            assert [step["number"] for step in reports[rank.pid].steps.last] == [1]
 
 
 PROMPT = "once upon a time there was a mine in the hills"
