@@ -9,6 +9,7 @@ import signal
 import stat
 import struct
 import time
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -386,6 +387,31 @@ def test_of_a_large_log_the_newest_records_alone_are_held(log: LogWriter) -> Non
         odd.append(ring._LOG_HEAD.pack(number, 20) + b"y" * 8000)
     assert [record.seconds for record in read_log(odd.fd, 3)] == [997.0, 0.0, 999.0]
     odd.close()
+
+
+@pytest.fixture
+def vast_log() -> Iterator[RingWriter]:
+    """Give a ring of log records that is longer than any that the kit makes, and full."""
+    writer = RingWriter(96 << 20, "log")
+    payload = bytes(ring._LOG_HEAD.size) + b"x" * ring.MAX_LOG_BYTES
+    for _ in range(writer.capacity // (len(payload) + ring._FRAME_BYTES)):
+        writer.append(payload)
+    yield writer
+    writer.close()
+
+
+@pytest.mark.parametrize(("most", "expected", "mib"), [(200, 200, 8), (1 << 30, 10_000, 64)])
+def test_a_vast_log_takes_no_more_memory_than_the_records_that_are_wanted(
+    vast_log: RingWriter, most: int, expected: int, mib: int
+) -> None:
+    tracemalloc.start()
+    try:
+        found = read_log(vast_log.fd, most)
+        _now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == expected
+    assert peak < mib << 20
 
 
 def test_a_child_writes_elsewhere() -> None:
