@@ -31,7 +31,7 @@ ALLOWED = {
     "analysis": {"model"},
     "judge": {"model"},
     "view": {"judge", "model", "visible"},
-    "sources": {"errors", "model", "redact"},
+    "sources": {"errors", "kernel", "model", "redact"},
     "capture": {"errors", "kernel", "model", "settings"},
     "incident": {"errors", "kernel", "model", "redact", "settings", "visible"},
     "handler": {

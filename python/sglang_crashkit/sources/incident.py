@@ -5,7 +5,6 @@ The crash handler asks for those of the incident that it holds; `read_incident` 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel.private_files import read_json
 from sglang_crashkit.model import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.event import (
@@ -393,8 +393,7 @@ def logs_of(folder: Path) -> list[Path]:
 
 def _read_json(path: Path, *, is_needed: bool = False) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            return mapping_of(json.loads(file.read(_MAX_BYTES)))
+        return mapping_of(read_json(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         if is_needed:
             raise CrashkitError(f"{path} cannot be read: {error}", next_step="sglang-crashkit show INCIDENT") from error

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.sources.text import reader
 
 CASE = Path(__file__).parents[2] / "corpus" / "22-hbm-of-one-gpu-fails"
+INCIDENT = Path(__file__).parents[1] / "incident" / "data" / "exception.json"
 SECRET = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gI3k"
 
 
@@ -83,6 +90,98 @@ def test_a_missing_file_is_named_and_ends_with_nothing_to_do(
 ) -> None:
     assert main(["explain", str(tmp_path / "absent.log")]) == ExitCode.NOTHING
     assert "absent.log" in capsys.readouterr().err
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    """Give a folder of what is no regular file, and whose end never comes."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to("pipe")
+    (folder / "zero").symlink_to("/dev/zero")
+    os.mknod(folder / "socket", stat.S_IFSOCK | 0o600)
+    return folder
+
+
+def verdict_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main(["explain", *map(str, arguments), "--json"]) == ExitCode.DONE
+    verdict: dict[str, Any] = json.loads(capsys.readouterr().out)["verdict"]
+    return verdict
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("form", [[], ["--json"], ["--save", "kept"], ["--html", "page.html"]])
+def test_in_a_folder_regular_files_alone_are_read(
+    form: list[str], log: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.rename(odd / "server.log")
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", str(odd), *form]) == ExitCode.DONE
+    assert [file.name for file in (tmp_path / "kept").rglob("logs/*")] == (["0-server.log"] if "kept" in form else [])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name", ["environment.json", "ranks/odd.json", "stacks/odd.json", "logs/odd.log", "incident.json"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "link", "zero", "socket"])
+def test_of_an_incident_regular_files_alone_are_read(
+    name: str, kind: str, log: Path, odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    incident = tmp_path / "incident"
+    for folder in ("ranks", "stacks", "logs"):
+        (incident / folder).mkdir(parents=True)
+    document = json.loads(INCIDENT.read_text())
+    for process in document["processes"]:
+        process["evidence"] = [
+            {"kind": "exception", "status": "captured", "path": "ranks/odd.json"},
+            {"kind": "stack", "status": "captured", "path": "stacks/odd.txt"},
+        ]
+    (incident / "incident.json").write_text(json.dumps(document))
+    (incident / "logs" / "server.log").write_bytes(log.read_bytes())
+    if name == "incident.json":
+        (incident / name).unlink()
+    expected = verdict_of(capsys, incident)
+    (odd / kind).rename(incident / name)
+    if kind == "link":
+        (odd / "pipe").rename((incident / name).with_name("pipe"))
+    assert verdict_of(capsys, incident) == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_turned_into_a_pipe_is_named(
+    log: Path, odd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reader, "_files", lambda _path, **_options: [(log, False), (odd / "pipe", False)])
+    assert main(["explain", str(odd)]) == ExitCode.PARTIAL
+    shown = capsys.readouterr()
+    assert "gpu_hardware" in shown.out
+    assert f"{odd / 'pipe'} cannot be read: is no regular file" in shown.err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_pipe_that_is_named_is_read_to_its_end(
+    pack: Callable[[bytes], bytes], log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As a shell passes on <(zcat log.gz).
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as file:
+        file.write(pack(log.read_bytes()))
+    expected, told = verdict_of(capsys, log), verdict_of(capsys, f"/dev/fd/{reading}")
+    os.close(reading)
+    # What is quoted has the name of its file before it.
+    assert {**told, "because": []} == {**expected, "because": []}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["zero", "socket"])
+def test_a_device_or_a_socket_that_is_named_is_refused(
+    name: str, odd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(odd / name)]) == ExitCode.NOTHING
+    assert f"{odd / name} is no file and no pipe" in capsys.readouterr().err
 
 
 def test_no_file_and_an_unknown_class_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:

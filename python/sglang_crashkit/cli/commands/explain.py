@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     texts = [path for path in paths if path not in incidents]
     events = [event for path in incidents for event in read_incident(path)]
     problems: list[CrashkitError] = []
-    logs = [*texts, *(log for path in incidents for log in logs_of(path))]
-    case = reduce([*events, *read(logs, problems, _show_progress)])
+    logs = [log for path in incidents for log in logs_of(path)]
+    case = reduce([*events, *read(texts, problems, _show_progress, beside=logs)])
     say_progress("")
     for problem in problems:
         say_text(f"sglang-crashkit explain: {problem}", error=True)
@@ -109,7 +109,7 @@ def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> 
     from sglang_crashkit import __version__
     from sglang_crashkit.incident.store import IncidentName
     from sglang_crashkit.incident.summary import format_summary
-    from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
+    from sglang_crashkit.kernel.private_files import make_private_folder, open_regular, write_json, write_private
     from sglang_crashkit.redact import redact_json, redact_text
     from sglang_crashkit.view.document import KIND, document
 
@@ -122,7 +122,7 @@ def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> 
         logs = make_private_folder(incident / "logs")
         files = (file for text in texts for file in (sorted(text.rglob("*")) if text.is_dir() else [text]))
         for number, file in enumerate(file for file in files if file.is_file()):
-            with file.open("rb") as opened:
+            with open_regular(file, follow=True) as opened:
                 skipped = max(0, file.stat().st_size - _MAX_SAVED)
                 opened.seek(skipped)
                 text = opened.read(_MAX_SAVED).decode(errors="replace")

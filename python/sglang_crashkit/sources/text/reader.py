@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.model.event import (
     AnyEvent,
     Arguments,
@@ -127,13 +128,17 @@ def read(
     paths: Sequence[Path],
     problems: list[CrashkitError] | None = None,
     progress: Callable[[Path, int], None] = lambda _path, _size: None,
+    *,
+    beside: Sequence[Path] = (),
 ) -> Iterator[AnyEvent]:
     """Yield what some files hold, in the order of the files; of one that is cut off, what it holds until there.
 
     Args:
-        paths: files, folders, or ``-`` for the standard input.
+        paths: what somebody named: files, pipes, folders, or ``-`` for the standard input.
         problems: gets why some of them cannot be read, or not to their end, where others can.
         progress: is called with a file and how many bytes of it, unzipped, were read, from time to time.
+        beside: files that nobody named, such as an incident's. As in a folder, what is no regular file is left out: the
+            end of a pipe might never come.
 
     Raises:
         NothingToDoError: one of them is not there, and there are no `problems` or no others.
@@ -141,14 +146,14 @@ def read(
     """
     readers, order = [], 0
     met: list[CrashkitError] = []
-    for path in paths:
+    for path, is_named in [*((path, True) for path in paths), *((path, False) for path in beside)]:
         try:
-            files = list(_files([path]))
+            files = list(_files(path, is_named=is_named))
         except NothingToDoError as error:
             met.append(error)
             continue
-        for file in files:
-            reader = _File(file, order, functools.partial(progress, file))
+        for file, is_pipe in files:
+            reader = _File(file, order, functools.partial(progress, file), is_pipe)
             try:
                 reader.read()
             except CrashkitError as error:
@@ -164,16 +169,21 @@ def read(
     yield from _placed(readers)
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
-    for path in paths:
-        if str(path) == "-":
-            yield path
-        elif path.is_dir():
-            yield from [one for one in sorted(path.rglob("*")) if one.is_file()][:_MAX_FILES]
-        elif path.is_file():
-            yield path
-        else:
-            raise NothingToDoError(f"there is no file {path}", next_step=f"ls -l {path.parent}")
+def _files(path: Path, *, is_named: bool) -> Iterator[tuple[Path, bool]]:
+    """Yield the files that a path stands for, and of each whether it is a pipe, whose end is waited for."""
+    if str(path) == "-":
+        yield path, True
+    elif path.is_dir():
+        regular = [one for one in sorted(path.rglob("*")) if one.is_file()]
+        yield from ((one, False) for one in regular[:_MAX_FILES])
+    elif path.is_file():
+        yield path, False
+    elif is_named and path.is_fifo():
+        # Such as /dev/fd/63, which a shell makes of <(zcat log.gz).
+        yield path, True
+    elif is_named:
+        what = f"{path} is no file and no pipe" if path.exists() else f"there is no file {path}"
+        raise NothingToDoError(what, next_step=f"ls -l {path.parent}")
 
 
 @dataclass
@@ -224,6 +234,7 @@ class _File:
     path: Path
     order: int
     progress: Callable[[int], None]
+    is_pipe: bool
     has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
     events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
     streams: dict[str, _Stream] = field(default_factory=dict)
@@ -273,7 +284,12 @@ class _File:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[BinaryIO]:
-        source: Any = io.BufferedReader(sys.stdin.buffer) if str(self.path) == "-" else self.path.open("rb")
+        source: Any
+        if str(self.path) == "-":
+            source = io.BufferedReader(sys.stdin.buffer)
+        else:
+            # A file may be another one by now than it was when it was found.
+            source = self.path.open("rb") if self.is_pipe else open_regular(self.path, follow=True)
         with source as raw:
             if raw.peek(2)[:2] != _ZIPPED:
                 yield raw
