@@ -283,14 +283,10 @@ def test_every_process_of_the_dead_server_is_accounted_for(parting: Parting) -> 
 
 
 def test_what_the_other_server_waits_for_is_seen_from_outside(parting: Parting) -> None:
-    told = {
-        "is stopped (state T) until somebody sends SIGCONT.": parting.stopped,
-        "is gone: there before, and not in the last sample.": parting.gone,
-    }
-    for words, verdict in told.items():
-        assert (verdict["kind"], verdict["level"]) == ("outlier", "established")
-        (named,) = verdict["named"]
-        assert (named["pid"], named["side"]) == (parting.dead_rank, parting.victim)
-        name = f"sglang::scheduler (pid {parting.dead_rank}) of the {parting.victim} side"
-        assert verdict["statement"].startswith(f"{parting.victim} ")
-        assert f": {name} {words}" in verdict["statement"]
+    for kind, words, verdict in (
+        ("stopped_process", "is stopped (state T", parting.stopped),
+        ("exited", "has ended", parting.gone),
+    ):
+        assert (verdict["class"], verdict["level"]) == (kind, "established")
+        assert verdict["first"] == f"scheduler of {parting.victim}"
+        assert verdict["headline"].startswith(f"{verdict['first']} {words}")

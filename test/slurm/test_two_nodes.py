@@ -145,10 +145,8 @@ def test_the_stopped_rank_is_seen_and_the_other_waits(story: Story) -> None:
 
 def test_the_verdict_names_the_rank_and_its_node(story: Story) -> None:
     verdict = story.document["verdict"]
-    named = [(one["host"], one["pid"], one["title"]) for one in verdict["named"]]
-    assert ("n2", story.pids["n2"], RANKS[1]) in named, verdict
-    assert f"{RANKS[1]} (pid {story.pids['n2']} on n2)" in verdict["statement"]
-    assert "is stopped" in verdict["statement"]
+    assert (verdict["class"], verdict["level"], verdict["first"]) == ("stopped_process", "established", "TP1 on n2")
+    assert f"`kill -CONT {story.pids['n2']}` lets TP1 on n2 go on" in verdict["next"]
 
 
 def test_the_stacks_are_in_the_folder_of_each_node(story: Story) -> None:

@@ -66,7 +66,7 @@ ALLOWED = {
     },
     "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "visible"},
     "installer": {"errors"},
-    "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
+    "collect": {"analysis", "capture", "errors", "judge", "kernel", "memory", "model", "settings", "sources"},
     "replay": {"errors", "incident", "kernel", "redact", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},
     "cli": {

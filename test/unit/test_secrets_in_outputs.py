@@ -30,6 +30,7 @@ from unit.support.stored import NOON
 
 GOLDEN = json.loads((Path(__file__).parent / "incident" / "data" / "exception.json").read_text())
 ALL = "\n".join(FORMS)
+STAMP = "[2026-10-05 08:00:00 TP0]"
 
 
 def planted() -> dict[str, Any]:
@@ -161,3 +162,22 @@ def test_a_secret_of_the_server_is_found_by_its_value(tmp_path: Path, monkeypatc
     folder.write_text("x.txt", "it said plain words, short")
     assert (folder.path / "x.txt").read_text() == f"it said {redact.REDACTED}, short"
     folder.discard()
+
+
+@pytest.mark.parametrize("output", ["", "--json", "--markdown"])
+def test_what_explain_says_of_a_log_holds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str) -> None:
+    # What is told is cut, wrapped and put into a link: words before it move each form to another place of its line.
+    shown = []
+    for number, form in enumerate(FORMS):
+        log = tmp_path / "server.log"
+        text = f"RuntimeError: {'words ' * (5 * number % 17)}{form}"
+        lines = [f"{STAMP} server_args=ServerArgs(tp_size=1, api_key='{PLANTED}')"]
+        lines += [
+            f"{STAMP} Scheduler hit an exception: Traceback (most recent call last):",
+            '  File "x.py", line 3, in f',
+        ]
+        log.write_text("\n".join([*lines, text, ""]))
+        assert main(["explain", str(log), *filter(None, [output])]) == 0
+        if holds_secret(capsys.readouterr().out):
+            shown.append(form)
+    assert shown == []

@@ -9,7 +9,6 @@ Of one without a stack nothing is known: it may be the one. So it makes less cer
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,27 +23,17 @@ from sglang_crashkit.analysis.member import (
     motion_words,
     name_members,
 )
-from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.model.incident import Level
 
 #: ``outlier``: somebody is one; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests;
 #: ``moving``: they go on; ``unclear``: none of that.
 FindingKind = Literal["outlier", "waiting", "idle", "moving", "unclear"]
 
-#: Of a process that multiprocessing spawned and that has no title. ``rank``: it runs a scheduler, or nothing says that
-#: it runs anything else; ``worker``: it runs something else of SGLang's, such as the detokenizer; ``helper``: something
-#: else, which may come and go.
-UntitledRole = Literal["rank", "worker", "helper"]
-
 #: To tell an outlier from the rest, the rest must be more than one.
 _MIN_TO_COMPARE = 3
 NO_HANG = ": no hang is seen."
 #: Of the others of a group, this many different things are told.
 _MAX_EVIDENCE = 6
-#: What SGLang lets multiprocessing call in the processes that it spawns.
-_ENTRY = re.compile(r"run_\w+_process(_\w+)?")
-_RANK_ENTRY = re.compile(r"run_scheduler_process(_\w+)?")
-_NO_TITLES = "Processes without titles do not tell their ranks, so those of different groups may be among them."
 
 
 @dataclass(frozen=True)
@@ -82,69 +71,6 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
         return Finding(name, "moving", (), text, evidence, "supported")
     text = _unclear_text(members) if len(members) > 1 else _sentence(members[0])
     return Finding(name, "unclear", (), text, evidence, "unknown")
-
-
-def doubt_alone(finding: Finding, members: Sequence[Member], side: str) -> Finding:
-    """Return what is left of a finding on one side of a pair where nothing was seen of the other one, `side`.
-
-    What a side without work waits for may come from there.
-    """
-    missing = f"No process of the {side} side was found"
-    finding = replace(finding, evidence=(*finding.evidence, f"{missing}."))
-    works = any(moment.activity.batch for member in members for moment in member.moments)
-    if finding.kind != "idle" and (finding.kind != "moving" or works):
-        return finding
-    text = f"{finding.statement.removesuffix(NO_HANG)}. {missing}: whether that hangs, or is gone, is not seen."
-    return replace(finding, kind="unclear", statement=text, level="unknown")
-
-
-# -- processes without titles: where setproctitle is missing, and until a rank has got as far as to take its title
-
-
-def untitled_role(member: Member) -> UntitledRole:
-    """Return what a process without a title does for its server, by all samples of it."""
-    entries = _entries(member)
-    if any(_RANK_ENTRY.fullmatch(entry) for entry in entries):
-        return "rank"
-    if entries:
-        return "worker"
-    is_serving = any(moment.activity.kind == "idle" for moment in member.moments)
-    return "helper" if is_serving or member.has_ended() or not member.moments else "rank"
-
-
-def name_untitled(member: Member) -> Member:
-    """Return a rank with a name that says more than its command line."""
-    if not any(_RANK_ENTRY.fullmatch(entry) for entry in _entries(member)):
-        return member
-    return replace(member, name=member.name.replace(member.source.title, "untitled scheduler", 1))
-
-
-def judge_untitled(group: str, members: Sequence[Member]) -> Finding:
-    """Return what is seen of the ranks (see `untitled_role`) of one server that have no titles; there is at least one.
-
-    They may be of several groups. Then those of a group that waits for requests, or works, are elsewhere than those of
-    a group that hangs, and are not to be looked at.
-    """
-    finding = judge_group(group, members)
-    if finding.level == "established" or len(members) == 1:
-        return finding
-    finding = replace(finding, evidence=(*finding.evidence, _NO_TITLES))
-    if finding.kind == "moving" and not all(member.motion() == "moving" for member in members):
-        text = f"{name_members(members)}: some did different things in different samples"
-        text += ", and no single rank looks responsible."
-        return replace(finding, kind="unclear", statement=text, level="unknown")
-    if finding.kind != "outlier":
-        return finding
-    if any(member.motion() == "moving" or all(map(is_for_requests, member.moments)) for member in finding.named):
-        return replace(finding, kind="unclear", named=(), level="unknown")
-    # What has not got as far as to run a scheduler may never do so.
-    is_certain = all(_entries(member) for member in members)
-    return finding if is_certain else replace(finding, level="unknown")
-
-
-def _entries(member: Member) -> set[str]:
-    names = (bare_name(frame) for moment in member.moments for frame in moment.frames)
-    return {name for name in names if _ENTRY.fullmatch(name)}
 
 
 # -- outliers

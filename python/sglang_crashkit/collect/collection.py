@@ -12,26 +12,32 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from sglang_crashkit.analysis.divergence import Divergence
-from sglang_crashkit.analysis.explain import Explanation, explain
-from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.analysis.ranks import RankSet, rank_of
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
+from sglang_crashkit.collect.judging import judged
 from sglang_crashkit.collect.observing import divergence_of, is_python, observe, steps_of
 from sglang_crashkit.kernel import clock
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.kernel.server_arguments import side_of
+from sglang_crashkit.model.case import Case
+from sglang_crashkit.model.event import AnyEvent, Arguments, Compared
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.sample import Sample, format_threads
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
+from sglang_crashkit.model.step import DIVERGED
+from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.sources.text.facts import arguments_of
 
 SUMMARY, VERDICT = "summary.md", "verdict.json"
-_SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: So many of the innermost frames are in the summary.
 _MAX_FRAMES = 4
 _STATES = {
@@ -115,18 +121,28 @@ class Collection:
 
     def _write_account(self) -> None:
         """Write what is known by now for whoever opens the folder first."""
-        explanation = self.explain()
+        verdict, _case = self.judged()
         divergence = self.divergence.to_json() if self.divergence is not None else None
-        verdict = {"verdict": explanation.to_json(), "divergence": divergence}
+        told = {"verdict": msgspec.to_builtins(verdict), "divergence": divergence}
         times = [iso_time(one.time) for one in self.rounds]
-        document = {"schema_version": _SCHEMA_VERSION, "host": self.host, "times": times, **verdict}
+        document = {"schema_version": SCHEMA_VERSION, "host": self.host, "times": times, **told}
         write_json(self._plan.output / VERDICT, document)
-        text = "".join(f"{line}\n" for line in format_summary(self.rounds, explanation, self.divergence))
+        text = "".join(f"{line}\n" for line in format_summary(self.rounds, verdict, self.divergence))
         write_private(self._plan.output / SUMMARY, text.encode(errors="backslashreplace"))
 
-    def explain(self) -> Explanation:
-        """Return what the snapshots say."""
-        return explain(SampledProcesses.of(self.rounds))
+    def judged(self, pids: Container[int] | None = None) -> tuple[Verdict, Case]:
+        """Return what the judge says of the snapshots, of all processes or of those with these pids; and the case."""
+        some = [one.process for one in self.collected if pids is None or one.process.pid in pids]
+        lines = {" ".join(("sglang.launch_server", *process.server_arguments)) for process in some}
+        known: list[AnyEvent] = [Arguments(values=values) for line in sorted(lines) if (values := arguments_of(line))]
+        if (found := self.divergence) and found.kind in DIVERGED:
+            known.append(Compared(kind="divergence", level=found.level, text=found.statement))
+        rounds = self.rounds
+        if pids is not None:
+            rounds = [
+                replace(one, processes=tuple(seen for seen in one.processes if seen.pid in pids)) for one in rounds
+            ]
+        return judged(rounds, known)
 
     def _read_steps(self) -> None:
         """Compare the steps of the ranks, and write them to files."""
@@ -171,13 +187,9 @@ class Collection:
 
     def _without_those_spared(self) -> dict[int, Collected]:
         """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
-        whole = _why_spared(self.explain())
         reasons: dict[int, str] = {}
         for pids in _systems(self.collected):
-            parts = [
-                replace(one, processes=tuple(seen for seen in one.processes if seen.pid in pids)) for one in self.rounds
-            ]
-            reasons |= dict.fromkeys(pids, whole or _why_spared(explain(SampledProcesses.of(parts))))
+            reasons |= dict.fromkeys(pids, _why_spared(self.judged(pids)[0]))
         for one in self.collected:
             if reason := reasons[one.process.pid]:
                 one.debugged = Debugged(self._tool, problem=f"not run: {reason}")
@@ -243,29 +255,28 @@ def _systems(collected: Sequence[Collected]) -> list[set[int]]:
     return list(systems.values())
 
 
-def _why_spared(explanation: Explanation) -> str:
+def _why_spared(verdict: Verdict) -> str:
     """Return why a debugger would add harm and no knowledge, empty where there is a question left."""
-    if explanation.kind in ("idle", "moving"):
+    if verdict.kind in ("no_incident", "busy") and verdict.level != "unknown":
         return "no hang is seen"
-    return "the verdict is established without it" if explanation.level == "established" else ""
+    return "the verdict is established without it" if verdict.level == "established" else ""
 
 
-def format_summary(
-    rounds: Sequence[NodeSnapshot], explanation: Explanation, divergence: Divergence | None
-) -> Iterator[str]:
+def format_summary(rounds: Sequence[NodeSnapshot], verdict: Verdict, divergence: Divergence | None) -> Iterator[str]:
     """Yield the lines of ``summary.md``: the verdict, where and when, and where the processes were at last."""
-    yield f"# {explanation.kind} ({explanation.level})"
+    yield f"# {verdict.kind} ({verdict.level})"
     yield ""
-    yield f"**{explanation.statement}**"
+    yield f"**{verdict.headline}**"
     yield ""
     times = (
         f"{iso_time(rounds[0].time)} to {iso_time(rounds[-1].time)}" if len(rounds) > 1 else iso_time(rounds[0].time)
     )
     yield f"- {len(rounds)} snapshot{'' if len(rounds) == 1 else 's'} on {rounds[0].host}, {times}"
-    if explanation.named:
-        yield f"- to be looked at: {', '.join(member.name for member in explanation.named)}"
+    if verdict.first:
+        yield f"- to be looked at first: {verdict.first}"
     if divergence is not None:
         yield f"- {divergence.statement} ({divergence.level})"
+    yield from (f"- next: {step}" for step in verdict.next)
     yield f"- more: {VERDICT}, and the stacks of each process in its own file"
     yield ""
     yield "## Processes"

@@ -2,7 +2,7 @@
 
 A node's answer is one JSON object, with its snapshots in it. It comes through the standard output of srun, ssh or
 kubectl, so that nothing depends on a file system that all nodes and containers share: the answer has what is in the
-node's files too, which are written here. Snapshots are merged as the answers come, and not kept.
+node's files too, which are written here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.member import SampledProcess, SampledProcesses
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError, ExitCode
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.model import snapshot
+from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
 _WIDEST = 300
@@ -93,8 +93,8 @@ class NodeResult:
     folder: Path  # where its files are
     files: tuple[str, ...] = ()  # their names
     problems: list[Problem] = field(default_factory=list)  # what could not be had, and why
-    #: What was seen of each process on it, in the order of their ranks.
-    processes: list[SampledProcess] = field(default_factory=list)
+    #: What was seen of each process on it, in order of time; the processes in the order of their ranks.
+    processes: list[list[Sample]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Gathered:
 
     transport: Transport
     nodes: tuple[NodeResult, ...]  # a result for each of them
-    sampled: SampledProcesses  # what all nodes saw, merged
+    rounds: Sequence[NodeSnapshot]  # what all nodes saw
     interrupt: KeyboardInterrupt | None = None  # what ended it before all nodes had answered, None where nothing did
 
 
@@ -116,26 +116,21 @@ def gather(
     """
     commands = {node: [*command, f"--output-dir={output / node}"] for node in transport.nodes}
     results: dict[str, NodeResult] = {}
-    sampled = SampledProcesses()
+    all_rounds: list[NodeSnapshot] = []
 
     def take_in(run: NodeRun) -> None:
         if run.node in results:
             return
         result, rounds = _read(run, transport, output / run.node)
+        result.processes = _by_process(rounds)
         results[run.node] = result
-        for one in rounds:
-            sampled.add(one)
+        all_rounds.extend(rounds)
         if not run.problem.startswith("interrupted"):
-            count = len({(seen.pid, seen.start_ticks) for one in rounds for seen in one.processes})
             so_far = f"{len(results)} of {len(transport.nodes)} {transport.noun}s, {run.secs:.0f} s"
-            tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
+            tell(f"{run.node}: {describe(result.status, len(result.processes))} ({so_far})")
 
     interrupt = run_on_nodes(transport, commands, take_in, output, limits)
-    for seen in sampled.processes():
-        results[seen.process.host].processes.append(seen)
-    for result in results.values():
-        result.processes.sort(key=_by_rank)
-    return Gathered(transport, tuple(results[node] for node in transport.nodes), sampled, interrupt)
+    return Gathered(transport, tuple(results[node] for node in transport.nodes), all_rounds, interrupt)
 
 
 def describe(status: int | None, processes: int) -> str:
@@ -241,8 +236,12 @@ def _renamed(one: NodeSnapshot, node: str) -> NodeSnapshot:
     return replace(one, host=node, processes=tuple(replace(process, host=node) for process in one.processes))
 
 
-def _by_rank(seen: SampledProcess) -> tuple[bool, list[tuple[str, int]], int]:
-    return not seen.process.ranks, sorted(seen.process.ranks.items()), seen.process.pid
+def _by_process(rounds: Sequence[NodeSnapshot]) -> list[list[Sample]]:
+    found: dict[tuple[int, int], list[Sample]] = {}
+    for one in sorted(rounds, key=lambda one: one.time):
+        for sample in one.processes:
+            found.setdefault((sample.pid, sample.start_ticks), []).append(sample)
+    return sorted(found.values(), key=lambda some: (not some[-1].ranks, sorted(some[-1].ranks.items()), some[-1].pid))
 
 
 def run_on_nodes(

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeAlias, TypeVar
 
-from sglang_crashkit.analysis.explain import NEEDED
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.kernel.titles import NEEDED
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
 
 logger = logging.getLogger(__name__)

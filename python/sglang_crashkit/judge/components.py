@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.judge.knowledge import load
@@ -70,7 +70,8 @@ def _is_common(component: str) -> bool:
     return bool((load("components").get(component) or {}).get("common"))
 
 
-def _of_frame(place: str) -> Iterable[str]:
+@functools.lru_cache(maxsize=4096)
+def _of_frame(place: str) -> Sequence[str]:
     return [name for name, pattern in _patterns("frames").items() if pattern.search(place)][:2]
 
 

@@ -45,8 +45,10 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
     ]
     told = (event for event in case.events if isinstance(event, Line) and event.level not in ("debug", "info"))
     lines = [line.text[:_MAX_TEXT] for line in told]
-    stood = [(short_name(one), places) for one in case.processes.values() if (places := _stood(one))]
-    stacks = [places for name, places in stood if name == who] or [places for _name, places in stood]
+    # Of thousands of ranks most stand in the same places.
+    known: dict[int, frozenset[str]] = {}
+    stood = [(short_name(one), places) for one in case.processes.values() if (places := _stood(one, known))]
+    stacks = {places for name, places in stood if name == who} or {places for _name, places in stood}
     is_alone = str(case.arguments.get("nnodes") or 1) == "1"
     arguments = list(_options(case.arguments))
     release = _release_parts(case.release)
@@ -83,9 +85,14 @@ def _release_parts(release: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", release.partition("+")[0]))
 
 
-def _stood(process: Process) -> set[str]:
+def _stood(process: Process, known: dict[int, frozenset[str]]) -> frozenset[str]:
+    """Return the places in the stacks of a process; those of a stack that several have are made once."""
     samples = [stack.sample for stack in process.stacks]
-    return {_place(frame) for one in samples for thread in (*one.threads, *one.native) for frame in thread.frames}
+    stacks = [thread.frames for one in samples for thread in (*one.threads, *one.native)]
+    for frames in stacks:
+        if id(frames) not in known:
+            known[id(frames)] = frozenset(map(_place, frames))
+    return frozenset().union(*(known[id(frames)] for frames in stacks))
 
 
 def named(entry: dict[str, Any]) -> KnownIssue:

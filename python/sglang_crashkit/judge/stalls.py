@@ -173,11 +173,14 @@ def _members(case: Case) -> list[Member]:
                 frames=frames,
             )
         )
-    for role, alike in _by(members, lambda one: one.role).items():
+    for (_side_of, role), alike in _by(members, lambda one: (one.process.side, one.role)).items():
         for one in alike:
             if one.ranks or (len(alike) > 1 and one.name not in ("", role)):
                 continue
             one.name = role if role and len(alike) == 1 else f"pid {one.pid}" if one.pid else one.name or "a process"
+    if len({one.process.side for one in members} - {""}) > 1:
+        for one in members:
+            one.name = f"{one.name} of {one.process.side}" if one.process.side else one.name
     if len({one.stacks[-1].sample.host for one in members} - {""}) > 1:
         for one in members:
             one.name = f"{one.name} on {one.stacks[-1].sample.host}"
@@ -229,12 +232,16 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
             bare(frame.function).startswith("load_") for frames in named[0].frames for frame in frames
         )
         row = "load_in_kernel" if loads else "in_kernel"
+    elif named := [one for one in important if one.role and len(one.activities) > 1 and one.last.kind == "dead"]:
+        row = "gone"
     elif named := [one for one in important if one.is_starved][:1]:
         row = "starved"
     # What the rest of the front end does meanwhile tells nothing.
     group = [one for one in members if one.role == "scheduler"]
     group += [one for one in named if one not in group]
-    return _finding(scene, row, named, group, steps=steps) if named else None
+    # A healthy process is in uninterruptible sleep for a moment now and then.
+    level = "established" if row.endswith("in_kernel") and len(named[0].activities) > 1 else None
+    return _finding(scene, row, named, group, steps=steps, level=level) if named else None
 
 
 def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Finding]:
@@ -536,7 +543,11 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     is_idle = all(one.last.is_for_requests for one in ranks)
     if not is_idle and any(len(one.frames) > 1 and not one.is_moving and not one.last.is_for_requests for one in ranks):
         return []
-    return [_finding(scene, "idle" if is_idle else "moving", [], members, ranks=_who(ranks))]
+    other = signs.OTHER_SIDE.get(_side(scene, ranks), "")
+    is_alone = bool(other) and not any(other == one.process.side for one in members)
+    row = "idle" if is_idle else "moving" if any(one.is_moving for one in ranks) else "one_look"
+    row = "idle_alone" if is_idle and is_alone else row
+    return [_finding(scene, row, [], members, ranks=_who(ranks), other=other)]
 
 
 def _other_threads(members: Sequence[Member]) -> tuple[str | None, str] | None:

@@ -17,6 +17,9 @@ _ROLES = (
     *("tokenizer_worker", "crash_handler"),
 )
 
+#: Beside the schedulers, those without which no request is answered; a compiler or another helper comes and goes.
+NEEDED = frozenset({"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker"})
+
 
 def role_of(title: str, *, is_root: bool = False) -> str:
     """Return the role of a process; the root is the one that launched the server.

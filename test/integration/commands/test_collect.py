@@ -267,8 +267,9 @@ def test_the_stopped_rank_is_captured_and_left_stopped(story: Story) -> None:
 def test_the_verdict_names_it(story: Story) -> None:
     verdict = story.hung.document["verdict"]
     assert verdict["level"] == "established"
-    assert f"{RANKS[1]} (pid {story.hung.process(RANKS[1])['pid']}) is stopped (state T)" in verdict["statement"]
-    assert story.well.document["verdict"]["named"] == []
+    assert (verdict["class"], verdict["first"]) == ("stopped_process", "TP1")
+    assert f"`kill -CONT {story.hung.process(RANKS[1])['pid']}` lets TP1 go on" in verdict["next"]
+    assert (story.well.document["verdict"]["class"], story.well.document["verdict"]["first"]) == ("no_incident", None)
 
 
 def test_no_rank_is_debugged_for_a_verdict_that_is_established(story: Story) -> None:

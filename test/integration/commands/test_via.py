@@ -118,8 +118,9 @@ def test_the_verdict_names_the_rank_with_its_host(story: Story) -> None:
         verdict = json.loads((collected.folder / "verdict.json").read_text())["verdict"]
         assert verdict == collected.document["verdict"]
         assert verdict["level"] == "established"
-        assert f"{RANKS[1]} (pid {story.ranks['h1']} on h1) is stopped (state T)" in verdict["statement"]
-        assert verdict["statement"] in (collected.folder / "summary.md").read_text()
+        assert (verdict["class"], verdict["first"]) == ("stopped_process", "TP1 on h1")
+        assert verdict["headline"].startswith("TP1 on h1 is stopped (state T")
+        assert verdict["headline"] in (collected.folder / "summary.md").read_text()
 
 
 def test_the_files_of_both_hosts_are_here(story: Story) -> None:

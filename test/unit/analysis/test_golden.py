@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
 from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger
 from unit.analysis.real_stacks import rounds
@@ -18,12 +16,6 @@ from unit.analysis.scenarios import Row, scenarios
 GOLDEN = Path(__file__).parent / "golden"
 #: What an incident does not see: two samples of all processes of one server, with titles.
 _NO_INCIDENT = ("untitled", "prefill", "decode", "one is gone")
-
-
-def collect_answers() -> Iterator[tuple[str, list[Any]]]:
-    for name, rows in scenarios():
-        said = explain(SampledProcesses.of(rounds(*rows)))
-        yield name, [said.kind, said.level, [member.source.pid for member in said.named], said.statement]
 
 
 def incident_answers() -> Iterator[tuple[str, list[Any]]]:
@@ -60,10 +52,6 @@ def expected(name: str) -> dict[str, list[Any]]:
 
 def summed(answers: Iterator[tuple[str, list[Any]]]) -> dict[str, list[Any]]:
     return {name: [*said[:3], f"{zlib.crc32(said[3].encode()):08x}"] for name, said in answers}
-
-
-def test_collect_says_what_it_said() -> None:
-    assert summed(collect_answers()) == expected("collect")
 
 
 def test_an_incident_says_what_it_said() -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.member import SampledProcesses
 from sglang_crashkit.capture.debugger import MAY_TRACE
 from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.collect.collection import (
@@ -15,6 +13,7 @@ from sglang_crashkit.collect.collection import (
     Plan,
     format_summary,
 )
+from sglang_crashkit.collect.judging import judged
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, parse
@@ -97,7 +96,8 @@ def test_without_a_debugger_py_spy_takes_native_stacks(tmp_path: Path, no_debugg
     assert "    inner_function (" in text
 
 
-IDLE = "def recv_requests(): time.sleep(120)\nready(); recv_requests()"
+LOOP = "def recv_requests(): time.sleep(120)\ndef event_loop_normal(): recv_requests()\nready(); event_loop_normal()"
+IDLE = f"exec(compile({LOOP!r}, '/x/site-packages/sglang/srt/managers/scheduler.py', 'exec'))"
 
 
 def test_a_server_that_does_not_hang_is_spared(tmp_path: Path, no_debugger: None) -> None:
@@ -166,9 +166,9 @@ def rounds() -> list[NodeSnapshot]:
 
 def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
     seen = rounds()
-    lines = list(format_summary(seen, explain(SampledProcesses.of(seen)), None))
-    assert lines[0] == "# outlier (established)"
-    assert "sglang::scheduler_TP2 (pid 102)" in lines[2]
+    lines = list(format_summary(seen, judged(seen)[0], None))
+    assert lines[0] == "# stopped_process (established)"
+    assert lines[2].startswith("**TP2 is stopped (state T, until somebody sends SIGCONT)")
     assert lines[4] == "- 2 snapshots on node7, 2023-11-14T22:13:20.000000Z to 2023-11-14T22:13:25.000000Z"
     text = "\n".join(lines)
     assert "### TP0-1,3: sleeping (S)\n- all_reduce (torch/distributed/distributed_c10d.py:3913)\n" in text

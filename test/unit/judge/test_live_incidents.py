@@ -266,7 +266,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "watchdog, no stacks": hung(events=["watchdog_timeout"], level=UNK),
     },
     ("starved_process", SUP): {"starved": looks(("01.0", 5.0), ("05.0", 5.1))},
-    ("stuck_in_kernel", SUP): {"in the kernel": looks(("01.0", 5.0), ("05.0", 5.0), state="D")},
+    ("stuck_in_kernel", EST): {"in the kernel": looks(("01.0", 5.0), ("05.0", 5.0), state="D")},
     ("rank_stuck", SUP): {
         "an update in which a rank hangs": hung(TP1, doing={TP0: [WAITS], TP1: [WORKS, UPDATES]}),
         "both behind a third": hung(**crossed([10], [10])),
@@ -479,7 +479,7 @@ def test_what_an_exception_asks_for_is_a_step(error: str, step: str) -> None:
 
 def test_a_process_that_the_kernel_holds_has_its_command() -> None:
     assert verdict_of(TABLE["stopped_process", EST]["stopped"]).next[0].startswith("`kill -CONT 11`")
-    assert verdict_of(TABLE["stuck_in_kernel", SUP]["in the kernel"]).next[0].startswith("`cat /proc/11/stack` ")
+    assert verdict_of(TABLE["stuck_in_kernel", EST]["in the kernel"]).next[0].startswith("`cat /proc/11/stack` ")
 
 
 @pytest.mark.parametrize(

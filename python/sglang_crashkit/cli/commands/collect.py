@@ -243,9 +243,9 @@ def _folder_or_substitute(output: Path) -> Path:
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # What one host needs starts without what many do.
-    from sglang_crashkit.analysis.explain import explain
     from sglang_crashkit.cli.reporters import collected
     from sglang_crashkit.collect.gather import Limits, gather
+    from sglang_crashkit.collect.judging import judged
 
     if args.pid is not None:
         raise UsageError(
@@ -262,15 +262,15 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     names = ", ".join(transport.nodes[:_MAX_TITLES])
     _say(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
     result = gather(transport, command, output, _say, Limits(args.fan_out, args.node_timeout))
-    status, explanation = _status_of_nodes(result), explain(result.sampled)
+    status, told = _status_of_nodes(result), judged(result.rounds)
     try:
-        collected.write_explanation(result, explanation, output)
+        collected.write_explanation(result, told, output)
     except OSError as error:
         _say(f"cannot write {output / collected.EXPLANATION}: {error.strerror or error}")
     if args.json:
-        say_json(collected.nodes_as_json(result, explanation, output, status), indent=2)
+        say_json(collected.nodes_as_json(result, told[0], output, status), indent=2)
     else:
-        collected.say_nodes(result, output)
+        collected.say_nodes(result, told, output)
     if result.interrupt is not None:
         _say("interrupted; what was collected until then is kept")
     return status

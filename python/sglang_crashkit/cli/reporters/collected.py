@@ -5,27 +5,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pwd
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_crashkit.analysis.explain import Explanation, format_explanation
+from sglang_crashkit.analysis.ranks import rank_of
+from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.cli.output import say, say_title
-from sglang_crashkit.collect.collection import SUMMARY, VERDICT, Collected, Collection
+from sglang_crashkit.collect.collection import SCHEMA_VERSION, SUMMARY, VERDICT, Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
 from sglang_crashkit.kernel.private_files import make_private_folder, read_regular, write_json, write_private
-from sglang_crashkit.model.event import AnyEvent, Arguments, Compared, Stack
+from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.step import DIVERGED
+from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.redact import redact_text
-from sglang_crashkit.sources.text.facts import arguments_of
 
 if TYPE_CHECKING:
-    from sglang_crashkit.analysis.member import SampledProcess
     from sglang_crashkit.collect.gather import Gathered
 
 #: What the text files that are printed may take together, in bytes: the snapshots beside them count for more.
@@ -50,11 +49,11 @@ class TextReport:
             say(f"{one.process.title} (pid {one.process.pid})")
             for line in _moments(one):
                 say(f"    {line}")
-        explanation = self._collection.explain()
+        verdict, _case = self._collection.judged()
         if self._collection.rounds:
             found = self._collection.divergence
-            told = f"{explanation.statement} {found.statement if found else ''}".rstrip()
-            say(f"by the snapshots ({explanation.level}): {told}")
+            told = "; ".join([verdict.headline, *([found.statement] if found else [])])
+            say(f"by the snapshots ({verdict.level}): {told}")
 
     def ended(self) -> None:
         """Print the rest."""
@@ -68,31 +67,15 @@ class TextReport:
         if self._collection.missing:
             say(self._collection.missing)
         say(f"files: {self._output}")
-        lines = {
-            " ".join(("sglang.launch_server", *one.process.server_arguments)) for one in self._collection.collected
-        }
-        known: list[AnyEvent] = [Arguments(values=values) for line in sorted(lines) if (values := arguments_of(line))]
-        if (found := self._collection.divergence) and found.kind in DIVERGED:
-            known.append(Compared(kind="divergence", level=found.level, text=found.statement))
-        _say_verdict([(self._collection.host, self._output / name) for name in self._collection.snapshot_files], known)
+        _say_verdict(self._collection.judged())
 
 
-def _say_verdict(files: Iterable[tuple[str, Path]], known: Iterable[AnyEvent] = ()) -> None:
-    """Print what ``sglang-crashkit explain`` says of snapshots, by host, and of what else is known; nothing without."""
-    from sglang_crashkit.judge.verdict import judge
-    from sglang_crashkit.model.case import reduce
-    from sglang_crashkit.sources.text.snapshots import MAX_BYTES, SnapshotError, stacks_of
+def _say_verdict(judged: tuple[Verdict, Case]) -> None:
+    """Print it as ``sglang-crashkit explain`` does, where any stack was seen."""
     from sglang_crashkit.view.verdict import screen
 
-    events = [*known]
-    for host, path in files:
-        # What is missing of it was told above.
-        with contextlib.suppress(OSError, SnapshotError):
-            stacks = stacks_of(read_regular(path, MAX_BYTES + 1), host)
-            events += [msgspec.structs.replace(one, order=len(events), source=path.name) for one in stacks]
-    if any(isinstance(one, Stack) for one in events):
-        case = reduce(events)
-        head, *rest = screen(judge(case), case)
+    if any(process.stacks for process in judged[1].processes.values()):
+        head, *rest = screen(*judged)
         say("")
         say_title(redact_text(head))
         say(*map(redact_text, rest))
@@ -118,7 +101,8 @@ def _moments(one: Collected) -> Iterator[str]:
 def _place_of(moment: Sample) -> tuple[str, str]:
     thread = moment.main_thread
     frames = thread.frames if thread is not None else ()
-    return moment.state or "-", str(frames[0]) if frames else moment.problem or "no Python frame"
+    unseen = moment.problem or ("no Python frame" if moment.state else "it has ended")
+    return moment.state or "-", str(frames[0]) if frames else unseen
 
 
 def as_json(
@@ -138,7 +122,7 @@ def as_json(
         "snapshots": collection.snapshot_files,
         "missing": collection.missing,
         "processes": [_process_json(one) for one in collection.collected],
-        "verdict": collection.explain().to_json(),
+        "verdict": msgspec.to_builtins(collection.judged()[0]),
         "divergence": collection.divergence.to_json() if collection.divergence is not None else None,
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
         "other_jobs": [{**vars(place), "pids": list(pids)} for place, pids in found.elsewhere.items()],
@@ -185,16 +169,27 @@ def name_of(user: int) -> str:
         return str(user)
 
 
-def write_explanation(result: Gathered, explanation: Explanation, output: Path) -> None:
+def write_explanation(result: Gathered, judged: tuple[Verdict, Case], output: Path) -> None:
     """Write what is reported of all nodes, with the merged stacks of all ranks.
 
     Raises:
         CrashkitError: the folder is no folder of this user.
         OSError: it cannot be written to.
     """
-    lines = [*_process_lines(result), *_problem_lines(result), ""]
-    lines += format_explanation(explanation, result.sampled.tree)
-    head = [f"# {explanation.kind} ({explanation.level})", "", f"**{explanation.statement}**", ""]
+    from sglang_crashkit.view.verdict import screen
+
+    verdict = judged[0]
+    lines = [*_process_lines(result), *_problem_lines(result), "", *map(redact_text, screen(*judged))]
+    tree = PrefixTree()
+    for sample in (sample for one in result.rounds for sample in one.processes):
+        # Threads of a pool mostly have the same stack, as the same object.
+        for frames in {id(thread.frames): thread.frames for thread in sample.threads}.values():
+            tree.add(rank_of(sample), frames)
+    if tree.root.children:
+        # Threads of native libraries, such as NCCL's, have no such stacks.
+        lines += ["", "Python stacks of all threads, outermost call first, what the fewest ranks do first:"]
+        lines += (f"  {line}" for line in format_tree(tree))
+    head = [f"# {verdict.kind} ({verdict.level})", "", f"**{redact_text(verdict.headline)}**", ""]
     head.append(f"- {result.transport.title}; more: {EXPLANATION}, {VERDICT}, a folder each {result.transport.noun}")
     silent = [node for node in result.nodes if node.status is None]
     for node in silent[:_MAX_LINES]:
@@ -202,11 +197,11 @@ def write_explanation(result: Gathered, explanation: Explanation, output: Path) 
     make_private_folder(output)
     for name, text in ((EXPLANATION, lines), (SUMMARY, head)):
         write_private(output / name, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
-    verdict = {"verdict": explanation.to_json(), "silent": [node.node for node in silent]}
-    write_json(output / VERDICT, {"schema_version": 1, **result.transport.identity, **verdict})
+    told = {"verdict": msgspec.to_builtins(verdict), "silent": [node.node for node in silent]}
+    write_json(output / VERDICT, {"schema_version": SCHEMA_VERSION, **result.transport.identity, **told})
 
 
-def say_nodes(result: Gathered, output: Path) -> None:
+def say_nodes(result: Gathered, judged: tuple[Verdict, Case], output: Path) -> None:
     """Print what there is for a person."""
     say(result.transport.title)
     for lines in (list(_process_lines(result)), list(_problem_lines(result))):
@@ -214,11 +209,10 @@ def say_nodes(result: Gathered, output: Path) -> None:
         if len(lines) > _MAX_LINES:
             say(f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}")
     say(f"files: {output}/<{result.transport.noun}>/, {output / EXPLANATION}")
-    names = ((node, name) for node in result.nodes for name in node.files)
-    _say_verdict([(node.node, node.folder / name) for node, name in names if name.startswith("snapshot_")])
+    _say_verdict(judged)
 
 
-def nodes_as_json(result: Gathered, explanation: Explanation, output: Path, status: ExitCode) -> dict[str, Any]:
+def nodes_as_json(result: Gathered, verdict: Verdict, output: Path, status: ExitCode) -> dict[str, Any]:
     """Return the same for a program, as JSON values."""
     return {
         "exit_code": int(status),
@@ -233,19 +227,19 @@ def nodes_as_json(result: Gathered, explanation: Explanation, output: Path, stat
                 "files": list(node.files),
                 "processes": [
                     {
-                        "pid": seen.process.pid,
-                        "title": seen.process.title,
-                        "role": seen.process.role,
-                        "ranks": dict(seen.process.ranks),
-                        "states": [moment.state for moment in seen.in_order()] + [""] * seen.gone,
+                        "pid": samples[-1].pid,
+                        "title": samples[-1].title,
+                        "role": samples[-1].role,
+                        "ranks": dict(samples[-1].ranks),
+                        "states": [sample.state for sample in samples],
                     }
-                    for seen in node.processes
+                    for samples in node.processes
                 ],
                 "problems": [vars(problem) for problem in node.problems],
             }
             for node in result.nodes
         ],
-        "verdict": explanation.to_json(),
+        "verdict": msgspec.to_builtins(verdict),
     }
 
 
@@ -256,10 +250,12 @@ def _process_lines(result: Gathered) -> Iterator[str]:
     for node in result.nodes:
         if not node.processes:
             yield f"{node.node:<{width}}  {describe(node.status, 0)}"
-        for seen in node.processes:
-            process = seen.process
-            rank = " ".join(f"{name.upper()}{number}" for name, number in process.ranks.items()) or process.role
-            yield f"{node.node:<{width}}  {rank:<12} pid {process.pid:<8} {_doing(seen)}"
+        for samples in node.processes:
+            last = samples[-1]
+            rank = " ".join(f"{name.upper()}{number}" for name, number in last.ranks.items()) or last.role
+            # States and innermost frames of its main thread, each once.
+            doings = dict.fromkeys("  ".join(_place_of(sample)) for sample in samples)
+            yield f"{node.node:<{width}}  {rank:<12} pid {last.pid:<8} {'; '.join(doings)}"
 
 
 def _problem_lines(result: Gathered) -> Iterator[str]:
@@ -267,12 +263,3 @@ def _problem_lines(result: Gathered) -> Iterator[str]:
         yield f"{problem.what}: {problem.why}"
         if problem.next:
             yield f"  next: {problem.next}"
-
-
-def _doing(seen: SampledProcess) -> str:
-    """Return the states and innermost frames of a process's main thread at several looks, each once."""
-    doings = [
-        f"{moment.state or '-'}  {moment.frames[0] if moment.frames else moment.problem or 'no Python frame'}"
-        for moment in seen.in_order()
-    ]
-    return "; ".join(dict.fromkeys([*doings, *(["-  it has ended"] if seen.gone else [])]))

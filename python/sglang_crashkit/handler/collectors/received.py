@@ -298,6 +298,8 @@ class StepRecords(HeldMemory):
             rids={step.number: [one.rid for one in step.requests] for step in found.steps[-_LAST:]},
         )
         run.report(process).control = found.control
+        if not found.steps:
+            return Evidence("steps", "skipped", reason="it has run none yet")
         lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
         piece = write_piece("steps", run.folder.write_text, name, lines)
         piece.seconds = round(time.monotonic() - began, 3)

@@ -38,6 +38,7 @@ from sglang_crashkit.model.event import (
 )
 from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDumpError
 from sglang_crashkit.model.sample import Sample, parse_pyspy
+from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.sources.text import (
     cluster,
     crash_dumps,
@@ -777,7 +778,20 @@ def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
             node, side = places[number, key]
             if not node and len(serving) > 1 and (number, key) in serving and len(told) < len(serving):
                 node = key or reader.path.stem
-            yield msgspec.structs.replace(event, node=node, side=side) if node or side else event
+            clean = _clean(event)
+            yield msgspec.structs.replace(clean, node=node, side=side) if node or side else clean
+
+
+def _clean(event: AnyEvent) -> AnyEvent:
+    """Return an event without secrets: what is told of it may be cut, wrapped or put into a link."""
+    if isinstance(event, Raised):
+        chain = tuple(msgspec.structs.replace(error, text=redact_text(error.text)) for error in event.chain)
+        return msgspec.structs.replace(event, chain=chain, said=redact_text(event.said))
+    if isinstance(event, Arguments):
+        return msgspec.structs.replace(event, values=redact_json(event.values))
+    if text := getattr(event, "text", ""):
+        return msgspec.structs.replace(event, text=redact_text(text))
+    return event
 
 
 def _side_in(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.snapshot import parse
+from sglang_crashkit.model.snapshot import NodeSnapshot, parse
 
 MAX_BYTES = 64 << 20
 _HEAD = re.compile(rb'\s*\{\s*"schema_version": *\d+,\s*"host": .{1,300}?,\s*"time": *[\d.]+,\s*"processes":')
@@ -43,6 +43,11 @@ def stacks_of(data: bytes, host: str = "") -> Iterator[Stack]:
         snapshot = parse(data)
     except ValueError as error:
         raise SnapshotError(str(error)[:200]) from None
+    yield from stacks_in(snapshot, host)
+
+
+def stacks_in(snapshot: NodeSnapshot, host: str = "") -> Iterator[Stack]:
+    """Yield the stacks of a snapshot that is read already; see `stacks_of`."""
     for one in snapshot.processes:
         # One that had ended by then has no state.
         sample = replace(one, host=host or one.host, state=one.state or "X")

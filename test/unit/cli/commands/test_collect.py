@@ -60,7 +60,7 @@ def test_every_process_has_two_files_and_every_moment_a_snapshot(
     assert status == 0
     assert printed[0] == f"{TITLE} (pid {rank})"
     assert printed[1].startswith("    1-2 S  inner_function (")
-    assert printed[2].startswith("by the snapshots (unknown): ")
+    assert printed[2].startswith("by the snapshots (supported): TP0 stays below inner_function (")
     assert printed[3:6] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}", ""]
     assert "first    TP0" in printed
 
@@ -123,7 +123,11 @@ def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, capsys: 
     assert [Path(document["output_dir"], name).is_file() for name in (*document["snapshots"], *one["files"])] == (
         [True] * 3
     )
-    assert (document["exit_code"], document["verdict"]["named"]) == (0, [])
+    assert (document["exit_code"], document["verdict"]["class"], document["verdict"]["first"]) == (
+        0,
+        "rank_stuck",
+        "TP0",
+    )
 
 
 def test_a_stopped_process_is_captured_and_left_stopped(
@@ -141,8 +145,7 @@ def test_a_stopped_process_is_captured_and_left_stopped(
     (native,) = (tmp_path / "out").glob("cudagdb_*.txt")
     assert "# cuda-gdb: not run: the verdict is established without it\n" in native.read_text()
     assert "asked for" not in native.read_text()
-    verdict = f"{TITLE} (pid {process.pid}) is stopped (state T) until somebody sends SIGCONT."
-    assert f"by the snapshots (established): {verdict}\n" in printed
+    assert "by the snapshots (established): TP0 is stopped (state T, until somebody sends SIGCONT)" in printed
     assert "class    stopped_process: " in printed
     assert f"`kill -CONT {process.pid}` lets TP0 go on" in printed
 
