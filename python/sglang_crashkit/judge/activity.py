@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_crashkit.judge.finding import fill
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.sample import Frame, Sample, Thread, main_thread
 
@@ -65,30 +66,13 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
         return str(frame) if frame else ""
 
     @property
-    def call(self) -> tuple[str, str, str]:
-        """What is the same in ranks that are in the same call: operation, function and file of the caller."""
-        frame = self.place or self.leaf
-        return self.operation or self.kind, bare(frame.function) if frame else "", frame.file if frame else ""
-
-    @property
     def words(self) -> str:
         """What it does, as the predicate of a sentence."""
-        words = str(_kind(self.kind)["words"])
-        name = self.operation
-        if self.kind == "collective":
-            words = f"waits in {name}" if name else words
-        elif self.kind == "p2p":
-            words = f"waits in a {name or 'transfer'} between pipeline stages"
-        elif name and self.kind in ("driver", "gpu_sync", "gpu_launch"):
-            words += f" ({name})"
-        if self.backend:
-            words += f" of {self.backend}"
-        if self.detail:
-            words += f" ({self.detail})"
         purpose = next((row["words"] for row in _rows("purposes") if row["name"] == self.purpose), "")
-        if purpose and self.kind not in ("idle", "unknown"):
-            words += f" for {purpose}"
-        return f"{words} in {self.where}" if self.where else words
+        told = purpose if self.kind not in ("idle", "unknown") else ""
+        fields = {"operation": self.operation, "backend": self.backend, "detail": self.detail, "purpose": told}
+        template = _kind(self.kind)["words"] + "[ of {backend}][ ({detail})][ for {purpose}][ in {where}]"
+        return fill(template, {**fields, "where": self.where})[0]
 
 
 def _kind(kind: str) -> dict[str, Any]:
@@ -129,12 +113,9 @@ def activity_of(sample: Sample) -> Activity:
 
 
 def _of_threads(thread: Thread | None, native: Thread | None, sample: Sample) -> Activity:
-    return of_frames(
-        thread.frames[:_MAX_FRAMES] if thread else (),
-        native.frames[:_MAX_FRAMES] if native else (),
-        tuple(sample.kernels),
-        thread is not None and thread.owns_gil,
-    )
+    python = thread.frames[:_MAX_FRAMES] if thread else ()
+    mixed = native.frames[:_MAX_FRAMES] if native else ()
+    return of_frames(python, mixed, tuple(sample.kernels), thread is not None and thread.owns_gil)
 
 
 def frames_of(sample: Sample) -> tuple[Frame, ...]:
@@ -154,25 +135,16 @@ def _main(threads: Sequence[Thread], pid: int) -> Thread | None:
 
 def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
     """Return what the kernel's state of a process says by itself, None where it says nothing."""
-    if state == "T":
-        return Activity(kind="stopped", detail="state T, until somebody sends SIGCONT")
-    if state == "S" and _pattern("freezer").match(wchan):
-        return Activity(kind="stopped", detail="frozen by its cgroup, as a container that is paused")
-    if state == "t":
-        return Activity(kind="traced", detail=f"by process {tracer}" if tracer else "state t")
-    if state == "D":
-        return Activity(kind="disk_sleep", detail=f"state D in the kernel's {wchan}" if wchan else "state D")
-    if state and state in "ZX":
-        return Activity(kind="dead", detail=f"state {state}")
+    for row in _rows("states"):
+        if row["pattern"].match(f"{state} {wchan}"):
+            detail, _ = fill(row["detail"], {"state": state, "wchan": wchan, "tracer": tracer or None})
+            return Activity(kind=row["kind"], detail=detail)
     return None
 
 
 @functools.lru_cache(maxsize=8192)
 def of_frames(
-    frames: tuple[Frame, ...],
-    native: tuple[Frame, ...] = (),
-    kernels: tuple[str, ...] = (),
-    holds_gil: bool = False,
+    frames: tuple[Frame, ...], native: tuple[Frame, ...] = (), kernels: tuple[str, ...] = (), holds_gil: bool = False
 ) -> Activity:
     """Return what the frames of a thread say.
 
@@ -185,7 +157,8 @@ def of_frames(
     python = frames or tuple(one for one in native if _is_python(one))
     above = _native_head(native)
     head = _head(python)
-    by_native, by_python = _by_native(above), _by_python(python, head)
+    named = ((row, frame) for row in _rows("native") for frame in above if row["function"].search(frame.function))
+    by_native, by_python = next(named, None), _by_python(python, head)
     row: dict[str, Any] = {}
     leaf = next(iter(python or above), None)
     waits_for_ranks = by_python is not None and by_python[0]["kind"] in ("collective", "p2p", "store")
@@ -201,26 +174,22 @@ def of_frames(
     if kind in ("", "lock", "socket", "sleep", "file") and _is_idle(python):
         kind = "idle"
     elif not kind:
-        kind = _by_gil(leaf, holds_gil) if leaf is not None else "unknown"
+        # A tensor's `.item()` or `nonzero()` has no frame of Python's: the innermost one is that of its caller.
+        name, file = (bare(leaf.function), leaf.file) if leaf is not None else ("", "")
+        on_gpu = not holds_gil and (_pattern("gpu_files").search(file) or _pattern("gpu_functions").match(name))
+        kind = "unknown" if leaf is None else "gpu_sync" if on_gpu else "own"
     operation, backend = "", str(row.get("backend", ""))
     if kind in ("collective", "store"):
         operation = next((found[1] for one in head if (found := _pattern("operation").match(bare(one.function)))), "")
-        if not backend and leaf is not None and "nccl" in f"{leaf.file} {leaf.function}".lower():
-            backend = "NCCL"
     elif kind == "p2p":
         operation = _direction(python)
     elif kind in ("driver", "gpu_sync", "gpu_launch") and leaf is not None:
         operation = leaf.function
     if kind in ("gpu_sync", "gpu_launch", "own") and kernels and all("nccl" in name.lower() for name in kernels):
         kind, backend, operation = "collective", "NCCL", ""
+    place, purpose, detail = _place(python), _purpose(python), ", ".join(dict.fromkeys(kernels))[:120]
     return Activity(
-        kind=kind,
-        operation=operation,
-        backend=backend,
-        leaf=leaf,
-        place=_place(python),
-        purpose=_purpose(python),
-        detail=", ".join(dict.fromkeys(kernels))[:120],
+        kind=kind, operation=operation, backend=backend, leaf=leaf, place=place, purpose=purpose, detail=detail
     )
 
 
@@ -261,17 +230,8 @@ def _place(frames: Sequence[Frame]) -> Frame | None:
 
 
 def _matches(row: dict[str, Any], frame: Frame) -> bool:
-    file, function = row.get("file"), row.get("function")
-    return (file is None or file.search(frame.file) is not None) and (
-        function is None or function.search(bare(frame.function)) is not None
-    )
-
-
-def _by_native(above: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
-    for row in _rows("native"):
-        if found := next((frame for frame in above if row["function"].search(frame.function)), None):
-            return row, found
-    return None
+    texts = {"file": frame.file, "function": bare(frame.function)}
+    return all(row[column].search(text) for column, text in texts.items() if column in row)
 
 
 def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str, Any], Frame] | None:
@@ -291,12 +251,8 @@ def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str
 
 
 def _purpose(frames: Sequence[Frame]) -> str:
-    for frame in frames:
-        if is_own(frame):
-            for row in _rows("purposes"):
-                if _matches(row, frame):
-                    return str(row["name"])
-    return ""
+    own = [frame for frame in frames if is_own(frame)]
+    return next((str(row["name"]) for frame in own for row in _rows("purposes") if _matches(row, frame)), "")
 
 
 def _is_idle(frames: Sequence[Frame]) -> bool:
@@ -309,20 +265,9 @@ def _is_idle(frames: Sequence[Frame]) -> bool:
     return _pattern("serving").search(caller.file) is not None
 
 
-def _by_gil(leaf: Frame, holds_gil: bool) -> str:
-    # A tensor's `.item()` or `nonzero()` has no frame of Python's: the innermost one is that of its caller.
-    on_gpu = _pattern("gpu_files").search(leaf.file) or _pattern("gpu_functions").match(bare(leaf.function))
-    return "gpu_sync" if on_gpu and not holds_gil else "own"
-
-
 def _direction(frames: Sequence[Frame]) -> str:
-    for frame in frames[:8]:
-        name = bare(frame.function)
-        if "point_to_point" in name or "send_recv" in name:
-            continue
-        if found := re.search(r"(?:^|_)i?(send|recv)(?:_|$)", name):
-            return found[1]
-    return ""
+    names = [name for one in frames[:8] if not re.search("point_to_point|send_recv", name := bare(one.function))]
+    return next((found[1] for name in names if (found := re.search(r"(?:^|_)i?(send|recv)(?:_|$)", name))), "")
 
 
 def innermost(frames: Sequence[Frame]) -> Frame | None:
@@ -333,10 +278,7 @@ def innermost(frames: Sequence[Frame]) -> Frame | None:
 
 def role_by(frames: Sequence[Frame]) -> str:
     """Return which process of SGLang's has such a main thread: ``scheduler``, ``tokenizer`` …; empty where none is."""
-    for row in _rows("roles"):
-        if any(_matches(row, frame) for frame in frames):
-            return str(row["role"])
-    return ""
+    return next((str(row["role"]) for row in _rows("roles") if any(_matches(row, one) for one in frames)), "")
 
 
 def front_work(frames: Sequence[Frame]) -> tuple[str, str]:

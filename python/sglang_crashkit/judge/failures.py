@@ -17,6 +17,7 @@ import msgspec
 from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
 from sglang_crashkit.judge.finding import TELLING, Finding, fill_steps, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
+from sglang_crashkit.judge.topology import name_nodes, topology_of
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import (
     AnyEvent,
@@ -93,8 +94,11 @@ class _Family(msgspec.Struct, kw_only=True):
             return None
         if not self.words:
             return {}
-        found = re.search(self.words, text)
-        return None if found is None else {name: value for name, value in found.groupdict().items() if value}
+        if (found := re.search(self.words, text)) is None:
+            return None
+        named = {name: value for name, value in found.groupdict().items() if value}
+        # Another than the one that speaks.
+        return {**named, "who": f"TP{named['rank']}"} if "rank" in named else named
 
     def kind_at(self, is_started: bool) -> str:
         """Return the class, which may be another one before the server is ready."""
@@ -164,6 +168,10 @@ class _Failures:
         sure = (one for one in found if one.weight >= 50 and not one.is_consequence)
         first = min((one for one in sure if re.search(r"\d", one.who or "")), key=lambda one: one.where, default=None)
         named = {one.who for one in found if one.weight >= 41}
+        layout, arguments = topology_of(self._case), self._case.arguments
+        is_aiter = any("aiter" in one.text for one in self._case.events if isinstance(one, Line))
+        on = [name for name in _known("suspects") if is_switched_on(name, arguments)]
+        suspect = on[0] if on else "aiter" if is_aiter else "gpu"
         for one in found:
             if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
                 # What itself only follows from another failure explains an exit status, and no signal.
@@ -178,12 +186,10 @@ class _Failures:
                 # The fact is the GPU's or the library's; who noticed it is another one's word.
                 one.who, one.level = first.who, "supported"
             if one.kind == "cuda_fault" and one.component in _NOTICED:
-                one.component = self._suspect
-                if way := way_out(one.component, self._case.arguments, is_seen=False):
+                one.component = suspect
+                if way := way_out(one.component, arguments, is_seen=False):
                     others = [step for step in one.next if not step.startswith("the scheduler part")]
                     one.next = [*steps_of("suspect", part=one.component, way=way), *others]
-            if one.kind in ("kv_pool_leak", "kv_pool_exhausted") and one.component in _NOTICED:
-                one.component = "kv_pool"
             if one.kind == "gpu_oom_at_start" and any("create_weights" in step for step in one.because):
                 one.component = "model_loader"
             one.component = one.component or _known("usual_part").get(one.kind)
@@ -191,34 +197,16 @@ class _Failures:
                 one.level = "supported"
             if one.is_consequence and one.kind in _known("told_by_the_left"):
                 one.who = None
-            if one.kind == "connection_lost":
-                self._name_the_other_node(one)
+            if one.kind == "connection_lost" and layout.nodes > 1:
+                told = {server.values.get("node_rank") for server in self._case.servers}
+                unseen = [node for node in layout.unseen_nodes if node not in told]
+                names = name_nodes(unseen)
+                one.who = names if len(unseen) == 1 else None
+                one.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {one.headline}"
+                one.next[:0] = steps_of("other_node", nodes=names)
             # What is cut off before it says anything explains nothing that another says.
             one.is_consequence |= one.weight == _CUT_OFF and any(other.weight > TELLING for other in found)
             yield one
-
-    @functools.cached_property
-    def _host_part(self) -> str | None:
-        said = (one.text for one in self._case.events if isinstance(one, Line) and "host memory" in one.text)
-        return next((part for text in said if is_telling(part := component_of(words=text))), None)
-
-    @functools.cached_property
-    def _suspect(self) -> str:
-        on = [name for name in _known("suspects") if is_switched_on(name, self._case.arguments)]
-        if not on and any("aiter" in one.text for one in self._case.events if isinstance(one, Line)):
-            return "aiter"
-        return on[0] if on else "gpu"
-
-    def _name_the_other_node(self, finding: Finding) -> None:
-        nodes = self._case.arguments.get("nnodes")
-        if not isinstance(nodes, int) or nodes < 2:
-            return
-        seen = {one.values.get("node_rank") for one in self._case.servers if one.values}
-        unseen = sorted({*range(nodes)} - seen)
-        names = ", ".join(f"node {number}" for number in unseen)
-        finding.who = names if len(unseen) == 1 else None
-        finding.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {finding.headline}"
-        finding.next[:0] = steps_of("other_node", nodes=names)
 
     def _found(self) -> Iterator[Finding]:
         for event in self._case.events:
@@ -240,14 +228,12 @@ class _Failures:
             yield found
 
     def _of(self, event: AnyEvent) -> Iterator[Finding]:
+        levels = ("error", "critical") if self._case.is_started else ("error", "critical", "warning")
         match event:
             case Raised():
                 yield from self._raised(event)
-            case Line() if event.level in ("error", "critical"):
+            case Line() if event.level in levels:
                 yield from self.line(event, is_started=self._is_started(event))
-            case Line() if event.level == "warning" and not self._case.is_started:
-                # What a start warned of may be why it failed, where nothing else tells.
-                yield from self.line(event, is_started=self._is_started(event), most=37)
             case Kernel():
                 yield from self._kernel(event)
             case Exit():
@@ -276,13 +262,19 @@ class _Failures:
             yield finding_of("asked_to_stop", event.place, [_quoted(event, "KeyboardInterrupt")], by="Ctrl-C")
             return
         chain = chain or [one for one in event.chain if one.type == "SystemExit" and one.text != "0"]
-        if not chain or self._is_outlived(event) or (event.is_cut and self._has_twin(event)):
+        # Another process may have raised the same, and its traceback is whole.
+        likeness = event.error.type, event.error.frames[:1]
+        whole = [(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut]
+        has_twin = event.is_cut and event.error.frames and likeness in whole
+        if not chain or self._is_outlived(event) or has_twin:
             return
         frames = [frame for error in chain for frame in error.frames]
         own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames[:_NEAR])
-        is_client = any(_pattern("client").search(frame.file) for frame in frames) or (
-            not own and _is_script(event.chain[0].frames)
-        )
+        # A program of somebody's own is where it begins, and nowhere is SGLang or a thread.
+        called = event.chain[0].frames
+        is_script = bool(called) and called[-1].function == "<module>" and "-packages/" not in called[-1].file
+        is_script = is_script and not any("sglang" in frame.file or "ray/" in frame.file for frame in called)
+        is_client = (is_script and not own) or any(_pattern("client").search(frame.file) for frame in frames)
         if (self._work or self._case.is_started) and not event.who and is_client:
             return  # a client of the server, which prints into the same evidence
         role = _role(event.who, frames)
@@ -290,7 +282,7 @@ class _Failures:
         is_of_request = any(_pattern("of_request").search(frame.file) for frame in frames)
         if role == "tokenizer" and is_started and self._case.watched is None and is_of_request:
             kind, text = chain[0].type, chain[0].text.strip()
-            because = [_quoted(event, f"{kind}: {text[:_MAX_QUOTE]}")]
+            because = [_quoted(event, f"{kind}: {text}")]
             yield finding_of("request_failed", because=because, error=f"{kind}: {text[:120]}")
             return
         # The one that came first tells most; a row may know the one that arrived.
@@ -302,9 +294,7 @@ class _Failures:
                 return
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]
         # Without arguments or a frame of SGLang's it may be the start of any program.
-        is_ours = (
-            bool(self._starts) or not frames or any("sglang" in frame.file or "srt/" in frame.file for frame in frames)
-        )
+        is_ours = bool(self._starts) or not frames or any("sglang" in one.file or "srt/" in one.file for one in frames)
         kind = "startup_failed" if is_ours and not is_started else "exception_in_sglang" if own else "exception"
         if event.thread and not event.who and "Main" not in event.thread and is_started:
             kind = "thread_died"
@@ -312,11 +302,6 @@ class _Failures:
         is_telling_itself = error.text.strip() or (error.type == "AssertionError" and own)
         row = _Family(kind=kind, weight=50 if is_telling_itself else 38)
         yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
-
-    def _has_twin(self, event: Raised) -> bool:
-        """Return whether another process raised the same, and its traceback is whole."""
-        same = [(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut]
-        return bool(event.error.frames) and (event.error.type, event.error.frames[:1]) in same
 
     def _family(
         self, error: Error | None, text: str, frames: Sequence[Frame], *, is_started: bool, role: str
@@ -351,14 +336,13 @@ class _Failures:
         part = part or component_of(words=error.text, arguments=arguments)
         if kind == "startup_version" and part == "http":
             part = None  # the launcher imports everything
-        who = _rank_in(named) or event.who
+        who = named.get("who") or event.who
         # Before it is ready, a program that has the tokenizer's functions is the server's own.
         if not who and (role != "tokenizer" or is_started):
             known = role if role != "scheduler" or not self._case.schedulers else ""
-            who = known or self._side(event, part) or _only(self._case, event)
-            who = who or " on ".join(
-                filter(None, ("" if event.is_cut and role == "scheduler" else role, named.get("gpu")))
-            )
+            who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
+            likely = "" if event.is_cut and role == "scheduler" else role
+            who = who or " on ".join(filter(None, (likely, named.get("gpu"))))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         text, name = _first_line(error.text), error.type.rpartition(".")[2]
         if not name:
@@ -380,10 +364,6 @@ class _Failures:
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
-
-    def _side(self, event: AnyEvent, part: str | None) -> str:
-        """Return the server of a pair that speaks of a part that both have."""
-        return event.side if part in _known("of_a_pair") else ""
 
     def _is_outlived(self, event: AnyEvent) -> bool:
         """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
@@ -419,8 +399,10 @@ class _Failures:
 
     # -- lines
 
-    def line(self, event: Line, *, is_started: bool, most: int = 100) -> Iterator[Finding]:
+    def line(self, event: Line, *, is_started: bool) -> Iterator[Finding]:
         """Yield what a line tells in a phase."""
+        # What a start warned of may be why it failed, where nothing else tells.
+        most = 37 if event.level == "warning" else 100
         is_passing = most == 100 and event.count < _MANY and not _pattern("serious").search(event.text)
         is_harmless = is_passing and _pattern("harmless").search(event.text)
         because = [_quoted(event, event.text)]
@@ -437,23 +419,21 @@ class _Failures:
         row, named = found
         kind = row.kind_at(is_started)
         part = component_of(words=event.text, arguments=self._case.arguments)
-        who = (
-            _rank_in(named)
-            or row.who_is
-            or event.who
-            or ("router" if _pattern("router_line").search(event.text) else "")
-        )
-        if not who and (raised := self._raised_next(event)):
+        by_words = "router" if _pattern("router_line").search(event.text) else ""
+        who = named.get("who") or row.who_is or event.who or by_words
+        place = bisect.bisect_left(self._raises, event.place, key=lambda one: one.place)
+        following = [one for one in self._raises[place : place + 1] if one.at - event.at <= _NEXT_S]
+        if not who and following:
             # What a library prints without a name is told by what the process that called it raises.
-            who = raised.who
-            frames = [frame for error in raised.chain for frame in error.frames]
+            who = following[0].who
+            frames = [frame for error in following[0].chain for frame in error.frames]
             part = part or component_of(frames, arguments=self._case.arguments)
         part = row.part_of(part)
-        if kind == "peer_lost":
-            who = next(
-                (side for side in ("prefill", "decode") if side in event.text.lower() and side != event.side), who
-            )
-        who = who or self._side(event, part) or (_only(self._case, event) if kind in _known("of_a_rank") else "")
+        others = [one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side]
+        if kind == "peer_lost" and others:
+            who = others[0]
+        side = event.side if part in _known("of_a_pair") else ""
+        who = who or side or (_only(self._case, event) if kind in _known("of_a_rank") else "")
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part, restart=row.restart_at(is_started),
             side=event.side, text=text, steps=_steps(row, named, event.text),
@@ -461,82 +441,51 @@ class _Failures:
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
 
-    def _raised_next(self, event: Line) -> Raised | None:
-        """Return the exception that a process had right after a line."""
-        place = bisect.bisect_left(self._raises, event.place, key=lambda one: one.place)
-        first = self._raises[place] if place < len(self._raises) else None
-        return first if first and first.at - event.at <= _NEXT_S else None
-
     # -- the kernel, ends, containers
 
     def _kernel(self, event: Kernel) -> Iterator[Finding]:
-        kernel, text, facts = self._case.kernel, event.text, event.facts
-        is_ours = not event.name or bool(_pattern("ours").match(event.name)) or any(
-            event.pid and event.pid == one.pid for one in self._case.processes.values()
-        )  # fmt: skip
-        said: dict[str, Any] = {"because": [_quoted(event, text)], "text": text[:_MAX_QUOTE]}
-        who = self._named(event.pid)
-        if event.kind in ("oom_kill", "segfault", "trap") and not self._is_known(event) and self._is_well(event):
+        events, facts = self._case.events, event.facts
+        told = f"{event.kind} {event.number} {event.text}"
+        row = next((one for one in rows("failures", "kernel") if one["pattern"].search(told)), None)
+        is_known = bool(self._names(event.pid))
+        harm = self._raises or self._exits or any(isinstance(one, Line) and one.level == "critical" for one in events)
+        is_well = self._is_outlived(event) or (bool(self._work) and not harm and not event.at)
+        is_ours = is_known or not event.name or _pattern("ours").match(event.name)
+        if row is None or not is_ours or (row.get("well") and is_well and (not is_known or event.kind == "hung_task")):
             return
-        if event.kind == "oom_kill" and not event.pid and any(one.pid for one in kernel if one.kind == "oom_kill"):
+        pids = {one.pid for one in self._case.kernel if one.kind == event.kind and one.pid}
+        if event.kind == "oom_kill" and not event.pid and pids:
             # The kernel says in a later line of the same kill which process it chose.
             return
-        if event.kind == "oom_kill" and is_ours:
-            is_cgroup = "emory cgroup" in text or "MEMCG" in text
-            size = f", {int(facts['anon_kb']) >> 20} GiB of its own" if "anon_kb" in facts else ""
-            who = event.who or who or (f"pid {event.pid}" if event.pid else None)
-            stages = [one.name for one in self._case.events if isinstance(one, Stage) and not self._case.is_started]
-            yield finding_of(
-                "oom_kill", **said, level="established" if facts.get("is_first", True) else "supported", who=who,
-                component="model_loader" if "weights" in stages[-2:] else "cgroup" if is_cgroup else self._host_part,
-                victim=who or event.name, pid=f"{event.pid}{size}" if event.pid else None,
-                limit="its memory cgroup's limit" if is_cgroup else "the host's memory", steps=self._memory_steps(),
-            )  # fmt: skip
-        elif event.kind == "xid" and event.number not in _known("xid_follows") and is_ours:
-            is_program = event.number in _known("xid_of_program")
-            last = max((one.last_at for one in self._work), default=0.0)
-            if is_program and not self._is_known(event) and event.at and last - event.at > _ANY_ZONE_S:
-                return  # another program's, or that of an earlier server
-            gpu = str(facts.get("gpu", ""))
-            yield finding_of(
-                "xid_of_program" if is_program else "xid", **said, who=event.who or who or self._rank_of(gpu),
-                number=event.number, gpu=gpu, fault=_known("xids").get(event.number),
-            )  # fmt: skip
-        elif event.kind in ("amdgpu", "nvlink", "gpu_lost", "mce", "pcie"):
-            is_fault = event.kind == "amdgpu" and ("page fault" in text or "PROTECTION_FAULT" in text)
-            if event.pid and not is_fault:
-                return  # which process the line before speaks of
-            pids = {one.pid for one in kernel if one.kind == event.kind and one.pid}
-            pid = event.pid or (pids.pop() if len(pids) == 1 else 0)
-            who = self._named(pid) or (f"pid {pid}" if pid else None)
-            yield finding_of("gpu_in_kernel_log", **said, kind="cuda_fault" if is_fault else None, who=who)
-        elif event.kind in ("segfault", "trap") and is_ours:
-            library = str(facts.get("library") or "")
-            yield finding_of(
-                event.kind, **said, who=who, component=component_of(words=library), victim=who or event.name,
-                pid=event.pid, library=library,
-            )  # fmt: skip
-        elif event.kind in ("disk", "net") or (event.kind == "hung_task" and is_ours):
-            is_disk = event.kind == "hung_task" and any(one.kind == "disk" for one in kernel)
-            if not self._is_well(event):
-                yield finding_of("disk" if is_disk else event.kind, **said, who=who)
+        last = max((one.last_at for one in self._work), default=0.0)
+        if row["row"] == "xid_of_program" and not is_known and event.at and last - event.at > _ANY_ZONE_S:
+            return  # another program's, or that of an earlier server
+        by_pid = bool(row.get("by_pid"))
+        pid = event.pid or (pids.pop() if by_pid and len(pids) == 1 else 0)
+        gpu, library = str(facts.get("gpu", "")), str(facts.get("library") or "")
+        who = event.who or self._named(pid) or self._rank_of(gpu) or (f"pid {pid}" if by_pid and pid else None)
+        stages = [one.name for one in events if isinstance(one, Stage) and not self._case.is_started]
+        said = [one.text for one in events if isinstance(one, Line) and "host memory" in one.text]
+        parts = (component_of(words=one) for one in said if row["row"] == "oom_kill")
+        part = component_of(words=library) or next(filter(is_telling, parts), None)
+        if event.kind == "oom_kill" and "weights" in stages[-2:]:
+            part = "model_loader"
+        size = f", {int(facts['anon_kb']) >> 20} GiB of its own" if "anon_kb" in facts else ""
+        is_disk = event.kind == "hung_task" and any(one.kind == "disk" for one in self._case.kernel)
+        yield finding_of(
+            "disk" if is_disk else row["row"], because=[_quoted(event, event.text)], text=event.text[:_MAX_QUOTE],
+            who=who, victim=who or event.name, library=library, steps=self._memory_steps(),
+            level=None if facts.get("is_first", True) else "supported", pid=f"{pid}{size}" if pid else None,
+            component=part, number=event.number, gpu=gpu, fault=_known("xids").get(event.number),
+        )  # fmt: skip
 
-    def _is_known(self, event: Kernel) -> bool:
-        told = any(f"pid={event.pid}" in one.text or f"pid {event.pid}" in one.text for one in self._exits)
-        return bool(event.pid) and (told or self._named(event.pid) is not None)
-
-    def _is_well(self, event: AnyEvent) -> bool:
-        """Return whether the server shows no harm from an event of unknown time that names none of its processes."""
-        harm = any(isinstance(one, Raised | Exit) or (isinstance(one, Line) and one.level == "critical")
-                   for one in self._case.events)  # fmt: skip
-        return self._is_outlived(event) or (bool(self._work) and not harm and not event.at)
+    def _names(self, pid: int) -> list[str]:
+        """Return the names of the processes that have a pid, by their own facts and by what is said of their ends."""
+        known = [one.who for one in self._case.processes.values() if pid and one.pid == pid]
+        return known + [one.who for one in self._exits if pid and re.search(rf"\bpid[= ]{pid}\b", one.text)]
 
     def _named(self, pid: int) -> str | None:
-        if not pid:
-            return None
-        known = next((one.who for one in self._case.processes.values() if one.pid == pid and one.who), None)
-        told = (one.who for one in self._exits if one.who and re.search(rf"\bpid[= ]{pid}\b", one.text))
-        return known or next(told, None)
+        return next(filter(None, self._names(pid)), None)
 
     def _rank_of(self, bus: str) -> str | None:
         """Return the rank on a GPU, where the order of the GPUs tells it."""
@@ -549,12 +498,9 @@ class _Failures:
         return f"TP{index}" if index is not None and fits else None
 
     def _memory_steps(self) -> list[str]:
-        return [
-            step
-            for name in ("hicache_size", "hicache_ratio", "cpu_offload_gb")
-            if (value := self._case.arguments.get(name))
-            for step in steps_of("memory", option=name.replace("_", "-"), value=value)
-        ]
+        names = ("hicache_size", "hicache_ratio", "cpu_offload_gb")
+        on = [(name.replace("_", "-"), self._case.arguments.get(name)) for name in names]
+        return [step for option, value in on if value for step in steps_of("memory", option=option, value=value)]
 
     def _exit(self, event: Exit) -> Iterator[Finding]:
         seen = self._case.watched
@@ -583,32 +529,21 @@ class _Failures:
         return f"TP{ranks.pop()}" if len(ranks) == 1 else ""
 
     def _container(self, event: Container) -> Iterator[Finding]:
-        def found(row: str, note: str = "", **values: Any) -> Finding:
+        told = f"{event.reason}/{event.state}/{event.code}"
+        for row in rows("failures", "containers"):
+            notes = reversed(event.notes) if row.get("family") else event.notes
+            note = next((one for one in notes if "note" in row and row["note"].search(one)), "")
+            if not row["pattern"].search(told) or ("note" in row and not note):
+                continue
             because = f"{event.source}: {event.name}: {event.reason or event.state} (exit code {event.code})"
-            return finding_of(row, because=[because, note] if note else [because], name=event.name, **values)
-
-        def note(words: str) -> str:
-            return next((one for one in event.notes if re.search(words, one)), "")
-
-        if "OOMKilled" in (event.reason, event.state):
-            yield found("container_oom", restarts=event.restarts, steps=self._memory_steps())
-        elif event.reason == "Evicted":
-            why = note("low on resource|exceed")
-            kind = "host_oom" if "memory" in why else "disk_full" if re.search("storage|disk|inode", why) else ""
-            yield found("evicted", why, kind=kind, why=why)
-        elif event.code == 137:
-            probe = note("probe failed|Killing")
-            yield found("container_killed", probe, probe=probe[:100])
-        elif failed := [one for one in event.notes if one.startswith("Failed")]:
-            row = self._family(None, failed[-1], (), is_started=False, role="")
-            family = row[0] if row else _Family(kind="", steps=steps_of("describe_pod"))
-            yield found("container_failed", failed[-1], kind=family.kind, component=family.part, why=failed[-1],
-                        steps=family.steps)  # fmt: skip
-        elif event.state in _known("not_running"):
-            kind = "startup_failed" if "Image" in event.state else ""
-            yield found("not_running", kind=kind, state=event.state, restarts=event.restarts or None)
-        elif event.code is None and (probe := note("iveness probe failed")):
-            yield found("probe_failed", probe, probe=probe[:140])
+            found = self._family(None, note, (), is_started=False, role="") if row.get("family") else None
+            family = found[0] if found else _Family(kind=row.get("kind", ""))
+            yield finding_of(
+                row["row"], because=[because, note] if note else [because], name=event.name, kind=family.kind,
+                component=family.part, state=event.state, restarts=event.restarts or None, note=note,
+                probe=note[:140], steps=family.steps, is_known=bool(found), memory_steps=self._memory_steps(),
+            )  # fmt: skip
+            return
 
     def _fatal(self, event: Stack) -> Iterator[Finding]:
         words = _known("fatal_words")
@@ -653,15 +588,8 @@ def _role(who: str, frames: Sequence[Frame]) -> str:
         return "scheduler"
     # A process of any role may import a module.
     places = [f"{frame.function} ({frame.file})" for frame in reversed(frames) if frame.function != "<module>"]
-    return next(
-        (row["role"] for row in rows("failures", "roles") for place in places if row["pattern"].search(place)), ""
-    )
-
-
-def _is_script(frames: Sequence[Frame]) -> bool:
-    """Return whether an exception came through a program of somebody's own, and nowhere through SGLang or a thread."""
-    is_whole = bool(frames) and frames[-1].function == "<module>" and "-packages/" not in frames[-1].file
-    return is_whole and not any("sglang" in frame.file or "ray/" in frame.file for frame in frames)
+    found = (row["role"] for row in rows("failures", "roles") for place in places if row["pattern"].search(place))
+    return next(found, "")
 
 
 def _only(case: Case, event: AnyEvent) -> str:
@@ -678,11 +606,6 @@ def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
     """Return a row's steps with what its pattern named, and the options that a message names itself."""
     options = [] if row.follows else list(dict.fromkeys(_pattern("option").findall(text[:_MAX_TEXT])))[:4]
     return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
-
-
-def _rank_in(named: dict[str, str]) -> str:
-    """Return the one that a row's pattern names, which is another than the one that speaks."""
-    return f"TP{named['rank']}" if "rank" in named else ""
 
 
 def _quoted(event: AnyEvent, text: str) -> str:

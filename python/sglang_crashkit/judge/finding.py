@@ -82,7 +82,7 @@ def finding_of(
     form = _tables().findings[row]
     given = {key: value for key, value in values.items() if value and key in Finding.__struct_fields__}
     fields = {**values, "who": form.who, "component": form.component, **given}
-    given |= {"headline": _fill(form.headline, fields)[0][:most], "next": [*fill_steps(form.next, fields)]}
+    given |= {"headline": fill(form.headline, fields)[0][:most], "next": [*fill_steps(form.next, fields)]}
     return msgspec.structs.replace(form, where=where, because=[*because], **given)
 
 
@@ -99,22 +99,22 @@ def fill_steps(templates: Iterable[str], values: Mapping[str, Any]) -> Iterator[
             continue
         words = template[condition.end() :] if condition else template
         only = _ONLY.fullmatch(words)
-        text, is_whole = _fill(words, values)
+        text, is_whole = fill(words, values)
         if only and isinstance(values.get(only[1]), list):
             yield from values[only[1]]
         elif is_whole:
             yield text
 
 
-def _fill(template: str, values: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the text of a template, and whether it has something for each field."""
+def fill(template: str, values: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the text of a template of ``findings.yaml``, and whether it has something for each field."""
     is_whole = True
 
     def part(match: re.Match[str]) -> str:
         nonlocal is_whole
         if match[1]:
             words, _, other = match[1].partition("||")
-            text, is_there = _fill(words, values)
+            text, is_there = fill(words, values)
             return (text if is_there else other) if "{" in words else match[0]
         value = values.get(match[2])
         text = "" if value is None or value is False else str(value)

@@ -20,10 +20,9 @@ from typing import Any
 
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.topology import short_name
-from sglang_crashkit.model.case import Case, Process
+from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Line, Raised
 from sglang_crashkit.model.sample import Frame
-from sglang_crashkit.model.verdict import KnownIssue
 
 #: Of a text that is compared: an exception may quote a whole configuration.
 _MAX_TEXT = 2000
@@ -45,10 +44,17 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
     ]
     told = (event for event in case.events if isinstance(event, Line) and event.level not in ("debug", "info"))
     lines = [line.text[:_MAX_TEXT] for line in told]
-    # Of thousands of ranks most stand in the same places.
+    # Of thousands of ranks most stand in the same places: those of a stack that several have are made once.
     known: dict[int, frozenset[str]] = {}
-    stood = [(short_name(one), places) for one in case.processes.values() if (places := _stood(one, known))]
-    stacks = {places for name, places in stood if name == who} or {places for _name, places in stood}
+    stood: dict[str | None, set[frozenset[str]]] = {}
+    for process in case.processes.values():
+        threads = [one for stack in process.stacks for one in (*stack.sample.threads, *stack.sample.native)]
+        for thread in threads:
+            if id(thread.frames) not in known:
+                known[id(thread.frames)] = frozenset(map(_place, thread.frames))
+        if places := frozenset[str]().union(*(known[id(thread.frames)] for thread in threads)):
+            stood.setdefault(short_name(process), set()).add(places)
+    stacks = stood.get(who) or {places for some in stood.values() for places in some}
     is_alone = str(case.arguments.get("nnodes") or 1) == "1"
     arguments = list(_options(case.arguments))
     release = _release_parts(case.release)
@@ -83,21 +89,6 @@ def _are_in(patterns: Iterable[str], texts: Collection[str]) -> bool:
 def _release_parts(release: str) -> tuple[int, ...]:
     """Return the numbers of a release, which order it among others; empty where it is not known."""
     return tuple(int(number) for number in re.findall(r"\d+", release.partition("+")[0]))
-
-
-def _stood(process: Process, known: dict[int, frozenset[str]]) -> frozenset[str]:
-    """Return the places in the stacks of a process; those of a stack that several have are made once."""
-    samples = [stack.sample for stack in process.stacks]
-    stacks = [thread.frames for one in samples for thread in (*one.threads, *one.native)]
-    for frames in stacks:
-        if id(frames) not in known:
-            known[id(frames)] = frozenset(map(_place, frames))
-    return frozenset().union(*(known[id(frames)] for frames in stacks))
-
-
-def named(entry: dict[str, Any]) -> KnownIssue:
-    """Return an entry as a verdict names it."""
-    return KnownIssue(**{name: entry[name] for name in ("issue", "title", "fixed_in", "workaround")})
 
 
 def _place(frame: Frame) -> str:

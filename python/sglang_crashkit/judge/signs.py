@@ -26,7 +26,6 @@ _LATE = 40.0
 #: So many transfers may be under way at any time.
 _FEW_TRANSFERS = 8
 _HALF_HOUR = 1800.0
-_SLOW_SHARD = 30.0
 OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
 _rows, _pattern = functools.partial(rows, "signs"), functools.partial(pattern, "signs")
 
@@ -49,13 +48,14 @@ class Signs(msgspec.Struct, kw_only=True):
 
     Attributes:
         found: the signs.
+        where: the place of the first that says that something hangs, None without one.
         last_batch: when the last batch ran, 0.0 where none was seen or it has no time.
         last_answer: when the last request or health check was answered.
         is_hang: somebody waited too long, and it did not go on after that.
         is_alive: batches, answers or health checks go on to the end of the evidence.
         stands_for: seconds for which requests have been under way and none has gone on; 0.0 where they do.
         was_ended: a watchdog or a time limit ended a process.
-        is_slow_load: the weights come slowly.
+        batch: what the last batch was, and of which rank; empty without one.
         last_word: what a server that stands still said last, or was asked for, after its last batch; empty where that
             is not known.
         part: the component that this speaks of.
@@ -63,21 +63,17 @@ class Signs(msgspec.Struct, kw_only=True):
     """
 
     found: list[Sign]
+    where: Place | None = None
     last_batch: float = 0.0
     last_answer: float = 0.0
     is_hang: bool = False
     is_alive: bool = False
     stands_for: float = 0.0
     was_ended: bool = False
-    is_slow_load: bool = False
+    batch: str = ""
     last_word: str = ""
     part: str | None = None
     told: list[str] = []
-
-    @property
-    def where(self) -> Place | None:
-        """The place of the first sign of a hang, None without one."""
-        return next((one.event.place for one in self.found if one.is_of_hang), None)
 
     def all(self, *names: str) -> list[Sign]:
         """Return the signs with these names."""
@@ -96,13 +92,18 @@ def read(case: Case) -> Signs:
     for process in case.processes.values():
         batches += [one.place for one in process.lines if _pattern("batch").match(one.text)]
         for one in process.progress:
+            place = one.last_at or one.at, one.last_order
             if one.kind in ("prefill", "decode"):
-                batches.append((one.last_at or one.at, one.last_order))
+                if place > max(batches):
+                    who = f" of {topology.short_name(process)}" if process.ranks else ""
+                    signs.batch = f"a {one.kind} batch{who} ({one.running} running, {one.queued} queued)"
+                batches.append(place)
             elif one.kind in ("answer", "refused") or (one.kind == "health" and one.status < 400):
-                answers.append((one.last_at or one.at, one.last_order))
+                answers.append(place)
     good = max(*batches, *answers, (case.ready_at or 0.0, 0))
     signs.last_batch, signs.last_answer = max(batches)[0], max(answers)[0]
     hang = [one for one in found if one.is_of_hang]
+    signs.where = next((one.event.place for one in hang), None)
     ended = [one for one in hang if one.is_ending and not _is_soft(one)]
     last = max((_last_at(one.event) for one in hang), default=0.0)
     goes_on = signs.last_batch > last + 1.0
@@ -112,20 +113,13 @@ def read(case: Case) -> Signs:
     signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or is_unanswered or case.watched is not None
     # Stacks that somebody took after the last sign of life are no such sign.
     looked = max((event.place for event in case.events if isinstance(event, Stack) and not event.fatal), default=good)
-    is_late = good[0] >= case.last_at - _AT_THE_END
     is_seen = len(batches) + len(answers) > 2 or case.is_started
+    is_recent = goes_on or good[0] >= case.last_at - _AT_THE_END
     signs.last_word, is_begun = _last_word(case, max(batches))
     signs.part = component_of(words=signs.last_word) if signs.last_word else None
     signs.stands_for = _stands_for(case, is_begun=is_begun)
-    signs.is_alive = (
-        is_seen
-        and not signs.stands_for
-        and (is_late or goes_on)
-        and looked <= good
-        and not signs.is_hang
-        and not _failed_after(case, good, max(batches))
-    )
-    signs.is_slow_load = any(float(one.groups[2] or 0) >= _SLOW_SHARD for one in signs.all("shards"))
+    is_wrong = signs.is_hang or bool(signs.stands_for) or _failed_after(case, good, max(batches))
+    signs.is_alive = is_seen and is_recent and looked <= good and not is_wrong
     signs.told = [f"{one.text.strip()[:160]} ({one.event.source or 'log'})" for one in _once(hang)]
     return signs
 
@@ -141,7 +135,6 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     """
     progress = case.progress
     work = [one for one in progress if one.kind in ("prefill", "decode")]
-    answers = [one for one in progress if one.kind == "answer"]
     last = max(work, key=lambda one: (one.last_at, one.last_order), default=None)
     if last is None or not last.last_at:
         return 0.0
@@ -149,7 +142,7 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     asked = max((one for one in progress if one.kind == "control"), key=lambda one: one.last_at, default=None)
     if asked and asked.last_at >= last.last_at and re.match(r"/(?:pause|release)", asked.text) and not waiting:
         return 0.0  # it was asked to make no batches, as while a trainer trains
-    answered = max((one.last_at for one in answers), default=0.0)
+    answered = max((one.last_at for one in progress if one.kind == "answer"), default=0.0)
     # The requests of a batch of new ones are not counted in its own line yet.
     is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
     if not (waiting or is_begun or (is_busy and answered < last.last_at)):
@@ -239,22 +232,21 @@ def _quote(*some: Sign) -> list[str]:
     ]
 
 
+def _part_of_errors(processes: Iterable[Process]) -> str | None:
+    """Return the first part that an exception of the processes came through."""
+    frames = (raised.error.frames for process in processes for raised in process.raised)
+    return next((part for one in frames if (part := component_of(one))), None)
+
+
 def _sizes(signs: Signs, case: Case) -> Finding | None:
     if not (found := signs.all("sizes")):
         return None
     first = found[0]
     sizes = re.search(r"nbytes\.? (\d+) vs\.? (\d+)", first.text)
-    raised = [*first.process.raised, *(one for process in case.processes.values() for one in process.raised)]
-    frames = next((one.error.frames for one in raised if component_of(one.error.frames)), ())
+    told = sizes and f"{sizes[1]} bytes against {sizes[2]}"
     is_pair = first.process.side or topology.topology_of(case).side
-    return finding_of(
-        "sizes",
-        first.event.place,
-        _quote(*found[:3]),
-        who=first.who,
-        component=component_of(frames) or ("pd_transfer" if is_pair else None),
-        sizes=sizes and f"{sizes[1]} bytes against {sizes[2]}",
-    )
+    part = _part_of_errors([first.process, *case.processes.values()]) or ("pd_transfer" if is_pair else None)
+    return finding_of("sizes", first.event.place, _quote(*found[:3]), who=first.who, component=part, sizes=told)
 
 
 def _gpus(signs: Signs, case: Case) -> Finding | None:
@@ -280,8 +272,11 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
 
 
 def _recorders(signs: Signs, case: Case) -> Finding | None:
-    """Return what the last operations of the ranks tell, by flight recorders or by NCCL's watchdog."""
-    last = _operations(signs, case)
+    """Return what the last operations of the ranks tell, by flight recorders or by the watchdog of NCCL or gloo."""
+    last: dict[str, dict[int, Collective]] = {one.group: {} for one in case.collectives}
+    # A dump has all that is unfinished: the first of these is what the rank waits in.
+    for one in sorted(case.collectives, key=_unfinished):
+        last[one.group].setdefault(one.rank, one)
     for name, by_rank in last.items():
         ranks = dict(sorted(by_rank.items()))
         kinds = {(one.operation, one.sizes) for one in ranks.values() if one.operation}
@@ -298,62 +293,28 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
         where = signs.where or min(one.place for one in by_rank.values())
         kind = "rank_stuck" if who and len(numbers) > 1 else None
         return finding_of(row, where, [told], kind=kind, who=who, group=name and f"group {name}", told=told)
-    return _nccl_timeouts(signs, case, last)
-
-
-def _operations(signs: Signs, case: Case) -> dict[str, dict[int, Collective]]:
-    found: dict[str, dict[int, Collective]] = {}
-    seen = list(case.collectives)
-    for sign in signs.all("nccl") if not seen else ():
-        group, work = _pattern("group").search(sign.text), _pattern("work").search(sign.text)
-        if work is None:
-            continue
-        rank = next((int(one) for one in (group.groups()[1:] if group else ()) if one), -1)
-        seen.append(
-            Collective(
-                group=group[1] or "" if group else "",
-                number=int(work[1]),
-                operation=work[2].lower(),
-                sizes=f"{work[3]} to {work[4]} elements",
-                state="timed out in",
-                rank=sign.process.ranks.get("tp", rank) if rank < 0 else rank,
-                at=sign.event.at,
-                order=sign.event.order,
-            )
-        )
-    for one in seen:
-        known = found.setdefault(one.group, {}).get(one.rank)
-        # A dump has all that is unfinished: the first of these is what the rank waits in.
-        if known is None or _unfinished(one) < _unfinished(known):
-            found[one.group][one.rank] = one
-    return found
+    if not (found := signs.all("nccl", "gloo")):
+        return None
+    reports = max(last.values(), key=len, default={})
+    layout = topology.topology_of(case)
+    missing = sorted(set(range(layout.tp)) - set(reports)) if reports and layout.pp == 1 else []
+    nodes = layout.unseen_nodes
+    late = f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
+    reported = len(reports) or len({one.who for one in found if one.who})
+    return finding_of(
+        "time_limit", found[0].event.place, _quote(*found[:3]), kind="rank_stuck" if late else None,
+        who=topology.name_nodes(nodes) or late,
+        component=_part_of_errors(case.processes.values()),
+        ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
+        operation=next((one.operation for one in reports.values() if one.operation), ""), nodes=nodes,
+        is_known=layout.is_known,
+    )  # fmt: skip
 
 
 def _unfinished(one: Collective) -> tuple[bool, int]:
     # The first that is not finished comes first, then the last that is.
     is_finished = one.state == "completed"
     return is_finished, -one.number if is_finished else one.number
-
-
-def _nccl_timeouts(signs: Signs, case: Case, last: dict[str, dict[int, Collective]]) -> Finding | None:
-    if not (found := signs.all("nccl", "gloo")):
-        return None
-    ranks = max(last.values(), key=len, default={})
-    seen = [one.ranks for one in case.schedulers]
-    layout = topology.topology_of(case, "", seen)
-    missing = sorted(set(range(layout.tp)) - set(ranks)) if ranks and layout.pp == 1 else []
-    nodes = topology.unseen_nodes(layout, seen)
-    late = f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
-    reported = len(ranks) or len({one.who for one in found if one.who})
-    return finding_of(
-        "time_limit", found[0].event.place, _quote(*found[:3]), kind="rank_stuck" if late else None,
-        who=topology.name_nodes(nodes) or late,
-        component=next((part for one in case.processes.values() for raised in one.raised
-                        if (part := component_of(raised.error.frames))), None),
-        ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
-        operation=next((one.operation for one in ranks.values() if one.operation), ""), nodes=nodes,
-        is_known=layout.is_known,
-    )  # fmt: skip
 
 
 def _late_health(signs: Signs, _case: Case) -> Finding | None:
@@ -394,17 +355,12 @@ def _lost_peer(signs: Signs, _case: Case) -> Finding | None:
 
 
 def _transfers(signs: Signs, case: Case) -> Finding | None:
-    found = signs.all("transfer_timeout")
+    """Return that KV transfers ran into their time limit, or stand still: for a minute none ended of more than run."""
     if signs.all("lost_prefill"):
         return None
-    if not found:
-        return _standing_transfers(case)
-    side = topology.topology_of(case, found[0].process.side).side
-    return finding_of("transfer_timeout", found[0].event.place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
-
-
-def _standing_transfers(case: Case) -> Finding | None:
-    """Return that KV transfers stand still: for a minute none has ended, and they outnumber what runs."""
+    if found := signs.all("transfer_timeout"):
+        side = topology.topology_of(case, found[0].process.side).side
+        return finding_of("transfer_timeout", found[0].event.place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
     for process in case.schedulers:
         for one in process.progress:
             since = one.last_at - one.transfers_since
@@ -425,7 +381,7 @@ def judge_silence(signs: Signs, case: Case) -> list[Finding]:
     for rule in (_watchdogs, _health, _standing, _starting):
         if (found := rule(signs, case)) is not None:
             return [found]
-    return [finding_of("serves", end_of(case), batch=_last_batch(case))] if signs.is_alive else []
+    return [finding_of("serves", end_of(case), batch=signs.batch)] if signs.is_alive else []
 
 
 def end_of(case: Case) -> Place:
@@ -439,31 +395,16 @@ def _standing(signs: Signs, case: Case) -> Finding | None:
         return None
     seconds = f"{signs.stands_for:.0f}"
     because = [f"nothing of a batch in the last {seconds} s"]
-    return finding_of(
-        "standing", (signs.last_batch, 0), because, seconds=seconds, **_of_silence(signs, case, steps_of_update(case))
-    )
+    return finding_of("standing", (signs.last_batch, 0), because, seconds=seconds, **silence_of(signs, case))
 
 
-def _of_silence(signs: Signs, case: Case, steps: list[str]) -> dict[str, Any]:
+def silence_of(signs: Signs, case: Case) -> dict[str, Any]:
     """Return the fields that describe a silent server: class, part, last batch, last line, steps of an update."""
-    return {
-        "kind": "weight_update_deadlock" if is_of_update(signs) else None,
-        "component": signs.part,
-        "batch": _last_batch(case),
-        "word": signs.last_word,
-        "update_steps": steps,
-    }
-
-
-def is_of_update(signs: Signs) -> bool:
-    """Return whether the last that a silent server was asked for is a pause or an update of weights."""
-    return signs.part == "weight_update"
-
-
-def steps_of_update(case: Case) -> list[str]:
-    """Return what to look at where a server was asked to pause and is silent since; nothing where it was not asked."""
+    kind = "weight_update_deadlock" if signs.part == "weight_update" else None
     asked = {one.text for one in case.progress if one.kind == "control"}
-    return steps_of("update") if "/pause_generation" in asked else []
+    steps = steps_of("update") if "/pause_generation" in asked else []
+    told = {"kind": kind, "component": signs.part, "batch": signs.batch, "word": signs.last_word}
+    return {**told, "update_steps": steps}
 
 
 def _starting(signs: Signs, case: Case) -> Finding | None:
@@ -496,10 +437,9 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
     if stands < patience:
-        told_part = signs.part if is_telling(signs.part) else part
-        return finding_of("starting", end_of(case), component=told_part, told=told)
+        return finding_of("starting", end_of(case), component=signs.part if is_telling(signs.part) else part, told=told)
     behind = [who for name, some in places.items() if order.index(name) < order.index(stage) for who in some]
-    nodes = topology.unseen_nodes(topology.topology_of(case), (one.ranks for one in case.schedulers))
+    nodes = topology.topology_of(case).unseen_nodes
     named = topology.name_ranks(behind) if 0 < len(behind) <= 2 else None
     is_joining = stage == "distributed"
     return finding_of(
@@ -511,44 +451,25 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
 
 def _watchdogs(signs: Signs, case: Case) -> Finding | None:
     if not (found := signs.all("watchdog")):
-        dumped = signs.all("dumped")
-        if not dumped:
-            return None
-        return finding_of("dumped", dumped[0].event.place, _quote(*dumped[:4]), batch=_last_batch(case))
+        dumped = signs.all("dumped")[:4]
+        return finding_of("dumped", dumped[0].event.place, _quote(*dumped), batch=signs.batch) if dumped else None
     first = found[0]
     secs, name = first.groups[1], first.groups[0].lower()
     for role in ("detokenizer", "tokenizer"):
         if name.startswith(role):
-            kind = f"{role}_stuck"
-            return finding_of(
-                "role_watchdog", first.event.place, _quote(first), kind=kind, who=role, component=role, secs=secs
-            )
+            more: dict[str, Any] = {"kind": f"{role}_stuck", "who": role, "component": role, "secs": secs}
+            return finding_of("role_watchdog", first.event.place, _quote(first), **more)
     if _is_soft(first) and signs.last_batch > _last_at(first.event) + 1.0:
         return finding_of("slow_batch", first.event.place, _quote(first), secs=secs)
     who = list(dict.fromkeys(one.who for one in found if one.who))
-    seen = [one.ranks for one in case.schedulers]
-    layout = topology.topology_of(case, first.process.side, seen)
+    layout = topology.topology_of(case, first.process.side)
     told = topology.name_ranks(who) if who else "the scheduler"
     return finding_of(
         "watchdog", first.event.place, _quote(*found[:4]), secs=secs,
-        told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, batch=_last_batch(case),
+        told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, batch=signs.batch,
         component=signs.part, word=signs.last_word,
-        nodes=topology.name_nodes(topology.unseen_nodes(layout, seen)),
+        nodes=topology.name_nodes(layout.unseen_nodes),
     )  # fmt: skip
-
-
-def _last_batch(case: Case) -> str:
-    batches = [
-        (one.last_at, one.last_order, process, one)
-        for process in case.processes.values()
-        for one in process.progress
-        if one.kind in ("prefill", "decode")
-    ]
-    if not batches:
-        return ""
-    _at, _order, process, progress = max(batches, key=lambda item: item[:2])
-    who = f" of {topology.short_name(process)}" if process.ranks else ""
-    return f"a {progress.kind} batch{who} ({progress.running} running, {progress.queued} queued)"
 
 
 def _health(signs: Signs, case: Case) -> Finding | None:
@@ -565,10 +486,8 @@ def _health(signs: Signs, case: Case) -> Finding | None:
         return finding_of("main_process_silent", where, because)
     if not found:
         return None
-    seen = (one.ranks for one in case.schedulers)
-    nodes = topology.name_nodes(topology.unseen_nodes(topology.topology_of(case), seen))
-    steps = steps_of_update(case) if is_of_update(signs) else []
-    return finding_of("no_health", where, because, nodes=nodes, **_of_silence(signs, case, steps))
+    nodes = topology.name_nodes(topology.topology_of(case).unseen_nodes)
+    return finding_of("no_health", where, because, nodes=nodes, **silence_of(signs, case))
 
 
 # -- components and kernels

@@ -38,6 +38,8 @@ from sglang_crashkit.model.sample import Frame
 _Key = TypeVar("_Key")
 #: Share of a CPU below which a process that wants to run is starved.
 _STARVED = 0.1
+#: Seconds for one shard of the weights by which they come slowly.
+_SLOW = 30.0
 _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 #: Of a larger server most ranks may be without a stack.
 _SMALL = 64
@@ -54,8 +56,6 @@ class Member(msgspec.Struct, kw_only=True):
     process: Process
     name: str
     role: str
-    ranks: dict[str, int]  # by lower-case name
-    pid: int  # 0 where it is not known
     stacks: list[Stack]
     activities: list[Activity]
     frames: list[tuple[Frame, ...]]
@@ -92,12 +92,6 @@ class Member(msgspec.Struct, kw_only=True):
         return self.is_moving and (self.common is None or not is_own(self.common) or is_loop(self.common))
 
     @property
-    def is_asleep(self) -> bool:
-        """Whether the kernel holds it in each sample."""
-        is_told = len(self.activities) > 1 or bool(self.last.detail)
-        return is_told and all(one.kind == "disk_sleep" for one in self.activities)
-
-    @property
     def is_starved(self) -> bool:
         """Whether it wants to run and hardly gets a CPU between its first and its last sample."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
@@ -113,25 +107,22 @@ class Scene(msgspec.Struct, kw_only=True):
     case: Case
     members: list[Member]
     signs: signs.Signs
-
-    def where(self) -> Place:
-        """Return the place of the first sign that something does not go on."""
-        return self.signs.where or signs.end_of(self.case)
+    where: Place  # of the first sign that something does not go on
 
 
 def find_stalls(case: Case) -> list[Finding]:
     """Return what explains that a process makes no progress, and the calm states that look like it."""
+    read = signs.read(case)
     if not watched.is_stalled(case):
-        said = [*watched.compare(case), *watched.conclude(case)]
-        return [*said, *signs.judge(signs.read(case), case)]
-    scene = Scene(case=case, members=_members(case), signs=signs.read(case))
+        return [*watched.compare(case), *watched.conclude(case), *signs.judge(read, case)]
+    scene = Scene(case=case, members=_members(case), signs=read, where=read.where or signs.end_of(case))
     found = _judge_stacks(scene)
     if case.watched is None or not any(one.weight >= TELLING for one in found):
         found += signs.judge(scene.signs, case)
     if case.watched is None and not any(one.weight >= TELLING for one in found):
         found += signs.judge_silence(scene.signs, case)
     if not any(one.weight >= TELLING for one in found):
-        found += watched.conclude(case, scene.where())
+        found += watched.conclude(case, scene.where)
     for one in found:
         # A wait that everybody passes says nothing of its part; nor does what the kernel holds.
         step = way_out(one.component, case.arguments, is_seen=one.kind != "symmetric_stall")
@@ -161,33 +152,25 @@ def _members(case: Case) -> list[Member]:
         stacks = sorted((stack for _process, stack in seen), key=lambda one: (one.sample.time or one.at, one.order))
         frames = [frames_of(one.sample) for one in stacks]
         role = process.role or next((by for one in frames if (by := role_by(one))), "")
-        members.append(
-            Member(
-                process=process,
-                name=topology.short_name(process) if process.ranks else process.who or role,
-                role=role,
-                ranks=process.ranks,
-                pid=process.pid,
-                stacks=stacks,
-                activities=[activity_of(one.sample) for one in stacks],
-                frames=frames,
-            )
-        )
-    for (_side_of, role), alike in _by(members, lambda one: (one.process.side, one.role)).items():
+        name = topology.short_name(process) if process.ranks else process.who or role
+        activities = [activity_of(one.sample) for one in stacks]
+        member = Member(process=process, name=name, role=role, stacks=stacks, activities=activities, frames=frames)
+        members.append(member)
+    for (_side, role), alike in _by(members, lambda one: (one.process.side, one.role)).items():
         for one in alike:
-            if one.ranks or (len(alike) > 1 and one.name not in ("", role)):
+            if one.process.ranks or (len(alike) > 1 and one.name not in ("", role)):
                 continue
-            one.name = role if role and len(alike) == 1 else f"pid {one.pid}" if one.pid else one.name or "a process"
-    if len({one.process.side for one in members} - {""}) > 1:
-        for one in members:
-            one.name = f"{one.name} of {one.process.side}" if one.process.side else one.name
-    if len({one.stacks[-1].sample.host for one in members} - {""}) > 1:
-        for one in members:
-            one.name = f"{one.name} on {one.stacks[-1].sample.host}"
+            by_pid = f"pid {one.process.pid}" if one.process.pid else one.name or "a process"
+            one.name = role if role and len(alike) == 1 else by_pid
+    are_pair = len({one.process.side for one in members} - {""}) > 1
+    are_apart = len({one.stacks[-1].sample.host for one in members} - {""}) > 1
+    for one in members:
+        one.name += f" of {one.process.side}" if are_pair and one.process.side else ""
+        one.name += f" on {one.stacks[-1].sample.host}" if are_apart else ""
     for alike in _by(members, lambda one: (one.process.side, one.name)).values():
         if len(alike) > 1 and alike[0].server:
             for one in alike:
-                one.name = f"{one.name} (pid {one.pid})"
+                one.name = f"{one.name} (pid {one.process.pid})"
     return members
 
 
@@ -199,10 +182,10 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     if held := _held(scene, members):
         return [held]
     if watched.waited_in_vain(scene.case):
-        return watched.conclude(scene.case, scene.where())
+        return watched.conclude(scene.case, scene.where)
     if (pid := watched.beside_ranks(scene.case)) is not None:
-        return _judge_beside(scene, [one for one in members if one.role == "scheduler" or one.pid == pid])
-    if compared := watched.compare(scene.case, scene.where()):
+        return _judge_beside(scene, [one for one in members if one.role == "scheduler" or one.process.pid == pid])
+    if compared := watched.compare(scene.case, scene.where):
         return compared
     ranks = (
         [one for one in members if one.role == "scheduler"]
@@ -214,7 +197,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
         found += _judge_ranks(scene, side, some)
     if not found or found[0].kind in _SAME_WAIT:
         # A recorder knows who is behind, where the stacks show the same wait.
-        found = watched.compare_waits(scene.case, scene.where()) or found
+        found = watched.compare_waits(scene.case, scene.where) or found
     if any(one.weight >= TELLING for one in found):
         return found
     return [*_judge_beside(scene, members), *found] or _calm(scene, members)
@@ -226,11 +209,9 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     row, steps = "", []
     if named := [one for one in important if one.last.kind in ("stopped", "traced")]:
         row = "stopped"
-        steps = [step for one in named[:2] for step in steps_of("continue", pid=one.pid or None, name=one.name)]
-    elif named := [one for one in important if one.is_asleep]:
-        loads = any(one.kind == "weight_load" for one in named[0].activities) or any(
-            bare(frame.function).startswith("load_") for frames in named[0].frames for frame in frames
-        )
+        steps = [step for one in named[:2] for step in steps_of("continue", pid=one.process.pid or None, name=one.name)]
+    elif named := [one for one in important if all(each.kind == "disk_sleep" for each in one.activities)]:
+        loads = any(bare(frame.function).startswith("load_") for frames in named[0].frames for frame in frames)
         row = "load_in_kernel" if loads else "in_kernel"
     elif named := [one for one in important if one.role and len(one.activities) > 1 and one.last.kind == "dead"]:
         row = "gone"
@@ -248,8 +229,8 @@ def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Fin
     is_going = any(one.goes_on for one in members) and all(one.goes_on or one.last.is_for_requests for one in members)
     if is_going and not scene.signs.is_hang:
         return []
-    layout = topology.topology_of(scene.case, side, (one.ranks for one in members))
-    groups = topology.groups_of(layout, members, lambda one: one.ranks)
+    layout = topology.topology_of(scene.case, side, (one.process.ranks for one in members))
+    groups = topology.groups_of(layout, members, lambda one: one.process.ranks)
     if layout.pp > 1 and any(one.last.kind == "p2p" for one in members):
         of_pipeline = _judge_pipeline(scene, layout, members)
         return [of_pipeline] if of_pipeline else []
@@ -259,7 +240,10 @@ def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Fin
 
 def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
     """Return what is seen of ranks that work together; None where they wait for requests, or nothing is seen."""
-    if all(one.last.is_for_requests for one in group) and _is_idle(scene, group):
+    is_awake = any(one.last.kind in ("idle", "socket", "own", "gil") for one in group)
+    # The first rank gets the requests: where it waits in the broadcast too, others have not come to it.
+    is_calm = scene.signs.is_alive or len(group) == 1 or all(one.process.ranks.get("tp", 0) != 0 for one in group)
+    if all(one.last.is_for_requests for one in group) and (is_awake or (is_calm and not scene.signs.is_hang)):
         return None
     updating = [one for one in group if one.last.purpose in _UPDATES and not one.last.is_work]
     if scene.signs.is_hang and updating and all(one in updating or one.last.is_for_requests for one in group):
@@ -278,20 +262,6 @@ def _judge_group(scene: Scene, layout: topology.Topology, group: Sequence[Member
         return _branched(scene, "divergence", idle if len(idle) < len(waiting) else [], group)
     if len(awaited) > 1 and len(awaited) > len(waiting):
         return _none_waits(scene, awaited, group)
-    return _awaited(scene, awaited, group)
-
-
-def _is_idle(scene: Scene, group: Sequence[Member]) -> bool:
-    """Return whether ranks that wait for requests are idle, and do not hang there."""
-    if any(one.last.kind in ("idle", "socket", "own", "gil") for one in group):
-        return True
-    first_is_seen = any(one.ranks.get("tp", 0) == 0 for one in group)
-    # The first rank gets the requests: where it waits in the broadcast too, others have not come to it.
-    return not scene.signs.is_hang and (not first_is_seen or scene.signs.is_alive or len(group) == 1)
-
-
-def _awaited(scene: Scene, awaited: Sequence[Member], group: Sequence[Member]) -> Finding | None:
-    """Return what is said of members that are elsewhere while the others wait for them."""
     first = awaited[0].last
     if scene.signs.is_alive and not first.is_work:
         return None  # what one look at a server that serves shows
@@ -313,11 +283,10 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
     if 2 * len(most) <= len(members) and len(members) > 1:
         return _no_progress(scene, group)
     if kind == "driver":
-        operation = most[0].last.operation
-        is_lazy = operation.startswith("_init") or any(word in operation for word in ("Module", "Library", "Kernel"))
-        pid = most[0].pid or None
+        is_lazy = bool(re.search("^_init|Module|Library|Kernel", most[0].last.operation))
+        pid = most[0].process.pid or None
         return _finding(scene, "driver", most if len(group) == 1 else [], group, is_lazy=is_lazy, pid=pid)
-    if kind in ("compile", "weight_load", "profile"):
+    if most[0].last.is_work:
         return _at_work(scene, most, group)
     if kind in ("transfer", "http", "storage"):
         return _elsewhere(scene, most, group)
@@ -374,7 +343,7 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
 
 def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
     """Return what is said of a group all of which wait in the same call."""
-    nodes = topology.unseen_nodes(layout, (one.ranks for one in scene.members if one.role == "scheduler"))
+    nodes = layout.unseen_nodes
     missing = _unseen(layout, group, max(layout.ranks, len(group)))
     is_part = 0 < len(missing) < len(group) and not nodes
     first = group[0].last
@@ -390,26 +359,26 @@ def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member])
 
 def _unseen(layout: topology.Topology, members: Sequence[Member], size: int) -> list[str]:
     """Return the names of the ranks without a stack, of a server that is small enough to miss one."""
-    unseen = topology.unseen_ranks(layout, [one.ranks for one in members]) if size <= _SMALL else []
+    unseen = topology.unseen_ranks(layout, [one.process.ranks for one in members]) if size <= _SMALL else []
     return [" ".join(f"{axis.upper()}{number}" for axis, number in reversed(one.items())) for one in unseen]
 
 
 def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
     places = [one.last.place for one in group if one.last.purpose in _UPDATES and one.last.place]
-    place = places[0] if places else None
+    joins_group = bool(places) and bool(re.search(r"distributed|group", places[0].function))
     trainers = [one for one in scene.members if one.role in ("trainer", "") and one.last.kind != "unknown"]
-    joins_group = place is not None and bool(re.search(r"distributed|group", place.function))
     found = _finding(scene, "weight_update", [], [*group, *trainers])
     if len(places) == len(group) and (joins_group or group[0].last.purpose == "weights"):
         found.who = "trainer"
-        found.because.append(f"a member of the update's group has not joined {place}: the trainer is the other member")
+        told = f"a member of the update's group has not joined {places[0]}: the trainer is the other member"
+        found.because.append(told)
     return found
 
 
 def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
     if not scene.signs.is_hang and scene.signs.is_alive:
         return None
-    layout = topology.topology_of(scene.case, group[0].process.side, (one.ranks for one in scene.case.schedulers))
+    layout = topology.topology_of(scene.case, group[0].process.side)
     missing = _unseen(layout, scene.members, layout.ranks)
     if len(missing) == 1 and len(group) > 1:
         return _finding(scene, "gpu_unseen", [], group, who=missing[0])
@@ -421,26 +390,25 @@ def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
 
 def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[Member]) -> Finding | None:
     """Return what is said of a pipeline, some of whose stages wait for another."""
-    stages = _by(members, lambda one: one.ranks.get("pp", 0))
+    stages = _by(members, lambda one: one.process.ranks.get("pp", 0))
     waits: dict[int, set[int]] = {}
     for stage, group in stages.items():
-        others = {_other_stage(layout, stage, one.last) for one in group if one.last.kind == "p2p"}
-        elsewhere = [one for one in group if one.last.kind != "p2p"]
-        waits[stage] = set() if elsewhere else {one for one in others if one is not None}
+        # One that sends waits for the next stage, one that receives for the stage before it.
+        ahead = [{"send": 1, "recv": -1}.get(one.last.operation) for one in group]
+        is_elsewhere = any(one.last.kind != "p2p" for one in group)
+        waits[stage] = set() if is_elsewhere else {(stage + one) % layout.pp for one in ahead if one is not None}
     if all(one.last.is_for_requests or one.last.purpose == "transfers" for one in members) and not scene.signs.is_hang:
         return None
     roots = topology.root_stages(waits)
     unseen = sorted({other for others in waits.values() for other in others} - set(stages))
     if unseen:
-        nodes = topology.unseen_nodes(layout, (one.ranks for one in members))
         name = f"PP{unseen[0]}"
-        return _finding(scene, "stage_unseen", [], members, who=topology.name_nodes(nodes) or name, stage=name)
-    seen = topology.topology_of(scene.case, members[0].process.side, (one.ranks for one in members))
-    different = _branched(scene, "stages", [], members, is_dp_attention=seen.is_dp_attention)
+        who = topology.name_nodes(layout.unseen_nodes) or name
+        return _finding(scene, "stage_unseen", [], members, who=who, stage=name)
+    different = _branched(scene, "stages", [], members, is_dp_attention=layout.is_dp_attention)
     if all(waits.values()) or len(roots) > 1:
         return different
-    group = stages[roots[0]]
-    busy = [one for one in group if one.last.kind != "p2p"]
+    busy = [one for one in stages[roots[0]] if one.last.kind != "p2p"]
     found_in = _judge_group(scene, layout, busy)
     if found_in is None or found_in.kind in ("symmetric_stall", "rank_divergence", "collective_mismatch"):
         # A combination that the release does not support fails again.
@@ -451,25 +419,18 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
     return found_in
 
 
-def _other_stage(layout: topology.Topology, stage: int, activity: Activity) -> int | None:
-    if activity.operation not in ("send", "recv"):
-        return None
-    return (stage + (1 if activity.operation == "send" else -1)) % layout.pp
-
-
 def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
     """Return what is said of ranks that compile or load."""
     kind = members[0].last.kind
     named = members if len(members) < len(group) else []
     if kind == "weight_load":
-        is_slow = scene.signs.is_hang or scene.signs.is_slow_load
+        is_slow = scene.signs.is_hang or any(float(one.groups[2] or 0) >= _SLOW for one in scene.signs.all("shards"))
         return _finding(scene, "slow_weights" if is_slow else "weights", named, group)
     component = component_of(members[0].frames[-1]) or "compiler"
     is_ended = kind == "compile" and scene.signs.was_ended
     row, named = ("long_compile", named) if is_ended else ("compile", [])
-    return _finding(
-        scene, row, named, group, component=component, deep_gemm=component == "deep_gemm", was_ended=is_ended
-    )
+    deep_gemm = component == "deep_gemm"
+    return _finding(scene, row, named, group, component=component, deep_gemm=deep_gemm, was_ended=is_ended)
 
 
 def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
@@ -502,25 +463,22 @@ def _no_progress(scene: Scene, group: Sequence[Member]) -> Finding | None:
 def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     """Return what is said of the front end and the detokenizer, where the ranks are not what hangs."""
     for one in members:
-        if one.role not in ("tokenizer", "detokenizer") or one.last.kind in ("idle", "unknown", "dead"):
-            continue
-        if one.is_moving and any(activity.kind == "idle" for activity in one.activities):
-            continue
-        stays = len(one.frames) > 1 and not one.is_moving
-        if not scene.signs.is_hang and scene.signs.is_alive and not stays:
+        comes_round = one.is_moving and any(activity.kind == "idle" for activity in one.activities)
+        is_passing = not scene.signs.is_hang and scene.signs.is_alive and (one.is_moving or len(one.frames) < 2)
+        is_quiet = one.role not in ("tokenizer", "detokenizer") or one.last.kind in ("idle", "unknown", "dead")
+        if is_quiet or comes_round or is_passing:
             continue
         if one.last.purpose in _UPDATES and scene.signs.is_hang:
             return [_weight_update(scene, [one])]
         work, component = front_work(one.frames[-1])
         inner = innermost(one.frames[-1])
         others = [other for other in members if other.role == "scheduler"]
-        found = _finding(
+        return [_finding(
             scene, f"{one.role}_beside", [one], members, component=component if one.role == "tokenizer" else None,
             doing=f"is {work}" if work else one.last.words, place=work and one.last.where,
             inner=inner if inner is not None and str(inner) != one.last.where else None,
             others=_told(others) if others else None,
-        )  # fmt: skip
-        return [found]
+        )]  # fmt: skip
     return []
 
 
@@ -532,14 +490,13 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     if scene.signs.is_hang or scene.signs.stands_for:
         if beside := _other_threads(ranks):
             found = _finding(scene, "other_thread", [], members, words=beside[1])
-            found.component = beside[0]
-            return [found]
-        values = {"component": scene.signs.part, "word": scene.signs.last_word}
-        if signs.is_of_update(scene.signs):
-            return [_finding(scene, "update_waits", [], members, steps=signs.steps_of_update(scene.case), **values)]
+            return [msgspec.structs.replace(found, component=beside[0])]
+        silence = signs.silence_of(scene.signs, scene.case)
+        if silence["kind"]:
+            return [_finding(scene, "update_waits", [], members, **silence)]
         other = signs.OTHER_SIDE.get(_side(scene, ranks))
-        kind = "transfer_stuck" if other else None
-        return [_finding(scene, "no_work", [], members, kind=kind, who=other, **values)]
+        more = {**silence, "kind": "transfer_stuck" if other else None, "who": other}
+        return [_finding(scene, "no_work", [], members, **more)]
     is_idle = all(one.last.is_for_requests for one in ranks)
     if not is_idle and any(len(one.frames) > 1 and not one.is_moving and not one.last.is_for_requests for one in ranks):
         return []
@@ -576,9 +533,9 @@ def _finding(scene: Scene, row: str, named: Sequence[Member], group: Sequence[Me
     defaults: dict[str, Any] = {
         "who": _who(named) if named else None,
         "standing": _standing(group, named),
-        "pid": next((one.pid for one in subject if one.pid), None),
+        "pid": next((one.process.pid for one in subject if one.process.pid), None),
     }
-    found = finding_of(row, scene.where(), [*because, *scene.signs.told[:2]], **{**defaults, **values})
+    found = finding_of(row, scene.where, [*because, *scene.signs.told[:2]], **{**defaults, **values})
     found.component = found.component or _component(subject)
     found.headline = found.headline or defaults["standing"]
     return found
@@ -621,7 +578,7 @@ def _told(members: Sequence[Member]) -> str:
         if len(some) > 1:
             verb, _, rest = words.partition(" ")
             words = f"{plurals.get(verb, verb)} {rest}".replace(" its ", " their ").replace(" a launch", " launches")
-        who = f"all {len(some)} ranks" if len(some) == len(members) > 2 and some[0].ranks else _who(some)
+        who = f"all {len(some)} ranks" if len(some) == len(members) > 2 and some[0].process.ranks else _who(some)
         parts.append(f"{who} {words}")
     if len(groups) > _MAX_TOLD:
         parts.append(f"{sum(len(some) for some in groups[_MAX_TOLD:])} more are elsewhere")
@@ -649,8 +606,8 @@ def _call(member: Member) -> tuple[str, str]:
     if activity.purpose in _AT_A_BATCH:
         # Where ranks are in a batch differs, as their GPUs work on; no batch has a barrier.
         return activity.operation if activity.operation == "barrier" else "", "batch"
-    operation, function, _file = activity.call
-    return (operation, activity.purpose or function)
+    frame = activity.place or activity.leaf
+    return activity.operation or activity.kind, activity.purpose or (bare(frame.function) if frame else "")
 
 
 # -- steps
@@ -660,11 +617,11 @@ def _own_steps(members: Sequence[Member]) -> list[str]:
     first = members[0]
     own = [bare(frame.function) for frame in first.frames[-1] if is_own(frame) and not is_loop(frame)][:2]
     functions = " and ".join(f"`{one}`" for one in own)
-    return steps_of("own", pid=first.pid or None, name=first.name, functions=functions)
+    return steps_of("own", pid=first.process.pid or None, name=first.name, functions=functions)
 
 
 def _gpu_steps(scene: Scene, members: Sequence[Member]) -> list[str]:
     kernels = signs.kernels_of(scene.case)
-    pid = next((one.pid for one in members if one.pid), None)
+    pid = next((one.process.pid for one in members if one.process.pid), None)
     known = signs.steps_of_kernel(kernels[0]) if kernels else []
     return steps_of("gpu", pid=pid, is_known=bool(kernels), known=known)

@@ -25,6 +25,7 @@ class Topology(msgspec.Struct, kw_only=True):
         is_dp_attention: its data-parallel ranks are ranks of tensor parallelism, and work together.
         side: ``prefill`` or ``decode``; empty where it is no half of a pair.
         is_known: the sizes come from arguments.
+        seen: the ranks of which anything is seen.
     """
 
     tp: int = 1
@@ -34,11 +35,18 @@ class Topology(msgspec.Struct, kw_only=True):
     is_dp_attention: bool = False
     side: str = ""
     is_known: bool = False
+    seen: list[Mapping[str, int]] = []
 
     @property
     def ranks(self) -> int:
         """How many schedulers it has."""
         return self.tp * self.pp * (1 if self.is_dp_attention else self.dp)
+
+    @property
+    def unseen_nodes(self) -> list[int]:
+        """The nodes, counted from 0, of which no rank is seen."""
+        there = {self.node_of(ranks) for ranks in self.seen}
+        return [node for node in range(self.nodes) if node not in there] if self.nodes > 1 else []
 
     def node_of(self, ranks: Mapping[str, int]) -> int:
         """Return on which node a rank runs, counted from 0."""
@@ -48,13 +56,13 @@ class Topology(msgspec.Struct, kw_only=True):
         return ranks.get("pp", 0) // stages_of_node * per_stage + ranks.get("tp", 0) // ranks_of_node
 
 
-def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] = ()) -> Topology:
+def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] | None = None) -> Topology:
     """Return the topology of the server of one side, by its arguments and by the ranks that are seen of it.
 
     Args:
         case: the case.
         side: ``prefill`` or ``decode``, empty where there is one server.
-        members: the ranks of the schedulers that are seen.
+        members: the ranks of the schedulers that are seen; without them those of all.
     """
     all_arguments = [one for one in case.servers if one.values]
     own = [one for one in all_arguments if side and _side(one.values, one.side) == side]
@@ -69,17 +77,20 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
         is_dp_attention=bool(values.get("enable_dp_attention")),
         side=side or _side(values, ""),
         is_known=any(f"{axis}_size" in values for axis in long_names),
+        seen=[one.ranks for one in case.schedulers] if members is None else [*members],
     )
-    members = list(members)
-    seen = sorted({ranks["tp"] for ranks in members if "tp" in ranks})
+    seen = sorted({ranks["tp"] for ranks in known.seen if "tp" in ranks})
     if not known.is_known and seen and seen[0] % len(seen) == 0 and seen == list(range(seen[0], seen[0] + len(seen))):
         # A log of one node has as many ranks as each node before it.
         known.nodes = max(known.nodes, (seen[-1] + 1) // len(seen)) if len(seen) > 1 else known.nodes
-    for ranks in members:
+    for ranks in known.seen:
         for axis in long_names:
             setattr(known, axis, min(_MAX_SIZE, max(getattr(known, axis), ranks.get(axis, 0) + 1)))
     if known.dp > 1 and not known.is_dp_attention:
-        known.is_dp_attention = _are_numbered_across(members)
+        # With attention in parallel, ranks of tensor parallelism are numbered across the replicas.
+        places = {(ranks.get("dp", 0), ranks.get("tp", 0)) for ranks in known.seen}
+        replicas, numbers = {dp for dp, _ in places}, {tp for _, tp in places}
+        known.is_dp_attention = len(replicas) > 1 and len(places) == len(numbers)
     return known
 
 
@@ -96,12 +107,6 @@ def _size(values: Mapping[str, Any], *names: str) -> int:
 def _side(values: Mapping[str, Any], said: str) -> str:
     mode = str(values.get("disaggregation_mode") or "")
     return said or (mode if mode in ("prefill", "decode") else "")
-
-
-def _are_numbered_across(members: Sequence[Mapping[str, int]]) -> bool:
-    """Return whether ranks of tensor parallelism are numbered across the replicas, as with attention in parallel."""
-    seen = {(ranks.get("dp", 0), ranks.get("tp", 0)) for ranks in members}
-    return len({replica for replica, _number in seen}) > 1 and len(seen) == len({number for _replica, number in seen})
 
 
 def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], Mapping[str, int]]) -> list[list[_T]]:
@@ -121,14 +126,6 @@ def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[
     there = {(one.get("pp", 0), one.get("tp", 0)) for one in seen}
     missing = ((pp, tp) for pp in range(topology.pp) for tp in range(topology.tp) if (pp, tp) not in there)
     return [{"tp": tp, **({"pp": pp} if topology.pp > 1 else {})} for pp, tp in missing]
-
-
-def unseen_nodes(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[int]:
-    """Return the nodes, counted from 0, of which no rank is seen."""
-    if topology.nodes <= 1:
-        return []
-    there = {topology.node_of(ranks) for ranks in seen}
-    return [node for node in range(topology.nodes) if node not in there]
 
 
 def root_stages(waits: Mapping[int, set[int]]) -> list[int]:
@@ -172,10 +169,9 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = list(names[:_MAX_NAMED])
-    if len(names) > _MAX_NAMED:
-        shown.append(f"{len(names) - _MAX_NAMED} more")
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else ""
+    more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+    *first, last = [*names[:_MAX_NAMED], *more] or [""]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def short_name(process: Process) -> str:

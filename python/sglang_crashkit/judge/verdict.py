@@ -7,12 +7,12 @@ import re
 from sglang_crashkit.judge.failures import find_failures, guess
 from sglang_crashkit.judge.finding import TELLING, Finding, Place, finding_of
 from sglang_crashkit.judge.knowledge import load
-from sglang_crashkit.judge.known_issues import known_issues, named
+from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.judge.stalls import find_stalls
 from sglang_crashkit.judge.watched import refine
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Kernel, Line, Raised
-from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.model.verdict import KnownIssue, Verdict
 
 _MAX_STEPS, _MAX_STEP = 8, 240
 #: Of a known issue's exception, what a search needs.
@@ -41,7 +41,8 @@ def judge(case: Case) -> Verdict:
     steps, query = [*chosen.next], ""
     if not chosen.is_calm:
         issues = known_issues(case, is_hang=is_hang, who=chosen.who)
-        verdict.known_issues = [named(entry) for entry in issues]
+        columns = KnownIssue.__struct_fields__
+        verdict.known_issues = [KnownIssue(**{name: entry[name] for name in columns}) for entry in issues]
         steps[1:1] = [
             f"upstream issue {entry['issue']}: {entry['title']}; {entry['workaround'] or 'no workaround is known'}"
             + (f" (fixed in {entry['fixed_in']})" if entry["fixed_in"] else "")

@@ -18,10 +18,10 @@ _VAGUE = frozenset({"exception", "exception_in_sglang", "no_progress", "unknown"
 _ROLES = frozenset({"detokenizer_lost", "tokenizer_lost"})
 _STUCK = {"detokenizer": "detokenizer_stuck", "server": "tokenizer_stuck", "tokenizer_worker": "tokenizer_stuck"}
 #: Where a scheduler takes in one request, and no batch.
+_OF_A_PAIR = "sglang/srt/disaggregation/"
 _TAKES_IN = ("handle_generate_request", "handle_embedding_request", "handle_tokenized_")
 #: What the kernel refuses has to do with the host; that a file is not there may have to do with a request.
 _OF_HOST = ("[Errno ", "Too many open files", "can't start new thread", "NCCL error")
-_NO_FILE = "[Errno 2]"
 
 
 def is_stalled(case: Case) -> bool:
@@ -108,22 +108,27 @@ def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
 
 def refine(case: Case, chosen: Finding) -> Finding:
     """Return the finding that another node, or one request, did it, where that explains more than what was found."""
-    seen = case.watched
+    seen, raised = case.watched, _raised(case)
+    if seen is None:
+        return chosen
     has_nodes = case.arguments.get("nnodes") not in (None, 1, "1")
-    is_lost = seen is not None and seen.kind == "lost_peer" and (has_nodes or not seen.is_starting)
+    is_lost = seen.kind == "lost_peer" and (has_nodes or not seen.is_starting)
     if is_lost and chosen.kind in _VAGUE | {"startup_failed"}:
         chosen.kind = "connection_lost"
         chosen.next[:0] = steps_of("lost_peer")
-    if seen is not None and chosen.kind in _ROLES and seen.role in _STUCK and seen.level == "established":
+    if chosen.kind in _ROLES and seen.role in _STUCK and seen.level == "established":
         chosen.level = "established"  # whatever it raised, it is the one that failed
-    if seen is not None and seen.is_starting and _raised(case) is not None and chosen.restart is None:
+    if seen.is_starting and raised is not None and chosen.restart is None:
         # What is raised at one start is raised at the next one, unless it was chance.
         chosen.restart = "unknown" if load("classes")[chosen.kind]["restart"] == "yes" else None
-    if seen is None or seen.is_starting or chosen.kind not in (_VAGUE | _ROLES | {"poison_request"}):
+    is_of_request = chosen.kind in _VAGUE | _ROLES | {"poison_request"}
+    if seen.is_starting or not is_of_request or (raised is None and not seen.is_hang):
         return chosen
-    raised = _raised(case)
-    if raised is None and not seen.is_hang:
-        return chosen
+    text, frames = (raised.error.text, raised.error.frames) if raised is not None else ("", ())
+    is_of_host = text.startswith(_OF_HOST) and not text.startswith("[Errno 2]")
+    # What fails for want of the other server of a pair would with any request.
+    places = (frame for frame in frames if bare(frame.function).startswith(_TAKES_IN) or _OF_A_PAIR in frame.file)
+    taker = next((bare(frame.function) for frame in places), "")
     suspect = next(iter(case.suspects), None)
     repeated = next((one for one in case.suspects if one.is_repeated), None)
     issue = next((one for one in known_issues(case, is_hang=False) if one.get("by_request")), None)
@@ -135,9 +140,9 @@ def refine(case: Case, chosen: Finding) -> Finding:
         reason = f"a request like {repeated.rid} was suspected in an earlier incident of the same fault"
     elif chosen.kind in _ROLES:
         return chosen
-    elif raised is not None and _is_taking_in(raised) and not _is_of_host(raised):
+    elif taker.startswith(_TAKES_IN) and not is_of_host:
         reason = "it came while one request was taken in"
-    elif suspect is not None and is_suspected and not suspect.is_alone and not (raised and _is_of_host(raised)):
+    elif suspect is not None and is_suspected and not suspect.is_alone and not is_of_host:
         reason = f"request {suspect.rid} is suspected most: {'; '.join(suspect.reasons)}"
     if not reason and chosen.kind != "poison_request":
         return chosen
@@ -148,17 +153,3 @@ def refine(case: Case, chosen: Finding) -> Finding:
     chosen.because = [*chosen.because[:1], *reasons, *named, *chosen.because[1:]]
     chosen.next = [*steps_of("poison_request", rid=rid), *chosen.next]
     return chosen
-
-
-def _is_taking_in(raised: Raised) -> bool:
-    for frame in raised.error.frames:
-        if bare(frame.function).startswith(_TAKES_IN):
-            return True
-        if "sglang/srt/disaggregation/" in frame.file:
-            return False  # what fails for want of the other server of a pair would with any request
-    return False
-
-
-def _is_of_host(raised: Raised) -> bool:
-    text = raised.error.text
-    return text.startswith(_OF_HOST) and not text.startswith(_NO_FILE)

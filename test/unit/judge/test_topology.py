@@ -42,7 +42,7 @@ def test_on_which_node_a_rank_runs(arguments: dict[str, Any], ranks: str, expect
     ],
 )
 def test_nodes_of_which_no_rank_is_seen(arguments: dict[str, Any], seen: tuple[str, ...], nodes: list[int]) -> None:
-    assert topology.unseen_nodes(layout_of(arguments), map(ranks_in, seen)) == nodes
+    assert layout_of(arguments, *seen).unseen_nodes == nodes
 
 
 def test_ranks_of_which_nothing_is_seen() -> None:

@@ -30,7 +30,7 @@ def pattern(table: str, name: str) -> re.Pattern[str]:
 @functools.cache
 def rows(table: str, name: str) -> list[dict[str, Any]]:
     """Return the rows of a list with a name in a table, their patterns compiled."""
-    compiled = ("file", "function", "pattern")
+    compiled = ("file", "function", "pattern", "note")
     return [
         {key: re.compile(value) if key in compiled else value for key, value in row.items()}
         for row in load(table)[name]

@@ -88,7 +88,7 @@ _WORK = re.compile(
     r"SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)(?:, NumelIn=(?P<sizes>\d+))?.{0,120}?"
     r"ran for (?P<ms>\d+) milliseconds"
 )
-_GROUP = re.compile(r"PG (?:ID|GUID) (\S{1,60})")
+_GROUP = re.compile(r"PG (?:ID|GUID) (\S{1,60})(?:[^\]]{0,80} Rank (\d{1,5})\])?")
 _CUDA_EXCEPTION = re.compile(r"(CUDA_EXCEPTION_\d+)[:, ]+(.{1,80}?)(?:\.|\)|$)")
 _CUDA_KERNEL = re.compile(
     r"\*? +\d+ +\S+ +(\d+) +\d+ +(?:Active|Pending|Sleeping)\b.{0,200}?\) ?(?:\([\d, ]{1,40}\) ?)?(\S.{0,600})$"
@@ -620,13 +620,13 @@ class _File:
             (self.raised if is_own else self.bare).append((key, raised, stream.more))
         if work := _WORK.search(text):
             group = _GROUP.search(text)
-            rank_number = int(who[2:]) if who.startswith("TP") and who[2:].isdigit() else -1
+            number = who.removeprefix("TP") or (group[2] if group else "")
             self._add(
                 key,
                 Collective(
                     order=self.order, at=at, who=who, group=group[1] if group else "", number=int(work["number"]),
-                    operation=work["operation"], sizes=work["sizes"] or "", state="timeout", rank=rank_number,
-                    source=source,
+                    operation=work["operation"], sizes=work["sizes"] or "", state="timeout",
+                    rank=int(number) if number and number.isdigit() else -1, source=source,
                 ),
             )  # fmt: skip
         if found := _CUDA_EXCEPTION.search(text):
