@@ -338,12 +338,12 @@ def _exchange(signs: Signs, _case: Case) -> Finding | None:
     """Return who kept the others waiting where an exchange between GPUs ran into its time limit."""
     if not (found := signs.all("exchange")):
         return None
-    compiling = [one for one in signs.all("compile") if one.event.at <= _last_at(found[-1].event) and one.who]
-    late = compiling[-1:]
+    compiling = [one for one in signs.all("compile") if one.event.at <= _last_at(found[-1].event)]
+    late = [one for one in compiling if one.who][-1:]
     return finding_of(
         "exchange", found[0].event.place, _quote(*found[:2], *late), kind="rank_stuck" if late else None,
-        who=late[0].who if late else None,
-        component=(component_of(words=late[0].text) or "compiler") if late else None, waiter=found[0].who,
+        who=late[0].who if late else None, is_compiling=bool(compiling), waiter=found[0].who,
+        component=(component_of(words=late[0].text) or "compiler") if late else None,
     )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 #: Of a larger server most ranks may be without a stack.
 _SMALL = 64
 _SAME_WAIT = frozenset({"symmetric_stall", "gpu_stall", "collective_mismatch", "no_progress"})
+#: A process of which nothing else is known may be one that hangs where it does this.
+_ANYBODYS = frozenset({"file", "compile", "build_lock", "driver", "collective"})
 _UPDATES = frozenset({"weights", "pause"})
 _HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
 #: What a rank does between batches, or at any of them, wherever in the model it is.
@@ -190,7 +192,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     ranks = (
         [one for one in members if one.role == "scheduler"]
         or [one for one in members if not one.role and any(map(is_own, one.frames[-1]))]
-        or [one for one in members if not one.role and one.last.kind in ("file", "compile", "driver", "collective")]
+        or [one for one in members if not one.role and one.last.kind in _ANYBODYS]
     )
     found = []
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():

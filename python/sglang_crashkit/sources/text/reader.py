@@ -82,6 +82,7 @@ _RANK_BEHIND_A_BAR = re.compile(r"\]\[rank(\d{1,5})\]:\[")
 _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
 _THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
 _PREFIXED_FRAME = re.compile(r'([^|+]{1,160}?)(?=  File "[^"]{1,600}", line \d)')
+_BETWEEN_LINES = re.compile(r"\n|(?<=(?:it/s|s/it)\])(?=\[\d{4}-\d\d-\d\d )")
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _WORK = re.compile(
@@ -357,9 +358,9 @@ class _File:
             if _FENCE.match(decoded):
                 continue
             carried = carrier.strip(decoded)
-            if "\n" in carried.text:
-                # A logger that writes JSON has a whole traceback in one line.
-                for part in carried.text.split("\n"):
+            # A logger that writes JSON has a whole traceback in one line; a bar of progress has no end of its own.
+            if len(parts := _BETWEEN_LINES.split(carried.text)) > 1:
+                for part in parts:
                     self._take(replace(carried, text=part))
             else:
                 self._take(carried)
