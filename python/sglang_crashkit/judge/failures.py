@@ -40,6 +40,8 @@ from sglang_crashkit.model.sample import Frame
 _MAX_TEXT, _MAX_QUOTE, _MAX_HEADLINE = 3000, 220, 1000
 #: So many of the innermost frames tell whose code it was: the others are a library that SGLang called, or its callers.
 _NEAR = 5
+#: Whose memory ran out: every rank sees all GPUs.
+_GPU = re.compile(r"\bGPU \d{1,2}(?= has a total)")
 #: Seconds of work after a failure by which a server is taken to have outlived it.
 _OUTLIVED_S = 3.0
 #: The kernel's log may be in another time zone: what is further apart than this in seconds is so by the clock.
@@ -205,7 +207,9 @@ class _Failures:
                 one.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {one.headline}"
                 one.next[:0] = steps_of("other_node", nodes=names)
             # What is cut off before it says anything explains nothing that another says.
-            one.is_consequence |= one.weight == _CUT_OFF and any(other.weight > TELLING for other in found)
+            one.is_consequence |= one.weight == _CUT_OFF and any(
+                other.weight > TELLING and not (other.is_consequence and other.kind == "exited") for other in found
+            )
             yield one
 
     def _found(self) -> Iterator[Finding]:
@@ -342,7 +346,7 @@ class _Failures:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
             likely = "" if event.is_cut and role == "scheduler" else role
-            who = who or " on ".join(filter(None, (likely, named.get("gpu"))))
+            who = who or " on ".join(filter(None, (likely, (_GPU.search(error.text) or [""])[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         text, name = _first_line(error.text), error.type.rpartition(".")[2]
         if not name:

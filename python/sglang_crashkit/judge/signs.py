@@ -412,13 +412,15 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     stages = load("signs")["stages"]
     order = list(stages)
     places: dict[str, list[str]] = {}
-    last = 0.0
+    begun, last = set(), 0.0
     known = [one for one in case.processes.values() if one.stages and one.stages[-1].name in stages]
     # What stands without a name is of one of the ranks.
     for process in [one for one in known if one.ranks] or known:
         name = process.stages[-1].name
         if process.stages[-1].is_done and order.index(name) + 1 < len(order):
             name = order[order.index(name) + 1]
+        else:
+            begun.add(name)
         who = topology.short_name(process) if process.ranks else process.who or "the server"
         places.setdefault(name, []).append(who)
         last = max(last, process.stages[-1].at)
@@ -437,7 +439,8 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
     if stands < patience:
-        return finding_of("starting", end_of(case), component=signs.part if is_telling(signs.part) else part, told=told)
+        part = signs.part if is_telling(signs.part) else part if stage in begun else None
+        return finding_of("starting", end_of(case), component=part, told=told)
     behind = [who for name, some in places.items() if order.index(name) < order.index(stage) for who in some]
     nodes = topology.topology_of(case).unseen_nodes
     named = topology.name_ranks(behind) if 0 < len(behind) <= 2 else None

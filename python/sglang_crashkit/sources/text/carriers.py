@@ -72,7 +72,7 @@ class Carrier:
         self.year = year
         # A time in front of all of it hides what they have in common.
         plain = [self.strip(line).text for line in lines if line.strip()][:_LOOKED_AT]
-        enough = max(3, len(plain) // 3)
+        enough = max(2 if len(plain) < 3 else 3, len(plain) // 3)
         # Each of these may also be text of a program's own, so that only a file full of them has them.
         self._is_compose = sum(bool(_COMPOSE.match(line)) for line in plain) >= enough
         self._is_srun = sum(bool(_TASK.match(line)) for line in plain) >= enough

@@ -61,7 +61,7 @@ _LOGGED = re.compile(
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL),? )?(?:\d{1,8} )?"
     rf"\[(?P<who>(?:{_RANKS} ?){{0,6}}(?:\w{{1,60}}\.py:\d{{1,6}})?)\] "
 )
-#: Of a time without a date or a year, as older releases and other programs have it.
+#: Of a time without a date or a year, as older releases and other programs have it, where no other line has one.
 _NO_DATE = "1970-01-01 00:00:00"
 _OTHER = re.compile(r"\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)\]?[ :,-]")
 _DATE = re.compile(
@@ -77,6 +77,7 @@ _LISTED = re.compile(
     r"(?:[a-z_][\w-]{0,31} +| *)(?P<pid>\d{1,8}) .{0,160}?(?<=\s)(?P<state>[TtDZX])[LNsl+<]{0,5} .{0,200}"
     r"(?P<title>sglang::\S{1,80})"
 )
+_HEADING = re.compile(rf"[\W_]{{0,40}}((?:{_RANKS}[ _]?){{1,5}})[\W_]{{0,40}}$")
 _RANK = re.compile(r"\[?\[?[Rr]ank ?(\d{1,5})\]?:?\]?:? ?")
 _RANK_BEHIND_A_BAR = re.compile(r"\]\[rank(\d{1,5})\]:\[")
 _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
@@ -203,6 +204,7 @@ class _Stream:
     traceback: tracebacks.Traceback | None = None
     prefix: re.Pattern[str] | None = None  # what a logger of another program puts before each line of it
     block: stacks.StackBlock | None = None
+    headed: str = ""  # whose stack it is by a line before it of the rank's name alone
     started: tuple[float, int] = (0.0, 0)  # time and place of the first line of either
 
 
@@ -251,6 +253,7 @@ class _File:
     #: Exceptions without a traceback, each with the lines after its own one: in SGLang's lines, and in those of others.
     raised: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
     bare: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
+    date: str = _NO_DATE  # the last whole time, or the first one that is to come
     sample: str = ""  # of what was not understood
     understood: bool = False
     broken: Exception | None = None  # why it cannot be read any further
@@ -341,6 +344,8 @@ class _File:
         year = re.search(r"\b(20\d\d)-\d\d-\d\d", text)
         carrier = Carrier(first, int(year[1]) if year else 0)
         bare = [carrier.strip(line).text for line in first]
+        if dated := re.search(r"\[(20\d\d-\d\d-\d\d \d\d:\d\d:\d\d)", text):
+            self.date = dated[1]
         self.has_own_clock = any(_OWN.match(line) for line in bare)
         if cluster.is_description(bare):
             self._add_all(
@@ -480,7 +485,8 @@ class _File:
             self._close(stream, key)
             stream.more = []
             if at := own["at"]:
-                stream.at, stream.has_own_time = seconds(_NO_DATE[: -len(at)] + at), True
+                self.date = at if len(at) == len(_NO_DATE) else self.date
+                stream.at, stream.has_own_time = seconds(self.date[: -len(at)] + at), True
             stream.who = _name(own["who"] or "")
             if stream.who and len(stream.names) < 2:
                 stream.names.add(stream.who)
@@ -507,6 +513,7 @@ class _File:
                 if block is not None:
                     stream.started = (stream.at, self.order)
                     block.title = stream.said if block.is_bare else block.title
+                    stream.headed = _name(match[1].replace("_", " ")) if (match := _HEADING.match(stream.said)) else ""
             stream.block = block
             if is_taken:
                 return
@@ -555,7 +562,7 @@ class _File:
                 # In a log of many ranks the line before a fatal signal is of any of them.
                 names = stream.names | {one[1] for one in self.batches if one[0] == key and one[1]}
                 near = "" if block.fatal and len(names) > 1 else stream.who
-                for who in told or [stacks.who_of(sample.title) or near]:
+                for who in told or [stacks.who_of(sample.title) or stream.headed or near]:
                     found = Stack(
                         order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, source=source
                     )
@@ -582,7 +589,7 @@ class _File:
         if is_own and text.startswith(("Decode batch", "Prefill batch")):
             self._count(key, who, "decode" if text[0] == "D" else "prefill", 0, text, at)
             return
-        if access := facts.ACCESS.search(text):
+        if (access := facts.ACCESS.search(text)) and "://" not in access[2]:
             self._count(key, "", *_kind_of(access), access.string, at)
             return
         if load := _LOAD.search(text):

@@ -19,7 +19,7 @@ _BARE_FRAME = re.compile(
     r"\s{0,12}([A-Za-z_<][\w.<>]{0,120}) "
     rf"\((?:((?:{_PATH}){{0,12}}[\w-]{{1,80}}\.py):(\d{{1,9}})|((?:{_PATH}){{1,12}}[\w-]{{1,80}}\.py))\)\s*$"
 )
-_SAID = re.compile(r"\b(?:TP|[Rr]anks? ?)(\d{1,4})(?: ?(?:-|\u2013|to|\.\.) ?(?:TP)?(\d{1,4}))?")
+_SAID = re.compile(r"\b(?:[DT]P|[Rr]anks? ?)(\d{1,4})(?: ?(?:-|\u2013|to|\.\.) ?(?:TP)?(\d{1,4}))?")
 _FAULT = re.compile(r"Fatal Python error: (.{1,200})")
 _FAULT_THREAD = re.compile(
     r"(Current thread|Thread) (0x[0-9a-fA-F]+|\d+)(?: \[?([^()\]]{0,80})\]?)? ?\(most recent call first\):"
@@ -150,7 +150,8 @@ def ranks_said(said: str) -> list[str]:
     if (match := _SAID.search(said)) is None:
         return []
     first, last = int(match[1]), int(match[2] or match[1])
-    return [f"TP{number}" for number in range(first, min(last, first + 63) + 1)]
+    axis = "DP" if match[0].startswith("DP") else "TP"
+    return [f"{axis}{number}" for number in range(first, min(last, first + 63) + 1)]
 
 
 def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]:

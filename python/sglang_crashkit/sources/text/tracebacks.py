@@ -145,7 +145,8 @@ def begins(line: str) -> bool:
 def bare_exception(line: str) -> tuple[str, str] | None:
     """Return class and text of an exception that stands alone in a line, such as ``torch.OutOfMemoryError: CUDA …``."""
     match = _IN_BRACKETS.search(line.rstrip()[-400:]) or _EXCEPTION.match(line.strip())
-    if match is None or not match[2] or match[1] in _ENDINGS or not match[1].endswith(_ENDINGS):
+    is_word = match is not None and match[1] in _ENDINGS and match[1] != "Exception"  # "Error: …", as a shell has it
+    if match is None or not match[2] or is_word or not match[1].endswith(_ENDINGS):
         return None
     return match[1], match[2]
 
