@@ -31,22 +31,19 @@ def _patterns(column: str) -> dict[str, re.Pattern[str]]:
 
 
 def component_of(
-    frames: Sequence[Frame] = (), words: str = "", *, thread: str = "", arguments: Mapping[str, Any] | None = None
+    frames: Sequence[Frame] = (), words: str = "", *, arguments: Mapping[str, Any] | None = None
 ) -> str | None:
     """Return the part that frames and words speak of; None where they speak of none that is known.
 
     Args:
         frames: of an exception or a stack, innermost first.
         words: of its message.
-        thread: the name of its thread, where that is not the main one.
         arguments: the server's, by their Python names; they decide between parts that the words alone suggest.
     """
     # Importing a module tells nothing of what it is for.
     frames = [frame for frame in frames if frame.function != "<module>"]
     places = [f"{one.function} ({one.file})" for one in frames if not _NEUTRAL.search(f"{one.function} ({one.file})")]
     by_frames = [(name, near) for near, place in enumerate(places[:_NEAR]) for name in _of_frame(place)]
-    if thread and (name := next(iter(_of_frame(thread)), None)):
-        by_frames.insert(0, (name, 0))
     words = words[:_MAX_WORDS]
     by_words = [name for name, pattern in _patterns("words").items() if pattern.search(words)]
     scores: dict[str, float] = {}

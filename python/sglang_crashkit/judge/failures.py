@@ -40,8 +40,6 @@ from sglang_crashkit.model.sample import Frame
 _MAX_TEXT, _MAX_QUOTE, _MAX_HEADLINE = 3000, 220, 1000
 #: So many of the innermost frames tell whose code it was: the others are a library that SGLang called, or its callers.
 _NEAR = 5
-#: Whose memory ran out: every rank sees all GPUs.
-_GPU = re.compile(r"\bGPU \d{1,2}(?= has a total)")
 #: Seconds of work after a failure by which a server is taken to have outlived it.
 _OUTLIVED_S = 3.0
 #: The kernel's log may be in another time zone: what is further apart than this in seconds is so by the clock.
@@ -129,10 +127,7 @@ def find_failures(case: Case) -> list[Finding]:
 
 
 def guess(case: Case) -> Finding | None:
-    """Return the first line that says that something is bad, by what it would mean at a start, or whatever it means.
-
-    None without one, or once the server served.
-    """
+    """Return what the first bad line would mean at a start, or that it is bad; None without one, or once it served."""
     bad = [one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical")]
     lines = [one for one in bad if not _pattern("harmless").search(one.text)]
     if not lines or case.is_started:
@@ -255,8 +250,6 @@ class _Failures:
                 )  # fmt: skip
             case Stack() if event.fatal:
                 yield from self._fatal(event)
-            case _:
-                return
 
     # -- exceptions
 
@@ -285,9 +278,8 @@ class _Failures:
         is_started = self._is_started(event, frames)
         is_of_request = any(_pattern("of_request").search(frame.file) for frame in frames)
         if role == "tokenizer" and is_started and self._case.watched is None and is_of_request:
-            kind, text = chain[0].type, chain[0].text.strip()
-            because = [_quoted(event, f"{kind}: {text}")]
-            yield finding_of("request_failed", because=because, error=f"{kind}: {text[:120]}")
+            text = f"{chain[0].type}: {chain[0].text.strip()}"
+            yield finding_of("request_failed", because=[_quoted(event, text)], error=text[:140])
             return
         # The one that came first tells most; a row may know the one that arrived.
         for error in reversed(chain):
@@ -333,7 +325,7 @@ class _Failures:
         others = " ".join(one.text for one in event.chain if one is not error)
         words = f"{error.type}: {_first_line(error.text)} {said} {others}"
         arguments = self._case.arguments
-        part = component_of(error.frames or frames, words, thread=event.thread, arguments=arguments)
+        part = component_of(error.frames or frames, words, arguments=arguments)
         # The innermost of a chain may be in a part that every batch passes.
         outer = component_of(frames, arguments=arguments)
         part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
@@ -346,7 +338,7 @@ class _Failures:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
             likely = "" if event.is_cut and role == "scheduler" else role
-            who = who or " on ".join(filter(None, (likely, (_GPU.search(error.text) or [""])[0])))
+            who = who or " on ".join(filter(None, (likely, (_pattern("full_gpu").search(error.text) or [""])[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         text, name = _first_line(error.text), error.type.rpartition(".")[2]
         if not name:
@@ -513,8 +505,6 @@ class _Failures:
         who = event.who or self._closed() or _only(self._case, event)
         kind = _known("signals").get(event.signal, "fatal_signal" if event.signal else "exited")
         how = event.signal or f"exit status {event.code}"
-        if seen is None and ("Out Of Memory" in event.text or "oom" in event.text.lower()):
-            kind = "host_oom"
         if kind == "exited" and seen is not None and seen.is_starting:
             kind = "startup_failed"
         if kind == "exited" or seen is not None:

@@ -128,10 +128,6 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     """Return for how many seconds requests have been in a batch, or waited for one, and no batch ran and none ended.
 
     0.0 where they go on, or no request is under way. The main process alone may answer health checks all the while.
-
-    Args:
-        case: the evidence.
-        is_begun: the last that the server said is that it began something.
     """
     progress = case.progress
     work = [one for one in progress if one.kind in ("prefill", "decode")]
@@ -169,10 +165,7 @@ def _last_word(case: Case, batch: Place) -> tuple[str, bool]:
 
 
 def _failed_after(case: Case, good: Place, batch: Place) -> bool:
-    """Return whether something went wrong after the last sign of life, whatever it was.
-
-    A main process answers health checks for as long as it lives: after the end of another, only a batch is such a sign.
-    """
+    """Return whether something went wrong after the last sign of life; after a process's end only a batch is one."""
     for event in reversed(case.events):
         if event.at and event.place < batch:
             return False
@@ -329,8 +322,6 @@ def _late_health(signs: Signs, _case: Case) -> Finding | None:
         if lag % _HALF_HOUR > float(sign.groups[0] or 0) + _LATE:
             late = f"{(lag % _HALF_HOUR if lag > 43200 else lag) / 60:.0f}"
             return finding_of("late_health", sign.event.place, _quote(sign), late=late, began=":".join(began.groups()))
-    for sign in signs.all("silent"):
-        return finding_of("silent_loop", sign.event.place, _quote(sign), text=sign.text[:160])
     return None
 
 

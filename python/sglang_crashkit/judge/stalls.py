@@ -280,7 +280,7 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
     group = group or members
     kinds = _by(members, lambda one: one.last.kind)
     kind, most = max(kinds.items(), key=lambda item: len(item[1]))
-    if kind in ("unknown", "dead"):
+    if kind in ("unknown", "dead", "idle"):
         return None
     if 2 * len(most) <= len(members) and len(members) > 1:
         return _no_progress(scene, group)
@@ -292,8 +292,6 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
         return _at_work(scene, most, group)
     if kind in ("transfer", "http", "storage"):
         return _elsewhere(scene, most, group)
-    if kind == "idle":
-        return None
     if kind == "build_lock":
         return _finding(scene, "build_lock", [], group)
     if kind == "own":
@@ -504,8 +502,8 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
         return []
     other = signs.OTHER_SIDE.get(_side(scene, ranks), "")
     is_alone = bool(other) and not any(other == one.process.side for one in members)
-    row = "idle" if is_idle else "moving" if any(one.is_moving for one in ranks) else "one_look"
-    row = "idle_alone" if is_idle and is_alone else row
+    awake = "moving" if any(one.is_moving for one in ranks) else "one_look"
+    row = awake if not is_idle else "idle_alone" if is_alone else "idle"
     return [_finding(scene, row, [], members, ranks=_who(ranks), other=other)]
 
 
@@ -521,7 +519,7 @@ def _other_threads(members: Sequence[Member]) -> tuple[str | None, str] | None:
             is_io = re.search(r"(?i)\b(io|aux|prefetch|backup|transfer|load|storage)", name) is not None
             if activity.kind in ("storage", "http", "file", "transfer") or (activity.kind == "own" and is_io):
                 words = f"a thread of {one.name} ({thread.name}) {activity.words}"
-                return component_of(thread.frames, thread=thread.name), words
+                return component_of(thread.frames), words
     return None
 
 

@@ -67,8 +67,6 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
     all_arguments = [one for one in case.servers if one.values]
     own = [one for one in all_arguments if side and _side(one.values, one.side) == side]
     values = (own or all_arguments)[0].values if (own or all_arguments) else case.arguments
-    if side and not own and len(all_arguments) > 1:
-        values = {}
     long_names = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
     sizes = {axis: _size(values, f"{axis}_size", axis, f"{long}_parallel_size") for axis, long in long_names.items()}
     known = Topology(

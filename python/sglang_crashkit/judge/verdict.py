@@ -15,8 +15,6 @@ from sglang_crashkit.model.event import Kernel, Line, Raised
 from sglang_crashkit.model.verdict import KnownIssue, Verdict
 
 _MAX_STEPS, _MAX_STEP = 8, 240
-#: Of a known issue's exception, what a search needs.
-_MAX_QUERY_WORDS = 8
 
 
 def judge(case: Case) -> Verdict:
@@ -96,7 +94,7 @@ def search_query(case: Case) -> str:
     text = re.sub(r"'[^'\n]{0,200}'|\"[^\"\n]{0,200}\"", " ", error.text[:400])
     words = [word for word in (one.strip(".,:;()[]{}=") for one in text.split()) if word.isalpha()]
     frame = next((one for one in error.frames if "sglang/" in one.file), None)
-    parts = [name for name in (error.type.rpartition(".")[2], *words[:_MAX_QUERY_WORDS]) if name]
+    parts = [name for name in (error.type.rpartition(".")[2], *words[:8]) if name]
     if frame is not None:
         parts.append(frame.function.rpartition(".")[2])
     return "+".join(parts)
