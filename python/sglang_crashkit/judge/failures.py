@@ -150,6 +150,7 @@ class _Failures:
         ready = [one for one in case.events if isinstance(one, Stage) and one.name == "ready"]
         self._work, self._began = work, [one.place for one in (*work, *ready)]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
+        self._stages = {one.who: one.place for one in case.events if isinstance(one, Stage)}  # the last of each
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
         # The server ends itself by a signal once a rank has failed.
@@ -167,8 +168,8 @@ class _Failures:
         named = {one.who for one in found if one.weight >= 41}
         layout, arguments = topology_of(self._case), self._case.arguments
         is_aiter = any("aiter" in one.text for one in self._case.events if isinstance(one, Line))
-        on = [name for name in _known("suspects") if is_switched_on(name, arguments)]
-        suspect = on[0] if on else "aiter" if is_aiter else "gpu"
+        on = (name for name in _known("suspects") if is_switched_on(name, arguments))
+        suspect = next(on, "aiter" if is_aiter else "gpu")
         for one in found:
             if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
                 # What itself only follows from another failure explains an exit status, and no signal.
@@ -201,6 +202,8 @@ class _Failures:
                 one.who = names if len(unseen) == 1 else None
                 one.headline = f"the connection to a rank of another node broke ({names or 'all seen'}): {one.headline}"
                 one.next[:0] = steps_of("other_node", nodes=names)
+            if one.weight == _CUT_OFF and any(other.kind == "asked_to_stop" for other in found):
+                continue  # the rest of what Ctrl-C leaves
             # What is cut off before it says anything explains nothing that another says.
             one.is_consequence |= one.weight == _CUT_OFF and any(
                 other.weight > TELLING and not (other.is_consequence and other.kind == "exited") for other in found
@@ -266,7 +269,7 @@ class _Failures:
         if not chain or self._is_outlived(event) or has_twin:
             return
         frames = [frame for error in chain for frame in error.frames]
-        own = any("sglang/" in frame.file or "srt/" in frame.file for frame in frames[:_NEAR])
+        own = any("sglang/" in one or "srt/" in one for one in (chain[0].text, *(one.file for one in frames[:_NEAR])))
         # A program of somebody's own is where it begins, and nowhere is SGLang or a thread.
         called = event.chain[0].frames
         is_script = bool(called) and called[-1].function == "<module>" and "-packages/" not in called[-1].file
@@ -283,8 +286,8 @@ class _Failures:
             return
         # The one that came first tells most; a row may know the one that arrived.
         for error in reversed(chain):
-            text = f"{error.type}: {error.text}"
-            found = self._family(error, f"{event.said} {text}", frames, is_started=is_started, role=role)
+            said = f"{event.said} {error.type}: {error.text}"
+            found = self._family(error, said, frames, is_started=is_started, role=role)
             if found is not None and not (found[0].follows and len(chain) > 1 and error is not chain[0]):
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
@@ -338,7 +341,9 @@ class _Failures:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
             likely = "" if event.is_cut and role == "scheduler" else role
-            who = who or " on ".join(filter(None, (likely, (_pattern("full_gpu").search(error.text) or [""])[0])))
+            who = who or likely
+            if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
+                who = " on ".join(filter(None, (who, gpu[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
         text, name = _first_line(error.text), error.type.rpartition(".")[2]
         if not name:
@@ -407,7 +412,9 @@ class _Failures:
             yield finding_of("leak_warned", (0.0, 1), because, text=text)
         if is_harmless and all(isinstance(one, Line) for one in self._case.events):
             yield finding_of("only_warned", (float("inf"), 1), because, text=text)
-        if is_harmless or self._is_outlived(event):
+        # A start that goes on was only warned.
+        goes_on = event.at and not is_started and self._stages.get(event.who, (0.0, 0)) > event.place
+        if is_harmless or self._is_outlived(event) or goes_on:
             return
         found = self._family(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
         if found is None:
@@ -425,9 +432,8 @@ class _Failures:
             frames = [frame for error in following[0].chain for frame in error.frames]
             part = part or component_of(frames, arguments=self._case.arguments)
         part = row.part_of(part)
-        others = [one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side]
-        if kind == "peer_lost" and others:
-            who = others[0]
+        sides = (one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side)
+        who = next(sides, who) if kind == "peer_lost" else who
         side = event.side if part in _known("of_a_pair") else ""
         who = who or side or (_only(self._case, event) if kind in _known("of_a_rank") else "")
         yield finding_of(
@@ -598,7 +604,8 @@ def _only(case: Case, event: AnyEvent) -> str:
 
 def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
     """Return a row's steps with what its pattern named, and the options that a message names itself."""
-    options = [] if row.follows else list(dict.fromkeys(_pattern("option").findall(text[:_MAX_TEXT])))[:4]
+    is_none = row.follows or row.kind == "compile_failed"  # whose message has the compiler's
+    options = [] if is_none else list(dict.fromkeys(_pattern("option").findall(text[:_MAX_TEXT])))[:4]
     return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
 
 

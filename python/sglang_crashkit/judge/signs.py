@@ -403,15 +403,14 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     stages = load("signs")["stages"]
     order = list(stages)
     places: dict[str, list[str]] = {}
-    begun, last = set(), 0.0
+    last = 0.0
     known = [one for one in case.processes.values() if one.stages and one.stages[-1].name in stages]
+    begun = {one.stages[-1].name for one in known if not one.stages[-1].is_done}
     # What stands without a name is of one of the ranks.
     for process in [one for one in known if one.ranks] or known:
         name = process.stages[-1].name
         if process.stages[-1].is_done and order.index(name) + 1 < len(order):
             name = order[order.index(name) + 1]
-        else:
-            begun.add(name)
         who = topology.short_name(process) if process.ranks else process.who or "the server"
         places.setdefault(name, []).append(who)
         last = max(last, process.stages[-1].at)

@@ -44,8 +44,7 @@ _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 #: Of a larger server most ranks may be without a stack.
 _SMALL = 64
 _SAME_WAIT = frozenset({"symmetric_stall", "gpu_stall", "collective_mismatch", "no_progress"})
-#: A process of which nothing else is known may be one that hangs where it does this.
-_ANYBODYS = frozenset({"file", "compile", "build_lock", "driver", "collective"})
+_TELLING_ALONE = frozenset({"file", "compile", "build_lock", "driver", "collective"})
 _UPDATES = frozenset({"weights", "pause"})
 _HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
 #: What a rank does between batches, or at any of them, wherever in the model it is.
@@ -192,7 +191,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     ranks = (
         [one for one in members if one.role == "scheduler"]
         or [one for one in members if not one.role and any(map(is_own, one.frames[-1]))]
-        or [one for one in members if not one.role and one.last.kind in _ANYBODYS]
+        or [one for one in members if not one.role and one.last.kind in _TELLING_ALONE]
     )
     found = []
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
@@ -215,7 +214,7 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     elif named := [one for one in important if all(each.kind == "disk_sleep" for each in one.activities)]:
         loads = any(bare(frame.function).startswith("load_") for frames in named[0].frames for frame in frames)
         row = "load_in_kernel" if loads else "in_kernel"
-    elif named := [one for one in important if one.role and len(one.activities) > 1 and one.last.kind == "dead"]:
+    elif named := [one for one in important if one.role and one.last.kind == "dead" and one.stacks[1:]]:
         row = "gone"
     elif named := [one for one in important if one.is_starved][:1]:
         row = "starved"
@@ -439,8 +438,6 @@ def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member])
     other = signs.OTHER_SIDE.get(_side(scene, members))
     if other and any("disaggregation" in frame.file for frame in first.frames[-1]):
         return _finding(scene, "pair", [], group, kind="peer_lost" if first.last.kind == "http" else None, who=other)
-    if first.last.kind == "weight_load" or any("huggingface" in frame.file for frame in first.frames[-1]):
-        return _at_work(scene, members, group)
     named = members if len(members) < len(group) or len(group) == 1 else []
     kind = "rank_stuck" if named else None
     component = component_of(first.frames[-1])

@@ -74,8 +74,6 @@ def _rank(finding: Finding) -> tuple[bool, bool, bool, Place, int]:
 
 
 def _headline(case: Case) -> str:
-    if not case.events:
-        return "there is nothing to read here"
     if case.watched is not None and case.watched.text:
         return case.watched.text
     if case.dumped:

@@ -36,8 +36,8 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         re.compile(
             r"(?i)\b(?:failed|failure|refused|cannot|can't|could not|unable to|denied|timed? ?out|timeout"
             r"|killed|lost|"
-            r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead|unsupported"
-            r"|invalid|"
+            r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead"
+            r"|unsupported|not ready yet|invalid|"
             r"HSA_STATUS_ERROR_\w+|not supported|profiled value -\d+|unbound variable|command not found|"
             r"mismatch|unhealthy|stuck|divergence|system boot)\b|(?:Error|Exception)[:( ]"
         ),
@@ -57,7 +57,12 @@ ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP
 _STAGES: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
     (name, is_done, re.compile(pattern))
     for name, is_done, pattern in (
-        ("ready", True, r"(?<!['\"])(?:fired up and )?ready to roll\b(?!')|\b(?:healthy|ready) after \d+ ?s"),
+        (
+            "ready",
+            True,
+            r"(?<!['\"])(?:fired up and )?ready to roll\b(?!')|\b(?:healthy|ready) after \d+ ?s"
+            r"|Serving Benchmark Result",
+        ),
         ("distributed", False, r"Init torch distributed begin|initializing distributed|rendezvous"),
         ("distributed", True, r"Init torch distributed ends?\b"),
         ("weights", True, r"Load(?:ing)? weights? (?:end|ends|finished|took)|Loading .{0,40}shards: +100%"),
@@ -73,8 +78,14 @@ _STAGES: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
             False,
             r"Capture (?:\w{1,30} ){0,4}(?:cuda |piecewise )?graph begin|Capturing (?:batches|num tokens)",
         ),
-        ("compile", False, r"(?i)\b(?:jit|pre-?)?-?compil(?:e|ing|ation)\b|DeepGEMM warm|ninja|nvcc|autotun|tuning"),
+        (
+            "compile",
+            False,
+            r"(?i)\b(?:jit|pre-?)?-?compil(?:e|ing|ation)\b(?! tools)|DeepGEMM warm|ninja|nvcc(?!: Cuda)"
+            r"|autotun|tuning",
+        ),
         ("warmup", False, r"(?i)\bwarm-?(?:ing )?up\b"),
+        ("router", False, r"Starting router|Router starting"),
         ("http", True, r"Application startup complete|Uvicorn running on"),
     )
 )
@@ -150,7 +161,8 @@ _MAX_ARGUMENTS = 20_000
 
 def level_of(text: str) -> LineLevel:
     """Return how bad a line is, by its own word where it has one, else by the words in it."""
-    if "NCCL WARN" not in text and (stated := _STATED.match(text)):
+    # A router only informs that it waits for its workers.
+    if "NCCL WARN" not in text and "not ready yet" not in text and (stated := _STATED.match(text)):
         word = stated[1].upper()
         if word in ("DEBUG", "INFO", "WARN", "WARNING"):
             return "debug" if word == "DEBUG" else "info" if word == "INFO" else "warning"

@@ -1,0 +1,73 @@
+"""What the judge says of snapshots that `collect` alone sees: who is gone, one look, one side of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.collect.judging import judged
+from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.snapshot import NodeSnapshot
+
+LOOP = Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 2000)
+WAITS = (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3913), LOOP)
+RUNS = (Frame("step", "sglang/srt/managers/schedule_batch.py", 7), LOOP)
+ASKS = (Frame("recv_requests", "sglang/srt/managers/scheduler.py", 90), LOOP)
+SYNCHRONIZES = (Frame("synchronize", "torch/cuda/streams.py", 231), LOOP)
+
+
+def rank(number: int, frames: tuple[Frame, ...], host: str = "n1", **fields: Any) -> Sample:
+    thread = Thread("MainThread", 10 + number, False, False, frames)
+    fields = {"state": "S", "server": 1, "title": f"sglang::scheduler_TP{number}", "role": "scheduler"} | fields
+    return Sample(host, 10 + number, 1, ranks={"tp": number}, threads=(thread,), **fields)
+
+
+def rounds(*looks: Sequence[Sample], host: str = "n1") -> list[NodeSnapshot]:
+    return [
+        NodeSnapshot(host, 5.0 * at, tuple(Sample(**{**vars(one), "time": 5.0 * at}) for one in look))
+        for at, look in enumerate(looks, start=1)
+    ]
+
+
+def test_who_was_there_before_is_named_as_gone() -> None:
+    verdict, _case = judged(rounds([rank(0, WAITS), rank(1, WAITS)], [rank(0, WAITS)]))
+    assert (verdict.kind, verdict.level, verdict.first) == ("exited", "established", "TP1")
+    assert verdict.headline.startswith("TP1 has ended (state X), while TP0 waits in all_reduce")
+
+
+def test_a_helper_that_ended_is_nobody() -> None:
+    helper = rank(5, (), title="cc1plus", role="helper")
+    verdict, _case = judged(rounds([rank(0, ASKS), helper], [rank(0, ASKS)], [rank(0, ASKS)]))
+    assert (verdict.kind, verdict.first) == ("no_incident", None)
+
+
+def test_one_look_does_not_tell_work_from_a_hang() -> None:
+    verdict, _case = judged(rounds([rank(0, RUNS)]))
+    assert (verdict.kind, verdict.level) == ("busy", "unknown")
+    assert verdict.headline.endswith("one sample does not tell work from a hang")
+    assert judged(rounds([rank(0, RUNS)], [rank(0, RUNS)]))[0].kind == "rank_stuck"
+
+
+@pytest.mark.parametrize(("has_other", "level"), [(False, "unknown"), (True, "supported")])
+def test_one_side_of_a_pair_alone_is_told(has_other: bool, level: str) -> None:
+    decode = rank(0, ASKS, side="decode")
+    prefill = [rank(1, ASKS, side="prefill", server=2)] if has_other else []
+    verdict, _case = judged(rounds(*[[decode, *prefill]] * 2))
+    assert (verdict.kind, verdict.level) == ("no_incident", level)
+    assert ("prefill side" in verdict.headline) != has_other
+
+
+def test_ranks_of_several_hosts_are_told_apart() -> None:
+    nodes = rounds(*[[rank(0, WAITS)]] * 2) + rounds(*[[rank(1, WAITS, host="n2", state="T")]] * 2, host="n2")
+    verdict, _case = judged(nodes)
+    assert (verdict.kind, verdict.first) == ("stopped_process", "TP1 on n2")
+
+
+def test_a_rank_without_a_stack_is_named_where_the_others_gpus_wait() -> None:
+    from sglang_crashkit.model.event import Arguments
+
+    known = [Arguments(values={"tp_size": 3})]
+    verdict, _case = judged(rounds(*[[rank(0, SYNCHRONIZES), rank(1, SYNCHRONIZES)]] * 2), known)
+    assert (verdict.kind, verdict.first) == ("rank_stuck", "TP2")
