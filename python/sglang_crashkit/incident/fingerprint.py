@@ -43,7 +43,7 @@ _MAX_WAITING_FRAMES = 2
 _LINE = re.compile(r":\d+\)$")
 #: What a server that starts calls a rank which died before it had its title: by its tensor-parallel rank, where there
 #: is one pipeline stage only.
-_NAMED = re.compile(r"(?:DP(?P<dp>\d+) )?Rank (?P<tp>\d+) scheduler")
+_NAMED = re.compile(r"(?:DP(?P<dp>\d+) )?Rank (?P<tp>\d+) scheduler\b")
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Ranks that load are elsewhere each time.
 _STARTING = "(the server was starting)"
@@ -89,15 +89,18 @@ def fault_of(document: Mapping[str, Any]) -> Fault | None:
     return Fault(
         release=str(server.get("sglang_version")),
         kind=kind,
-        who=_who(first),
+        who=_who(first, document),
         what=_what_happened_to(first, document),
         frames=frames,
     )
 
 
-def _who(process: Mapping[str, Any]) -> str:
+def _who(process: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     role, ranks = str(process.get("role")), mapping_of(process.get("rank"))
-    if named := _NAMED.fullmatch(str(process.get("title"))):
+    said = [one for one in mappings_of(document.get("timeline")) if one.get("event") in _FAILED_STARTS]
+    # One that died as soon as it was there had no title of its own yet: the server that started it says whose it was.
+    names = [process.get("title"), *(one.get("message") for one in said if role in ("helper", "starting"))]
+    if named := next(filter(None, (_NAMED.match(str(name)) for name in names)), None):
         role, ranks = "scheduler", {name: int(number) for name, number in named.groupdict().items() if number}
     # The only rank of its kind has no number in its title.
     return " ".join([role, *(f"{name}={number}" for name, number in sorted(ranks.items()) if number != 0)])

@@ -185,7 +185,10 @@ def test_a_clean_stop_leaves_nothing_of_the_requests(lane: Lane, tmp_path: Path)
     folder.mkdir()
     with serve(lane, folder) as server:
         post(server, {"rid": "answered", "text": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 4}})
-    assert holding(PROMPT, folder, tmp_path / "t") == []
+    found = holding(PROMPT, folder, tmp_path / "t")
+    # Releases before 0.5.13 save the requests at each orderly end, too.
+    own = [path for path in found if not path.name.startswith("crash_dump_")]
+    assert (own, len(found)) == ([], 1 if lane.release in ("0.5.9", "0.5.12.post1") else 0)
     assert find_incidents(folder) == []
 
 

@@ -111,6 +111,10 @@ def test_at_startup_neither_the_moment_nor_a_missing_title_matters() -> None:
     assert one is not None
     assert one.who == "scheduler tp=1"
     assert one not in (fault_of(KILLED), fault_of(starting("Rank 2 scheduler", {}, [])))
+    early = starting("python", {}, [])
+    early["processes"][0]["role"] = "helper"
+    early["timeline"][0]["message"] = "Rank 1 scheduler died during initialization (exit code: -9)."
+    assert fault_of(early) == fault_of(starting("Rank 1 scheduler", {}, []))
     only = fault_of(starting("sglang::scheduler", {}, []))
     assert only == fault_of(starting("Rank 0 scheduler", {}, []))
     replica = fault_of(starting("sglang::scheduler_DP1", {"dp": 1}, []))
