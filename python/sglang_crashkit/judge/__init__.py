@@ -1,5 +1,4 @@
-"""Who failed first, what kind of failure or wait it is, in which part of SGLang, and what to do next.
+"""Who failed first, of what, in which part of SGLang, and what to do next: pure functions over a `model.case.Case`.
 
-Pure functions over a `model.case.Case`; what they know of SGLang stands in ``knowledge/*.yaml``, which a person can
-read and extend. `verdict.judge` asks them all.
+What they know of SGLang stands in ``knowledge/*.yaml``, to be read and extended. `verdict.judge` asks them all.
 """

@@ -36,7 +36,7 @@ from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.sample import Frame
 
 _Key = TypeVar("_Key")
-#: Share of a CPU below which a process that wants to run is starved.
+#: Share of a CPU below which a process that wants to run is starved, and above which one that waits works in between.
 _STARVED = 0.1
 #: Seconds for one shard of the weights by which they come slowly.
 _SLOW = 30.0
@@ -60,6 +60,7 @@ class Member(msgspec.Struct, kw_only=True):
     stacks: list[Stack]
     activities: list[Activity]
     frames: list[tuple[Frame, ...]]
+    is_on_cpu: bool = False  # its collectives are such as sleep
 
     @property
     def last(self) -> Activity:
@@ -74,8 +75,9 @@ class Member(msgspec.Struct, kw_only=True):
 
     @property
     def is_moving(self) -> bool:
-        """Whether its samples show different functions."""
-        return len({tuple((one.function, one.file) for one in frames) for frames in self.frames if frames}) > 1
+        """Whether its samples show different functions, or the same wait with too much work in between."""
+        works = self.is_on_cpu and self.last.waits == "ranks" and self.cpu_share > _STARVED
+        return works or len({tuple((one.function, one.file) for one in each) for each in self.frames if each}) > 1
 
     @property
     def common(self) -> Frame | None:
@@ -93,13 +95,12 @@ class Member(msgspec.Struct, kw_only=True):
         return self.is_moving and (self.common is None or not is_own(self.common) or is_loop(self.common))
 
     @property
-    def is_starved(self) -> bool:
-        """Whether it wants to run and hardly gets a CPU between its first and its last sample."""
+    def cpu_share(self) -> float:
+        """Share of a CPU that it got between its first and its last sample; below 0 where that is not known."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
-        used, seconds = last.cpu_secs - first.cpu_secs, last.time - first.time
+        seconds = last.time - first.time
         # In a shorter time no clock tick may fall.
-        is_told = seconds >= 1.0 and last.cpu_secs > 0
-        return is_told and used / seconds < _STARVED and all(one.sample.state == "R" for one in self.stacks)
+        return (last.cpu_secs - first.cpu_secs) / seconds if seconds >= 1.0 and last.cpu_secs > 0 else -1.0
 
 
 class Scene(msgspec.Struct, kw_only=True):
@@ -156,6 +157,7 @@ def _members(case: Case) -> list[Member]:
         name = topology.short_name(process) if process.ranks else process.who or role
         activities = [activity_of(one.sample) for one in stacks]
         member = Member(process=process, name=name, role=role, stacks=stacks, activities=activities, frames=frames)
+        member.is_on_cpu = case.arguments.get("device") == "cpu"
         members.append(member)
     for (_side, role), alike in _by(members, lambda one: (one.process.side, one.role)).items():
         for one in alike:
@@ -216,7 +218,8 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
         row = "load_in_kernel" if loads else "in_kernel"
     elif named := [one for one in important if one.role and one.last.kind == "dead" and one.stacks[1:]]:
         row = "gone"
-    elif named := [one for one in important if one.is_starved][:1]:
+    elif named := [one for one in important if 0.0 <= one.cpu_share < _STARVED
+                   and all(stack.sample.state == "R" for stack in one.stacks)][:1]:  # fmt: skip
         row = "starved"
     # What the rest of the front end does meanwhile tells nothing.
     group = [one for one in members if one.role == "scheduler"]
@@ -281,8 +284,6 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
     kind, most = max(kinds.items(), key=lambda item: len(item[1]))
     if kind in ("unknown", "dead", "idle"):
         return None
-    if 2 * len(most) <= len(members) and len(members) > 1:
-        return _no_progress(scene, group)
     if kind == "driver":
         is_lazy = bool(re.search("^_init|Module|Library|Kernel", most[0].last.operation))
         pid = most[0].process.pid or None

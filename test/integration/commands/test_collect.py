@@ -269,7 +269,9 @@ def test_the_verdict_names_it(story: Story) -> None:
     assert verdict["level"] == "established"
     assert (verdict["class"], verdict["first"]) == ("stopped_process", "TP1")
     assert f"`kill -CONT {story.hung.process(RANKS[1])['pid']}` lets TP1 go on" in verdict["next"]
-    assert (story.well.document["verdict"]["class"], story.well.document["verdict"]["first"]) == ("no_incident", None)
+    # It is asked all the while.
+    assert story.well.document["verdict"]["class"] in ("no_incident", "busy")
+    assert story.well.document["verdict"]["first"] is None
 
 
 def test_no_rank_is_debugged_for_a_verdict_that_is_established(story: Story) -> None:

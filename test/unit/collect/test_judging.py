@@ -59,6 +59,15 @@ def test_one_side_of_a_pair_alone_is_told(has_other: bool, level: str) -> None:
     assert ("prefill side" in verdict.headline) != has_other
 
 
+@pytest.mark.parametrize(("used", "device", "kind"), [(4.0, "cpu", "busy"), (0.1, "cpu", ""), (4.0, "cuda", "")])
+def test_a_server_on_a_cpu_that_computes_between_its_waits_does_not_hang(used: float, device: str, kind: str) -> None:
+    from sglang_crashkit.model.event import Arguments
+
+    looks = [[rank(number, WAITS, cpu_secs=1.0 + used * at) for number in (0, 1)] for at in range(3)]
+    verdict, _case = judged(rounds(*looks), [Arguments(values={"device": device, "tp_size": 2})])
+    assert verdict.kind == (kind or "symmetric_stall")
+
+
 def test_ranks_of_several_hosts_are_told_apart() -> None:
     nodes = rounds(*[[rank(0, WAITS)]] * 2) + rounds(*[[rank(1, WAITS, host="n2", state="T")]] * 2, host="n2")
     verdict, _case = judged(nodes)
