@@ -282,7 +282,11 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
     group = group or members
     kinds = _by(members, lambda one: one.last.kind)
     kind, most = max(kinds.items(), key=lambda item: len(item[1]))
-    if kind in ("unknown", "dead", "idle"):
+    if kind in ("unknown", "dead"):
+        return None
+    if 2 * len(most) <= len(members) and len(members) > 1:
+        return _no_progress(scene, group)
+    if kind == "idle":
         return None
     if kind == "driver":
         is_lazy = bool(re.search("^_init|Module|Library|Kernel", most[0].last.operation))

@@ -128,7 +128,7 @@ def test_a_killed_supervisor_leaves_requests_and_every_workers_stack(release: st
         wait_ready(server)
         left = wreck(server, tmp_path, lambda broken: os.kill(broken.pid, signal.SIGKILL), requests=REQUESTS)
     assert left.status == -signal.SIGKILL
-    # Nobody tells uvicorn's workers, with the kit or without it; the scheduler ends by the kernel's word.
+    # Uvicorn's workers get no signal, with the kit or without it; the parent-death signal ends the scheduler.
     assert sorted(one.partition(" ")[2].partition(":")[0] for one in left.left if "resource_tracker" not in one) == (
         ["sglang"] * WORKERS
     )

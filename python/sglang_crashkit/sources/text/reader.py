@@ -140,7 +140,7 @@ def read(
         paths: what somebody named: files, pipes, folders, or ``-`` for the standard input.
         problems: gets why some of them cannot be read, or not to their end, where others can.
         progress: is called with a file and how many bytes of it, unzipped, were read, from time to time.
-        beside: files that nobody named, such as an incident's. As in a folder, what is no regular file is left out: the
+        beside: files not given by name, such as an incident's. As in a folder, what is no regular file is left out: the
             end of a pipe might never come.
 
     Raises:

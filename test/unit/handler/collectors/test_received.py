@@ -134,7 +134,7 @@ def test_a_record_that_is_none_is_not_held(start_server: Start) -> None:
 
 
 class OddReader(StepReader):
-    """Reads records, but for one in which there is what nobody foresaw."""
+    """Reads records, except for one with content of an unexpected kind."""
 
     odd = "odd"
 
