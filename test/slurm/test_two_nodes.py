@@ -24,6 +24,7 @@ from sglang_crashkit.kernel.discovery import Place, place_of
 from sglang_crashkit.model.sample import Sample, main_thread
 from sglang_crashkit.model.snapshot import parse
 from slurm.cluster import NODES, Cluster
+from unit.support.waiting import child
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1500)]
 
@@ -95,7 +96,10 @@ def story(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         with server_on(cluster, job) as servers:
             wait_all_ready(servers, READY_TIMEOUT_S)
             told.pids = {node: rank_on(Place(job, node), title) for node, title in zip(NODES, RANKS, strict=True)}
-            tell(told, cluster, job, servers[0])
+            # Of no job: another server's rank on the same machine, which is not asked about.
+            with child("ready(); pause()", title=RANKS[1]) as other:
+                os.kill(other.pid, signal.SIGSTOP)
+                tell(told, cluster, job, servers[0])
         yield told
     finally:
         cluster.cancel(job)

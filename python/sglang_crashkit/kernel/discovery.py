@@ -75,8 +75,8 @@ class Discovery:
     #: Pids of processes that would have been, if they were not another user's, by user id.
     others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     servers: tuple[int, ...] = ()  # pids of the processes that launched a server, those of other users left out
-    #: Pids of processes that would have been, if they did not belong to another Slurm job or node.
-    elsewhere: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
+    #: Pids of processes that would have been, if they did not belong to another Slurm job or node, or to none (None).
+    elsewhere: Mapping[Place | None, tuple[int, ...]] = field(default_factory=dict)
 
 
 def find_processes(
@@ -88,7 +88,8 @@ def find_processes(
         pid: any process of one server, or one that has the server below it; all servers when None.
         user: of whom; of everybody when None.
         everything: also the servers' other processes: main process, tokenizers, detokenizer, controller.
-        here: leave out what is known to belong to another Slurm job or node.
+        here: leave out what is known to belong to another Slurm job or node. Processes that nothing ties to a job, as
+            in some containers, are taken only where none is known to be of this one.
     """
     host = _Host()
     members = host.members_of(pid) if pid is not None else None
@@ -99,16 +100,17 @@ def find_processes(
     wanted.pop(os.getpid(), None)
     mine: list[FoundProcess] = []
     others: dict[int, tuple[int, ...]] = {}
-    elsewhere: dict[Place, tuple[int, ...]] = {}
-    for one in wanted.values():
-        place = other_place_of(one.pid, here)
+    elsewhere: dict[Place | None, tuple[int, ...]] = {}
+    places = {pid: place_of(pid) if here is not None else None for pid in wanted}
+    accepted = {here} if here in places.values() else {here, None}
+    for pid, one in wanted.items():
         is_mine = user in (None, one.user)
-        if place is None and is_mine:
+        if places[pid] in accepted and is_mine:
             mine.append(one)
-        elif place is None:
-            others[one.user] = (*others.get(one.user, ()), one.pid)
+        elif places[pid] in accepted:
+            others[one.user] = (*others.get(one.user, ()), pid)
         elif is_mine:
-            elsewhere[place] = (*elsewhere.get(place, ()), one.pid)
+            elsewhere[places[pid]] = (*elsewhere.get(places[pid], ()), pid)
     mine.sort(key=lambda one: (one.server or 0, one.pid))
     servers = sorted({one.server for one in mine if one.server is not None})
     return Discovery(tuple(mine), others, tuple(servers), elsewhere)
@@ -156,7 +158,7 @@ class _Host:
         groups: dict[tuple[int | None, Place | None], list[_Entry]] = {}
         for pid, entry in self._entries.items():
             if (within is None or pid in within) and (entry.is_titled or runs_sglang(entry.cmdline)):
-                groups.setdefault((_user_of(pid), other_place_of(pid, here)), []).append(entry)
+                groups.setdefault((_user_of(pid), place_of(pid) if here is not None else None), []).append(entry)
         return list(groups.values())
 
     def find(self, candidates: Sequence[_Entry], *, everything: bool) -> Iterator[FoundProcess]:
@@ -283,9 +285,3 @@ def place_of(pid: int) -> Place | None:
         stat = procfs.read_stat(pid)
         pid = stat.ppid if stat is not None else 0
     return None
-
-
-def other_place_of(pid: int, here: Place | None) -> Place | None:
-    """Return the place of process `pid` where it is known to be another job or node than `here`, else None."""
-    place = place_of(pid) if here is not None else None
-    return None if place == here else place

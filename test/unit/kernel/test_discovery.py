@@ -12,7 +12,7 @@ import pytest
 from sglang_crashkit.kernel.discovery import (
     Place,
     find_processes,
-    other_place_of,
+    place_of,
     runs_sglang,
 )
 from sglang_crashkit.kernel.procfs import read_title
@@ -162,6 +162,18 @@ def test_a_title_of_another_slurm_job_is_ignored(tmp_path: Path, monkeypatch: py
             assert find_processes(pid=os.getpid()).elsewhere == {}
 
 
+def test_ranks_of_no_job_are_left_alone_where_the_jobs_own_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with family(*RANKS) as (_server, without), monkeypatch.context() as job:
+        here = Place("7", "n2")
+        assert {one.pid for one in find_processes(pid=os.getpid(), here=here).processes} == set(without.values())
+        job.setenv("SLURM_JOB_ID", "7")
+        job.setenv("SLURMD_NODENAME", "n2")
+        with family(*RANKS) as (_its_server, within):
+            found = find_processes(pid=os.getpid(), here=here)
+            assert {one.pid for one in found.processes} == set(within.values())
+            assert {place: set(those) for place, those in found.elsewhere.items()} == {None: set(without.values())}
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_ranks_are_known_by_their_titles(tmp_path: Path) -> None:
     rank = "import os, setproctitle; os.setuid(65534); setproctitle.setproctitle('sglang::scheduler_TP0'); input()"
@@ -231,4 +243,4 @@ pause()
     with child(titled) as process:
         pid = int(process.first_line)  # type: ignore[attr-defined]
         assert b"SLURM_JOB_ID" not in Path(f"/proc/{pid}/environ").read_bytes()
-        assert other_place_of(pid, Place("7", "n1")) == Place("7", "n2")
+        assert place_of(pid) == Place("7", "n2")

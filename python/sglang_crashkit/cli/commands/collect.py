@@ -411,8 +411,9 @@ def _passed_over(found: Discovery) -> Iterator[str]:
         yield f"user {name}'s processes were left alone (pid {which}); next: --user {name}, or --any-user"
     for place, pids in found.elsewhere.items():
         which = ", ".join(str(pid) for pid in pids[:_MAX_TITLES])
-        of_job = f"{_counted(len(pids), 'process', 'processes')} of Slurm job {place.job_id} on {place.node}"
-        yield f"{of_job} left alone (pid {which}); next: --pid {pids[0]}"
+        number = _counted(len(pids), "process", "processes")
+        job = f"Slurm job {place.job_id} on {place.node}" if place else "no Slurm job"
+        yield f"{number} of {job} left alone (pid {which}); next: --pid {pids[0]}"
 
 
 def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:

@@ -125,7 +125,10 @@ def as_json(
         "verdict": msgspec.to_builtins(collection.judged()[0]),
         "divergence": collection.divergence.to_json() if collection.divergence is not None else None,
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
-        "other_jobs": [{**vars(place), "pids": list(pids)} for place, pids in found.elsewhere.items()],
+        "other_jobs": [
+            {"job_id": place and place.job_id, "node": place and place.node, "pids": list(pids)}
+            for place, pids in found.elsewhere.items()
+        ],
         **({"rounds": [one.to_json() for one in collection.rounds]} if with_snapshots else {}),
         **({"texts": _texts(collection, output)} if with_texts else {}),
     }
