@@ -10,14 +10,12 @@ Of one without a stack nothing is known: it may be the one. So it makes less cer
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from sglang_crashkit.analysis.member import (
     Member,
     be,
     describe,
-    describe_several,
     describe_some,
     is_for_requests,
     motion_words,
@@ -25,52 +23,40 @@ from sglang_crashkit.analysis.member import (
 )
 from sglang_crashkit.model.incident import Level
 
-#: ``outlier``: somebody is one; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests;
-#: ``moving``: they go on; ``unclear``: none of that.
-FindingKind = Literal["outlier", "waiting", "idle", "moving", "unclear"]
-
 #: To tell an outlier from the rest, the rest must be more than one.
 _MIN_TO_COMPARE = 3
-NO_HANG = ": no hang is seen."
-#: Of the others of a group, this many different things are told.
-_MAX_EVIDENCE = 6
+_NO_HANG = ": no hang is seen."
+#: Of those that wait, this many different places are told.
+_MAX_PLACES = 6
 
 
 @dataclass(frozen=True)
 class Finding:
     """What is seen of one group."""
 
-    group: str  # its name, empty where it is the only one
-    kind: FindingKind
     named: tuple[Member, ...]  # who is to be looked at; empty where no single rank looks responsible
     statement: str  # what is seen, in one or two sentences
-    evidence: tuple[str, ...]  # what it rests on, a sentence each
     level: Level  # how well it is supported
-    waits: bool = False  # all that is left of the group waits for others
 
 
-def judge_group(name: str, members: Sequence[Member]) -> Finding:
+def judge_group(members: Sequence[Member]) -> Finding:
     """Return what is seen of a group of at least one process."""
-    evidence = _evidence(members)
     outlier = find_outlier(members) or _find_diverged(members)
     if outlier is not None and outlier.level == "established":
-        return replace(outlier, group=name, evidence=evidence)
+        return outlier
     if _are_idle(members):
-        # In its loop a decode server also asks all the time for what prefill sends, and the other way round.
-        is_of_pair = any(place[0] == "side" for member in members if member.rank for place in member.rank.scope)
-        awaited = "requests or for the other side of its pair" if is_of_pair else "requests"
-        text = f"{name_members(members)} waited for {awaited}, as when there are none{NO_HANG}"
-        return Finding(name, "idle", (), text, evidence, level_of(members))
+        text = f"{name_members(members)} waited for requests, as when there are none{_NO_HANG}"
+        return Finding((), text, level_of(members))
     if outlier is not None and _is_convincing(outlier, members):
-        return replace(outlier, group=name, evidence=evidence)
+        return outlier
     if all(member.waits() for member in members):
-        return Finding(name, "waiting", (), _waiting_text(members), evidence, "unknown", waits=True)
+        return Finding((), _waiting_text(members), "unknown")
     moving = [member for member in members if member.motion() == "moving"]
     if moving:
-        text = f"{name_members(moving)} did different things in different samples{NO_HANG}"
-        return Finding(name, "moving", (), text, evidence, "supported")
+        text = f"{name_members(moving)} did different things in different samples{_NO_HANG}"
+        return Finding((), text, "supported")
     text = _unclear_text(members) if len(members) > 1 else _sentence(members[0])
-    return Finding(name, "unclear", (), text, evidence, "unknown")
+    return Finding((), text, "unknown")
 
 
 # -- outliers
@@ -140,7 +126,7 @@ def _find_diverged(members: Sequence[Member]) -> Finding | None:
 
 
 def _outlier(named: Sequence[Member], statement: str, level: Level) -> Finding:
-    return Finding("", "outlier", tuple(named), statement, (), level)
+    return Finding(tuple(named), statement, level)
 
 
 def _by_place(members: Sequence[Member]) -> dict[frozenset[tuple[str, str]], list[Member]]:
@@ -207,7 +193,7 @@ def _waiting_text(members: Sequence[Member]) -> str:
         places.setdefault(" and ".join(list(words)[:3]), []).append(member)
     if len(members) == 1:
         return f"{_sentence(members[0])} For whom is not seen."
-    told = "; ".join(f"{name_members(some)} {words}" for words, some in list(places.items())[:_MAX_EVIDENCE])
+    told = "; ".join(f"{name_members(some)} {words}" for words, some in list(places.items())[:_MAX_PLACES])
     ending = "all wait, for one another or for somebody who is not seen" if len(places) == 1 else "each waits elsewhere"
     return f"{told}: {ending}, and no single rank looks responsible."
 
@@ -220,19 +206,6 @@ def _unclear_text(members: Sequence[Member]) -> str:
         missing = f"Of {name_members(unseen)} no stack was seen: for {whom} the others may wait."
         return f"{_waiting_text(seen)} {missing}"
     return f"{name_members(members)}: no single rank looks responsible.{_unseen_text(members)}"
-
-
-def _evidence(members: Sequence[Member]) -> tuple[str, ...]:
-    """Return what the members did, those alike together, the rarest first."""
-    alike: dict[tuple[str, str], list[Member]] = {}
-    for member in members:
-        last = member.moments[-1].activity.words if member.moments else "is known from before only"
-        alike.setdefault((last, member.motion()), []).append(member)
-    groups = sorted(alike.values(), key=len)
-    lines = [_sentence(some[0]) if len(some) == 1 else f"{describe_several(some)}." for some in groups[:_MAX_EVIDENCE]]
-    if len(groups) > _MAX_EVIDENCE:
-        lines.append(f"{sum(len(some) for some in groups[_MAX_EVIDENCE:])} more did other things.")
-    return tuple(lines)
 
 
 def _sentence(member: Member) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity
 from sglang_crashkit.model.sample import Frame
 
@@ -30,7 +29,6 @@ class Moment:
     activity: Activity  # what it was doing
     frames: tuple[Frame, ...]  # its main thread, innermost first, as far as it is kept; empty without a stack
     time: float = 0.0  # when, in seconds since the epoch; 0 where it is not known
-    problem: str = ""  # why there is no stack; empty where there is one, or nobody said
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,6 @@ class Member:
     name: str  # what it is called in sentences
     #: What each sample shows, in order of time; none of one that is only known to have been there.
     moments: tuple[Moment, ...]
-    rank: Rank | None = None  # its place among many, None where it is called by its name alone
-    is_gone: bool = False  # it was there before and no more in the last sample
     source: Any = None  # what it stands for
 
     @property
@@ -55,8 +51,8 @@ class Member:
         return self.moments[-1].activity if self.moments else None
 
     def has_ended(self) -> bool:
-        """Say whether it was there before and no more, or only as a zombie, in the last sample."""
-        return self.is_gone or (self.last is not None and self.last.kind == "gone")
+        """Say whether it was only there as a zombie, or no more, in the last sample."""
+        return self.last is not None and self.last.kind == "gone"
 
     def always(self, *kinds: str) -> bool:
         """Say whether it was in one of these states in each sample."""
@@ -116,12 +112,8 @@ def name_some(names: Sequence[str], most: int = _MAX_NAMES) -> str:
 
 
 def name_members(members: Sequence[Member]) -> str:
-    """Return who they are as part of a sentence; of many, as a set of ranks."""
-    ranks = [member.rank for member in members if member.rank is not None]
-    if len(members) <= 3 or len(ranks) < len(members):
-        return name_some([member.name for member in members])
-    together = RankSet(ranks)
-    return f"{len(members)} ranks ({together.format(hide=list(together.places()))})"
+    """Return who they are as part of a sentence."""
+    return name_some([member.name for member in members])
 
 
 def be(members: Sequence[Member]) -> str:

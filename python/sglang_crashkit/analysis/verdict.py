@@ -253,7 +253,7 @@ def _judge_unhealthy(incident: Incident) -> Verdict:
     if stopped:
         return _verdict("hang", "established", [stopped])
     groups = groups_of([(rank_at(process.rank), process) for process in ranks])
-    findings = [judge_group("", [member_of(process) for process in group]) for group in groups]
+    findings = [judge_group([member_of(process) for process in group]) for group in groups]
     named = [(one.level, one.named[0].source, one.statement) for one in findings if one.named]
     for process in others:
         # One alone is an outlier by nothing but what the kernel says of it.

@@ -176,6 +176,14 @@ def test_samples_of_one_process_in_several_files_come_together() -> None:
     assert (found.kind, found.who) == ("rank_stuck", "TP1")
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_rank_is_named_where_none_waits_and_each_half_is_elsewhere(count: int) -> None:
+    fetching = ("readinto (socket.py:7)", "get (requests/api.py:73)", f"fetch ({SRT}/managers/mm_utils.py:30)", *BATCH)
+    halves = dict.fromkeys(range(count // 2), fetching)
+    found = first_of(case(*ranks(count, *EVICTION, *SCHEDULE, but=halves), *hang()))
+    assert (found.kind, found.who) == ("no_progress", None)
+
+
 # -- all wait
 
 

@@ -24,7 +24,6 @@ _GPU_HEAD = re.compile(
 )
 _GPU_USE = re.compile(r"\|.{0,80}?\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)")
 _DRIVER = re.compile(r"Driver Version: (\S{3,20})")
-_GPU_CSV = re.compile(r"(\d{1,3}), ([A-Z][^,]{2,60}), .{0,200}")
 #: Headings and cells by which a file is known to be one of these.
 _KUBECTL, _SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
 
