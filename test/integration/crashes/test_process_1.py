@@ -31,9 +31,10 @@ CONTAINER = ("unshare", "-pf", "--mount-proc", "--kill-child")
 HOST = "test-host"
 EXIT_S = 90.0
 PROMPT = "A prompt that is nowhere once its server has ended"
-#: Two servers in one container; a later argument wins.
+#: Two servers in one container, the second with ports of its own; a later argument wins.
 TWO = (
-    'second=$1; shift; "$@" & one=$!; "$@" --port "$second" & two=$!; trap "kill $one $two" TERM; '
+    'port=$1 nccl=$2; shift 2; "$@" & one=$!; "$@" --port "$port" --nccl-port "$nccl" & two=$!; '
+    'trap "kill $one $two" TERM; '
     # The signal ends the first of them.
     "wait $one; wait $two; wait $one"
 )
@@ -163,7 +164,7 @@ def test_a_clean_stop_below_tini_leaves_nothing(host: Host) -> None:
 @pytest.mark.matrix
 def test_two_servers_of_one_container_leave_nothing(host: Host) -> None:
     port = free_port()
-    with host.start(ensure_lane("0.5.23"), "sh", "-c", TWO, "sh", str(port)) as server:
+    with host.start(ensure_lane("0.5.23"), "sh", "-c", TWO, "sh", str(port), str(free_port())) as server:
         server.wait_ready()
         first, server.url = server.url, f"http://127.0.0.1:{port}"
         server.wait_ready()
