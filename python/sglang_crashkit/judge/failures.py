@@ -10,7 +10,7 @@ import bisect
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,6 +53,7 @@ _MANY = 20
 #: What a stack or a message shows of an asynchronous failure is where it was noticed.
 _NOTICED = frozenset({None, "scheduler", "gpu", "kv_pool", "driver"})
 _pattern = functools.partial(pattern, "failures")
+_Event = TypeVar("_Event", Raised, Exit)
 
 
 def _known(name: str) -> Any:
@@ -211,6 +212,7 @@ class _Failures:
             yield one
 
     def _found(self) -> Iterator[Finding]:
+        is_pair = len({event.side for event in self._case.events} - {""}) > 1
         for event in self._case.events:
             for finding in self._of(event):
                 if not finding.where[1]:
@@ -219,6 +221,8 @@ class _Failures:
                     continue
                 if event.follows:
                     finding.is_consequence, finding.level = True, "supported"
+                if is_pair and finding.who and event.side and event.side not in finding.who:
+                    finding.who += f" of {event.side}"
                 yield finding
         if self._case.is_started and self._case.watched is None:
             yield finding_of("no_failure", (self._case.last_at, 0))
@@ -424,13 +428,13 @@ class _Failures:
         part = component_of(words=event.text, arguments=self._case.arguments)
         by_words = "router" if _pattern("router_line").search(event.text) else ""
         who = named.get("who") or row.who_is or event.who or by_words
-        place = bisect.bisect_left(self._raises, event.place, key=lambda one: one.place)
-        following = [one for one in self._raises[place : place + 1] if one.at - event.at <= _NEXT_S]
-        if not who and following:
+        if not who and (following := self._next(self._raises, event)):
             # What a library prints without a name is told by what the process that called it raises.
-            who = following[0].who
-            frames = [frame for error in following[0].chain for frame in error.frames]
+            who = following.who
+            frames = [frame for error in following.chain for frame in error.frames]
             part = part or component_of(frames, arguments=self._case.arguments)
+        elif not who and (ended := self._next(self._exits, event)):
+            who = ended.who
         part = row.part_of(part)
         sides = (one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side)
         who = next(sides, who) if kind == "peer_lost" else who
@@ -442,6 +446,11 @@ class _Failures:
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True), is_consequence=row.follows,
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
+
+    def _next(self, events: Sequence[_Event], event: AnyEvent) -> _Event | None:
+        """Return the first of some events, in the order of their places, that comes right after another one."""
+        place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
+        return next((one for one in events[place : place + 1] if one.at - event.at <= _NEXT_S), None)
 
     # -- the kernel, ends, containers
 

@@ -150,6 +150,48 @@ def test_a_line_without_a_time_has_that_of_the_batch_before_it(tmp_path: Path) -
     assert line.at == batch.at > 0
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        "(Trainer pid=9) ray.exceptions.ActorDiedError: The actor died unexpectedly",
+        "srun: error: node-1: task 0: Exited with exit code 137",
+    ],
+)
+def test_a_program_without_times_is_as_late_as_the_lines_around_it(tmp_path: Path, later: str) -> None:
+    path = tmp_path / "job.log"
+    task = "0: {}" if later.startswith("srun") else "(Engine pid=77) {}"
+    path.write_text("".join(task.format(line) + "\n" for line in LOG.splitlines()) + later + "\n")
+    events = list(reduce(read([path])).events)
+    (raised,) = [one for one in events if isinstance(one, Raised) and one.error.text == "twice"]
+    last = max(events, key=lambda one: one.order)
+    assert last.place > raised.place
+    assert last.at >= raised.at
+
+
+def test_a_log_without_a_year_is_of_the_year_of_the_one_before(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.log", tmp_path / "b.log"
+    first.write_text(LOG)
+    second.write_text("[10-05 08:00:09] Error during execution: connection aborted\n")
+    (line,) = [one for one in reduce(read([first, second])).events if isinstance(one, Line) and "aborted" in one.text]
+    (raised,) = [one for one in reduce(read([first])).events if isinstance(one, Raised)]
+    assert line.at == raised.at + 5.0
+
+
+OF_SIDES = {
+    "prefill": "[2026-10-05 08:00:01 TP0] Prefill batch, #new-seq: 1, #inflight-req: 0, cuda graph: False",
+    "decode": "[2026-10-05 08:00:02 TP0] Decode transfer failed for request rank=0 decode_req.req.rid='a'",
+}
+
+
+def test_the_sides_of_a_pair_are_known_by_what_they_say_where_both_are_there(tmp_path: Path) -> None:
+    paths = []
+    for name, (side, text) in zip("ab", OF_SIDES.items(), strict=True):
+        paths.append(tmp_path / name)
+        paths[-1].write_text(text + "\n")
+        assert {one.side for one in read([paths[-1]])} == {""}, side
+    assert {(one.source.partition(":")[0], one.side) for one in read(paths)} == {("a", "prefill"), ("b", "decode")}
+
+
 def test_gzip_reads_as_the_text_in_it(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(LOG)
     (tmp_path / "b.log").write_bytes(gzip.compress(LOG.encode()))

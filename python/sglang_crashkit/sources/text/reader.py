@@ -98,6 +98,10 @@ _CUDA_KERNEL = re.compile(
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _LOAD = re.compile(r'"num_waiting_reqs": ?(\d{1,9})\b|sglang:num_queue_reqs\{[^}]{0,400}\} (\d{1,9})')
+_OF_SIDE = re.compile(
+    r"(?:\[[^\]]{0,60}\] )?(?:(Prefill|Decode) (?:transfer|bootstrap|handshake) failed"
+    r"|(Prefill) batch.{0,300}#inflight-req|(Decode) batch.{0,300}#(?:transfer|prealloc)-req)"
+)
 _TRANSFERS = re.compile(rb"#transfer-req: (\d+)")
 #: Requests of an operator or a trainer, which are no work for a batch.
 _CONTROL = re.compile(
@@ -147,7 +151,7 @@ def read(
         NothingToDoError: one of them is not there, and there are no `problems` or no others.
         CrashkitError: the same of one that cannot be read.
     """
-    readers, order = [], 0
+    readers, order, date = [], 0, _NO_DATE
     met: list[CrashkitError] = []
     for path, is_named in [*((path, True) for path in paths), *((path, False) for path in beside)]:
         try:
@@ -156,7 +160,7 @@ def read(
             met.append(error)
             continue
         for file, is_pipe in files:
-            reader = _File(file, order, functools.partial(progress, file), is_pipe)
+            reader = _File(file, order, functools.partial(progress, file), is_pipe, date=date)
             try:
                 reader.read()
             except CrashkitError as error:
@@ -164,7 +168,7 @@ def read(
                 if not reader.understood:
                     continue
             readers.append(reader)
-            order = reader.order + 1
+            order, date = reader.order + 1, reader.date
     if met and (problems is None or not readers):
         raise met[0]
     if problems is not None:
@@ -253,7 +257,8 @@ class _File:
     #: Exceptions without a traceback, each with the lines after its own one: in SGLang's lines, and in those of others.
     raised: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
     bare: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
-    date: str = _NO_DATE  # the last whole time, or the first one that is to come
+    date: str = _NO_DATE  # the last whole time, or the first one that is to come; before it, the file's before
+    time: bytes | float = 0.0  # of the last line that has one
     sample: str = ""  # of what was not understood
     understood: bool = False
     broken: Exception | None = None  # why it cannot be read any further
@@ -436,7 +441,7 @@ class _File:
             key = (stream_key, "", *answered)
         else:
             return False
-        self.passed_at[stream_key] = at = line[place + 1 : place + 20]
+        self.passed_at[stream_key] = self.time = at = line[place + 1 : place + 20]
         entry = self.batches.get(key)
         if entry is None:
             entry = self.batches[key] = _Batches(seconds(at.decode(errors="replace")), self.order)
@@ -467,6 +472,10 @@ class _File:
             stream = self.streams[key] = _Stream()
         if passed := self.passed_at.pop(key, b""):
             stream.at, stream.has_own_time = seconds(passed.decode(errors="replace")), True
+        elif not stream.has_own_time and not carried.at and self.time:
+            # A stream without times, such as what srun says of its tasks, is beside the others.
+            now = self.time
+            stream.at = self.time = seconds(now.decode(errors="replace")) if isinstance(now, bytes) else now
         if carried.is_kernel or kernel_lines.is_telling(text):
             self._kernel(carried, key, stream)
             return
@@ -487,6 +496,7 @@ class _File:
             if at := own["at"]:
                 self.date = at if len(at) == len(_NO_DATE) else self.date
                 stream.at, stream.has_own_time = seconds(self.date[: -len(at)] + at), True
+                self.time = stream.at
             stream.who = _name(own["who"] or "")
             if stream.who and len(stream.names) < 2:
                 stream.names.add(stream.who)
@@ -768,6 +778,7 @@ def _name(prefix: str) -> str:
 def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
     """Yield the events of all files, with the node and the side that each came from."""
     places: dict[tuple[int, str], tuple[str, str]] = {}
+    said: dict[tuple[int, str], str] = {}
     serving = []
     for number, reader in enumerate(readers):
         for key in dict.fromkeys(key for key, _ in reader.events):
@@ -780,6 +791,9 @@ def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
             if arguments or any(isinstance(event, Progress | Raised) for event in own):
                 serving.append((number, key))
             places[number, key] = (node, side)
+            said[number, key] = side or _side_said(own)
+    if len({*said.values()} - {""}) > 1:
+        places = {place: (node, said[place]) for place, (node, _side) in places.items()}
     told = {places[one] for one in serving}
     for number, reader in enumerate(readers):
         for key, event in reader.events:
@@ -800,6 +814,13 @@ def _clean(event: AnyEvent) -> AnyEvent:
     if text := getattr(event, "text", ""):
         return msgspec.structs.replace(event, text=redact_text(text))
     return event
+
+
+def _side_said(events: Sequence[AnyEvent]) -> str:
+    """Return the side of a pair whose words a program's lines and batches have; empty where they have none, or both."""
+    texts = (getattr(event, "text", "") for event in events)
+    said = {one for text in texts if (match := _OF_SIDE.match(text)) for one in match.groups() if one}
+    return said.pop().lower() if len(said) == 1 else ""
 
 
 def _side_in(name: str) -> str:
