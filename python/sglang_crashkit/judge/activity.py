@@ -7,7 +7,6 @@ above a compiler's frame is a barrier. The tables are in ``knowledge/activities.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,12 +181,14 @@ def of_frames(
     if kind in ("collective", "store"):
         operation = next((found[1] for one in head if (found := _pattern("operation").match(bare(one.function)))), "")
     elif kind == "p2p":
-        operation = _direction(python)
+        names = [name for one in python[:8] if not _pattern("both_ways").search(name := bare(one.function))]
+        operation = next((found[1] for name in names if (found := _pattern("direction").search(name))), "")
     elif kind in ("driver", "gpu_sync", "gpu_launch") and leaf is not None:
         operation = leaf.function
     if kind in ("gpu_sync", "gpu_launch", "own") and kernels and all("nccl" in name.lower() for name in kernels):
         kind, backend, operation = "collective", "NCCL", ""
-    place, purpose, detail = _place(python), _purpose(python), ", ".join(dict.fromkeys(kernels))[:120]
+    purposes = (str(row["name"]) for one in python if is_own(one) for row in _rows("purposes") if _matches(row, one))
+    place, purpose, detail = _place(python), next(purposes, ""), ", ".join(dict.fromkeys(kernels))[:120]
     return Activity(
         kind=kind, operation=operation, backend=backend, leaf=leaf, place=place, purpose=purpose, detail=detail
     )
@@ -250,11 +251,6 @@ def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str
     return None
 
 
-def _purpose(frames: Sequence[Frame]) -> str:
-    own = [frame for frame in frames if is_own(frame)]
-    return next((str(row["name"]) for frame in own for row in _rows("purposes") if _matches(row, frame)), "")
-
-
 def _is_idle(frames: Sequence[Frame]) -> bool:
     """Return whether a thread is in its loop: nothing that tells lies between its innermost frame and the loop."""
     caller = innermost(frames)
@@ -263,11 +259,6 @@ def _is_idle(frames: Sequence[Frame]) -> bool:
     if is_own(caller):
         return _pattern("receiving").match(bare(caller.function)) is not None
     return _pattern("serving").search(caller.file) is not None
-
-
-def _direction(frames: Sequence[Frame]) -> str:
-    names = [name for one in frames[:8] if not re.search("point_to_point|send_recv", name := bare(one.function))]
-    return next((found[1] for name in names if (found := re.search(r"(?:^|_)i?(send|recv)(?:_|$)", name))), "")
 
 
 def innermost(frames: Sequence[Frame]) -> Frame | None:

@@ -48,11 +48,11 @@ def component_of(
     by_words = [name for name, pattern in _patterns("words").items() if pattern.search(words)]
     scores: dict[str, float] = {}
     for name, near in by_frames:
-        worth = (4.0 if _is_common(name) else 8.0) / (1 + near / 4)
+        worth = (8.0 if is_telling(name) else 4.0) / (1 + near / 4)
         scores[name] = max(scores.get(name, 0.0), worth)
     for name in by_words:
         is_on = arguments is not None and is_switched_on(name, arguments)
-        scores[name] = scores.get(name, 0.0) + (2.0 if _is_common(name) else 4.5) + (1.0 if is_on else 0.0)
+        scores[name] = scores.get(name, 0.0) + (4.5 if is_telling(name) else 2.0) + (1.0 if is_on else 0.0)
     if not scores:
         return "distributed_init" if any("torch/distributed/" in one.file for one in frames[:_NEAR]) else None
     return max(scores, key=lambda name: scores[name])
@@ -60,11 +60,7 @@ def component_of(
 
 def is_telling(component: str | None) -> bool:
     """Return whether a part is one that only some stacks pass."""
-    return component is not None and not _is_common(component)
-
-
-def _is_common(component: str) -> bool:
-    return bool((load("components").get(component) or {}).get("common"))
+    return component is not None and not (load("components").get(component) or {}).get("common")
 
 
 @functools.lru_cache(maxsize=4096)

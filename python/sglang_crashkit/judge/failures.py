@@ -107,7 +107,7 @@ class _Family(msgspec.Struct, kw_only=True):
 
     def part_of(self, part: str | None) -> str | None:
         """Return the component, by the one that frames and words tell."""
-        return self.part or (part if is_telling(part) or not self.usual else self.usual)
+        return self.part or (self.usual if part in _NOTICED and self.usual else part)
 
     def restart_at(self, is_started: bool) -> str:
         """Return whether a restart helps; empty where the class says it."""
@@ -373,6 +373,8 @@ class _Failures:
     def _is_outlived(self, event: AnyEvent) -> bool:
         """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
         place = event.place
+        if isinstance(event, Raised) and event.thread and any("sglang/srt/" in one.file for one in event.error.frames):
+            return False  # what that thread did for the server is not done any more
         end = min((one for one in self._starts if one > place), default=(float("inf"), 0))
         for one in self._work:
             if one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:

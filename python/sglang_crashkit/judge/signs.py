@@ -115,8 +115,10 @@ def read(case: Case) -> Signs:
     looked = max((event.place for event in case.events if isinstance(event, Stack) and not event.fatal), default=good)
     is_seen = len(batches) + len(answers) > 2 or case.is_started
     is_recent = goes_on or good[0] >= case.last_at - _AT_THE_END
-    signs.last_word, is_begun = _last_word(case, max(batches))
-    signs.part = component_of(words=signs.last_word) if signs.last_word else None
+    signs.last_word, is_begun = _last_word(case, max(batches), signs.where or (float("inf"), 0))
+    # GPUs that are all at full use in a hang run a kernel that waits, or does not end.
+    is_spinning = bool(case.gpus) and all(one.use >= 95.0 for one in case.gpus)
+    signs.part = component_of(words=signs.last_word) or ("gpu" if is_spinning else None)
     signs.stands_for = _stands_for(case, is_begun=is_begun)
     is_wrong = signs.is_hang or bool(signs.stands_for) or _failed_after(case, good, max(batches))
     signs.is_alive = is_seen and is_recent and looked <= good and not is_wrong
@@ -152,14 +154,14 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     return silent if silent >= _STANDS_S else 0.0
 
 
-def _last_word(case: Case, batch: Place) -> tuple[str, bool]:
-    """Return what a server said last, or was asked for, after a batch, and whether that says that something began."""
+def _last_word(case: Case, batch: Place, end: Place) -> tuple[str, bool]:
+    """Return what a server said last, or was asked for, from a batch to an end, and whether something began by that."""
     progress = case.progress
     found = [((one.last_at, one.last_order), one.text) for one in progress if one.kind == "control"]
     logs = {one.source.partition(":")[0] for one in progress or case.events}
     found += [(one.place, one.text) for process in case.processes.values() for one in process.lines
               if one.level in ("info", "warning") and one.source.partition(":")[0] in logs
-              and _pattern("own_word").match(one.text)]  # fmt: skip
+              and one.place < end and _pattern("own_word").match(one.text)]  # fmt: skip
     place, text = max(found, default=((0.0, 0), ""))
     return (text[:120], bool(_pattern("begins").match(text))) if batch < place else ("", False)
 
@@ -429,7 +431,8 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
     if stands < patience:
-        part = signs.part if is_telling(signs.part) else part if stage in begun else None
+        at_work = stages[max(begun, key=order.index)]["component"] if begun else None
+        part = signs.part if is_telling(signs.part) else at_work
         return finding_of("starting", end_of(case), component=part, told=told)
     behind = [who for name, some in places.items() if order.index(name) < order.index(stage) for who in some]
     nodes = topology.topology_of(case).unseen_nodes

@@ -163,7 +163,8 @@ def _members(case: Case) -> list[Member]:
         for one in alike:
             if one.process.ranks or (len(alike) > 1 and one.name not in ("", role)):
                 continue
-            by_pid = f"pid {one.process.pid}" if one.process.pid else one.name or "a process"
+            pid = one.stacks[-1].sample.pid or one.process.pid
+            by_pid = (f"{role} (pid {pid})" if role else f"pid {pid}") if pid else one.name or "a process"
             one.name = role if role and len(alike) == 1 else by_pid
     are_pair = len({one.process.side for one in members} - {""}) > 1
     are_apart = len({one.stacks[-1].sample.host for one in members} - {""}) > 1

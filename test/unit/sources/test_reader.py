@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.model.case import reduce
-from sglang_crashkit.model.event import Collective, Exit, Kernel, Line, Progress, Raised, Stack, Stop, Unread
+from sglang_crashkit.model.event import Collective, Exit, Gpu, Kernel, Line, Progress, Raised, Stack, Stop, Unread
 from sglang_crashkit.sources.text.reader import read
 
 LOG = """\
@@ -190,6 +190,18 @@ def test_the_sides_of_a_pair_are_known_by_what_they_say_where_both_are_there(tmp
         paths[-1].write_text(text + "\n")
         assert {one.side for one in read([paths[-1]])} == {""}, side
     assert {(one.source.partition(":")[0], one.side) for one in read(paths)} == {("a", "prefill"), ("b", "decode")}
+
+
+def test_a_query_of_the_gpus_tells_their_last_use(tmp_path: Path) -> None:
+    path = tmp_path / "gpus.csv"
+    path.write_text(
+        "timestamp, index, pci.bus_id, utilization.gpu [%], memory.used [MiB], memory.total [MiB]\n"
+        "2026/08/04 11:55:01.114, 0, 00000000:9C:00.0, 3 %, 100 MiB, 81559 MiB\n"
+        "2026/08/04 11:55:06.114, 0, 00000000:9C:00.0, 100 %, 70000 MiB, 81559 MiB\n"
+        "2026/08/04 11:55:06.114, 1, 00000000:9D:00.0, [N/A], 70000 MiB, 81559 MiB\n"
+    )
+    found = [(one.index, one.bus, one.use, one.used_mb) for one in read([path]) if isinstance(one, Gpu)]
+    assert found == [(0, "0000:9c:00", 100.0, 70000.0), (1, "0000:9d:00", -1.0, 70000.0)]
 
 
 def test_gzip_reads_as_the_text_in_it(tmp_path: Path) -> None:

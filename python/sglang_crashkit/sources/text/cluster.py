@@ -23,6 +23,8 @@ _GPU_HEAD = re.compile(
     r"(?: {0,8}(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
 )
 _GPU_USE = re.compile(r"\|.{0,80}?\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)")
+#: The head of a query, which names its columns.
+_QUERY = re.compile(r"(?=.{0,400}\bindex\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$")
 _DRIVER = re.compile(r"Driver Version: (\S{3,20})")
 #: Headings and cells by which a file is known to be one of these.
 _KUBECTL, _SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
@@ -88,6 +90,32 @@ def is_pod_table(lines: Sequence[str]) -> bool:
 def is_smi(lines: Sequence[str]) -> bool:
     """Return whether lines hold a table of ``nvidia-smi``."""
     return any(_SMI in line for line in lines[:400])
+
+
+def is_query(lines: Sequence[str]) -> bool:
+    """Return whether lines are what ``nvidia-smi --query-gpu --format=csv`` prints."""
+    return any(_QUERY.match(line) for line in lines[:20])
+
+
+def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
+    """Yield the GPUs of ``nvidia-smi --query-gpu --format=csv``, of several samples the last."""
+    found, names = dict[int, Gpu](), list[str]()
+    for line in lines:
+        cells = [cell.strip() for cell in line.split(",")]
+        if _QUERY.match(line):
+            names = [cell.partition(" ")[0] for cell in cells]
+        elif len(cells) == len(names):
+            told = dict(zip(names, cells, strict=True))
+            if (index := told.get("index", "")).isdigit():
+                use = told.get("utilization.gpu", "").removesuffix("%").strip()
+                sizes = [told.get(name, "").partition(" ")[0] for name in ("memory.used", "memory.total")]
+                used, total = (float(size) if size.isdigit() else 0.0 for size in sizes)
+                found[int(index)] = Gpu(
+                    index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
+                    used_mb=used, total_mb=total, use=float(use) if use.isdigit() else -1.0,
+                    driver=told.get("driver_version", ""),
+                )  # fmt: skip
+    yield from found.values()
 
 
 def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:

@@ -360,6 +360,8 @@ class _File:
             self._add_all("", cluster.pods_of(bare))
         if cluster.is_smi(bare):
             self._add_all("", cluster.gpus_of(bare))
+        elif cluster.is_query(bare):
+            self._add_all("", cluster.queried_gpus_of(bare))
         for line in self._split(head, opened):
             self.order += 1
             if self._is_usual(line, carrier):
