@@ -115,7 +115,7 @@ class Scene(msgspec.Struct, kw_only=True):
 def find_stalls(case: Case) -> list[Finding]:
     """Return what explains that a process makes no progress, and the calm states that look like it."""
     read = signs.read(case)
-    if not watched.is_stalled(case):
+    if case.watched is not None and not case.watched.is_hang and not watched.waited_in_vain(case):
         return [*watched.compare(case), *watched.conclude(case), *signs.judge(read, case)]
     scene = Scene(case=case, members=_members(case), signs=read, where=read.where or signs.end_of(case))
     found = _judge_stacks(scene)

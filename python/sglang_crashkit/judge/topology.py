@@ -51,9 +51,8 @@ class Topology(msgspec.Struct, kw_only=True):
     def node_of(self, ranks: Mapping[str, int]) -> int:
         """Return on which node a rank runs, counted from 0."""
         per_stage = max(self.nodes // self.pp, 1)
-        stages_of_node = max(self.pp // self.nodes, 1)
-        ranks_of_node = max(self.tp // per_stage, 1)
-        return ranks.get("pp", 0) // stages_of_node * per_stage + ranks.get("tp", 0) // ranks_of_node
+        stages, size = max(self.pp // self.nodes, 1), max(self.tp // per_stage, 1)  # of a node
+        return ranks.get("pp", 0) // stages * per_stage + ranks.get("tp", 0) // size
 
 
 def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] | None = None) -> Topology:

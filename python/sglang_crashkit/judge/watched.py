@@ -24,11 +24,6 @@ _TAKES_IN = ("handle_generate_request", "handle_embedding_request", "handle_toke
 _OF_HOST = ("[Errno ", "Too many open files", "can't start new thread", "NCCL error")
 
 
-def is_stalled(case: Case) -> bool:
-    """Return whether stacks tell what happened: without a crash handler, in a hang, or after a wait in vain."""
-    return case.watched is None or case.watched.is_hang or waited_in_vain(case)
-
-
 def waited_in_vain(case: Case) -> bool:
     """Return whether the process that is named did not fail, and others gave it up."""
     seen = case.watched
