@@ -11,7 +11,7 @@ from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.judge.stalls import find_stalls
 from sglang_crashkit.judge.watched import refine
 from sglang_crashkit.model.case import Case
-from sglang_crashkit.model.event import Kernel, Line, Raised
+from sglang_crashkit.model.event import Error, Kernel, Line, Raised
 from sglang_crashkit.model.verdict import KnownIssue, Verdict
 
 _MAX_STEPS, _MAX_STEP = 8, 240
@@ -46,7 +46,7 @@ def judge(case: Case) -> Verdict:
             + (f" (fixed in {entry['fixed_in']})" if entry["fixed_in"] else "")
             for entry in issues[:2]
         ]
-        query = "" if issues else search_query(case)
+        query = "" if issues else search_query(case, chosen)
     steps += row["next"]
     if query:
         steps[_MAX_STEPS - 1 :] = [f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}"]
@@ -82,17 +82,14 @@ def _headline(case: Case) -> str:
     return f"{len(case.events)} facts of {seen} processes; none tells a failure"
 
 
-def search_query(case: Case) -> str:
-    """Return a query for upstream's tracker from the first exception and its innermost frame of SGLang; or nothing."""
-    raised = next((event for event in case.events if isinstance(event, Raised)), None)
-    if raised is None:
-        return ""
-    error = raised.error
+def search_query(case: Case, chosen: Finding) -> str:
+    """Return a query for upstream's tracker: the first exception with its frame of SGLang's, or the line that tells."""
+    told = next((one for one in case.events if isinstance(one, Raised)), None)
+    error = told.error if told else Error(type="")
+    because = chosen.because[0] if chosen.because else ""
+    said = (one.text for one in case.events if isinstance(one, Line) and one.level and one.text[:80] in because)
     # Numbers, paths and names in quotes are of this case alone.
-    text = re.sub(r"'[^'\n]{0,200}'|\"[^\"\n]{0,200}\"", " ", error.text[:400])
-    words = [word for word in (one.strip(".,:;()[]{}=") for one in text.split()) if word.isalpha()]
-    frame = next((one for one in error.frames if "sglang/" in one.file), None)
-    parts = [name for name in (error.type.rpartition(".")[2], *words[:8]) if name]
-    if frame is not None:
-        parts.append(frame.function.rpartition(".")[2])
-    return "+".join(parts)
+    text = re.sub(r"'[^'\n]{0,200}'|\"[^\"\n]{0,200}\"|/\S+", " ", (error.text if told else next(said, ""))[:400])
+    words = [*dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z][A-Za-z_-]+(?!\w)", text))]
+    frame = next((one.function.rpartition(".")[2] for one in error.frames if "sglang/" in one.file), "")
+    return "+".join(filter(None, [error.type.rpartition(".")[2], *words[:10], frame]))
