@@ -60,9 +60,8 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
     release = _release_parts(case.release)
 
     def applies(entry: dict[str, Any]) -> bool:
-        if release and entry["fixed_in"] and release >= _release_parts(entry["fixed_in"]):
-            return False
-        if release and entry.get("since") and release < _release_parts(entry["since"]):
+        since, until = _release_parts(entry.get("since") or ""), _release_parts(entry["fixed_in"] or "")
+        if release and (release < since or (until and release >= until)):
             return False
         if not _are_in(entry.get("arguments", ()), arguments):
             return False
@@ -73,9 +72,8 @@ def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[d
                 return False  # a rank of another node may be the one to look at
             return is_hang and any(found) and (all(found) or not entry.get("all_ranks"))
         pattern = re.compile(entry["error"])
-        if any(pattern.match(line) and _are_in(frames, places) for line, places in errors):
-            return True
-        return not frames and any(pattern.search(line) for line in lines)
+        is_raised = any(pattern.match(line) and _are_in(frames, places) for line, places in errors)
+        return is_raised or (not frames and any(pattern.search(line) for line in lines))
 
     found = [entry for entry in load("known_issues") if applies(entry)]
     return sorted(found, key=lambda entry: -len(entry.get("frames", ())) - len(entry.get("arguments", ())))

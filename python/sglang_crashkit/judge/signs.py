@@ -262,7 +262,7 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
         who=topology.name_ranks([f"TP{number}" for number in others]) if others and is_plain else None,
         component=component_of_kernel(kernel), others=", ".join(map(str, others)), kernel=kernel[:100],
         waiting=", ".join(map(str, sorted(waiting))), exchange=devices[waiting[0]][:80],
-        steps=steps_of_kernel(kernel),
+        steps=steps_of("kernel", **{component_of_kernel(kernel) or "": True}),
     )  # fmt: skip
 
 
@@ -499,8 +499,3 @@ def kernels_of(case: Case) -> list[str]:
 def component_of_kernel(name: str) -> str | None:
     """Return the component that a kernel on the GPU is of."""
     return next((row["component"] for row in _rows("gpu_kernels") if row["pattern"].search(name)), None)
-
-
-def steps_of_kernel(name: str) -> list[str]:
-    """Return what to do about a kernel that does not end."""
-    return steps_of("kernel", **{component_of_kernel(name) or "": True})

@@ -618,13 +618,12 @@ def _call(member: Member) -> tuple[str, str]:
 
 def _own_steps(members: Sequence[Member]) -> list[str]:
     first = members[0]
-    own = [bare(frame.function) for frame in first.frames[-1] if is_own(frame) and not is_loop(frame)][:2]
-    functions = " and ".join(f"`{one}`" for one in own)
-    return steps_of("own", pid=first.process.pid or None, name=first.name, functions=functions)
+    own = [f"`{bare(frame.function)}`" for frame in first.frames[-1] if is_own(frame) and not is_loop(frame)]
+    return steps_of("own", pid=first.process.pid or None, name=first.name, functions=" and ".join(own[:2]))
 
 
 def _gpu_steps(scene: Scene, members: Sequence[Member]) -> list[str]:
     kernels = signs.kernels_of(scene.case)
     pid = next((one.process.pid for one in members if one.process.pid), None)
-    known = signs.steps_of_kernel(kernels[0]) if kernels else []
+    known = steps_of("kernel", **{signs.component_of_kernel(kernels[0]) or "": True}) if kernels else []
     return steps_of("gpu", pid=pid, is_known=bool(kernels), known=known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sglang_crashkit.judge.failures import find_failures, guess
-from sglang_crashkit.judge.finding import TELLING, Finding, Place, finding_of
+from sglang_crashkit.judge.finding import TELLING, Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.judge.stalls import find_stalls
@@ -15,6 +15,8 @@ from sglang_crashkit.model.event import Error, Kernel, Line, Raised
 from sglang_crashkit.model.verdict import KnownIssue, Verdict
 
 _MAX_STEPS, _MAX_STEP = 8, 240
+#: Classes that say no more than that something failed; and how many seconds before it a line may tell what led to it.
+_VAGUE, _BEFORE_S = frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted"}), 5.0
 
 
 def judge(case: Case) -> Verdict:
@@ -48,10 +50,19 @@ def judge(case: Case) -> Verdict:
         ]
         query = "" if issues else search_query(case, chosen)
     steps += row["next"]
+    if chosen.kind in _VAGUE and (before := _said_before(case, chosen)):
+        steps += steps_of("before", line=before)
     if query:
         steps[_MAX_STEPS - 1 :] = [f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}"]
     verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(_by_vendor(steps, case))][:_MAX_STEPS]
     return verdict
+
+
+def _said_before(case: Case, chosen: Finding) -> str:
+    """Return what the process that failed, or one without a name, said right before; empty where it said nothing."""
+    at = chosen.where[0]
+    said = (one for one in reversed(case.events) if isinstance(one, Line) and one.place < chosen.where)
+    return next((one.text[:150] for one in said if one.who in ("", chosen.who) and at - one.at <= _BEFORE_S), "")
 
 
 def _by_vendor(steps: list[str], case: Case) -> list[str]:
