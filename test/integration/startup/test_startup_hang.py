@@ -109,20 +109,11 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def test_the_rank_awaited_in_the_store_is_named(story: Story) -> None:
-    assert (story.held["kind"], story.held["level"]) == ("outlier", "supported")
-    (named,) = story.held["named"]
-    assert (named["title"], named["pid"]) == (RANKS[1], story.pids[RANKS[1]])
-    assert named["doing"].startswith("was in hold (sitecustomize.py:")
-    (group,) = story.held["groups"]
-    waits = f"{RANKS[0]} (pid {story.pids[RANKS[0]]}) waited for the others through the store, as at startup in "
-    assert any(line.startswith(f"{waits}_create_c10d_store (") for line in group["evidence"])
-    assert f"while {RANKS[0]} (pid {story.pids[RANKS[0]]}) waited in _create_c10d_store (" in story.held["statement"]
+    assert (story.held["class"], story.held["level"], story.held["first"]) == ("rank_stuck", "supported", "TP1")
+    assert "TP0 waits for the other ranks through the store" in story.held["headline"]
 
 
 def test_nobody_is_blamed_where_ranks_wait_for_each_other(story: Story) -> None:
-    assert (story.apart["kind"], story.apart["level"], story.apart["named"]) == ("waiting", "unknown", [])
-    first, second = (f"{rank} (pid {story.pids[rank]})" for rank in RANKS)
-    assert story.apart["statement"].startswith(
-        f"{first} and {second} waited for the others through the store, as at startup in _create_gloo_process_group ("
-    )
-    assert "all wait, for one another or for somebody who is not seen" in story.apart["statement"]
+    assert (story.apart["class"], story.apart["level"], story.apart["first"]) == ("startup_timeout", "supported", None)
+    assert "TP0 and TP1" in story.apart["headline"]
+    assert any("--dist-init-addr" in step for step in story.apart["next"])
