@@ -276,8 +276,9 @@ class _Failures:
         own = any("sglang/" in one or "srt/" in one for one in (chain[0].text, *(one.file for one in frames[:_NEAR])))
         # A program of somebody's own is where it begins, and nowhere is SGLang or a thread.
         called = event.chain[0].frames
-        is_script = bool(called) and called[-1].function == "<module>" and "-packages/" not in called[-1].file
-        is_script = is_script and not any("sglang" in frame.file or "ray/" in frame.file for frame in called)
+        is_alone = len(frames) == 1 and re.match("/(?!.*python3)", frames[0].file) and "Ray" not in str(chain)
+        is_script = is_alone or any(frame.function == "<module>" for frame in called[-1:])
+        is_script = is_script and not any(re.search("-packages/|sglang|ray/", frame.file) for frame in called)
         is_client = (is_script and not own) or any(_pattern("client").search(frame.file) for frame in frames)
         if (self._work or self._case.is_started) and not event.who and is_client:
             return  # a client of the server, which prints into the same evidence
@@ -522,8 +523,7 @@ class _Failures:
         who = event.who or self._closed() or _only(self._case, event)
         kind = _known("signals").get(event.signal, "fatal_signal" if event.signal else "exited")
         how = event.signal or f"exit status {event.code}"
-        if kind == "exited" and seen is not None and seen.is_starting:
-            kind = "startup_failed"
+        kind = "startup_failed" if kind == "exited" and seen is not None and seen.is_starting else kind
         if kind == "exited" or seen is not None:
             kind = _known("lost_role").get(event.who, kind)
         yield finding_of(
