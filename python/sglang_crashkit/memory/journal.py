@@ -41,7 +41,7 @@ _MAX_COUNTED = 256
 _MAX_REQUESTS = 100_000
 _LONG = 256
 _SCALARS = frozenset({bool, int, float, type(None)})
-#: What `weigh` counts for one value, whatever it is.
+#: What `weigh` counts for one value, and for the container that holds it, whatever it is.
 _VALUE_WEIGHT = 64
 #: How heavy the fields of a request may be together; they take a quarter of a millisecond then.
 MAX_WEIGHT = 64 * 1024
@@ -295,13 +295,13 @@ def weigh(value: object, most: int) -> int:
         if isinstance(item, str):
             weight += len(item)
         elif isinstance(item, dict):
-            weight += _VALUE_WEIGHT * len(item)
+            weight += _VALUE_WEIGHT * (1 + len(item))
             if weight <= most:
                 rest += item.values()
                 with contextlib.suppress(TypeError):  # keys that are no words are short
                     weight += len("".join(item))
         elif isinstance(item, (list, tuple)):
-            weight += _VALUE_WEIGHT * len(item)
+            weight += _VALUE_WEIGHT * (1 + len(item))
             if weight <= most:
                 rest += item
     return weight

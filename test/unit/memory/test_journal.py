@@ -171,7 +171,7 @@ def test_what_does_not_fit_the_record_is_kept_in_part() -> None:
 
 
 def test_what_is_heavy_is_not_looked_through() -> None:
-    assert weigh({"temperature": 0.5, "stop": ["</s>"]}, 1000) == 3 * 64 + 15 + 4
+    assert weigh({"temperature": 0.5, "stop": ["</s>"]}, 1000) == 5 * 64 + 15 + 4
     assert weigh("x" * 10, 5) > 5
     for heavy in ([0] * 10**6, {str(number): 1 for number in range(10**5)}, [["x"] * 1000] * 1000, {"x" * 10**6: 1}):
         assert weigh(heavy, MAX_WEIGHT) > MAX_WEIGHT
