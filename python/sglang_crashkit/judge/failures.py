@@ -136,11 +136,10 @@ def guess(case: Case) -> Finding | None:
     failures, first = _Failures(case), lines[0]
     if (found := next((it for one in lines for it in failures.line(one, is_started=False)), None)) is not None:
         return found
-    is_start = any(isinstance(one, Arguments | Stage) for one in case.events)
     return finding_of(
         "guess", first.place, [_quoted(first, first.text)], who=first.who, component=component_of(words=first.text),
         text=_first_line(first.text), steps=_steps(_Family(kind=""), {}, first.text),
-        kind="startup_failed" if is_start else None,
+        kind="startup_failed" if any(isinstance(one, Arguments | Stage) for one in case.events) else None,
     )  # fmt: skip
 
 
@@ -275,8 +274,8 @@ class _Failures:
         frames = [frame for error in chain for frame in error.frames]
         own = any("sglang/" in one or "srt/" in one for one in (chain[0].text, *(one.file for one in frames[:_NEAR])))
         # A program of somebody's own is where it begins, and nowhere is SGLang or a thread.
-        called = event.chain[0].frames
-        is_alone = len(frames) == 1 and re.match("/(?!.*python3)", frames[0].file) and "Ray" not in str(chain)
+        called, types = event.chain[0].frames, " ".join(error.type for error in chain)
+        is_alone = len(frames) == 1 and re.match("/(?!.*python3)", frames[0].file) and "Ray" not in types
         is_script = is_alone or any(frame.function == "<module>" for frame in called[-1:])
         is_script = is_script and not any(re.search("-packages/|sglang|ray/", frame.file) for frame in called)
         is_client = (is_script and not own) or any(_pattern("client").search(frame.file) for frame in frames)

@@ -250,19 +250,19 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
     for one in case.gpu_kernels:
         if one.device >= 0 and one.name and not one.exception:
             devices.setdefault(one.device, one.name)
-    waiting = [device for device, name in devices.items() if component_of_kernel(name) in load("signs")["exchanges"]]
+    waiting = [device for device, name in devices.items() if kernel_of(name)[0] in load("signs")["exchanges"]]
     others = sorted(set(devices) - set(waiting))
     if not waiting or len(others) > len(waiting) or (len(devices) < 2 and case.schedulers):
         return None
     kernel = devices[others[0]] if others else devices[waiting[0]]
+    part, steps = kernel_of(kernel)
     is_plain = case.arguments.get("nnodes", 1) in (1, None) and not case.arguments.get("base_gpu_id")
     return finding_of(
         "gpus", signs.where or (case.last_at, 0),
         [f"GPU {one.device}: {one.name[:120]} ({one.source})" for one in case.gpu_kernels if one.name][:4],
         who=topology.name_ranks([f"TP{number}" for number in others]) if others and is_plain else None,
-        component=component_of_kernel(kernel), others=", ".join(map(str, others)), kernel=kernel[:100],
+        component=part, others=", ".join(map(str, others)), kernel=kernel[:100], steps=steps,
         waiting=", ".join(map(str, sorted(waiting))), exchange=devices[waiting[0]][:80],
-        steps=steps_of("kernel", **{component_of_kernel(kernel) or "": True}),
     )  # fmt: skip
 
 
@@ -496,6 +496,7 @@ def kernels_of(case: Case) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda one: -names.count(one))
 
 
-def component_of_kernel(name: str) -> str | None:
-    """Return the component that a kernel on the GPU is of."""
-    return next((row["component"] for row in _rows("gpu_kernels") if row["pattern"].search(name)), None)
+def kernel_of(name: str) -> tuple[str | None, list[str]]:
+    """Return the component that a kernel on the GPU is of, and what to do about it where it does not end."""
+    part = next((row["component"] for row in _rows("gpu_kernels") if row["pattern"].search(name)), None)
+    return part, steps_of("kernel", **{part or "": True})

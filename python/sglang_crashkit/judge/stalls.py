@@ -388,7 +388,7 @@ def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
     if len(missing) == 1 and len(group) > 1:
         return _finding(scene, "gpu_unseen", [], group, who=missing[0])
     kernels = signs.kernels_of(scene.case)
-    component = signs.component_of_kernel(kernels[0]) if kernels else None
+    component = signs.kernel_of(kernels[0])[0] if kernels else None
     row, kernel = ("gpu_kernel", kernels[0][:90]) if kernels else ("gpu_stall", "")
     return _finding(scene, row, [], group, component=component, kernel=kernel, steps=_gpu_steps(scene, group))
 
@@ -625,5 +625,5 @@ def _own_steps(members: Sequence[Member]) -> list[str]:
 def _gpu_steps(scene: Scene, members: Sequence[Member]) -> list[str]:
     kernels = signs.kernels_of(scene.case)
     pid = next((one.process.pid for one in members if one.process.pid), None)
-    known = steps_of("kernel", **{signs.component_of_kernel(kernels[0]) or "": True}) if kernels else []
+    known = signs.kernel_of(kernels[0])[1] if kernels else []
     return steps_of("gpu", pid=pid, is_known=bool(kernels), known=known)

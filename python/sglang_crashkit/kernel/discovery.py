@@ -7,6 +7,7 @@ Whether any scheduler is titled is asked for each user and Slurm job: of what ot
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,23 +95,23 @@ def find_processes(
     host = _Host()
     members = host.members_of(pid) if pid is not None else None
     wanted: dict[int, FoundProcess] = {}
-    for candidates in host.groups(members, here):
+    place = functools.cache(lambda pid: place_of(pid) if here is not None else None)
+    for candidates in host.groups(members, place):
         for one in host.find(candidates, everything=everything):
             wanted.setdefault(one.pid, one)
     wanted.pop(os.getpid(), None)
     mine: list[FoundProcess] = []
     others: dict[int, tuple[int, ...]] = {}
     elsewhere: dict[Place | None, tuple[int, ...]] = {}
-    places = {pid: place_of(pid) if here is not None else None for pid in wanted}
-    accepted = {here} if here in places.values() else {here, None}
+    accepted = {here} if any(place(pid) == here for pid in wanted) else {here, None}
     for pid, one in wanted.items():
         is_mine = user in (None, one.user)
-        if places[pid] in accepted and is_mine:
+        if place(pid) in accepted and is_mine:
             mine.append(one)
-        elif places[pid] in accepted:
+        elif place(pid) in accepted:
             others[one.user] = (*others.get(one.user, ()), pid)
         elif is_mine:
-            elsewhere[places[pid]] = (*elsewhere.get(places[pid], ()), pid)
+            elsewhere[place(pid)] = (*elsewhere.get(place(pid), ()), pid)
     mine.sort(key=lambda one: (one.server or 0, one.pid))
     servers = sorted({one.server for one in mine if one.server is not None})
     return Discovery(tuple(mine), others, tuple(servers), elsewhere)
@@ -153,12 +154,12 @@ class _Host:
                 self._entries[stat.pid] = _Entry.of(stat)
                 self._children.setdefault(stat.ppid, []).append(stat.pid)
 
-    def groups(self, within: set[int] | None, here: Place | None) -> list[list[_Entry]]:
-        """Return those that may be of SGLang, by their users and, where these are not `here`, their Slurm jobs."""
+    def groups(self, within: set[int] | None, place: Callable[[int], Place | None]) -> list[list[_Entry]]:
+        """Return those that may be of SGLang, by their users and by their places."""
         groups: dict[tuple[int | None, Place | None], list[_Entry]] = {}
         for pid, entry in self._entries.items():
             if (within is None or pid in within) and (entry.is_titled or runs_sglang(entry.cmdline)):
-                groups.setdefault((_user_of(pid), place_of(pid) if here is not None else None), []).append(entry)
+                groups.setdefault((_user_of(pid), place(pid)), []).append(entry)
         return list(groups.values())
 
     def find(self, candidates: Sequence[_Entry], *, everything: bool) -> Iterator[FoundProcess]:

@@ -110,6 +110,7 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
                 use = told.get("utilization.gpu", "").removesuffix("%").strip()
                 sizes = [told.get(name, "").partition(" ")[0] for name in ("memory.used", "memory.total")]
                 used, total = (float(size) if size.isdigit() else 0.0 for size in sizes)
+                # The address is ``00000000:9C:00.0``.
                 found[int(index)] = Gpu(
                     index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
                     used_mb=used, total_mb=total, use=float(use) if use.isdigit() else -1.0,

@@ -506,6 +506,7 @@ class _File:
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
                 stream.at, stream.has_own_time = at, True
+                self.time = at
         elif glog := _GLOG.match(text):
             # It has no year, and may have another zone: it counts where it agrees with the lines around it.
             hours, minutes, rest = (int(one) for one in glog.groups())
