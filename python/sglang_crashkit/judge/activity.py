@@ -21,25 +21,15 @@ _rows, _pattern = functools.partial(rows, "activities"), functools.partial(patte
 
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process does.
+    """What a process does."""
 
-    Attributes:
-        kind: a key of ``kinds`` in ``activities.yaml``.
-        operation: the collective, the direction of a transfer (``send``, ``recv``) or the function of the driver.
-        backend: ``NCCL``, ``gloo``, ``DeepEP`` …; empty where it is not known.
-        leaf: the innermost frame that says what it waits in.
-        place: the innermost frame of SGLang's own that does not only pass a call on.
-        purpose: what SGLang does there; a name of ``purposes``, empty where it is not known.
-        detail: more of the kernel's state: its function, the tracer.
-    """
-
-    kind: str
-    operation: str = ""
-    backend: str = ""
-    leaf: Frame | None = None
-    place: Frame | None = None
-    purpose: str = ""
-    detail: str = ""
+    kind: str  # a key of ``kinds`` in ``activities.yaml``
+    operation: str = ""  # the collective, a transfer's direction (``send``, ``recv``), the driver's function
+    backend: str = ""  # ``NCCL``, ``gloo``, ``DeepEP`` …; empty where it is not known
+    leaf: Frame | None = None  # the innermost frame that says what it waits in
+    place: Frame | None = None  # the innermost frame of SGLang's own that does not only pass a call on
+    purpose: str = ""  # what SGLang does there; a name of ``purposes``, empty where it is not known
+    detail: str = ""  # more of the kernel's state: its function, the tracer
 
     @property
     def waits(self) -> str:
@@ -50,6 +40,11 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     def is_work(self) -> bool:
         """Whether it may take minutes and is no hang."""
         return bool(_kind(self.kind).get("work"))
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it comes back only once all ranks of the group have come to it; a broadcast's sender goes on."""
+        return self.kind == "collective" and _pattern("symmetric").match(self.operation) is not None
 
     @property
     def is_for_requests(self) -> bool:

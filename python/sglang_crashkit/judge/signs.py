@@ -44,36 +44,20 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Signs(msgspec.Struct, kw_only=True):
-    """All signs of a case, in order.
-
-    Attributes:
-        found: the signs.
-        where: the place of the first that says that something hangs, None without one.
-        last_batch: when the last batch ran, 0.0 where none was seen or it has no time.
-        last_answer: when the last request or health check was answered.
-        is_hang: somebody waited too long, and it did not go on after that.
-        is_alive: batches, answers or health checks go on to the end of the evidence.
-        stands_for: seconds for which requests have been under way and none has gone on; 0.0 where they do.
-        was_ended: a watchdog or a time limit ended a process.
-        batch: what the last batch was, and of which rank; empty without one.
-        last_word: what a server that stands still said last, or was asked for, after its last batch; empty where that
-            is not known.
-        part: the component that this speaks of.
-        told: the most telling of the lines, with their sources.
-    """
+    """All signs of a case, in order."""
 
     found: list[Sign]
-    where: Place | None = None
-    last_batch: float = 0.0
-    last_answer: float = 0.0
-    is_hang: bool = False
-    is_alive: bool = False
-    stands_for: float = 0.0
-    was_ended: bool = False
-    batch: str = ""
-    last_word: str = ""
-    part: str | None = None
-    told: list[str] = []
+    where: Place | None = None  # of the first that says that something hangs
+    last_batch: float = 0.0  # when the last batch ran; 0.0 where none was seen or it has no time
+    last_answer: float = 0.0  # when the last request or health check was answered
+    is_hang: bool = False  # somebody waited too long, and it did not go on after that
+    is_alive: bool = False  # batches, answers or health checks go on to the end of the evidence
+    stands_for: float = 0.0  # seconds for which requests have been under way and none has gone on; 0.0 where they do
+    was_ended: bool = False  # a watchdog or a time limit ended a process
+    batch: str = ""  # what the last batch was, and of which rank; empty without one
+    last_word: str = ""  # what a server that stands still said last, or was asked for, after its last batch
+    part: str | None = None  # the component that this speaks of
+    told: list[str] = []  # the most telling of the lines, with their sources
 
     def all(self, *names: str) -> list[Sign]:
         """Return the signs with these names."""

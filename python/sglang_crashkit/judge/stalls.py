@@ -9,6 +9,7 @@ is named.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -77,7 +78,7 @@ class Member(msgspec.Struct, kw_only=True):
     def is_moving(self) -> bool:
         """Whether its samples show different functions, or the same wait with too much work in between."""
         works = self.is_on_cpu and self.last.waits == "ranks" and self.cpu_share > _STARVED
-        return works or len({tuple((one.function, one.file) for one in each) for each in self.frames if each}) > 1
+        return works or len({_path(each) for each in self.frames if each}) > 1
 
     @property
     def common(self) -> Frame | None:
@@ -95,12 +96,22 @@ class Member(msgspec.Struct, kw_only=True):
         return self.is_moving and (self.common is None or not is_own(self.common) or is_loop(self.common))
 
     @property
+    def came_through(self) -> bool:
+        """Whether it was in a collective that needs all ranks of its group, and was elsewhere in the next sample."""
+        steps = itertools.pairwise(zip(self.activities, map(_path, self.frames), strict=True))
+        return any(one.needs_all and path != after and after for (one, path), (_next, after) in steps)
+
+    @property
     def cpu_share(self) -> float:
         """Share of a CPU that it got between its first and its last sample; below 0 where that is not known."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
         seconds = last.time - first.time
         # In a shorter time no clock tick may fall.
         return (last.cpu_secs - first.cpu_secs) / seconds if seconds >= 1.0 and last.cpu_secs > 0 else -1.0
+
+
+def _path(frames: Iterable[Frame]) -> tuple[tuple[str, str], ...]:
+    return tuple((one.function, one.file) for one in frames)
 
 
 class Scene(msgspec.Struct, kw_only=True):
@@ -236,7 +247,9 @@ def _judge_ranks(scene: Scene, side: str, members: Sequence[Member]) -> list[Fin
         return []
     layout = topology.topology_of(scene.case, side, (one.process.ranks for one in members))
     groups = topology.groups_of(layout, members, lambda one: one.process.ranks)
-    if layout.pp > 1 and any(one.last.kind == "p2p" for one in members):
+    if not scene.signs.is_hang:
+        groups = [group for group in groups if not any(one.came_through for one in group)]
+    if layout.pp > 1 and groups and any(one.last.kind == "p2p" for one in members):
         of_pipeline = _judge_pipeline(scene, layout, members)
         return [of_pipeline] if of_pipeline else []
     found = [one for group in groups if (one := _judge_group(scene, layout, group)) is not None]
@@ -501,7 +514,8 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
         more = {**silence, "kind": "transfer_stuck" if other else None, "who": other}
         return [_finding(scene, "no_work", [], members, **more)]
     is_idle = all(one.last.is_for_requests for one in ranks)
-    if not is_idle and any(len(one.frames) > 1 and not one.is_moving and not one.last.is_for_requests for one in ranks):
+    stand = [one for one in ranks if len(one.frames) > 1 and not one.is_moving and not one.last.is_for_requests]
+    if not is_idle and stand and not any(one.came_through for one in ranks):
         return []
     other = signs.OTHER_SIDE.get(_side(scene, ranks), "")
     is_alone = bool(other) and not any(other == one.process.side for one in members)

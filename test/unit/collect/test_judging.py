@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_crashkit.collect.judging import judged
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -15,6 +17,28 @@ LOOP = Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 2000)
 WAITS = (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3913), LOOP)
 RUNS = (Frame("step", "sglang/srt/managers/schedule_batch.py", 7), LOOP)
 ASKS = (Frame("recv_requests", "sglang/srt/managers/scheduler.py", 90), LOOP)
+FORWARD = (
+    Frame("LlamaModel.forward", "sglang/srt/models/llama.py", 487),
+    Frame("EagerRunner._execute_decode", "sglang/srt/model_executor/runner/eager_runner.py", 268),
+    Frame("EagerRunner.execute", "sglang/srt/model_executor/runner/eager_runner.py", 222),
+    Frame("Scheduler.run_batch", "sglang/srt/managers/scheduler.py", 4704),
+    LOOP,
+)
+#: Where a rank may be at any moment of a batch, and of what comes between two batches.
+EMBEDS = (
+    WAITS[0],
+    Frame("VocabParallelEmbedding.forward", "sglang/srt/layers/vocab_parallel_embedding.py", 9),
+    *FORWARD,
+)
+SUMS = (WAITS[0], Frame("sum_output", "sglang/srt/layers/layer_boundary/ops.py", 243), *FORWARD)
+COMPUTES = (Frame("UnquantizedLinearMethod.apply", "sglang/srt/layers/quantization/unquant.py", 614), *FORWARD)
+PREPARES = (Frame("StageBoundary.prepare", "sglang/srt/layers/layer_boundary/stage.py", 193), *FORWARD)
+TAKES_IN = (
+    Frame("broadcast", "torch/distributed/distributed_c10d.py", 3787),
+    Frame("_broadcast_reqs_across_ranks", "sglang/srt/managers/scheduler_components/request_receiver.py", 206),
+    LOOP,
+)
+ANYWHERE = st.sampled_from([EMBEDS, SUMS, COMPUTES, PREPARES, TAKES_IN])
 SYNCHRONIZES = (Frame("synchronize", "torch/cuda/streams.py", 231), LOOP)
 
 
@@ -48,6 +72,44 @@ def test_one_look_does_not_tell_work_from_a_hang() -> None:
     assert (verdict.kind, verdict.level) == ("busy", "unknown")
     assert verdict.headline.endswith("one sample does not tell work from a hang")
     assert judged(rounds([rank(0, RUNS)], [rank(0, RUNS)]))[0].kind == "rank_stuck"
+
+
+@given(
+    walk=st.tuples(ANYWHERE, ANYWHERE).filter(lambda two: two[0] != EMBEDS),
+    other=st.tuples(ANYWHERE, ANYWHERE, ANYWHERE),
+    rank_of_walk=st.sampled_from([0, 1]),
+)
+def test_ranks_that_come_through_a_collective_are_busy_wherever_they_are(
+    walk: tuple[Any, ...], other: tuple[Any, ...], rank_of_walk: int
+) -> None:
+    both = zip((EMBEDS, *walk), other, strict=True)
+    looks = [[rank(rank_of_walk, one), rank(1 - rank_of_walk, two)] for one, two in both]
+    verdict, _case = judged(rounds(*looks))
+    assert verdict.kind in ("busy", "no_incident"), verdict.headline
+    assert verdict.level == "supported"
+
+
+@pytest.mark.parametrize(
+    ("stuck", "kind", "first"),
+    [
+        ((COMPUTES, COMPUTES, COMPUTES), "gpu_stall", None),
+        ((COMPUTES, PREPARES, COMPUTES), "gpu_stall", None),
+        ((RUNS, RUNS, RUNS), "rank_stuck", "TP1"),
+    ],
+    ids=["computes", "goes round in one batch", "in the loop"],
+)
+def test_a_rank_for_which_another_waits_all_the_time_is_stuck(
+    stuck: tuple[Any, ...], kind: str, first: str | None
+) -> None:
+    verdict, _case = judged(rounds(*([rank(0, SUMS), rank(1, one)] for one in stuck)))
+    assert (verdict.kind, verdict.first) == (kind, first)
+    assert "TP1" in verdict.headline
+
+
+def test_a_broadcast_that_the_sender_left_tells_nothing_of_the_others() -> None:
+    sends = (TAKES_IN[0], *RUNS)
+    verdict, _case = judged(rounds(*([rank(0, one), rank(1, RUNS)] for one in (sends, TAKES_IN, TAKES_IN))))
+    assert verdict.kind not in ("busy", "no_incident")
 
 
 @pytest.mark.parametrize(("has_other", "level"), [(False, "unknown"), (True, "supported")])
