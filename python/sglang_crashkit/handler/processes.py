@@ -55,7 +55,8 @@ class TrackedProcess:
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to capture.
         oom_counter: of its memory cgroup, as it stood a while ago; `newer_oom_counter`: lately, to take its place.
-        is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
+        is_nameless: its command line could not be read, as it was dead, or about to run its program, whenever it was
+            looked at: nothing is known of it but its executable.
         is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
         parent: the process of the server that started it; None for the root, and where that was gone already.
         is_own: the launch registered it as a process of this server.
@@ -253,7 +254,9 @@ class ProcessTree:
 
     def reread_title(self, process: TrackedProcess) -> None:
         """Take in the title that a process has now: between two scans it may have become what it is."""
-        title = procfs.title_of(procfs.read_cmdline(process.pid), process.title)
+        cmdline = procfs.read_cmdline(process.pid)
+        process.is_nameless &= not cmdline
+        title = procfs.title_of(cmdline, process.title)
         if title != process.title and (title.startswith("sglang::") or not process.is_awaited):
             process.title = title
             process.is_python = procfs.is_python(process.pid)
@@ -368,10 +371,11 @@ class ProcessTree:
     def _add(self, pid: int, *, is_root: bool) -> TrackedProcess:
         process = TrackedProcess(
             handle=ProcessHandle(pid),
+            # In this order: one that has a command line by the time that its title is read is read again.
+            is_nameless=not procfs.read_cmdline(pid),
             title=procfs.read_title(pid),
             is_root=is_root,
             is_python=procfs.is_python(pid),
-            is_nameless=not procfs.read_cmdline(pid) and procfs.is_dead(pid),
             oom_counter=cgroup.find_counter(pid),
         )
         self._processes[pid] = process
@@ -406,7 +410,7 @@ def learn_ranks(
             # Before those that were seen to end, as all are started in one moment.
             ended = [one.exited_at for one in tree if one.exited_at is not None and not one.is_ignorable]
             found.append((tree.add_reaped(pid, title, status, min([seconds, *ended]) - _A_MOMENT_SECS), True))
-        elif process is not None and process.is_unknown:
+        elif process is not None and (process.is_unknown or (not process.matters and process.exited_at is not None)):
             was_ignorable = process.is_ignorable
             process.title, process.is_awaited = title, True
             if status is not None and process.handle.has_exited():

@@ -208,7 +208,7 @@ def test_a_process_that_cannot_be_read_holds_nothing_up(tmp_path: Path) -> None:
                 tree.refresh()
             assert time.monotonic() - before < LONG / 2
             found = tree.root
-            assert (found.title, found.is_python, found.is_nameless) == ("sglang::schedul", True, False)
+            assert (found.title, found.is_python, found.is_nameless) == ("sglang::schedul", True, True)
             # Who dies meanwhile is noticed nonetheless.
             process.kill()
             assert found.handle.has_exited(LONG)
@@ -296,6 +296,17 @@ def kill_as(case: Case, title: str, **facts: Any) -> None:
     os.kill(case.starting, signal.SIGKILL)
     wait_until(starting.handle.has_exited, "the child is dead")
     case.handler.session.take_exit(starting)
+
+
+def test_a_rank_that_died_as_it_ran_its_program_is_told_by_the_server(launching: Case) -> None:
+    # On a busy machine the command line of neither is there in time, and only that of the one that lives is, later.
+    root = launching.handler.tree.root
+    title, root.title = root.title, "python"
+    kill_as(launching, "python")
+    root.title = title
+    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (launching.starting, "signal", "established")
 
 
 @pytest.mark.parametrize("is_named", [False, True])
