@@ -250,7 +250,9 @@ class IncidentRun:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
         seconds, status = process.exited_at or clock.now(), process.exit_status()
         how = {"code": status.code, "signal": status.signal}
-        self.note(seconds, "process_exited", pid=process.pid, title=process.title, **how)
+        known = self.incident.process(process.pid)
+        if known is None or known.exit is None:
+            self.note(seconds, "process_exited", pid=process.pid, title=process.title, **how)
         if self.finished:
             return
         report = self.report(process)

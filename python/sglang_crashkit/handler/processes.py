@@ -262,18 +262,21 @@ class ProcessTree:
             process.is_python = procfs.is_python(process.pid)
             self._changed_at = time.monotonic()
 
-    def register(self, pid: int, start_ticks: int) -> None:
+    def register(self, pid: int, start_ticks: int) -> TrackedProcess | None:
         """Take a process for the server's own, which the launch says that it started, if there is such a one.
 
-        Its start time is 0 where whoever says so is the process itself; see `procfs.ProcStat`.
+        Its start time is 0 where whoever says so is the process itself; see `procfs.ProcStat`. It is returned where it
+        died before that, so that its exit was taken for one of no account.
         """
         process = self._processes.get(pid)
         if process is None or process.is_root or start_ticks not in (0, process.handle.start_ticks):
-            return
+            return None
+        was_ignorable = process.is_ignorable
         if not process.is_own:
             process.is_own = True
             self._changed_at = self._registered_at = time.monotonic()
         self.reread_title(process)
+        return process if was_ignorable else None
 
     def started_by_own(self, process: TrackedProcess) -> bool:
         """Say whether the main process or one of the server's own started a process, and nobody else in between.

@@ -152,12 +152,12 @@ class CrashHandler:
         elif event == "member":
             # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
             if self.tree.started_by_own(sender):
-                self.tree.register(sender.pid, 0)
+                self._register(sender.pid, 0)
         elif event == "members" and (sender.is_root or sender.is_own):
             self.tree.refresh()
             for pid, start_ticks in fields.get("started", [])[:_MAX_MEMBERS]:
                 if type(pid) is int and type(start_ticks) is int and start_ticks > 0:
-                    self.tree.register(pid, start_ticks)
+                    self._register(pid, start_ticks)
         elif event in _JUDGED:
             self._judge(message, sender)
         else:
@@ -181,6 +181,10 @@ class CrashHandler:
                 # Looking costs more than sending, and whoever sends that may never end.
                 self._foreign.add(message.pid)
         self.take(message, self.tree.get(message.pid))
+
+    def _register(self, pid: int, start_ticks: int) -> None:
+        if (died := self.tree.register(pid, start_ticks)) is not None:
+            self.session.take_exit(died, again=True)
 
     def _judge(self, message: Message, sender: TrackedProcess) -> None:
         event, fields, triage = message.event, message.fields, self.session.triage

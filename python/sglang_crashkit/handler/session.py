@@ -116,13 +116,16 @@ class Session:
             if process.handle.has_exited():
                 self.take_exit(process)
 
-    def take_exit(self, process: TrackedProcess) -> None:
-        """Take in an exit, once, after those that it follows from; what goes wrong with it ends no other exit."""
+    def take_exit(self, process: TrackedProcess, *, again: bool = False) -> None:
+        """Take in an exit, once, after those that it follows from; what goes wrong with it ends no other exit.
+
+        It is taken in `again` where the process turns out to have been the server's own.
+        """
         try:
             for earlier in ended_before(self._tree, process) if process.exited_at is None else ():
                 self.take_exit(earlier)
             # The incident that one of those opened may have taken it in.
-            if process.exited_at is None:
+            if again or process.exited_at is None:
                 self._take_exit(process)
         except Exception as error:  # noqa: BLE001 - as above
             self.note_error(f"the exit of process {process.pid}", error, "could not be taken in")
@@ -154,7 +157,7 @@ class Session:
             case ActionKind.OPEN:
                 self._open(action.kind, action.words, subject)
             case ActionKind.MARK_EXITED:
-                process.exited_at = clock.now()
+                process.exited_at = process.exited_at or clock.now()
             case ActionKind.KEEP_PROCESS:
                 # How it ended is known by now as well as it will be.
                 process.handle.close()

@@ -309,6 +309,21 @@ def test_a_rank_that_died_as_it_ran_its_program_is_told_by_the_server(launching:
     assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (launching.starting, "signal", "established")
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_rank_that_died_before_the_launch_named_it_failed_first(launching: Case, is_last: bool) -> None:
+    pid, tree = launching.starting, launching.handler.tree
+    kill_as(launching, tree.root.title)
+    if not is_last:
+        launching.kill(launching.titled)
+    launching.say("members", started=[[pid, tree.get(pid).handle.start_ticks]])
+    launching.fail({str(pid): "Rank 1 scheduler"}, exit_codes={str(pid): -9})
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind) == (pid, "signal")
+    assert sorted(launching.failures()) == sorted([pid] if is_last else [pid, launching.titled])
+    ends = [one for one in launching.handler.session.run.incident.timeline if one["event"] == "process_exited"]
+    assert len(ends) == len({one["pid"] for one in ends})
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_known_failure_is_preferred_to_one_without_title(launching: Case, is_named: bool) -> None:
     kill_as(launching, launching.handler.tree.root.title)
