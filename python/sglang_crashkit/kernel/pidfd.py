@@ -185,9 +185,12 @@ class ProcessHandle:
         stat = procfs.read_stat(self.pid)
         if stat is None or stat.start_ticks != self.start_ticks or stat.state not in "ZX":
             return None
-        if stat.wait_status == 0 and not procfs.may_inspect(self.pid):
-            # Whoever may not trace it reads 0, however it ended (proc_pid_stat(5), exit_code).
-            return None
+        if stat.wait_status == 0:
+            # Whoever may not trace it reads 0, however it ended (proc_pid_stat(5), exit_code). It may be reaped
+            # meanwhile, and a process that is gone refuses nobody.
+            may_inspect, later = procfs.may_inspect(self.pid), procfs.read_stat(self.pid)
+            if not may_inspect or later is None or later.start_ticks != self.start_ticks:
+                return None
         return ExitStatus.from_wait_status(stat.wait_status)
 
     def _from_kernel(self) -> ExitStatus | None:

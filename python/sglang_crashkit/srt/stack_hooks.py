@@ -33,7 +33,6 @@ from typing import Any
 
 from sglang_crashkit.capture.responder import COLLECTIVES, EXIT, STACKS, peer_of
 from sglang_crashkit.kernel import procfs, titles
-from sglang_crashkit.kernel.pidfd import wait_status_of
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
@@ -365,7 +364,7 @@ def _answer(connection: socket.socket) -> None:
             elif question == COLLECTIVES:
                 answer = describe_collectives()
             else:
-                answer = b"%d" % wait_status_of(int(argument)) if question == EXIT else b""
+                answer = b"%d" % supervisor.wait_status(int(argument)) if question == EXIT else b""
             # Whoever asked may have gone, and a user's program may have SIGPIPE end it.
             connection.sendall(answer, socket.MSG_NOSIGNAL)
     except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import threading
+import weakref
 from collections.abc import Iterable
 from stat import S_ISFIFO
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from sglang_crashkit import protocol
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
 from sglang_crashkit.kernel import cgroup, procfs, signals, titles
-from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.kernel.pidfd import ExitStatus, wait_status_of
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.children import LOOK_SECS, Child, Clock, Supervisor
@@ -62,6 +63,8 @@ class Serving(Supervisor):
         self._handler = Child()
         self._next_handler: Child | None = None
         self._registered: dict[int, Child] = {}
+        #: `multiprocessing`'s objects of those that this process started, for as long as the server has them.
+        self.started: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.excused: dict[int, int] = {}
         # A signal may interrupt whoever holds it.
         self._lock = threading.RLock()
@@ -246,14 +249,32 @@ def begin(*, follows: bool) -> None:
 @never_raises
 def register(processes: Iterable[Any]) -> None:
     """Note which of `multiprocessing`'s processes this one started for the server, and tell the crash handler."""
-    pids = [process.pid for process in processes or () if type(getattr(process, "pid", None)) is int]
-    stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
+    started = {process.pid: process for process in processes or () if type(getattr(process, "pid", None)) is int}
+    stats = [stat for pid in started if (stat := procfs.read_stat(pid)) is not None]
     for first in range(0, len(stats), _MAX_AT_ONCE):
         notify("members", started=[(stat.pid, stat.start_ticks) for stat in stats[first : first + _MAX_AT_ONCE]])
     serving = _known()
     if serving is not None:
+        serving.started.update(started)
         for stat in stats:
             serving.register(stat.pid, "")
+
+
+def wait_status(child: int) -> int:
+    """Return how a child of this process ended, as waitpid(2) does, also once `multiprocessing` has reaped it.
+
+    Raises:
+        ChildProcessError: it is none, or something else reaped it.
+        ValueError: it lives.
+    """
+    try:
+        return wait_status_of(child)
+    except ChildProcessError:
+        process = serving.started.get(child) if (serving := _known()) is not None else None
+        code = process.exitcode if process is not None else None
+        if code is None:
+            raise
+        return int(code) << 8 if code >= 0 else -int(code)
 
 
 @never_raises

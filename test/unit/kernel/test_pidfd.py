@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -101,6 +102,29 @@ def test_an_untraceable_processs_end_is_not_taken_for_clean(monkeypatch: pytest.
     # Where this test has no more rights than the handler, the zombie tells.
     expected = ExitStatus() if os.geteuid() == 0 else ExitStatus(signal="SIGKILL")
     assert said == f"{expected}\n"
+
+
+def test_one_that_is_reaped_while_it_is_looked_at_is_not_taken_for_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As of a process that may not be traced: its status reads 0, and nobody may look at it until it is gone.
+    read_stat, may_inspect = procfs.read_stat, procfs.may_inspect
+
+    def may_inspect_after_reaping(pid: int) -> bool:
+        os.waitpid(pid, 0)
+        return may_inspect(pid)
+
+    def read_stat_without_status(pid: int) -> procfs.ProcStat | None:
+        stat = read_stat(pid)
+        return stat and replace(stat, wait_status=0)
+
+    pid = os.posix_spawnp("sleep", ["sleep", "60"], os.environ)
+    handle = ProcessHandle(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert handle.has_exited(LONG)
+    monkeypatch.setattr(procfs, "may_inspect", may_inspect_after_reaping)
+    monkeypatch.setattr(procfs, "read_stat", read_stat_without_status)
+    # A newer kernel tells of the reaped, too.
+    assert handle.exit_status() in (ExitStatus(), ExitStatus(signal="SIGKILL"))
+    handle.close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,8 +18,9 @@ from sglang_crashkit.kernel.stack_hooks import DEFAULT_SIGNAL, HANDLER_PID, Hook
 from sglang_crashkit.model.sample import parse_pyspy
 from sglang_crashkit.protocol import notify
 from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
-from sglang_crashkit.srt import stack_hooks
+from sglang_crashkit.srt import stack_hooks, supervisor
 from sglang_crashkit.srt.stack_hooks import start_answering, stop_answering
+from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.support.targets import INSTALL, SLEEPER, TITLE, hooked, start_ticks
 from unit.support.targets import runtime as runtime
 from unit.support.waiting import LONG, child, descriptors, wait_until
@@ -297,3 +299,14 @@ def test_a_childs_end_is_told_and_left_to_reap(path: Path, code: str, status: in
         assert ask_exit(path, os.getpid(), process.pid, LONG) == ExitStatus.from_wait_status(status)
         assert process.wait(LONG) == (status >> 8 or -status)
     assert ask_exit(path, os.getpid(), process.pid, LONG) is None
+
+
+def test_a_childs_end_is_told_after_multiprocessing_reaped_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMBERS_VARIABLE, "")
+    monkeypatch.setattr(supervisor, "_serving", Serving())
+    process = multiprocessing.get_context("spawn").Process(target=signal.pause)
+    process.start()
+    supervisor.register([process])
+    process.kill()
+    process.join(LONG)
+    assert ask_exit(path, os.getpid(), process.pid, LONG) == ExitStatus(signal="SIGKILL")
