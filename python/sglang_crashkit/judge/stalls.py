@@ -351,7 +351,8 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
         few = min(calls.values(), key=len)
         named = few if len(few) == 1 and len(group) > 2 and len(calls) == 2 else []
         is_batch = any(one.last.purpose in _AT_A_BATCH for one in group)
-        is_requests = any(one.last.is_for_requests for one in group)
+        # Neither a batch nor new requests have a barrier.
+        is_requests = any(one.last.is_for_requests and one.last.operation != "barrier" for one in group)
         kind = "rank_divergence" if is_batch and is_requests else None
         return _branched(scene, "different_calls", named, group, kind=kind)
     if scene.signs.is_alive and not scene.signs.is_hang:

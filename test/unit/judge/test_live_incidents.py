@@ -422,7 +422,10 @@ STOOD: dict[str, dict[str, dict[str, Any]]] = {
         "spins": hung(TP1, doing={TP0: ALL_REDUCE + BATCH, TP1: HANDLER + BATCH}),
         "spins within a collective": hung(TP1, doing={TP0: ALL_REDUCE + BATCH, TP1: HANDLER + ALL_REDUCE + BATCH}),
     },
-    "collective_mismatch": {"in a barrier": hung(doing={TP0: ALL_REDUCE + BATCH, TP1: BARRIER + BATCH})},
+    "collective_mismatch": {
+        "in a barrier": hung(doing={TP0: ALL_REDUCE + BATCH, TP1: BARRIER + BATCH}),
+        "in a barrier between batches": hung(doing={TP0: ALL_REDUCE + BATCH, TP1: BARRIER + TAKE_IN}),
+    },
     "symmetric_stall": {
         "all in one": hung(doing=dict.fromkeys((TP0, TP1), ALL_REDUCE + BATCH)),
         "of two nodes": alone(hung(TP0, doing={TP0: ALL_REDUCE + BATCH}, **TWO_NODES)),
