@@ -12,6 +12,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 REDACTED = "<redacted>"
@@ -131,7 +132,7 @@ def is_secret_name(name: str) -> bool:
 def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
     """Return the values of a command line's secret options that are long enough to be looked for in texts."""
     values = set()
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
         if argument.startswith("-") and is_secret_name(name):
             values.add(value if equals else following)

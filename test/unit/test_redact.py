@@ -89,6 +89,8 @@ def test_a_value_that_may_be_a_word_stays() -> None:
         "S3CRET"
     }
     assert secrets_of_arguments(["--api-key", "--verbose"]) == set()
+    # A command line that could not be read is empty.
+    assert secrets_of_arguments([]) == set()
 
 
 PROMPT = "Tell me, please, of the canary\nin the mine, and of its friends"

@@ -92,8 +92,10 @@ class TrackedProcess:
     def role(self) -> str:
         """Its role; see `titles.role_of`."""
         role = titles.role_of(self.title, is_root=self.is_root)
-        # What has a worker's title without being registered is a helper of one, or another server's.
-        return role if self.is_own or self.is_root or role == "starting" else "helper"
+        # What has a worker's title without being registered is a helper of one, or another server's. So is what a
+        # scheduler starts, such as a compiler's pool.
+        is_early = role == "starting" and (self.parent is None or self.parent.role != "scheduler")
+        return role if self.is_own or self.is_root or is_early else "helper"
 
     @property
     def rank(self) -> dict[str, int]:

@@ -474,8 +474,8 @@ class Session:
         its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
         self.run = run = IncidentRun(kind, its, self._tree, folder, self._place.runtime, self._settings)
         for dead in self._tree.recent_unexplained():
-            # Whoever begins an incident with an exit adds that one.
-            if dead is not subject.process:
+            # Whoever begins an incident with an exit adds that one. Without a rank the server would not be ready.
+            if dead is not subject.process and not self.received.environment.is_ready:
                 run.add_exit(dead)
         if self.hang is not None:
             run.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)

@@ -309,6 +309,19 @@ def test_a_rank_that_died_as_it_ran_its_program_is_told_by_the_server(launching:
     assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (launching.starting, "signal", "established")
 
 
+@pytest.mark.parametrize("of", ["a rank", "a server that is ready", "a server that starts"])
+def test_the_end_of_a_helper_is_no_first_failure(case: Case, of: str) -> None:
+    # A compiler's pool, or another one, fails in a container that is locked, and a rank is killed a moment later.
+    tree = case.handler.tree
+    helper, rank = tree.get(case.starting), tree.get(case.titled)
+    if of == "a rank":
+        helper.parent = rank
+    elif of == "a server that is ready":
+        case.say("environment", ready=True)
+    case.kill(case.titled)
+    assert case.failures() == [case.starting] * (of == "a server that starts") + [case.titled]
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_rank_that_died_before_the_launch_named_it_failed_first(launching: Case, is_last: bool) -> None:
     pid, tree = launching.starting, launching.handler.tree

@@ -423,6 +423,11 @@ class ServerEnvironment:
         self._descriptor: int | None = None
         self._ready_at: float | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the server's main process said that all ranks are ready."""
+        return self._ready_at is not None
+
     def take(self, descriptor: int | None, seconds: float, *, ready: bool) -> None:
         """Hold what the main process told as `descriptor`, which stays open; `ready`: the ranks are, at `seconds`."""
         self.close()
