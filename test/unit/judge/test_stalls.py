@@ -407,11 +407,10 @@ def test_what_the_kernel_says_of_a_rank(state: dict[str, Any], kind: str, level:
     assert (found.kind, found.level, found.who) == (kind, level, "TP3")
 
 
-def test_a_rank_that_wants_to_run_and_hardly_does() -> None:
-    states = {"state": "R"}
+@pytest.mark.parametrize("states", ["RR", "RSR"])
+def test_a_rank_that_wants_to_run_and_hardly_does(states: str) -> None:
     events = [
-        stack("TP1", *BATCH, at=10.0, cpu_secs=50.0, **states),
-        stack("TP1", *BATCH, at=20.0, cpu_secs=50.2, **states),
+        stack("TP1", *BATCH, at=10.0 * at, cpu_secs=50.0 + 0.1 * at, state=state) for at, state in enumerate(states, 1)
     ]
     found = first_of(case(*events, stack("TP0", *BROADCAST, at=10.0), *hang()))
     assert (found.kind, found.who) == ("starved_process", "TP1")
