@@ -224,7 +224,9 @@ class _Failures:
                     finding.who += f" of {event.side}"
                 yield finding
         if self._case.is_started and self._case.watched is None:
-            yield finding_of("no_failure", (self._case.last_at, 0))
+            said = [one.text for one in self._case.events if isinstance(one, Line | Progress)]
+            notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
+            yield finding_of("no_failure", (self._case.last_at, 0), notes=notes)
         for stop in self._asked[:1]:
             by = f"{_known('askers').get(stop.by, stop.by)}: {stop.text.strip()[:160]}"
             found = finding_of("asked_to_stop", stop.place, [_quoted(stop, stop.text)], by=by)
