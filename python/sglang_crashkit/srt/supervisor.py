@@ -255,9 +255,11 @@ def register(processes: Iterable[Any]) -> None:
         notify("members", started=[(stat.pid, stat.start_ticks) for stat in stats[first : first + _MAX_AT_ONCE]])
     serving = _known()
     if serving is not None:
-        serving.started.update(started)
         for stat in stats:
             serving.register(stat.pid, "")
+            # A stand-in, such as for Ray's actor, may allow no weak reference.
+            with contextlib.suppress(TypeError):
+                serving.started[stat.pid] = started[stat.pid]
 
 
 def wait_status(child: int) -> int:

@@ -303,10 +303,12 @@ def test_a_childs_end_is_told_and_left_to_reap(path: Path, code: str, status: in
 
 def test_a_childs_end_is_told_after_multiprocessing_reaped_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMBERS_VARIABLE, "")
-    monkeypatch.setattr(supervisor, "_serving", Serving())
+    monkeypatch.setattr(supervisor, "_serving", serving := Serving())
     process = multiprocessing.get_context("spawn").Process(target=signal.pause)
     process.start()
     supervisor.register([process])
     process.kill()
     process.join(LONG)
     assert ask_exit(path, os.getpid(), process.pid, LONG) == ExitStatus(signal="SIGKILL")
+    os.close(serving._reader)
+    os.close(serving._writer)

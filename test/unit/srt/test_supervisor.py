@@ -130,6 +130,24 @@ def test_who_joins_below_the_server_is_known(serving: Serving, code: str, title:
         assert known(serving) == titles
 
 
+class StandIn:
+    """What a launcher of another kind has for a process; it allows no weak reference."""
+
+    __slots__ = ("pid",)
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+
+def test_a_stand_in_for_a_process_is_registered(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_serving", serving)
+    with child(SLEEPER) as one, child(SLEEPER) as other:
+        supervisor.register([StandIn(one.pid), StandIn(other.pid)])
+        assert len(known(serving)) == 2
+        with pytest.raises(ValueError, match=str(one.pid)):
+            supervisor.wait_status(one.pid)
+
+
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
 def test_another_file_of_that_name_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
