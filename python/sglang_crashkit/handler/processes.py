@@ -55,8 +55,8 @@ class TrackedProcess:
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to capture.
         oom_counter: of its memory cgroup, as it stood a while ago; `newer_oom_counter`: lately, to take its place.
-        is_nameless: its command line could not be read, as it was dead, or about to run its program, whenever it was
-            looked at: nothing is known of it but its executable.
+        is_nameless: its command line was empty each time that it was read, since it was dead, or in execve(2): only the
+            name of its executable is known.
         is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
         parent: the process of the server that started it; None for the root, and where that was gone already.
         is_own: the launch registered it as a process of this server.
@@ -92,8 +92,8 @@ class TrackedProcess:
     def role(self) -> str:
         """Its role; see `titles.role_of`."""
         role = titles.role_of(self.title, is_root=self.is_root)
-        # What has a worker's title without being registered is a helper of one, or another server's. So is what a
-        # scheduler starts, such as a compiler's pool.
+        # An unregistered process with a worker's title is a worker's helper, or belongs to another server. A child of a
+        # scheduler, such as one of a compiler's pool, is a helper, too.
         is_early = role == "starting" and (self.parent is None or self.parent.role != "scheduler")
         return role if self.is_own or self.is_root or is_early else "helper"
 
@@ -267,8 +267,8 @@ class ProcessTree:
     def register(self, pid: int, start_ticks: int) -> TrackedProcess | None:
         """Take a process for the server's own, which the launch says that it started, if there is such a one.
 
-        Its start time is 0 where whoever says so is the process itself; see `procfs.ProcStat`. It is returned where it
-        died before that, so that its exit was taken for one of no account.
+        Its start time is 0 where the process itself says so; see `procfs.ProcStat`. Returns the process if it had
+        already died and its exit was handled as a helper's.
         """
         process = self._processes.get(pid)
         if process is None or process.is_root or start_ticks not in (0, process.handle.start_ticks):
@@ -374,11 +374,11 @@ class ProcessTree:
         return stat is not None and stat.start_ticks == self._forgotten[pid]
 
     def _add(self, pid: int, *, is_root: bool) -> TrackedProcess:
+        handle, cmdline = ProcessHandle(pid), procfs.read_cmdline(pid)
         process = TrackedProcess(
-            handle=ProcessHandle(pid),
-            # In this order: one that has a command line by the time that its title is read is read again.
-            is_nameless=not procfs.read_cmdline(pid),
-            title=procfs.read_title(pid),
+            handle=handle,
+            title=procfs.title_of(cmdline, "") or procfs.read_title(pid),
+            is_nameless=not cmdline,
             is_root=is_root,
             is_python=procfs.is_python(pid),
             oom_counter=cgroup.find_counter(pid),

@@ -119,7 +119,7 @@ class Session:
     def take_exit(self, process: TrackedProcess, *, again: bool = False) -> None:
         """Take in an exit, once, after those that it follows from; what goes wrong with it ends no other exit.
 
-        It is taken in `again` where the process turns out to have been the server's own.
+        `again` is for an exit that was handled as a helper's before the launch registered the process.
         """
         try:
             for earlier in ended_before(self._tree, process) if process.exited_at is None else ():
@@ -474,7 +474,7 @@ class Session:
         its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
         self.run = run = IncidentRun(kind, its, self._tree, folder, self._place.runtime, self._settings)
         for dead in self._tree.recent_unexplained():
-            # Whoever begins an incident with an exit adds that one. Without a rank the server would not be ready.
+            # The caller adds the exit that opened the incident. Once the server is ready, all ranks have titles.
             if dead is not subject.process and not self.received.environment.is_ready:
                 run.add_exit(dead)
         if self.hang is not None:

@@ -231,7 +231,7 @@ def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     elif named := [one for one in important if one.role and one.last.kind == "dead" and one.stacks[1:]]:
         row = "gone"
     elif named := [one for one in important if 0.0 <= one.cpu_share < _STARVED
-                   # Its main thread may wait for one of its own that is starved, too.
+                   # In a sample its main thread may wait for a thread of its own that is starved, too.
                    and 2 * sum(stack.sample.state == "R" for stack in one.stacks) > len(one.stacks)][:1]:  # fmt: skip
         row = "starved"
     # What the rest of the front end does meanwhile tells nothing.

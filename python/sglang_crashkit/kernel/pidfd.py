@@ -16,6 +16,7 @@ import select
 import signal
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_crashkit.kernel import procfs
 
@@ -92,14 +93,24 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
-def wait_status_of(child: int) -> int:
-    """Return how a child of this process ended, as waitpid(2) does; it stays to be reaped by whoever started it.
+def wait_status_of(child: int, process: Any = None) -> int:
+    """Return how a child of this process ended, as waitpid(2) does, without reaping it.
+
+    Args:
+        child: its pid.
+        process: its `multiprocessing.Process`, which knows the exit code of a child that `multiprocessing` reaped.
 
     Raises:
-        ChildProcessError: it is none, or was reaped.
+        ChildProcessError: it is not a child of this process, or was reaped and its exit code is not known.
         ValueError: it lives.
     """
-    result = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    try:
+        result = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        code = process.exitcode if process is not None else None
+        if code is None:
+            raise
+        return int(code) << 8 if code >= 0 else -int(code)
     if result is None:
         raise ValueError(child)
     if result.si_code == os.CLD_EXITED:
@@ -186,8 +197,8 @@ class ProcessHandle:
         if stat is None or stat.start_ticks != self.start_ticks or stat.state not in "ZX":
             return None
         if stat.wait_status == 0:
-            # Whoever may not trace it reads 0, however it ended (proc_pid_stat(5), exit_code). It may be reaped
-            # meanwhile, and a process that is gone refuses nobody.
+            # Without the right to trace it, the status reads 0 (proc_pid_stat(5), exit_code). It is checked again after
+            # `may_inspect`, which is also true of a process that was reaped in between.
             may_inspect, later = procfs.may_inspect(self.pid), procfs.read_stat(self.pid)
             if not may_inspect or later is None or later.start_ticks != self.start_ticks:
                 return None

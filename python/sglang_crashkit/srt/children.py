@@ -122,13 +122,9 @@ class Child:
         """Return how it ended, as far as that is known, without reaping it: the crash handler reads the zombie."""
         if not self.exit.known and self.pid is not None:
             try:
-                self.exit = ExitStatus.from_wait_status(wait_status_of(self.pid))
+                self.exit = ExitStatus.from_wait_status(wait_status_of(self.pid, self.process))
             except ChildProcessError:
-                # Another's child, or reaped already by whoever asked `multiprocessing` for its exit code.
-                code = self.process.exitcode if self.process is not None else None
-                if code is not None:
-                    self.exit = ExitStatus.from_exit_code(code)
-                elif self._handle is not None:
+                if self._handle is not None:
                     self.exit = self._handle.exit_status()
             except ValueError:
                 # It lives: its end is noticed a moment before the kernel tells how it ended.

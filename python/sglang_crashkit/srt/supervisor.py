@@ -63,7 +63,7 @@ class Serving(Supervisor):
         self._handler = Child()
         self._next_handler: Child | None = None
         self._registered: dict[int, Child] = {}
-        #: `multiprocessing`'s objects of those that this process started, for as long as the server has them.
+        #: The `multiprocessing.Process` of each registered child, while the server holds it.
         self.started: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.excused: dict[int, int] = {}
         # A signal may interrupt whoever holds it.
@@ -257,26 +257,15 @@ def register(processes: Iterable[Any]) -> None:
     if serving is not None:
         for stat in stats:
             serving.register(stat.pid, "")
-            # A stand-in, such as for Ray's actor, may allow no weak reference.
+            # A stand-in, such as one for a Ray actor, may not support weak references.
             with contextlib.suppress(TypeError):
                 serving.started[stat.pid] = started[stat.pid]
 
 
 def wait_status(child: int) -> int:
-    """Return how a child of this process ended, as waitpid(2) does, also once `multiprocessing` has reaped it.
-
-    Raises:
-        ChildProcessError: it is none, or something else reaped it.
-        ValueError: it lives.
-    """
-    try:
-        return wait_status_of(child)
-    except ChildProcessError:
-        process = serving.started.get(child) if (serving := _known()) is not None else None
-        code = process.exitcode if process is not None else None
-        if code is None:
-            raise
-        return int(code) << 8 if code >= 0 else -int(code)
+    """Return how a child of this process ended; see `pidfd.wait_status_of`."""
+    serving = _known()
+    return wait_status_of(child, serving.started.get(child) if serving is not None else None)
 
 
 @never_raises

@@ -105,7 +105,7 @@ def test_an_untraceable_processs_end_is_not_taken_for_clean(monkeypatch: pytest.
 
 
 def test_one_that_is_reaped_while_it_is_looked_at_is_not_taken_for_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As of a process that may not be traced: its status reads 0, and nobody may look at it until it is gone.
+    # A process that may not be traced: its status reads 0, and inspecting it is refused until it is gone.
     read_stat, may_inspect = procfs.read_stat, procfs.may_inspect
 
     def may_inspect_after_reaping(pid: int) -> bool:
@@ -122,7 +122,7 @@ def test_one_that_is_reaped_while_it_is_looked_at_is_not_taken_for_clean(monkeyp
     assert handle.has_exited(LONG)
     monkeypatch.setattr(procfs, "may_inspect", may_inspect_after_reaping)
     monkeypatch.setattr(procfs, "read_stat", read_stat_without_status)
-    # A newer kernel tells of the reaped, too.
+    # Newer kernels also report how a reaped process ended.
     assert handle.exit_status() in (ExitStatus(), ExitStatus(signal="SIGKILL"))
     handle.close()
 
