@@ -147,10 +147,11 @@ class _Failures:
     def __init__(self, case: Case) -> None:
         self._case = case
         work = [one for one in case.events if isinstance(one, Progress) and one.kind in ("prefill", "decode", "answer")]
-        ready = [one for one in case.events if isinstance(one, Stage) and one.name == "ready"]
-        self._work, self._began = work, [one.place for one in (*work, *ready)]
+        stages = [one for one in case.events if isinstance(one, Stage)]
+        self._work, self._began = work, [one.place for one in (*work, *(it for it in stages if it.name == "ready"))]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
-        self._stages = {one.who: one.place for one in case.events if isinstance(one, Stage)}  # the last of each
+        self._stages = {one.who: one.place for one in stages}  # the last of each
+        self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
         # The server ends itself by a signal once a rank has failed.
@@ -190,10 +191,12 @@ class _Failures:
                     one.next = [*steps_of("suspect", part=one.component, way=way), *others]
             if one.kind == "gpu_oom_at_start" and any("create_weights" in step for step in one.because):
                 one.component = "model_loader"
+            if self._is_loading and one.kind in ("killed", "host_oom") and one.component in (None, "cgroup"):
+                one.component = "model_loader"
             one.component = one.component or _known("usual_part").get(one.kind)
             if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
                 one.level = "supported"
-            if one.is_consequence and one.kind in _known("told_by_the_left"):
+            if one.kind == "disk_full" or (one.is_consequence and one.kind in _known("told_by_the_left")):
                 one.who = None
             if one.kind == "connection_lost" and layout.nodes > 1:
                 told = {server.values.get("node_rank") for server in self._case.servers}
@@ -479,12 +482,9 @@ class _Failures:
         pid = event.pid or (pids.pop() if by_pid and len(pids) == 1 else 0)
         gpu, library = str(facts.get("gpu", "")), str(facts.get("library") or "")
         who = event.who or self._named(pid) or self._rank_of(gpu) or (f"pid {pid}" if by_pid and pid else None)
-        stages = [one.name for one in events if isinstance(one, Stage) and not self._case.is_started]
         said = [one.text for one in events if isinstance(one, Line) and "host memory" in one.text]
         parts = (component_of(words=one) for one in said if row["row"] == "oom_kill")
         part = component_of(words=library) or next(filter(is_telling, parts), None)
-        if event.kind == "oom_kill" and "weights" in stages[-2:]:
-            part = "model_loader"
         size = f", {int(facts['anon_kb']) >> 20} GiB of its own" if "anon_kb" in facts else ""
         is_disk = event.kind == "hung_task" and any(one.kind == "disk" for one in self._case.kernel)
         yield finding_of(

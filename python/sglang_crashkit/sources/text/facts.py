@@ -16,7 +16,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         re.compile(
             r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Fatal Python error"
             r"|\bF\d{4}(?:\d{4})? \d\d:"
-            r"|Memory access fault by GPU|Starting GPU coredump|\bcoredump: "
+            r"|killed by the OOM killer|Memory access fault by GPU|Starting GPU coredump|\bcoredump: "
             r"|Aborted \(|core dumped|\[PG ID \d.{0,200}(?:timeout|exception)"
             r"|hit an exception"
         ),

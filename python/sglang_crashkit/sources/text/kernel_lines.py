@@ -25,8 +25,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("oom_kill", r"(?P<name>[\w:. -]{1,32}) invoked oom-killer"),
         (
             "segfault",
-            r"(?P<name>[\w:.-]{1,32})\[(?P<pid>\d+)\]: segfault at .{0,200}?"
-            r"(?: in (?P<library>[^\s\[]{1,120}))?",
+            r"(?P<name>[\w:.-]{1,32})\[(?P<pid>\d+)\]: segfault at "
+            r"(?:.{0,200}? in (?P<library>[^\s\[]{1,120}))?",
         ),
         ("trap", r"traps: (?P<name>[\w:.-]{1,32})\[(?P<pid>\d+)\] (?P<trap>[\w ]{1,40}?) ip:"),
         (
