@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any
 
 import jsonschema
+
+from sglang_crashkit.model.schema import incident_schema
 
 
 @cache
 def validator() -> jsonschema.Draft202012Validator:
     """Return what checks a document."""
-    text = resources.files("sglang_crashkit.incident").joinpath("incident.schema.json").read_text()
-    return jsonschema.Draft202012Validator(json.loads(text))
+    return jsonschema.Draft202012Validator(incident_schema())
 
 
 def assert_fits(document: Mapping[str, Any] | None) -> None:

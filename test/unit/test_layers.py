@@ -33,7 +33,18 @@ ALLOWED = {
     "view": {"judge", "model", "visible"},
     "sources": {"errors", "kernel", "model", "redact"},
     "capture": {"errors", "kernel", "model", "settings"},
-    "incident": {"errors", "kernel", "model", "redact", "settings", "visible"},
+    "incident": {
+        "analysis",
+        "errors",
+        "judge",
+        "kernel",
+        "model",
+        "redact",
+        "settings",
+        "sources",
+        "view",
+        "visible",
+    },
     "handler": {
         "redact",
         "analysis",
@@ -67,7 +78,7 @@ ALLOWED = {
     "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "visible"},
     "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "judge", "kernel", "memory", "model", "settings", "sources"},
-    "replay": {"errors", "incident", "kernel", "redact", "settings"},
+    "replay": {"errors", "incident", "kernel", "model", "redact", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},
     "cli": {
         "analysis",

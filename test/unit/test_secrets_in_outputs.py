@@ -24,6 +24,7 @@ from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.summary import format_summary, format_termination_message
 from sglang_crashkit.memory.journal import JournalWriter
 from sglang_crashkit.memory.ring import LogRecord
+from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.srt.redaction import redact_dump
 from unit.secret_forms import FORMS, PLANTED, holds_secret
 from unit.support.stored import NOON
@@ -66,7 +67,7 @@ def incident(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = [LogRecord(NOON, logging.INFO, "sglang", form) for form in FORMS]
     folder.write_text("logs/scheduler_TP0-11.log", "".join(format_log(records, [], time.monotonic() + 600)))
     with_journal(folder)
-    folder.save(document, format_summary(document))
+    folder.save(document, format_summary(Incident.of(document)))
     return folder.publish()
 
 
@@ -124,7 +125,7 @@ def test_neither_the_pods_status_nor_the_crash_handlers_log_holds_one(
 
     path = tmp_path / "termination-log"
     path.touch()
-    message = format_termination_message(planted(), "/x")
+    message = format_termination_message(Incident.of(planted()), "/x")
     write_termination_message(message, {"SGLANG_CRASHKIT_TERMINATION_LOG": str(path)})
     assert not holds_secret(message + path.read_text())
     monkeypatch.setattr(sys, "stderr", written := io.StringIO())

@@ -12,12 +12,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from sglang_crashkit.analysis.member import name_some
-from sglang_crashkit.analysis.ranks import ranges
+from sglang_crashkit.analysis.ranks import name_some, ranges
 from sglang_crashkit.model.flight_dump import Entry, FlightDump, Sizes
-from sglang_crashkit.model.incident import LEVELS, Level
+from sglang_crashkit.model.incident import LEVELS, CollectiveFinding
+from sglang_crashkit.model.verdict import Level
 
 #: ``mismatch``: ranks did different things in the same place; ``behind``: some have not begun what others wait in.
 FindingKind = Literal["mismatch", "behind"]
@@ -61,23 +61,6 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class CollectiveFinding:
-    """What is seen of one process group."""
-
-    group: str  # its name, in words
-    kind: FindingKind
-    named: tuple[int, ...]  # the ranks to be looked at; empty where no rank is an outlier
-    processes: tuple[str, ...]  # the processes of those ranks, in words
-    statement: str  # what is seen, in one or two sentences
-    level: Level  # how well it is supported
-    waiting: tuple[str, ...] = ()  # the processes that wait for those that are named
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-
-
-@dataclass(frozen=True)
 class _Step:
     """What a rank began under one number: a collective, or several that are carried out as one."""
 
@@ -107,8 +90,8 @@ class _Group:
         self, kind: FindingKind, ranks: Sequence[int], statement: str, level: Level, waiting: Sequence[int] = ()
     ) -> CollectiveFinding:
         """Return what is seen of it, where these ranks are to be looked at."""
-        named, waits = (tuple(self.records[rank].name for rank in some) for some in (ranks, waiting))
-        return CollectiveFinding(self.words, kind, tuple(ranks), named, statement, level, waits)
+        named, waits = ([self.records[rank].name for rank in some] for some in (ranks, waiting))
+        return CollectiveFinding(self.words, kind, list(ranks), named, statement, level, waits)
 
 
 def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
-from sglang_crashkit.model.incident import Level
+from sglang_crashkit.model.incident import Divergence
 from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
+from sglang_crashkit.model.verdict import Level
 
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
 #: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
@@ -49,29 +49,6 @@ class Moment:
     name: str  # of what happened then, such as ``the hang``
     #: When the steps were read, in seconds of the monotonic clock; None where that is not known.
     read_at: float | None = None
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """What the steps of the ranks that must agree say together."""
-
-    kind: DivergenceKind
-    level: Level  # how well it is supported
-    statement: str
-    step: int | None = None  # the first that differs, or that a rank has not; None where there is none
-    ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
-    pids: tuple[int, ...] = ()  # of those
-    against: str = ""  # from whom, in words; empty where nothing tells who the outliers are
-    #: The request that one has and another has not, or has otherwise; None where it is not one.
-    request: str | None = None
-    decision: str | None = None  # the name of the decision that differs, None where none does
-    #: How long before the moment that step began, in seconds; None where that is not known.
-    seconds_before: float | None = None
-    compared: int = 0  # how many steps of at least two ranks were compared
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self) | {"pids": list(self.pids)}
 
 
 def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) -> Divergence | None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_crashkit.model.incident import Level, iso_time
+from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.verdict import Level
 
 #: Of NVIDIA's list of Xid errors, those that an inference server meets.
 #: https://docs.nvidia.com/deploy/xid-errors/

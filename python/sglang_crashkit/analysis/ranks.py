@@ -6,7 +6,7 @@ and data parallelism of the attention alone, divide the same ranks once more. Re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -199,3 +199,11 @@ def _line_text(places: _Places, axis: str, text: str) -> str:
 
 def _in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))
+
+
+def name_some(names: Sequence[str], most: int = 8) -> str:
+    """Return names as part of a sentence, at most `most` of them."""
+    shown = list(names[:most])
+    if len(names) > most:
+        shown.append(f"{len(names) - most} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

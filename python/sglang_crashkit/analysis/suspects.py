@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sglang_crashkit.analysis.waits import of_state
 from sglang_crashkit.model import ALONE, ALONE_AT, IN_LAST, IN_SEVERAL, ONLY, UNANSWERED
-from sglang_crashkit.model.incident import Incident, LastSteps, Level, ProcessReport, Suspect
+from sglang_crashkit.model.incident import Incident, LastSteps, ProcessReport, Suspect
+from sglang_crashkit.model.sample import FREEZER
+from sglang_crashkit.model.step import Step
+from sglang_crashkit.model.verdict import Level
 
 #: An incident names so many.
 MAX_SUSPECTS = 16
@@ -117,10 +119,10 @@ def suspects_of(
     if first is None or incident.kind == "peer_lost" or _is_of_control(incident, first):
         return [], 0
     steps = _steps_of(first)
-    finished = [step for step in steps.last if step.get("ended") is not None]
+    finished = [step for step in steps.last if step.ended is not None]
     before = {rid for step in finished for rid in _rids_of(steps, step)}
     # Of a very large batch not all are known.
-    are_all = all(len(_rids_of(steps, step)) >= (step.get("size") or 0) for step in finished)
+    are_all = all(len(_rids_of(steps, step)) >= step.size for step in finished)
     chosen, is_nobodys = _choose(incident, first, unanswered), is_by_others(incident)
     text, (own, odd, are_many) = " ".join(_exceptions(incident)), _only_asked(asked or {})
     # A GPU may report there what it computed before.
@@ -213,10 +215,9 @@ def is_by_others(incident: Incident) -> bool:
         # One that raised, or hung, is killed later, when its server ends.
         is_later = incident.verdict is None or incident.verdict.kind == "hang" or _exceptions(incident, process.pid)
         return not is_later and process.exit.signal in _SENT_BY_OTHERS and process.exit.cause != "oom_kill"
-    said = process.state or {}
-    state = process.samples[-1].state if process.samples else str(said.get("State", ""))
-    activity = of_state(state[:1], str(said.get("wchan", "")))
-    return activity is not None and activity.kind in ("stopped", "traced")
+    state = process.samples[-1].state if process.samples else process.state_letter
+    is_frozen = state[:1] == "S" and str((process.state or {}).get("wchan")) in FREEZER
+    return state[:1] in ("T", "t") or is_frozen
 
 
 def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
@@ -224,7 +225,7 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     last, current = _steps_of(first).last, _steps_of(first).in_step
     has_results = current is not None and current.phase == "forward_done"
     # Between two batches nobody has noted yet who is in the next one, and it may be that one.
-    is_between = bool(last) and last[-1].get("phase") == "received" and not has_results
+    is_between = bool(last) and last[-1].phase == "received" and not has_results
     steps, alone = _unfinished(first), ""
     is_beside = _may_be_beside(incident, first)
     if current is not None and not is_between:
@@ -296,8 +297,8 @@ def _may_be_beside(incident: Incident, process: ProcessReport) -> bool:
 
 def _has_grammars(process: ProcessReport) -> bool:
     """Say whether requests waited for their grammars as the last batch was made."""
-    scheduled = [step for step in _steps_of(process).last if step.get("phase") != "received"]
-    return bool(scheduled and (scheduled[-1].get("decisions") or {}).get("grammar"))
+    scheduled = [step for step in _steps_of(process).last if step.phase != "received"]
+    return bool(scheduled and scheduled[-1].decisions.get("grammar"))
 
 
 def _under_way(incident: Incident) -> int | None:
@@ -326,18 +327,16 @@ def _unfinished(process: ProcessReport) -> list[_Step]:
     steps = _steps_of(process)
     current = steps.in_step
     found = [_step(steps, steps.rids.get(current.number) or current.rids, current.size)] if current is not None else []
-    others = (step for step in reversed(steps.last) if current is None or step.get("number") != current.number)
-    found += [
-        _step(steps, _rids_of(steps, step), step.get("size") or 0) for step in others if step.get("ended") is None
-    ]
+    others = (step for step in reversed(steps.last) if current is None or step.number != current.number)
+    found += [_step(steps, _rids_of(steps, step), step.size) for step in others if step.ended is None]
     return [step for step in found if step.size]
 
 
 def _last_finished(process: ProcessReport) -> _Step:
     """Return the last step with requests, all of which are finished; an empty one where there is none."""
     steps = _steps_of(process)
-    finished = (step for step in reversed(steps.last) if step.get("ended") is not None)
-    told = (_step(steps, _rids_of(steps, step), step.get("size") or 0) for step in finished)
+    finished = (step for step in reversed(steps.last) if step.ended is not None)
+    told = (_step(steps, _rids_of(steps, step), step.size) for step in finished)
     return next((step for step in told if step.size), _Step([], 0))
 
 
@@ -347,9 +346,9 @@ def _step(steps: LastSteps, rids: Sequence[str], size: int) -> _Step:
     return _Step(listed, max(size - checks, len(listed)))
 
 
-def _rids_of(steps: LastSteps, step: Mapping[str, Any]) -> list[str]:
+def _rids_of(steps: LastSteps, step: Step) -> list[str]:
     """Return the ids of the requests of a step, as far as they are known."""
-    return steps.rids.get(step.get("number", 0)) or [str(request.get("rid")) for request in step.get("requests") or ()]
+    return steps.rids.get(step.number) or [request.rid for request in step.requests]
 
 
 def _size(steps: Sequence[_Step]) -> int:
@@ -362,7 +361,7 @@ def _received(process: ProcessReport) -> list[str]:
     """Return the requests that a scheduler had received for a step that it did not begin."""
     steps = _steps_of(process)
     last = steps.last[-1]
-    if steps.in_step is not None and steps.in_step.number == last.get("number"):
+    if steps.in_step is not None and steps.in_step.number == last.number:
         return steps.rids.get(steps.in_step.number) or steps.in_step.rids
     return _rids_of(steps, last)
 

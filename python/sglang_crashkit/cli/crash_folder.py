@@ -12,7 +12,6 @@ from sglang_crashkit import settings
 from sglang_crashkit.cli.output import say
 from sglang_crashkit.errors import WHAT_DIR_IS, NothingToDoError, UsageError
 from sglang_crashkit.incident.store import StoredIncident, find_one, unreadable_in_words
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _HANDLER_LOG = "crash_handler.log"
 
@@ -96,11 +95,10 @@ def tell_unreadable(errors: Sequence[OSError]) -> None:
 
 def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:
     """Return what is reported of an incident that lacks ``stacks`` or the like, with the reason that it knows of."""
-    document = incident.document or {}
-    reasons = [mapping_of(document.get("requests")).get("reason")] if what == "requests" else []
-    pieces = [piece for one in mappings_of(document.get("processes")) for piece in mappings_of(one.get("evidence"))]
-    reasons += [one.get("reason") for one in pieces if one.get("kind") in (what, what.removesuffix("s"))]
-    why = next((str(reason) for reason in reasons if reason), "")
+    reasons = [incident.incident.requests.reason] if what == "requests" else []
+    pieces = (piece for process in incident.incident.processes for piece in process.evidence)
+    reasons += [piece.reason for piece in pieces if piece.kind in (what, what.removesuffix("s"))]
+    why = next(filter(None, reasons), "")
     return NothingToDoError(
         f"no {what} in {incident.path}" + (f": {why}" if why else ""),
         next_step=f"sglang-crashkit show {shlex.quote(str(incident.path))}{'' if what == 'events' else ' --timeline'}",

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_crashkit.analysis.divergence import Divergence
 from sglang_crashkit.analysis.ranks import RankSet, rank_of
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
 from sglang_crashkit.collect.judging import judged
@@ -29,10 +28,9 @@ from sglang_crashkit.kernel.private_files import make_private_folder, write_json
 from sglang_crashkit.kernel.server_arguments import side_of
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import AnyEvent, Arguments, Compared
-from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.incident import Divergence, iso_time
 from sglang_crashkit.model.sample import Sample, format_threads
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
-from sglang_crashkit.model.step import DIVERGED
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.sources.text.facts import arguments_of
 
@@ -122,8 +120,7 @@ class Collection:
     def _write_account(self) -> None:
         """Write what is known by now for whoever opens the folder first."""
         verdict, _case = self.judged()
-        divergence = self.divergence.to_json() if self.divergence is not None else None
-        told = {"verdict": msgspec.to_builtins(verdict), "divergence": divergence}
+        told = msgspec.to_builtins({"verdict": verdict, "divergence": self.divergence})
         times = [iso_time(one.time) for one in self.rounds]
         document = {"schema_version": SCHEMA_VERSION, "host": self.host, "times": times, **told}
         write_json(self._plan.output / VERDICT, document)
@@ -135,7 +132,7 @@ class Collection:
         some = [one.process for one in self.collected if pids is None or one.process.pid in pids]
         lines = {" ".join(("sglang.launch_server", *process.server_arguments)) for process in some}
         known: list[AnyEvent] = [Arguments(values=values) for line in sorted(lines) if (values := arguments_of(line))]
-        if (found := self.divergence) and found.kind in DIVERGED:
+        if (found := self.divergence) and found.is_one:
             known.append(Compared(kind="divergence", level=found.level, text=found.statement))
         rounds = self.rounds
         if pids is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from sglang_crashkit.analysis.divergence import Divergence, Moment, RankSteps, find_divergence
+from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_of
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.server_arguments import rendezvous_of, side_of
 from sglang_crashkit.memory.steps import NAME, NotStepsError, StepReader
+from sglang_crashkit.model.incident import Divergence
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import socket_of

@@ -32,13 +32,13 @@ from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.requests import fingerprint_of, parameters_of
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.incident.summary import was_aborted_before
-from sglang_crashkit.kernel.private_files import open_regular, read_json, read_regular
+from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.model import ABORTED
-from sglang_crashkit.model.incident import Incident, Suspect
+from sglang_crashkit.model.incident import Divergence, Incident, Suspect
 from sglang_crashkit.model.step import Step
 
 if TYPE_CHECKING:
-    from sglang_crashkit.model.event import Line
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ def count_repeat(
     Returns:
         The files that are of no use any more, relative to the folder, to be removed when the incident is written.
     """
-    document = incident.to_json()
-    fault = fault_of(document) if not folder.problem else None
+    shown = incident.shown()
+    fault = fault_of(shown) if not folder.problem else None
     if fault is None:
         return []
     pieces = (piece for report in incident.processes for piece in report.evidence)
@@ -110,7 +110,7 @@ def count_repeat(
         incident.fault.seen = {rid: count for rid, count in seen.items() if rid in listed}
     lines = dict(_fields_of(listed, folder.path / REQUESTS))
     for suspect in incident.suspects:
-        if was_aborted_before(lines.get(suspect.rid, {}), document):
+        if was_aborted_before(lines.get(suspect.rid, {}), shown):
             suspect.reasons.append(ABORTED)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
 
@@ -209,7 +209,7 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
     """Return the id of an earlier incident of the same fault that has GPU cores; see `count_repeat` for `keep`."""
-    fault = fault_of(incident.to_json()) if keep and not folder.problem else None
+    fault = fault_of(incident.shown()) if keep and not folder.problem else None
     return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
 
 
@@ -233,7 +233,7 @@ def without_requests(steps: Sequence[Step]) -> list[Step]:
 
 def divergence_of(
     incident: Incident, steps: Mapping[int, Sequence[Step]], folder: Path, opened: float, read_at: float
-) -> dict[str, Any] | None:
+) -> Divergence | None:
     """Return what an incident tells of it; None where no rank noted its steps, or none has another to agree with.
 
     Args:
@@ -262,75 +262,4 @@ def divergence_of(
         # What is known beside it is worth more.
         logger.exception("the steps of the ranks cannot be compared")
         return None
-    return found.to_json() if found is not None else None
-
-
-def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
-    """Return the cause of a judged incident, as ``incident.json`` has it; None where none is known."""
-    if incident.kind == "snapshot":
-        return None
-    try:
-        from sglang_crashkit.judge.verdict import judge
-        from sglang_crashkit.model.case import reduce
-        from sglang_crashkit.sources.incident import events_of
-        from sglang_crashkit.view.document import cause_of
-
-        environment = _read(folder / "environment.json")
-        records, samples = _records(incident, folder), {one.pid: one.samples for one in incident.processes}
-        events = [*events_of(incident.to_json(), environment, records, samples), *_last_lines(incident, folder)]
-        verdict = judge(reduce(events))
-        cause = cause_of(verdict)
-        # Where everybody stands says more than the first of the quotes.
-        cause["reasons"] = [verdict.headline, *verdict.because[1:]]
-        cause["next_steps"] = [*_commands(incident, verdict.kind), *verdict.next]
-        return cause
-    except Exception as error:
-        logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
-        return None
-
-
-def _commands(incident: Incident, kind: str) -> Iterator[str]:
-    """Yield the commands of the kit's own that go on from here."""
-    if kind == "poison_request" or any(one.level != "unknown" for one in incident.suspects[:1]):
-        yield f'`sglang-crashkit replay {incident.id} --bisect --serve "COMMAND"` finds the request'
-    if kind == "rank_divergence":
-        yield f"`sglang-crashkit steps {incident.id}` shows at which step, and by which request, the ranks diverged"
-
-
-def _records(incident: Incident, folder: Path) -> dict[int, dict[str, Any]]:
-    """Return by pid what failing processes wrote of themselves."""
-    paths = _paths(incident, "exception")
-    return {pid: record for pid, path in paths.items() if (record := _read(folder / path))}
-
-
-def _last_lines(incident: Incident, folder: Path) -> Iterator[Line]:
-    """Yield what the HTTP server said as it ended, where the first failure ended by itself and nothing says why."""
-    from sglang_crashkit.model.event import Line
-
-    failure = incident.verdict.first_failure if incident.verdict is not None else None
-    report = incident.process(failure.pid) if failure is not None else None
-    path = _paths(incident, "log").get(report.pid) if report is not None else None
-    if report is None or path is None or (report.exit is not None and report.exit.cause != "exit_status"):
-        return
-    with contextlib.suppress(OSError):
-        text = read_regular(folder / path, _MAX_BYTES).decode(errors="replace")
-        for line in text.splitlines():
-            if said := _NO_BIND.fullmatch(line):
-                yield Line(text=said[1], level="error", source=path)
-
-
-def _paths(incident: Incident, kind: str) -> dict[int, str]:
-    return {
-        process.pid: piece.path
-        for process in incident.processes
-        for piece in process.evidence
-        if piece.kind == kind and piece.path is not None
-    }
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = read_json(path, _MAX_BYTES)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
+    return found

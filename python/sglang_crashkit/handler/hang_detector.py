@@ -30,13 +30,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
 from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.reporting import log_lines
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.state import Seen
+from sglang_crashkit.incident.judging import BUSY_TOO_LONG
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.titles import NEEDED
 from sglang_crashkit.memory.heartbeat import BEAT_SECS

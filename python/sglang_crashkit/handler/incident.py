@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import __version__
-from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.findings import (
     count_repeat,
     divergence_of,
-    explain,
     incident_with_core,
     name_suspects,
     without_requests,
@@ -27,6 +25,9 @@ from sglang_crashkit.handler.findings import (
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.judging import explain, judge, order_failures
+from sglang_crashkit.incident.log import IncidentLog
+from sglang_crashkit.incident.store import LOG
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.procfs import own_namespace
@@ -34,6 +35,7 @@ from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
     Collectives,
     Evidence,
+    FailureEvent,
     HandlerInfo,
     Incident,
     JournaledRequests,
@@ -42,7 +44,6 @@ from sglang_crashkit.model.incident import (
     Requests,
     ServerInfo,
     Trigger,
-    Verdict,
 )
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.step import PHASES, Step
@@ -94,8 +95,7 @@ class IncidentRun:
         self._runtime = runtime
         self._settings = settings
         self._steps_at = 0.0
-        self._failures: list[FailureEvent] = []
-        self._remarks: list[str] = []
+        self._log = IncidentLog()
         self._is_fatal_hang = False
         self._snapshots = 0
         self._captures = Capture.NONE
@@ -128,10 +128,10 @@ class IncidentRun:
 
     def add_remark(self, sentence: str) -> None:
         """Add a sentence to the verdict, also once the incident is finished."""
-        self._remarks.append(sentence)
+        self.incident.remarks.append(sentence)
         if self.finished:
             self._judge_again()
-            self._try_to_save()
+            self._checkpoint()
 
     @property
     def stacks(self) -> int:
@@ -147,17 +147,15 @@ class IncidentRun:
 
     def save(self, *, sync: bool = False) -> None:
         """Write the incident as it is now; see `IncidentFolder.save`."""
-        document = self.incident.to_json()
-        self.folder.save(document, format_summary(document, self.folder.final_path), sync=sync)
+        summary = format_summary(self.incident.shown(), self.folder.final_path)
+        self.folder.save(self.incident.to_json(), summary, sync=sync)
 
     def _checkpoint(self) -> None:
-        """Write what is known by now: whatever kills this process next, it is on disk."""
-        self.incident.verdict = self._judge()
-        self._try_to_save()
-
-    def _try_to_save(self) -> None:
+        """Log what came: whatever kills this process next, it is on disk. A finished one is written anew, too."""
         try:
-            self.save()
+            self.folder.append(LOG, self._log.lines(self.incident))
+            if self.finished:
+                self.save()
         except OSError as error:
             # A finished one may have been removed by now.
             logger.warning("incident %s cannot be written for now: %s", self.path, error)
@@ -170,14 +168,8 @@ class IncidentRun:
         except OSError as error:
             logger.error("incident %s could not be removed: %s", self.path, error)
 
-    def _judge(self) -> Verdict:
-        verdict = judge(self.incident, self._failures)
-        verdict.basis += self._remarks
-        verdict.text = " ".join([verdict.text, *self._remarks])
-        return verdict
-
     def _judge_again(self) -> None:
-        self.incident.verdict = self._judge()
+        self.incident.verdict = judge(self.incident, self.folder.path)
         self.incident.cause = explain(self.incident, self.folder.path)
 
     def report(self, process: TrackedProcess) -> ProcessReport:
@@ -223,6 +215,9 @@ class IncidentRun:
             _skip_stacks(reports, "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
         self.captured = True
         self.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - started, 4))
+        if self.incident.kind == "hang":
+            # Whether the ranks are at work decides what is done next.
+            self.incident.verdict = judge(self.incident, self.folder.path)
         self._checkpoint()
 
     def capture_native(self) -> None:
@@ -259,16 +254,16 @@ class IncidentRun:
         if not any(piece.kind == "stack" for piece in report.evidence):
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before its stacks could be taken"))
         self._note_exit(process)
-        is_first = not self._failures
+        is_first = not self.incident.failures
         if process.matters or process.is_starting:
             self.count_exit(process)
         # A capture takes a moment, in which this process may be killed, too.
-        if self.captured or (is_first and self._failures):
+        if self.captured or (is_first and self.incident.failures):
             self._checkpoint()
 
     def name_unknown(self) -> None:
         """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
-        if self.finished or self._failures:
+        if self.finished or self.incident.failures:
             return
         for process in self._tree:
             if process.exited_at is not None and process.may_be_worker:
@@ -278,7 +273,7 @@ class IncidentRun:
     def count_exit(self, process: TrackedProcess) -> None:
         """Take an exit for a failure, of a process that turned out to be more than a helper."""
         status = process.exit_status()
-        self._failures.append(
+        self.incident.failures.append(
             FailureEvent(
                 pid=process.pid,
                 seconds=process.exited_at or clock.now(),
@@ -303,9 +298,9 @@ class IncidentRun:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
                 process_evidence.adopt_record(record, report, self.folder)
-            self._try_to_save()
+            self._checkpoint()
             return
-        self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
+        self.incident.failures.append(FailureEvent(process.pid, seconds, "exception", message))
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
         else:
@@ -321,7 +316,7 @@ class IncidentRun:
         self._is_fatal_hang = self._is_fatal_hang or said["soft"] is not True
         how_long = f" for {said['silent_secs']:g} s" if said["silent_secs"] is not None else ""
         message = f"made no progress{how_long}: its watchdog timed out"
-        self._failures.append(FailureEvent(process.pid, seconds, "hang", message))
+        self.incident.failures.append(FailureEvent(process.pid, seconds, "hang", message))
         self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **said)
 
     def list_processes(self) -> None:
@@ -346,7 +341,7 @@ class IncidentRun:
         self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
             self._judge_again()
-            self._try_to_save()
+            self._checkpoint()
         return True
 
     def add_requests(self, fields: dict[str, Any]) -> None:
@@ -402,9 +397,9 @@ class IncidentRun:
             message = f"made no progress for {secs:.1f} s; the last sign was of {sign.doing}"
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
         if self.finished:
-            self._try_to_save()
+            self._checkpoint()
         else:
-            self._failures.append(FailureEvent(process.pid, now - secs, "hang", message))
+            self.incident.failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
     def add_last_signs(self, signs: Mapping[int, Heartbeat]) -> None:
         """Take in what the heartbeats of the schedulers that died said last, by pid, which needs no stack."""
@@ -432,7 +427,7 @@ class IncidentRun:
         self.incident.divergence = divergence_of(
             self.incident, self.steps, self.folder.path, self.opened, self._steps_at
         )
-        self.incident.verdict = verdict = self._judge()
+        self.incident.verdict = verdict = judge(self.incident, self.folder.path)
         self._take_kind()
         self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
@@ -463,14 +458,14 @@ class IncidentRun:
 
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
-        self.incident.verdict = self._judge()
+        self.incident.verdict = judge(self.incident, self.folder.path)
         return incident_with_core(self.incident, self.folder, self._settings.full_per_fault)
 
     def _take_kind(self) -> None:
         """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
-        if self.incident.kind not in _KINDS_OF_CRASHES or not self._failures:
+        if self.incident.kind not in _KINDS_OF_CRASHES or not self.incident.failures:
             return
-        first = order_failures(self._failures)[0]
+        first = order_failures(self.incident.failures)[0]
         if first.kind == "hang" or first.is_answer:
             return
         kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
@@ -480,7 +475,7 @@ class IncidentRun:
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self.report(process)
-        raised = any(failure.pid == process.pid and failure.kind == "exception" for failure in self._failures)
+        raised = any(failure.pid == process.pid and failure.kind == "exception" for failure in self.incident.failures)
         process_evidence.note_exit(report, process, raised=raised)
         if self._settings.stacks:
             process_evidence.take_fault(process, report, self.folder, self._runtime)

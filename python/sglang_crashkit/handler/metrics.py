@@ -29,7 +29,7 @@ from sglang_crashkit.handler.session import Session
 from sglang_crashkit.incident.store import MAX_JSON, is_finished, parse_name
 from sglang_crashkit.kernel.forked import ForkedCall, is_reaped
 from sglang_crashkit.kernel.private_files import read_json
-from sglang_crashkit.model.checked_json import mapping_of
+from sglang_crashkit.model.incident import Incident
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ def _cause_of(incident: Path) -> str:
         document = read_json(incident / "incident.json", MAX_JSON)
     except (OSError, ValueError, RecursionError):
         return "unknown"
-    return str(mapping_of(mapping_of(document).get("cause")).get("class") or "unknown")
+    cause = Incident.of(document).cause
+    return cause.kind if cause is not None else "unknown"
 
 
 def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:

@@ -17,7 +17,6 @@ from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel.private_files import FolderLock, open_regular, write_json
-from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.redact import redact_text
 from sglang_crashkit.settings import read_seconds
 
@@ -50,10 +49,11 @@ def run_command(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[s
     if lock.acquire() == "taken":
         return None
     try:
-        document = None if (folder / OUTCOME).exists() else find_incidents(folder)[0].document
-        if document is None or document.get("kind") in QUIET_KINDS:
+        stored = None if (folder / OUTCOME).exists() else find_incidents(folder)[0]
+        if stored is None or stored.document is None or stored.incident.kind in QUIET_KINDS:
             return None
-        if mapping_of(document.get("verdict")).get("kind") == "busy":
+        verdict = stored.incident.verdict
+        if verdict is not None and verdict.kind == "busy":
             # It is withdrawn where the server goes on.
             return None
         outcome = {"schema_version": 1} | _run(folder, environ)

@@ -102,11 +102,11 @@ def log_lines(run: IncidentRun, ends_with: int | None = None) -> list[str]:
 
     `ends_with` is the exit status that the incident stands for; None where the kit does not end the server with it.
     """
-    document = run.incident.to_json()
-    if ends_with is not None and failed_at_start(document):
+    incident = run.incident.shown()
+    if ends_with is not None and failed_at_start(incident):
         ends_with = while_starting(ends_with)
     where = "" if run.problem else shlex.quote(str(run.path.absolute()))
-    lines = first_screen(document, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]
+    lines = first_screen(incident, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]
     return [redact_text(line) for line in lines]
 
 

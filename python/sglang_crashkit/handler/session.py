@@ -330,7 +330,7 @@ class Session:
         self.take(Seen("finished"))
         if is_ending:
             path = "not written" if run.problem else str(run.path)
-            write_termination_message(format_termination_message(run.incident.to_json(), path))
+            write_termination_message(format_termination_message(run.incident.shown(), path))
         return True
 
     def note_error(self, what: str, error: Exception, how: str = "failed") -> None:

@@ -14,9 +14,9 @@ All times are by the monotonic clock, in seconds.
 from __future__ import annotations
 
 from sglang_crashkit import policy
-from sglang_crashkit.analysis.verdict import UNHEALTHY
 from sglang_crashkit.handler.state import OBSERVED_SECS, Action, ActionKind, Seen, Shutdown, Stage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
+from sglang_crashkit.incident.judging import UNHEALTHY
 from sglang_crashkit.model.incident import NOT_SERVING
 from sglang_crashkit.policy import Capture, Event, Mode
 

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.incident.names import first_failure_of, stopped_state
 from sglang_crashkit.incident.store import PARTIAL, parse_name
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_json
 from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of
 
 if TYPE_CHECKING:
-    from sglang_crashkit.model.incident import Occurrence
+    from sglang_crashkit.model.incident import Incident, Occurrence, ProcessReport
 
 logger = logging.getLogger(__name__)
 
@@ -76,58 +75,43 @@ class Fault:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
-def fault_of(document: Mapping[str, Any]) -> Fault | None:
+def fault_of(incident: Incident) -> Fault | None:
     """Return the fault that an incident tells of; None where nothing was seen to fail, or a hang has no stack."""
-    verdict, server = mapping_of(document.get("verdict")), mapping_of(document.get("server"))
-    first = first_failure_of(document)
-    if not first:
+    first, verdict = incident.first_failure, incident.verdict
+    if first is None or verdict is None:
         return None
-    kind, frames = str(verdict.get("kind")), tuple(_frames_of(first, document))
-    if kind == "hang" and not frames:
+    frames = first.doing[:_MAX_FRAMES]
+    if not frames and any(entry.event in _FAILED_STARTS for entry in incident.timeline):
+        frames = [_STARTING]
+    elif not frames:
+        waiting = (frame for one in incident.processes if one.is_rank for frame in one.doing[:_MAX_WAITING_FRAMES])
+        frames = sorted({_LINE.sub(")", frame) for frame in waiting})
+    if verdict.kind == "hang" and not frames:
         # Where nobody was seen, nothing tells one hang from another.
         return None
-    return Fault(
-        release=str(server.get("sglang_version")),
-        kind=kind,
-        who=_who(first, document),
-        what=_what_happened_to(first, document),
-        frames=frames,
-    )
+    what = _what_happened_to(first, incident)
+    return Fault(incident.server.sglang_version, verdict.kind, _who(first, incident), what, tuple(frames))
 
 
-def _who(process: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    role, ranks = str(process.get("role")), mapping_of(process.get("rank"))
-    said = [one for one in mappings_of(document.get("timeline")) if one.get("event") in _FAILED_STARTS]
+def _who(process: ProcessReport, incident: Incident) -> str:
+    role, ranks = process.role, process.rank
+    said = [one.message for one in incident.timeline if one.event in _FAILED_STARTS]
     # One that died as soon as it was there had no title of its own yet: the server that started it says whose it was.
-    names = [process.get("title"), *(one.get("message") for one in said if role in ("helper", "starting"))]
-    if named := next(filter(None, (_NAMED.match(str(name)) for name in names)), None):
+    names = [process.title, *(said if role in ("helper", "starting") else ())]
+    if named := next(filter(None, map(_NAMED.match, names)), None):
         role, ranks = "scheduler", {name: int(number) for name, number in named.groupdict().items() if number}
     # The only rank of its kind has no number in its title.
     return " ".join([role, *(f"{name}={number}" for name, number in sorted(ranks.items()) if number != 0)])
 
 
-def _what_happened_to(process: Mapping[str, Any], document: Mapping[str, Any]) -> str:
-    for entry in mappings_of(document.get("timeline")):
-        if entry.get("event") == "exception" and entry.get("pid") == process.get("pid"):
+def _what_happened_to(process: ProcessReport, incident: Incident) -> str:
+    for entry in incident.timeline:
+        if entry.event == "exception" and entry.pid == process.pid:
             # The rest of the message holds addresses and sizes.
-            return str(entry.get("message")).partition(":")[0]
-    end = mapping_of(process.get("exit"))
-    return str(end.get("signal") or f"status {end.get('code')}") if end else stopped_state(process) or "alive"
-
-
-def _frames_of(first: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
-    own = [str(frame) for frame in first.get("doing") or ()]
-    if own:
-        return own[:_MAX_FRAMES]
-    if any(entry.get("event") in _FAILED_STARTS for entry in mappings_of(document.get("timeline"))):
-        return [_STARTING]
-    waiting = {
-        _LINE.sub(")", str(frame))
-        for process in mappings_of(document.get("processes"))
-        if process.get("role") == "scheduler"
-        for frame in (process.get("doing") or ())[:_MAX_WAITING_FRAMES]
-    }
-    return sorted(waiting)
+            return entry.message.partition(":")[0]
+    if end := process.exit:
+        return end.signal or f"status {end.code}"
+    return f"stopped ({process.state_letter})" if process.state_letter in ("T", "t") else "alive"
 
 
 def count_fault(
@@ -257,40 +241,39 @@ def recent_crashes(incidents: Path, now: float | None = None) -> str:
     return f"{text}; next: sglang-crashkit incidents {incidents.parent.parent}"
 
 
-def words_of(document: Mapping[str, Any]) -> str:
+def words_of(incident: Incident) -> str:
     """Return in one line how the server of an incident failed."""
-    return str(mapping_of(document.get("verdict")).get("text") or document.get("kind"))
+    return (incident.verdict.text if incident.verdict is not None else "") or incident.kind
 
 
-def is_same_fault(some: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Say whether two incidents, given as their documents, are of one fault.
+def is_same_fault(some: Incident, other: Incident) -> bool:
+    """Say whether two incidents are of one fault.
 
     The fingerprint, but for what depends on the moment: which of several ranks that do the same was first, and, where
     the one that failed left no frames, where the others stood. Of a hang also the line, and what was called just then.
     """
-    if all(mapping_of(one.get("verdict")).get("kind") == "hang" for one in (some, other)):
+    if all(one.verdict is not None and one.verdict.kind == "hang" for one in (some, other)):
         return _is_same_hang(_hung(some), _hung(other))
     one, two = fault_of(some), fault_of(other)
     if one is None or two is None:
         return False
     if (one.kind, one.what, one.who.split(" ")[0]) != (two.kind, two.what, two.who.split(" ")[0]):
         return False
-    has_frames = all(first_failure_of(document).get("doing") for document in (some, other))
+    has_frames = all(its.first_failure is not None and its.first_failure.doing for its in (some, other))
     return one.frames == two.frames or not has_frames
 
 
-def _hung(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _hung(incident: Incident) -> list[ProcessReport]:
     """Return the process that hangs; where no single one is named, all ranks."""
-    ranks = [one for one in mappings_of(document.get("processes")) if one.get("role") == "scheduler"]
-    return [first] if (first := first_failure_of(document)) else ranks
+    first = incident.first_failure
+    return [first] if first is not None else [one for one in incident.processes if one.is_rank]
 
 
-def _is_same_hang(some: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
-    one, two = ({(rank.get("role"), stopped_state(rank)) for rank in ranks} for ranks in (some, other))
+def _is_same_hang(some: Sequence[ProcessReport], other: Sequence[ProcessReport]) -> bool:
+    one, two = ({(rank.role, rank.state_letter in ("T", "t")) for rank in ranks} for ranks in (some, other))
     # What was called just then depends on the moment.
     ones, twos = (
-        {_LINE.sub(")", str(frame)) for rank in ranks for frame in (rank.get("doing") or ())[:_HUNG_FRAMES]}
-        for ranks in (some, other)
+        {_LINE.sub(")", frame) for rank in ranks for frame in rank.doing[:_HUNG_FRAMES]} for ranks in (some, other)
     )
     # Where nobody was seen, that it hangs is all there is.
     return bool(one & two) and (not ones or not twos or bool(ones & twos))

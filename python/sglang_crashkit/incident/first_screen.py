@@ -1,7 +1,6 @@
-"""The first screen of an incident, from what its ``incident.json`` holds: what happened, and what to do now.
+"""The first screen of an incident: what happened, and what to do now.
 
-``summary.md``, ``sglang-crashkit show`` and the server's own log begin with it. As in `incident.summary`, what is
-missing or has another form is passed over.
+``summary.md``, ``sglang-crashkit show`` and the server's own log begin with it.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sglang_crashkit.incident.names import Names, first_failure_of, join_some_names, stopped_state, without_own_numbers
+from sglang_crashkit.incident.names import Names, join_some_names, stopped_state, without_own_numbers
 from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.step import DIVERGED
+from sglang_crashkit.model.incident import Incident, ProcessReport, Requests, Suspect
 from sglang_crashkit.visible import visible
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
@@ -64,38 +61,36 @@ class Counts:
     others: int = 0  # how many more the saved file has: health checks, and what takes no metrics
 
 
-def counts_of(requests: Mapping[str, Any]) -> Counts | None:
+def counts_of(requests: Requests) -> Counts | None:
     """Return how many requests there were; None where nobody counted.
 
     The journal leaves health checks out, which the server saves like any other request. So it counts where it is whole.
     """
-    saved, journal = _pair(requests), mapping_of(requests.get("journal"))
-    told = _pair(journal)
-    is_whole = bool(journal.get("path")) and not (journal.get("left_out") or journal.get("lost"))
-    if requests.get("source") == "pickle" and saved is not None and told is not None and is_whole:
-        others = sum(saved) - sum(told)
-        if others >= 0 and told[1] <= saved[1]:
-            return Counts(*told, others)
+    saved, journal = _pair(requests), requests.journal
+    is_whole = journal is not None and bool(journal.path) and not (journal.left_out or journal.lost)
+    if requests.source == "pickle" and saved is not None and journal is not None and is_whole:
+        others = sum(saved) - journal.finished - journal.unfinished
+        if others >= 0 and journal.unfinished <= saved[1]:
+            return Counts(journal.finished, journal.unfinished, others)
     return Counts(*saved) if saved is not None else None
 
 
-def _pair(counts: Mapping[str, Any]) -> tuple[int, int] | None:
-    finished, unfinished = counts.get("finished"), counts.get("unfinished")
-    return (finished, unfinished) if type(finished) is int and type(unfinished) is int else None
+def _pair(counts: Requests) -> tuple[int, int] | None:
+    if counts.finished is None or counts.unfinished is None:
+        return None
+    return counts.finished, counts.unfinished
 
 
-def first_screen(
-    document: Mapping[str, Any], *, ends_with: int | None = None, where: str = "", wraps: bool = True
-) -> list[str]:
+def first_screen(incident: Incident, *, ends_with: int | None = None, where: str = "", wraps: bool = True) -> list[str]:
     """Return at most `MAX_LINES` lines of `WIDTH` columns.
 
     Args:
-        document: an incident.
+        incident: as it is shown; see `Incident.shown`.
         ends_with: the exit status that the server is about to end with; None where it is not, or has ended.
         where: what the commands of the last lines name the incident by; its id by default.
         wraps: a text may take a second line.
     """
-    screen = _Screen(document, ends_with, where or str(document.get("id") or "latest"))
+    screen = _Screen(incident, ends_with, where or incident.id or "latest")
     head, rows = screen.headline(2 if wraps else 1), list(screen.rows())
     told = [list(_lines(label, text, most if wraps else 1)) for label, text, most in rows]
     # Where there is no room, what stands last gives up its second line first.
@@ -112,10 +107,9 @@ def first_screen(
     return [*head, *(line for lines in told for line in lines)][:MAX_LINES]
 
 
-def failed_at_start(document: Mapping[str, Any]) -> bool:
+def failed_at_start(incident: Incident) -> bool:
     """Say whether the server of an incident had not served yet."""
-    told = any(one.get("event") in _FAILED_STARTS for one in mappings_of(document.get("timeline")))
-    return told or document.get("kind") == "failed_start"
+    return incident.kind == "failed_start" or any(one.event in _FAILED_STARTS for one in incident.timeline)
 
 
 def consequence_in_words(message: str) -> str:
@@ -128,18 +122,17 @@ def without_build_paths(text: str) -> str:
     return _BUILD_PATH.sub("", text)
 
 
-def is_suspected(suspects: Sequence[Mapping[str, Any]]) -> bool:
+def is_suspected(suspects: Sequence[Suspect]) -> bool:
     """Say whether more speaks for the first of the suspects than that it was in the step."""
-    return bool(suspects) and str(suspects[0].get("level")) in _LEVELS
+    return bool(suspects) and suspects[0].level in _LEVELS
 
 
-def undecided_in_words(document: Mapping[str, Any]) -> str:
+def undecided_in_words(incident: Incident) -> str:
     """Say that there is nothing between the several suspects of an incident; empty where there is, or there is one."""
-    suspects, left_out = mappings_of(document.get("suspects")), document.get("suspects_left_out")
-    count = len(suspects) + (left_out if type(left_out) is int else 0)
+    suspects, count = incident.suspects, len(incident.suspects) + incident.suspects_left_out
     if not suspects or is_suspected(suspects) or count < 2:
         return ""
-    reasons = " ".join(str(one.get("reasons")) for one in suspects)
+    reasons = " ".join(reason for one in suspects for reason in one.reasons)
     places = {UNANSWERED: "under way", IN_SEVERAL: "in the unfinished steps", IN_LAST: "in the last step"}
     where = next((words for reason, words in places.items() if reason in reasons), _IN_STEP)
     return f"none of the {count:,} requests {where} is likelier than the others"
@@ -155,14 +148,15 @@ def _one_line(text: str) -> str:
 
 
 class _Screen:
-    def __init__(self, document: Mapping[str, Any], ends_with: int | None, where: str) -> None:
-        self._document, self._ends_with, self._where = document, ends_with, where
-        self._names = Names(document)
-        self._verdict = mapping_of(document.get("verdict"))
-        self._environment = mapping_of(document.get("environment"))
-        self._events = mappings_of(document.get("timeline"))
-        self._processes = mappings_of(document.get("processes"))
-        self._first = first_failure_of(document)
+    def __init__(self, incident: Incident, ends_with: int | None, where: str) -> None:
+        self._incident, self._ends_with, self._where = incident, ends_with, where
+        self._names = Names(incident)
+        self._first = incident.first_failure
+        self._environment = incident.surroundings
+        verdict = incident.verdict
+        #: The first of what the verdict rests on, and the kind of failure.
+        self._basis = (verdict.basis[0] if verdict.basis else verdict.text) if verdict is not None else ""
+        self._kind = verdict.kind if verdict is not None else ""
 
     def headline(self, most: int) -> list[str]:
         """Return who failed of what, what became of the server, and how many requests it cost, in one line or two.
@@ -171,7 +165,7 @@ class _Screen:
             most: how many lines the first of these may take where it is alone in its line.
         """
         what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
-        if str(self._verdict.get("kind")) in _BY_DEATH and _columns_of(f"{what}; {behind}") > WIDTH:
+        if self._kind in _BY_DEATH and _columns_of(f"{what}; {behind}") > WIDTH:
             what = what.partition(":")[0]
         told = "; ".join(filter(None, (what, behind)))
         if _columns_of(told) <= WIDTH:
@@ -195,19 +189,16 @@ class _Screen:
     # -- the headline
 
     def _what(self) -> str:
-        basis = self._verdict.get("basis")
-        text = str(basis[0]) if isinstance(basis, list) and basis else str(self._verdict.get("text") or "")
-        if not text:
-            trigger = mapping_of(self._document.get("trigger"))
-            told = f" (reported by {self._names.short(trigger)})" if trigger.get("title") else ""
-            return f"{self._document.get('kind', 'incident')}: who failed first is not known{told}"
-        words = _one_line(without_build_paths(self._names.in_words(text))).rstrip(".")
+        if not self._basis:
+            trigger = self._incident.trigger
+            told = f" (reported by {self._names.short(trigger)})" if trigger.title else ""
+            return f"{self._incident.kind or 'incident'}: who failed first is not known{told}"
+        words = _one_line(without_build_paths(self._names.in_words(self._basis))).rstrip(".")
         return words[:1].upper() + words[1:]
 
     def _end(self) -> Iterator[str]:
-        end = next((one for one in self._events if one.get("event") == "server_exited"), None)
-        requests = mapping_of(self._document.get("requests"))
-        back = next((one for one in self._events if one.get("event") == "progress_returned"), None)
+        events = {one.event: one for one in reversed(self._incident.timeline)}
+        end, back = events.get("server_exited"), events.get("progress_returned")
         if back is not None:
             yield f"it went on after {back.get('hung_secs')} s"
         if end is not None:
@@ -216,124 +207,121 @@ class _Screen:
                 yield f"server killed by {signal}" if signal else f"exit status {code}"
         elif self._ends_with is not None:
             yield f"exit status {self._ends_with}"
-        elif requests.get("reason") == SERVER_WENT_ON:
+        elif self._incident.requests.reason == SERVER_WENT_ON:
             yield "the server was left running"
 
     def _lost(self) -> Iterator[str]:
-        counts = counts_of(mapping_of(self._document.get("requests")))
-        if failed_at_start(self._document):
+        counts = counts_of(self._incident.requests)
+        if failed_at_start(self._incident):
             yield "it was not ready yet"
         elif counts is not None:
-            went_on = mapping_of(self._document.get("requests")).get("reason") == SERVER_WENT_ON
+            went_on = self._incident.requests.reason == SERVER_WENT_ON
             many = "" if counts.unfinished == 1 else "s"
             yield f"{counts.unfinished} request{many} {'in flight' if went_on else 'lost'}"
 
     # -- where
 
     def _when(self) -> str:
-        server, fault = (mapping_of(self._document.get(name)) for name in ("server", "fault"))
-        time = mapping_of(self._document.get("trigger")).get("time")
-        words = [f"{_moment(time)} UTC on {server.get('hostname')}"] if time else []
-        if isinstance(secs := self._environment.get("uptime_secs"), (int, float)):
-            words.append("never ready" if failed_at_start(self._document) else f"up {_duration(secs)}")
-        if isinstance(count := fault.get("count"), int):
-            words.append(f"seen {count} times since {_moment(fault.get('first'))[:10]}" if count > 1 else "first time")
-        if self._document.get("complete") is False:
+        fault, time, place = self._incident.fault, self._incident.trigger.time, self._environment.place
+        words = [f"{_moment(time)} UTC on {self._incident.server.hostname}"] if time else []
+        if (secs := self._environment.uptime_secs) is not None:
+            words.append("never ready" if failed_at_start(self._incident) else f"up {_duration(secs)}")
+        if fault is not None:
+            words.append(
+                f"seen {fault.count} times since {_moment(fault.first)[:10]}" if fault.count > 1 else "first time"
+            )
+        if not self._incident.complete:
             words.append("not complete")
-        place = mapping_of(self._environment.get("place"))
-        kubernetes, slurm = mapping_of(place.get("kubernetes")), mapping_of(place.get("slurm"))
-        if kubernetes.get("pod_name"):
-            words.append(f"pod {kubernetes['pod_name']}")
-        if slurm.get("job_id"):
-            words.append(f"Slurm job {slurm['job_id']}")
+        if pod := place.kubernetes.get("pod_name"):
+            words.append(f"pod {pod}")
+        if job := place.slurm.get("job_id"):
+            words.append(f"Slurm job {job}")
         return ", ".join(words)
 
     def _run(self) -> str:
-        server, sizes = mapping_of(self._document.get("server")), mapping_of(self._environment.get("parallel"))
-        words = [f"SGLang {server['sglang_version']}"] if server.get("sglang_version") else []
-        if self._environment.get("model"):
-            words.append(cut(str(self._environment["model"]).rstrip("/").rpartition("/")[2], _MAX_MODEL))
-        main = [f"main process {server['pid']}"] if server.get("pid") else []
-        return ", ".join([*words, *sizes_in_words(sizes), *main])
+        server, environment = self._incident.server, self._environment
+        words = [f"SGLang {server.sglang_version}"] if server.sglang_version else []
+        if environment.model:
+            words.append(cut(environment.model.rstrip("/").rpartition("/")[2], _MAX_MODEL))
+        main = [f"main process {server.pid}"] if server.pid else []
+        return ", ".join([*words, *sizes_in_words(environment.parallel), *main])
 
     def _host(self) -> str:
-        gpus, memory = mapping_of(self._document.get("gpus")), mapping_of(self._environment.get("memory"))
-        devices = mappings_of(gpus.get("devices"))
+        gpus, memory = self._incident.gpus, self._environment.memory
+        devices, xids = (gpus.devices, gpus.xids) if gpus is not None else ([], [])
         words = []
-        names = {str(device.get("name")) for device in devices}
         if devices:
-            words.append(f"{len(devices)} x {', '.join(sorted(names))}")
-        elif self._environment:
+            words.append(f"{len(devices)} x {', '.join(sorted({str(device.name) for device in devices}))}")
+        elif self._incident.environment is not None:
             words.append("no GPU seen")
-        if driver := mapping_of(self._environment.get("versions")).get("driver"):
+        if driver := self._environment.versions.get("driver"):
             words.append(f"driver {driver}")
-        if xids := list(dict.fromkeys(str(one.get("xid")) for one in mappings_of(gpus.get("xids")))):
-            words.append(f"Xid {', '.join(xids[:3])}")
+        if xids:
+            words.append(f"Xid {', '.join(list(dict.fromkeys(str(one.xid) for one in xids))[:3])}")
         elif devices:
             words.append("no Xid")
-        if isinstance(used := memory.get("used_bytes"), int):
-            limit = memory.get("limit_bytes")
-            of = f" of {limit / (1 << 30):.1f}" if isinstance(limit, int) else ""
-            words.append(f"cgroup memory {used / (1 << 30):.1f}{of} GiB")
-            kills = mapping_of(memory.get("events")).get("oom_kill")
+        if memory.used_bytes is not None:
+            of = f" of {memory.limit_bytes / (1 << 30):.1f}" if memory.limit_bytes is not None else ""
+            words.append(f"cgroup memory {memory.used_bytes / (1 << 30):.1f}{of} GiB")
+            kills = memory.events.get("oom_kill")
             words.append(f"{kills} OOM kill{'' if kills == 1 else 's'}" if kills else "no OOM kill")
         return ", ".join(words)
 
     # -- what happened
 
     def _first_failure(self) -> str:
-        if not self._first:
+        first = self._first
+        if first is None:
             return ""
-        end, step = mapping_of(self._first.get("exit")), mapping_of(mapping_of(self._first.get("steps")).get("in_step"))
-        raised = [one for one in self._events if one.get("event") == "exception"]
-        raised = [one for one in raised if one.get("pid") == self._first.get("pid")]
-        if raised:
-            frames = self._first.get("doing")
-            where = f" in {short_frame(frames)}" if isinstance(frames, list) and frames else ""
-            time, how = raised[0].get("time"), f"exception{where}"
-        elif end:
-            time, how = end.get("time"), str(end.get("signal") or f"exit status {end.get('code')}")
-            how += f" ({_COUNTER_FOLDER.sub('', str(end['detail']))})" if end.get("detail") else ""
+        end, step = first.exit, first.in_step
+        raised = next(
+            (one for one in self._incident.timeline if one.event == "exception" and one.pid == first.pid), None
+        )
+        time = ""
+        if raised is not None:
+            time, how = raised.time, f"exception{f' in {short_frame(first.doing)}' if first.doing else ''}"
+        elif end is not None:
+            time, how = end.time, end.signal or f"exit status {end.code}"
+            how += f" ({_COUNTER_FOLDER.sub('', end.detail)})" if end.detail else ""
         else:
-            time, how = None, ", ".join(self._doing_of(self._first))
+            how = ", ".join(self._doing_of(first))
         in_step = ""
-        if control := self._first.get("control"):
-            in_step = f", while it worked on {cut(str(control), _MAX_RID)}"
-        elif step:
-            batch = f"{step['mode']} of {step.get('size')}" if step.get("mode") else "not yet scheduled"
-            in_step = f", in step {step.get('number')} ({batch})"
+        if first.control:
+            in_step = f", while it worked on {cut(first.control, _MAX_RID)}"
+        elif step is not None:
+            batch = f"{step.mode} of {step.size}" if step.mode else "not yet scheduled"
+            in_step = f", in step {step.number} ({batch})"
         at = f" at {_moment(time)[11:]}" if time else ""
-        return f"{self._names.short(self._first)} (pid {self._first.get('pid')}){at}: {how}{in_step}"
+        return f"{self._names.short(first)} (pid {first.pid}){at}: {how}{in_step}"
 
     def _consequences(self) -> Iterator[str]:
         """Yield a line for those that made no progress, and one for those that then raised in the same way."""
-        silent = [one for one in self._events if one.get("event") in ("no_progress", "watchdog_timeout")]
-        secs = sorted({one["silent_secs"] for one in silent if isinstance(one.get("silent_secs"), (int, float))})
+        events, pid = self._incident.timeline, self._first.pid if self._first is not None else None
+        silent = [one for one in events if one.event in ("no_progress", "watchdog_timeout")]
+        secs = sorted({one.silent_secs for one in silent if one.silent_secs is not None})
         if secs:
             who = join_some_names(map(self._names.short, silent), _MAX_NAMES)
             yield f"{who} made no progress for {secs[0]} s{' or more' if len(secs) > 1 else ''}"
         groups: dict[str, tuple[str, list[str]]] = {}
         # What came before the first failure's own event is none of its consequences.
-        pid, own = self._first.get("pid"), ("exception", "process_exited")
-        ends = (place for place, one in enumerate(self._events) if one.get("pid") == pid and one.get("event") in own)
+        own = ("exception", "process_exited")
+        ends = (place for place, one in enumerate(events) if one.pid == pid and one.event in own)
         since = next(ends, -1) + 1 if pid is not None else 0
-        for event in self._events[since:]:
-            if event.get("event") != "exception" or event.get("pid") == self._first.get("pid"):
-                continue
-            message = str(event.get("message"))
-            _words, names = groups.setdefault(without_own_numbers(message), (consequence_in_words(message), []))
-            names.append(self._names.short(event))
+        for event in events[since:]:
+            if event.event == "exception" and (event.pid is None or event.pid != pid):
+                message = event.message
+                _words, names = groups.setdefault(without_own_numbers(message), (consequence_in_words(message), []))
+                names.append(self._names.short(event))
         for message, names in list(groups.values())[:_MAX_CONSEQUENCES]:
             yield f"{join_some_names(names, _MAX_NAMES)} raised {message}"
 
     def _ranks(self) -> Iterator[str]:
         """Yield what the other ranks did, those that agree in one line."""
         groups: dict[str, list[str]] = {}
-        for process in self._processes:
+        for process in self._incident.processes:
             # In the end all are dead; what they did before is what tells.
-            if process.get("role") != "scheduler" or process is self._first:
-                continue
-            groups.setdefault(", ".join(self._doing_of(process)), []).append(self._names.short(process))
+            if process.is_rank and process is not self._first:
+                groups.setdefault(", ".join(self._doing_of(process)), []).append(self._names.short(process))
         # Of more groups than there is room for those of most ranks.
         told = sorted(((names, doing) for doing, names in groups.items() if doing), key=lambda one: -len(one[0]))
         # Where they diverged says more than where they are now.
@@ -342,61 +330,53 @@ class _Screen:
 
     def _divergence(self) -> str:
         """Return at which step the ranks went different ways; empty where they did not, or the headline says so."""
-        found, basis = mapping_of(self._document.get("divergence")), self._verdict.get("basis")
-        told = str(found.get("statement") or "") if found.get("kind") in DIVERGED else ""
-        return "" if isinstance(basis, list) and told in basis[:1] else self._names.in_words(told)
+        found = self._incident.divergence
+        is_told = found is None or not found.is_one or found.statement == self._basis
+        return "" if found is None or is_told else self._names.in_words(found.statement)
 
-    def _doing_of(self, process: Mapping[str, Any]) -> list[str]:
-        frames = process.get("doing")
+    def _doing_of(self, process: ProcessReport) -> list[str]:
         words = [stopped] if (stopped := stopped_state(process)) else []
-        return words + ([short_frame(frames)] if isinstance(frames, list) and frames else [])
+        return words + ([short_frame(process.doing)] if process.doing else [])
 
     # -- why, and what now
 
     def _cause(self) -> Iterator[tuple[str, str, int]]:
-        cause = mapping_of(self._document.get("cause"))
-        if not cause:
+        cause = self._incident.cause
+        if cause is None:
             return
-        words, level = str(cause.get("words") or cause.get("class")), cause.get("level")
-        restart = cause.get("restart_helps")
-        helps = f"; a restart helps: {restart}" if restart in ("yes", "no") else ""
-        yield "cause", f"{words} ({cause.get('class')}, {level}){helps}", 2
-        for issue in mappings_of(cause.get("known_issues"))[:1]:
-            fixed = f"fixed in {issue['fixed_in']}" if issue.get("fixed_in") else "no fix known"
-            yield "known", f"sgl-project/sglang #{issue.get('issue')} ({fixed}): {issue.get('title')}", 2
+        helps = f"; a restart helps: {cause.restart_helps}" if cause.restart_helps in ("yes", "no") else ""
+        yield "cause", f"{cause.words or cause.kind} ({cause.kind}, {cause.level}){helps}", 2
+        for issue in cause.known_issues[:1]:
+            fixed = f"fixed in {issue.fixed_in}" if issue.fixed_in else "no fix known"
+            yield "known", f"sgl-project/sglang #{issue.issue} ({fixed}): {issue.title}", 2
 
     def _suspect(self) -> str:
-        suspects = mappings_of(self._document.get("suspects"))
-        if not suspects:
+        if not self._incident.suspects:
             return ""
-        if undecided := undecided_in_words(self._document):
+        if undecided := undecided_in_words(self._incident):
             return undecided
-        reasons = suspects[0].get("reasons")
-        words = "; ".join(map(str, reasons if isinstance(reasons, list) else ()))
-        return f"request {cut(str(suspects[0].get('rid')), _MAX_RID)} ({suspects[0].get('level')}): {words}"
+        first = self._incident.suspects[0]
+        return f"request {cut(first.rid, _MAX_RID)} ({first.level}): {'; '.join(first.reasons)}"
 
     def _next_steps(self) -> Iterator[tuple[str, str, int]]:
         """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""
-        told = mapping_of(self._document.get("cause")).get("next_steps")
-        steps = [str(step) for step in (told if isinstance(told, list) else ())]
+        cause = self._incident.cause
+        kind, steps = (cause.kind, cause.next_steps) if cause is not None else ("", [])
         others = [step for step in steps if not step.startswith(_TOLD_ANYWAY)]
         most = _MAX_STEPS
-        if any(step.startswith(_TOLD_ANYWAY[0]) for step in steps) or is_suspected(
-            mappings_of(self._document.get("suspects"))
-        ):
+        if any(step.startswith(_TOLD_ANYWAY[0]) for step in steps) or is_suspected(self._incident.suspects):
             most -= 1
             yield "next", f'{_REPLAY} {self._where} --bisect --serve "COMMAND"{_COMMENT}finds the request', 1
-        pid = str(self._first.get("pid"))
         for step in others[:most]:
             text = self._names.in_words(step)
-            text = text.replace("kill -CONT PID", f"kill -CONT {pid}") if self._first else text
+            if self._first is not None:
+                text = text.replace("kill -CONT PID", f"kill -CONT {self._first.pid}")
             found = _COMMAND.search(text)
             if found and found.start() < _LABEL:
                 # The command first, so that it can be copied.
                 rest = (text[: found.start()] + text[found.end() :]).strip(" :,;")
                 text = f"{found[1]}{_COMMENT}{rest}" if rest else found[1]
             yield "next", text, 2
-        kind = str(mapping_of(self._document.get("cause")).get("class"))
         if kind in _ON_STDERR:
             yield "next", self._log_command(), 2
         section = "steps" if kind == "rank_divergence" else "stacks"
@@ -404,8 +384,7 @@ class _Screen:
         yield "next", f"{_OWN_COMMAND}bundle {self._where} --no-prompts{_COMMENT}for a bug report", 1
 
     def _log_command(self) -> str:
-        place = mapping_of(self._environment.get("place"))
-        kubernetes, container = mapping_of(place.get("kubernetes")), str(place.get("container") or "")
+        kubernetes, container = self._environment.place.kubernetes, self._environment.place.container or ""
         explain, why = f"{_OWN_COMMAND}explain {self._where}", f"{_COMMENT}reads why in what it wrote to stderr"
         if pod := kubernetes.get("pod_name"):
             namespace = f" -n {kubernetes['pod_namespace']}" if kubernetes.get("pod_namespace") else ""
@@ -455,10 +434,10 @@ def _cut_columns(text: str, most: int) -> str:
     return cut(_padded(text), most).replace(_SECOND_COLUMN, "")
 
 
-def _moment(value: object) -> str:
+def _moment(value: str) -> str:
     """Return a time of the incident to the second, or the millisecond where it has one, as a person writes it."""
-    found = _SECONDS.match(str(value))
-    return f"{found[1]} {found[2]}" if found else str(value)
+    found = _SECONDS.match(value)
+    return f"{found[1]} {found[2]}" if found else value
 
 
 def _duration(secs: float) -> str:
@@ -470,16 +449,15 @@ def _duration(secs: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes < 2880 else f"{minutes // 1440} days"
 
 
-def sizes_in_words(sizes: Mapping[str, Any]) -> list[str]:
+def sizes_in_words(sizes: Mapping[str, int]) -> list[str]:
     """Return the parallel sizes that tell something; only the first one does where there is one rank."""
     return [f"{name} {size}" for name, size in sizes.items() if name == "tp" or (name != "node_rank" and size != 1)]
 
 
-def short_frame(frames: Sequence[object]) -> str:
+def short_frame(frames: Sequence[str]) -> str:
     """Return the innermost frame that is SGLang's own, with the last part of its path; any where none is."""
-    texts = [str(frame) for frame in frames]
-    own = next((text for text in texts if "(sglang/" in text), None)
+    own = next((text for text in frames if "(sglang/" in text), None)
     # Older kits wrote paths of some of SGLang's own modules without its name.
-    told = own or next((text for text in texts if not _LIBRARY.search(text)), texts[0])
+    told = own or next((text for text in frames if not _LIBRARY.search(text)), frames[0])
     function, _, place = told.rpartition(" (")
     return f"{function} ({place.rpartition('/')[2]}" if function else told

@@ -3,7 +3,8 @@
 ::
 
     <crash folder>/<hostname>/incidents/<UTC time>-<kind>-<id>/
-        incident.json   the incident (``schema_version`` tells the form)
+        events.jsonl    each piece of the incident as it came; see `incident.log`
+        incident.json   the incident (``schema_version`` tells the form), once it is whole
         summary.md      the same for a person
         environment.json  what surrounded the server: arguments, versions, limits, pressure
         logs/           the last log records of each process
@@ -23,17 +24,18 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.retention import FULL, NoRoomError, Retention
-from sglang_crashkit.incident.store import PARTIAL, IncidentName, parse_name
+from sglang_crashkit.incident.store import LOG, PARTIAL, IncidentName, parse_name
 from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.private_files import (
     FolderLock,
     OwnFolder,
+    append_private,
     create_private,
     encode_json,
     make_private_folder,
@@ -210,6 +212,20 @@ class IncidentFolder:
         summary = _searched(len(summary), lambda: redact_text(summary))
         self._write_essential("summary.md", summary.encode(errors="backslashreplace"))
 
+    def append(self, name: str, lines: Sequence[str]) -> None:
+        """Add lines, without secrets, to a file below the folder, for which room is kept.
+
+        Raises:
+            OSError: there is no room even so, or the folder is gone; what was there before is still there.
+        """
+        told = "".join(f"{line}\n" for line in lines)
+        text = _searched(len(told), lambda: "".join(f"{json.dumps(redact_json(json.loads(line)))}\n" for line in lines))
+        data = text.encode()
+        self._retention.take(len(data), essential=True)
+        # A line that found no room to its end is passed over, and is not to take the next one with it.
+        path = self.opened / name
+        self._with_reserve(lambda: append_private(path, data), lambda: append_private(path, b"\n" + data))
+
     def publish(self) -> Path:
         """Give the folder its final name and return it."""
         if self.path != self.final_path:
@@ -236,11 +252,22 @@ class IncidentFolder:
     def _write_essential(self, name: str, data: bytes, *, sync: bool = False) -> None:
         self._retention.take(len(data) - self._size_of(name), essential=True)
         try:
+            self._with_reserve(lambda: write_private(self.opened / name, data, sync=sync))
+        except OSError as error:
+            if error.errno not in _NO_SPACE or not (self.opened / LOG).exists():
+                raise
+            # The whole incident is worth more than its log.
+            self.remove(LOG)
             write_private(self.opened / name, data, sync=sync)
+
+    def _with_reserve(self, write: Callable[[], None], again: Callable[[], None] | None = None) -> None:
+        """Write, and where the disk is full once more in the room that is kept."""
+        try:
+            write()
         except OSError as error:
             if error.errno not in _NO_SPACE or not self._release_reserve():
                 raise
-            write_private(self.opened / name, data, sync=sync)
+            (again or write)()
             self._hold_reserve()
 
     def _hold_reserve(self) -> bool:
@@ -291,6 +318,9 @@ class NullFolder(IncidentFolder):
         return f"{self.problem} (there would be {size} bytes in {folder})"
 
     def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
+        """Do nothing."""
+
+    def append(self, name: str, lines: Sequence[str]) -> None:
         """Do nothing."""
 
     def discard(self) -> None:

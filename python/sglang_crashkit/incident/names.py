@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Protocol
 
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.incident import Incident, ProcessReport
 
 _TITLE = re.compile(r"\bsglang::(?:scheduler_(?=\w))?")
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})")
 
 
-def short_name(title: object, role: object = "") -> str:
+def short_name(title: str, role: str = "") -> str:
     """Return the name of a process without what goes without saying."""
-    text = str(title)
     if role == "server":
         return "the main process"
-    rank = text.removeprefix("sglang::").removeprefix("scheduler_")
-    return rank or text
+    return title.removeprefix("sglang::").removeprefix("scheduler_") or title
 
 
 def join_names(names: Iterable[str]) -> str:
@@ -50,39 +48,35 @@ def _in_order(name: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else (name, -1)
 
 
-def first_failure_of(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the process that failed first; an empty one where none is known to have."""
-    pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
-    return next((one for one in mappings_of(document.get("processes")) if one.get("pid") == pid is not None), {})
-
-
-def stopped_state(process: Mapping[str, Any]) -> str:
+def stopped_state(process: ProcessReport) -> str:
     """Return ``stopped (T)`` of a process that was stopped when it was last looked at; empty of any other."""
-    looks = [look.get("state") for look in mappings_of(process.get("looks")) if look.get("state")]
-    letter = looks[-1] if looks else str(mapping_of(process.get("state")).get("State") or "")[:1]
-    return f"stopped ({letter})" if letter in ("T", "t") else ""
+    return f"stopped ({process.state_letter})" if process.state_letter in ("T", "t") else ""
+
+
+class Titled(Protocol):
+    """A process, or what tells of one."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None where that is not known."""
+
+    @property
+    def title(self) -> str:
+        """Its title."""
 
 
 class Names:
-    """The short names of the processes in an ``incident.json``."""
+    """The short names of the processes of an incident."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
-        self._by_pid: dict[object, str] = {}
-        self._long: dict[str, str] = {}
-        for process in mappings_of(document.get("processes")):
-            name = short_name(process.get("title"), process.get("role"))
-            self._long[f"{process.get('title')} (pid {process.get('pid')})"] = name
-            if isinstance(pid := process.get("pid"), int):
-                self._by_pid[pid] = name
-        server = mapping_of(document.get("server")).get("pid")
-        if isinstance(server, int):
-            self._by_pid.setdefault(server, "the main process")
+    def __init__(self, incident: Incident) -> None:
+        names = {process.pid: short_name(process.title, process.role) for process in incident.processes}
+        self._long = {f"{one.title} (pid {one.pid})": names[one.pid] for one in incident.processes}
+        self._by_pid = {incident.server.pid: "the main process", **names}
 
-    def short(self, process: Mapping[str, Any]) -> str:
-        """Return the name of whoever has ``pid`` and ``title``: a process, or an event of one."""
-        pid = process.get("pid")
-        known = self._by_pid.get(pid) if isinstance(pid, int) else None
-        return known or short_name(process.get("title"))
+    def short(self, process: Titled) -> str:
+        """Return the name of a process."""
+        known = self._by_pid.get(process.pid) if process.pid is not None else None
+        return known or short_name(process.title)
 
     def in_words(self, text: str) -> str:
         """Return a sentence with short names for the long ones."""

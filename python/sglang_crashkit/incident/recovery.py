@@ -1,4 +1,4 @@
-"""Finish the incidents that a killed crash handler left half-written, from their last checkpoint.
+"""Finish the incidents that a killed crash handler left half-written, from their logs.
 
 What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name.
 """
@@ -13,10 +13,11 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import RESERVE
+from sglang_crashkit.incident.judging import explain, judge
+from sglang_crashkit.incident.log import read_log
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
@@ -29,7 +30,6 @@ from sglang_crashkit.kernel.private_files import (
     write_private,
 )
 from sglang_crashkit.model import SCHEMA_VERSION
-from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,7 @@ def finish_abandoned(incidents: Path) -> list[Path]:
                 shutil.rmtree(folder)
             elif _finish(folder, final := incidents / folder.name.removeprefix(PARTIAL)):
                 finished.append(final)
-        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-            # The last ones for a document of another shape than any kit writes.
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("the unfinished incident %s stays as it is: %s", incidents / folder.name, error)
     return finished
 
@@ -89,17 +88,17 @@ def _finish(folder: Path, final: Path) -> bool:
     lock = FolderLock(folder)
     state = lock.acquire()
     try:
-        document = _read(folder)
-        if state == "taken" or not _is_abandoned(folder, document, has_locks=state == "held"):
+        incident = _read(folder)
+        if state == "taken" or not _is_abandoned(folder, incident, has_locks=state == "held"):
             return False
         (folder / RESERVE).unlink(missing_ok=True)
         for torn in folder.rglob(".*.new"):
             torn.unlink(missing_ok=True)
-        if document is None or not document.get("complete"):
-            document = document or _empty(folder)
-            _mark_incomplete(document, folder)
-            write_json(folder / "incident.json", document, sync=True)
-            summary = format_summary(document, final)
+        if incident is None or not incident.complete:
+            incident = incident or _empty(folder)
+            _mark_incomplete(incident, folder)
+            write_json(folder / "incident.json", incident.to_json(), sync=True)
+            summary = format_summary(incident.shown(), final)
             write_private(folder / "summary.md", summary.encode(errors="backslashreplace"))
         folder.rename(folder.with_name(final.name))
         sync_folder(folder.parent)
@@ -108,68 +107,64 @@ def _finish(folder: Path, final: Path) -> bool:
     return True
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _read(folder: Path) -> Incident | None:
     try:
         document = read_json(folder / "incident.json", MAX_JSON)
     except FileNotFoundError:
-        return None
+        return read_log(folder)
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"its incident.json is not of schema_version {SCHEMA_VERSION}")
-    return document
+    return Incident.of(document)
 
 
-def _is_abandoned(folder: Path, document: dict[str, Any] | None, *, has_locks: bool) -> bool:
+def _is_abandoned(folder: Path, incident: Incident | None, *, has_locks: bool) -> bool:
     age = time.time() - folder.lstat().st_mtime
-    if document is None:
+    if incident is None:
         return age > _AGE_SECS
     if has_locks:
         return True
-    handler = mapping_of(document.get("handler"))
-    if mapping_of(document.get("server")).get("pid_namespace") not in (None, procfs.own_namespace()):
+    if incident.server.pid_namespace not in (None, procfs.own_namespace()):
         # Of another container, or an earlier one: its processes cannot be seen.
         return age > _AGE_UNSEEN_SECS
-    writer = procfs.read_stat(handler["pid"]) if isinstance(handler.get("pid"), int) else None
-    is_alive = writer is not None and writer.start_ticks == handler.get("start_ticks")
+    handler = incident.handler
+    writer = procfs.read_stat(handler.pid) if handler is not None else None
+    is_alive = writer is not None and handler is not None and writer.start_ticks == handler.start_ticks
     return not is_alive and age > _AGE_WITHOUT_LOCKS_SECS
 
 
-def _empty(folder: Path) -> dict[str, Any]:
+def _empty(folder: Path) -> Incident:
     """Return what is known of an incident whose handler had written nothing of it."""
     name = parse_name(folder.name)
     assert name is not None
     trigger = Trigger("unknown", iso_time(name.seconds), 0, "unknown")
-    return Incident(name.id, name.kind, trigger, ServerInfo(0, "unknown", "unknown", "unknown")).to_json()
+    return Incident(name.id, name.kind, trigger, ServerInfo(0, "unknown", "unknown", "unknown"))
 
 
-def _mark_incomplete(document: dict[str, Any], folder: Path) -> None:
-    """Say in the document that it is not complete, and why."""
-    document["complete"] = False
-    processes: list[dict[str, Any]] = [one for one in document.get("processes") or () if isinstance(one, dict)]
-    _adopt_records(document, [process.get("pid") for process in processes], folder)
-    for process in processes:
-        evidence = process.setdefault("evidence", [])
+def _mark_incomplete(incident: Incident, folder: Path) -> None:
+    """Say in an incident that it is not complete, and why."""
+    _adopt_records(incident, folder)
+    for process in incident.processes:
         for kind, pattern in _PIECES.items():
-            # It may be there, and not among what the last checkpoint lists.
-            path = next(folder.glob(pattern.format(process.get("pid"))), None)
-            if any(piece["kind"] == kind for piece in evidence) or (path is None and kind != "stack"):
+            # It may be there, and not among what the log has.
+            path = next(folder.glob(pattern.format(process.pid)), None)
+            if any(piece.kind == kind for piece in process.evidence) or (path is None and kind != "stack"):
                 continue
             name = None if path is None else str(path.relative_to(folder))
-            evidence.append(vars(Evidence(kind, "captured" if name else "failed", name, None if name else REASON)))
-    requests = dict(mapping_of(document.get("requests")))
-    document["requests"] = requests if requests.get("path") is not None else requests | {"reason": REASON}
-    verdict = document.get("verdict") or {"kind": "unknown", "first_failure": None, "level": "unknown"}
-    verdict["text"] = f"{verdict.get('text') or ''} {_WORDS}".strip()
-    verdict["basis"] = [*(verdict.get("basis") or ()), _WORDS]
-    document["verdict"] = verdict
-    document.setdefault("timeline", []).append({"time": iso_time(time.time()), "event": "finished_by_another_handler"})
+            process.evidence.append(Evidence(kind, "captured" if name else "failed", name, None if name else REASON))
+    if incident.requests.path is None:
+        incident.requests.reason = REASON
+    incident.remarks.append(_WORDS)
+    incident.verdict = judge(incident, folder)
+    incident.cause = explain(incident, folder)
+    incident.note(time.time(), "finished_by_another_handler")
 
 
-def _adopt_records(document: dict[str, Any], pids: list[Any], folder: Path) -> None:
+def _adopt_records(incident: Incident, folder: Path) -> None:
     """Move in what failing ranks of that server wrote of themselves and nobody took in."""
-    server = mapping_of(document.get("server"))
-    key = "-".join(str(server.get(name)) for name in ("pid", "start_ticks", "pid_namespace"))
-    for pid in pids:
-        record = folder.parent / f"{SPOOL}{key}" / f"exception-{pid}.json"
+    server = incident.server
+    spool = folder.parent / f"{SPOOL}{server.pid}-{server.start_ticks}-{server.pid_namespace}"
+    for pid in [process.pid for process in incident.processes]:
+        record = spool / f"exception-{pid}.json"
         if record.is_symlink() or not record.is_file():
             continue
         if any(folder.glob(_PIECES["exception"].format(pid))):

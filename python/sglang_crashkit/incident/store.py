@@ -15,17 +15,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit import settings
 from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.kernel.private_files import open_regular, read_regular
 from sglang_crashkit.kernel.server_arguments import value_of
-from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.step import Step
 
+if TYPE_CHECKING:
+    from sglang_crashkit.model.incident import Incident
+
+#: The log of an incident; see `incident.log`.
+LOG = "events.jsonl"
 #: In front of the name of an incident that is not finished.
 PARTIAL = ".partial-"
 #: In front of the name of one that is being removed.
@@ -89,6 +94,14 @@ class StoredIncident:
     finished: bool  # False for a folder that was left half-written
     document: dict[str, Any] | None  # what its ``incident.json`` holds, None where that is missing or unreadable
     problem: str = ""  # why `document` is None; empty otherwise
+
+    @cached_property
+    def incident(self) -> Incident:
+        """The incident, as far as `document` tells; see `Incident.of`."""
+        # A command that only lists names starts without the whole model.
+        from sglang_crashkit.model.incident import Incident
+
+        return Incident.of(self.document)
 
     @property
     def name(self) -> str:
@@ -221,7 +234,13 @@ def _read(path: Path, keep: Keep | None) -> StoredIncident:
     try:
         document = json.loads(read_regular(path / "incident.json", MAX_JSON))
     except FileNotFoundError:
-        return StoredIncident(path, finished, None, "has no incident.json")
+        # Until it is whole there is its log alone.
+        from sglang_crashkit.incident.log import read_log
+
+        incident = read_log(path)
+        if incident is None:
+            return StoredIncident(path, finished, None, "has no incident.json")
+        document = incident.to_json()
     except (OSError, ValueError, RecursionError) as error:
         # The words alone: the path stands beside them.
         why = getattr(error, "strerror", None) or error
@@ -248,10 +267,7 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
         # Asked first: what the handler writes last is there once it has left.
         at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
         found = [_read(path, None) for folder in folders for path in _written_since(folder, since)]
-        servers = [mapping_of(mapping_of(one.document).get("server")) for one in found]
-        of_server = [
-            one for one, server in zip(found, servers, strict=True) if one.finished and server.get("pid") == pid
-        ]
+        of_server = [one for one in found if one.finished and one.incident.server.pid == pid]
         if of_server:
             return max(of_server, key=lambda one: one.name)
         if not at_work or time.monotonic() >= deadline:

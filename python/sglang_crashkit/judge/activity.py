@@ -183,7 +183,9 @@ def of_frames(
     if kind in ("gpu_sync", "gpu_launch", "own") and kernels and all("nccl" in name.lower() for name in kernels):
         kind, backend, operation = "collective", "NCCL", ""
     purposes = (str(row["name"]) for one in python if is_own(one) for row in _rows("purposes") if _matches(row, one))
-    place, purpose, detail = _place(python), next(purposes, ""), ", ".join(dict.fromkeys(kernels))[:120]
+    own = [frame for frame in python if is_own(frame)]
+    place = next((frame for frame in own if not _is_wrapper(frame)), own[0] if own else None)
+    purpose, detail = next(purposes, ""), ", ".join(dict.fromkeys(kernels))[:120]
     return Activity(
         kind=kind, operation=operation, backend=backend, leaf=leaf, place=place, purpose=purpose, detail=detail
     )
@@ -218,11 +220,6 @@ def _head(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 def _is_wrapper(frame: Frame) -> bool:
     return bool(_pattern("wrappers").search(frame.file) or _pattern("wrapper_functions").match(bare(frame.function)))
-
-
-def _place(frames: Sequence[Frame]) -> Frame | None:
-    own = [frame for frame in frames if is_own(frame)]
-    return next((frame for frame in own if not _is_wrapper(frame)), own[0] if own else None)
 
 
 def _matches(row: dict[str, Any], frame: Frame) -> bool:

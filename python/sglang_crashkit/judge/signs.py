@@ -91,7 +91,7 @@ def read(case: Case) -> Signs:
     ended = [one for one in hang if one.is_ending and not _is_soft(one)]
     last = max((_last_at(one.event) for one in hang), default=0.0)
     goes_on = signs.last_batch > last + 1.0
-    signs.was_ended = bool(ended)
+    signs.was_ended = bool(ended) or (case.watched is not None and case.watched.is_ended)
     is_unanswered = bool(_probe(case)) and (case.is_started or 0 < signs.last_batch <= case.last_at)
     # The stacks of an incident are looked at only where somebody waited too long.
     signs.is_hang = bool(ended) or (bool(hang) and not goes_on) or is_unanswered or case.watched is not None
@@ -254,7 +254,8 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
     """Return what the last operations of the ranks tell, by flight recorders or by the watchdog of NCCL or gloo."""
     last: dict[str, dict[int, Collective]] = {one.group: {} for one in case.collectives}
     # A dump has all that is unfinished: the first of these is what the rank waits in.
-    for one in sorted(case.collectives, key=_unfinished):
+    # What is not finished counts, the first of it; else the last that is.
+    for one in sorted(case.collectives, key=lambda one: 1e18 - one.number if one.state == "completed" else one.number):
         last[one.group].setdefault(one.rank, one)
     for name, by_rank in last.items():
         ranks = dict(sorted(by_rank.items()))
@@ -288,12 +289,6 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
         operation=next((one.operation for one in reports.values() if one.operation), ""), nodes=nodes,
         is_known=layout.is_known,
     )  # fmt: skip
-
-
-def _unfinished(one: Collective) -> tuple[bool, int]:
-    # The first that is not finished comes first, then the last that is.
-    is_finished = one.state == "completed"
-    return is_finished, -one.number if is_finished else one.number
 
 
 def _late_health(signs: Signs, _case: Case) -> Finding | None:

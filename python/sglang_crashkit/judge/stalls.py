@@ -38,13 +38,12 @@ from sglang_crashkit.model.sample import Frame
 
 _Key = TypeVar("_Key")
 #: Share of a CPU below which a process that wants to run is starved, and above which one that waits works in between.
-_STARVED = 0.1
+_STARVED, _RESTS = 0.1, 0.05
 #: Seconds for one shard of the weights by which they come slowly.
 _SLOW = 30.0
 _MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
 #: Of a larger server most ranks may be without a stack.
 _SMALL = 64
-_SAME_WAIT = frozenset({"symmetric_stall", "gpu_stall", "collective_mismatch", "no_progress"})
 _TELLING_ALONE = frozenset({"file", "compile", "build_lock", "driver", "collective"})
 _UPDATES = frozenset({"weights", "pause"})
 _HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
@@ -102,6 +101,11 @@ class Member(msgspec.Struct, kw_only=True):
         return any(one.needs_all and path != after and after for (one, path), (_next, after) in steps)
 
     @property
+    def rests(self) -> bool:
+        """Whether it stays in the same functions and uses hardly any CPU time."""
+        return len(self.activities) > 1 and not self.is_moving and self.cpu_share < _RESTS
+
+    @property
     def cpu_share(self) -> float:
         """Share of a CPU that it got between its first and its last sample; below 0 where that is not known."""
         first, last = self.stacks[0].sample, self.stacks[-1].sample
@@ -132,16 +136,19 @@ def find_stalls(case: Case) -> list[Finding]:
     found = _judge_stacks(scene)
     if case.watched is None or not any(one.weight >= TELLING for one in found):
         found += signs.judge(scene.signs, case)
-    if case.watched is None and not any(one.weight >= TELLING for one in found):
-        found += signs.judge_silence(scene.signs, case)
-    if not any(one.weight >= TELLING for one in found):
-        found += watched.conclude(case, scene.where)
+    if not any(_tells(one, case) for one in found):
+        found += watched.conclude(case, scene.where) if case.watched else signs.judge_silence(scene.signs, case)
     for one in found:
         # A wait that everybody passes says nothing of its part; nor does what the kernel holds.
         step = way_out(one.component, case.arguments, is_seen=one.kind != "symmetric_stall")
         if one.weight >= 60 and one.kind not in _HELD and step:
             one.next.insert(2, step)
     return found
+
+
+def _tells(finding: Finding, case: Case) -> bool:
+    """Return whether nothing else is asked: that ranks are at work explains a silence that the handler noticed."""
+    return finding.weight >= TELLING or (case.watched is not None and finding.kind == "busy")
 
 
 def _members(case: Case) -> list[Member]:
@@ -210,17 +217,17 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     found = []
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
         found += _judge_ranks(scene, side, some)
-    if not found or found[0].kind in _SAME_WAIT:
-        # A recorder knows who is behind, where the stacks show the same wait.
+    if not found or found[0].who is None:
+        # A recorder knows who is behind, where the stacks name nobody.
         found = watched.compare_waits(scene.case, scene.where) or found
-    if any(one.weight >= TELLING for one in found):
+    if any(_tells(one, scene.case) for one in found):
         return found
     return [*_judge_beside(scene, members), *found] or _calm(scene, members)
 
 
 def _held(scene: Scene, members: Sequence[Member]) -> Finding | None:
     """Return what the kernel's state of a process says by itself."""
-    important = [one for one in members if one.role in ("scheduler", "tokenizer", "detokenizer", "controller", "")]
+    important = [one for one in members if one.role not in ("router", "encoder", "trainer")]
     row, steps = "", []
     if named := [one for one in important if one.last.kind in ("stopped", "traced")]:
         row = "stopped"
@@ -441,10 +448,13 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
 
 def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
     """Return what is said of ranks that compile or load."""
-    kind = members[0].last.kind
+    kind, seen = members[0].last.kind, scene.case.watched
     named = members if len(members) < len(group) else []
+    if seen is not None and all(one.rests for one in members):
+        return _finding(scene, "awaited" if named else "no_progress", named, group, steps=_own_steps(members))
     if kind == "weight_load":
-        is_slow = scene.signs.is_hang or any(float(one.groups[2] or 0) >= _SLOW for one in scene.signs.all("shards"))
+        is_slow = scene.signs.is_hang and seen is None
+        is_slow |= any(float(one.groups[2] or 0) >= _SLOW for one in scene.signs.all("shards"))
         return _finding(scene, "slow_weights" if is_slow else "weights", named, group)
     component = component_of(members[0].frames[-1]) or "compiler"
     is_ended = kind == "compile" and scene.signs.was_ended

@@ -150,6 +150,20 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
         raise
 
 
+def append_private(path: Path, data: bytes) -> None:
+    """Add `data` at the end of a file, a new one with mode 0600, in one write.
+
+    Raises:
+        OSError: it is a link, or there is no room; a part of `data` may be there then.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
+
+
 def write_named(path: Path, data: bytes) -> None:
     """Write `data` to a path that a user named, as `write_private` does.
 

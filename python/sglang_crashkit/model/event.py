@@ -213,6 +213,7 @@ class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     pid: int = 0  # of `who`
     role: str = ""  # of `who`
     is_hang: bool = False  # a process made no progress, and none failed in another way before
+    is_ended: bool = False  # SGLang's own watchdog ends it for that
     is_starting: bool = False  # the server had not got ready
     notes: tuple[str, ...] = ()  # at what step, and at which control request, it was
 

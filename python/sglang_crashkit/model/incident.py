@@ -1,18 +1,22 @@
-"""The data of one incident, and its form as JSON.
+"""The data of one incident, which is the form of ``incident.json``, too.
 
-The JSON is what ``incident.json`` holds; `model.SCHEMA_VERSION` grows when a reader of the older form would misread it.
-Times are UTC in ISO 8601 with microseconds, durations are seconds.
+`model.SCHEMA_VERSION` grows when a reader of the older form would misread it. Times are UTC in ISO 8601 with
+microseconds, durations are seconds. `read` takes the document of any kit, and of anybody.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from sglang_crashkit.model import SCHEMA_VERSION
+import msgspec
+
+from sglang_crashkit.model import SCHEMA_VERSION, lenient
 from sglang_crashkit.model.checked_json import iso_time as iso_time
+from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.step import DIVERGED, DivergenceKind, Step
+from sglang_crashkit.model.verdict import Helps, KnownIssue, Level
 
 #: So many requests of a step are named in ``incident.json``.
 MAX_RIDS = 64
@@ -34,14 +38,12 @@ EvidenceKind = Literal[
     "gloo_flight_recorder",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
-Level = Literal["established", "supported", "unknown"]
 #: The most certain one first.
 LEVELS: tuple[Level, ...] = get_args(Level)
-Cause = Literal["oom_kill", "signal", "exception", "exit_status", "parent_ended", "unknown"]
+ExitCause = Literal["oom_kill", "signal", "exception", "exit_status", "parent_ended", "unknown"]
 
 
-@dataclass
-class Evidence:
+class Evidence(msgspec.Struct):
     """One expected piece of evidence of a process, there or not."""
 
     kind: EvidenceKind
@@ -54,19 +56,17 @@ class Evidence:
     source: str | None = None  # what took a stack; see `sample.Source`. None for other kinds, and where there is none
 
 
-@dataclass
-class Exit:
+class Exit(msgspec.Struct):
     """How a process ended."""
 
     code: int | None  # exit status, None when a signal ended it or it is not known
     signal: str | None  # name of the signal, such as ``SIGKILL``
-    cause: Cause  # why, as far as the evidence goes
+    cause: ExitCause  # why, as far as the evidence goes
     detail: str  # the evidence for the cause, one sentence
     time: str  # when the kit noticed
 
 
-@dataclass
-class LastSign:
+class LastSign(msgspec.Struct):
     """The last sign of life that a scheduler's heartbeat holds."""
 
     doing: str  # what it was about then, in words
@@ -77,8 +77,7 @@ class LastSign:
     seconds_before: float  # how long before its end, or before it was looked at, that was, in seconds
 
 
-@dataclass
-class InStep:
+class InStep(msgspec.Struct):
     """The step that a scheduler was in when it died, or was looked at."""
 
     number: int  # the step's, of `step.Step`, as are `mode` and `phase`
@@ -90,21 +89,28 @@ class InStep:
     began: str | None = None  # when it began; `seconds` are up to when it was looked at, which no other time says
 
 
-@dataclass
-class LastSteps:
+class LastSteps(msgspec.Struct):
     """What a scheduler did last, in short; all of it stands in ``ranks/<rank>.steps.jsonl``."""
 
-    #: The last few of its steps, as `step.Step.to_json` has them, with the first few of their requests.
-    last: list[dict[str, Any]]
+    last: list[Step]  # the last few of its steps, with the first few of their requests
     in_step: InStep | None  # the step that it was in; None where it was in none
     #: All requests of these steps, by number, of which the above have the first few. Not in the JSON.
-    rids: dict[int, list[str]] = field(default_factory=dict)
+    rids: dict[int, list[str]] = {}
     #: The ids of SGLang's own health checks among its requests, by the journals. Not in the JSON.
     checks: frozenset[str] = frozenset()
 
 
-@dataclass
-class ProcessReport:
+class Look(msgspec.Struct):
+    """What a process did at one of several moments, in short."""
+
+    time: str
+    state: str = ""  # as `Sample.state`
+    cpu_secs: float = 0.0  # as `Sample.cpu_secs`
+    doing: list[str] = []  # as `ProcessReport.doing`
+    lock: str = ""  # as `Sample.gil`
+
+
+class ProcessReport(msgspec.Struct):
     """One process of the server."""
 
     pid: int
@@ -115,12 +121,12 @@ class ProcessReport:
     exit: Exit | None = None  # None while it lived when the incident was written
     state: dict[str, Any] | None = None  # what ``/proc`` said of it, None where it was gone
     #: The innermost Python frames that tell what it was doing, innermost first.
-    doing: list[str] = field(default_factory=list)
+    doing: list[str] = []
     #: What its GPU was doing, in lines: which kernels, and what failed; empty where no core tells of it.
-    gpu: list[str] = field(default_factory=list)
-    #: Where several were taken, each, the first one too; ``looks`` in the JSON.
-    samples: list[Sample] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)  # every expected piece
+    gpu: list[str] = []
+    #: Where several were taken, each, the first one too. Not in the JSON, which has `looks` of them.
+    samples: list[Sample] = []
+    evidence: list[Evidence] = []  # every expected piece
     #: What the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     last_sign: LastSign | None = None
     #: The control request that a scheduler worked on as it failed or hung, such as ``update_weights_from_disk``; empty,
@@ -129,13 +135,29 @@ class ProcessReport:
     steps: LastSteps | None = None  # what a scheduler's record of its steps says; None where there is none
     #: The frames of the exception that it raised, innermost first. Not in the JSON: `doing` has the innermost, and its
     #: own record all.
-    raised_through: list[str] = field(default_factory=list)
+    raised_through: list[str] = []
     #: Whether the fatal signal that ended it hit its main thread; None where that is not known. Not in the JSON.
     hit_in_main: bool | None = None
+    looks: list[Look] = []  # its samples in short, of an incident that is shown
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it is a scheduler."""
+        return self.role == "scheduler"
+
+    @property
+    def in_step(self) -> InStep | None:
+        """The step that it was in; None where it was in none, or none is known."""
+        return self.steps.in_step if self.steps is not None else None
+
+    @property
+    def state_letter(self) -> str:
+        """The letter that the kernel has for its state when it was last looked at; empty where nobody looked."""
+        looked = [look.state for look in self.looks if look.state]
+        return looked[-1] if looked else str((self.state or {}).get("State") or "")[:1]
 
 
-@dataclass
-class Trigger:
+class Trigger(msgspec.Struct):
     """What opened the incident: an event of process `pid`."""
 
     event: str
@@ -144,8 +166,7 @@ class Trigger:
     title: str
 
 
-@dataclass
-class ServerInfo:
+class ServerInfo(msgspec.Struct):
     """The server that the incident happened to.
 
     On its host it is told by pid, start time (clock ticks since boot) and PID namespace (its inode's number).
@@ -159,8 +180,7 @@ class ServerInfo:
     pid_namespace: int | None = None
 
 
-@dataclass
-class JournaledRequests:
+class JournaledRequests(msgspec.Struct):
     """What the request journals of the server's processes told."""
 
     #: The file with the requests, one JSON object a line, relative to the incident's folder; None without one.
@@ -173,8 +193,7 @@ class JournaledRequests:
     reason: str | None = None  # why the file is missing or not whole; None otherwise
 
 
-@dataclass
-class HandlerInfo:
+class HandlerInfo(msgspec.Struct):
     """The crash handler that gathered an incident; pid and start time (clock ticks since boot) identify it."""
 
     pid: int
@@ -185,8 +204,7 @@ class HandlerInfo:
 NOT_SERVING = "the server had not started to serve"
 
 
-@dataclass
-class Requests:
+class Requests(msgspec.Struct):
     """The requests that were saved."""
 
     finished: int | None = None  # how many requests had finished within the last five minutes
@@ -199,27 +217,39 @@ class Requests:
     journal: JournaledRequests | None = None  # what the journals told; None where the server kept none
 
 
-@dataclass
-class Failure:
+class Failure(msgspec.Struct):
     """The process that failed first."""
 
     pid: int
     title: str
 
 
-@dataclass
-class Verdict:
+class FailureEvent(msgspec.Struct, frozen=True):
+    """A failure as it was seen."""
+
+    pid: int
+    seconds: float  # when, since the epoch, in the order of the monotonic clock
+    #: It exited, it reported an exception, or its watchdog saw no progress.
+    kind: Literal["exit", "exception", "hang"]
+    message: str = ""  # the exception, or what the watchdog saw, in one line; empty for an exit
+    fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`
+    before_capture: bool = True  # it was seen before the server's own clean-up could begin
+    with_parent: bool = False  # the exit came of the end of the process that had started it
+    #: The main process ended with a status by which it tells of a crash, so of another process's.
+    is_answer: bool = False
+
+
+class Verdict(msgspec.Struct):
     """What the evidence says."""
 
     kind: str  # the cause of the first failure, or ``unknown``
     first_failure: Failure | None  # the process that failed first
     level: Level  # how well it is supported
     text: str
-    basis: list[str] = field(default_factory=list)  # the statements that it rests on
+    basis: list[str] = []  # the statements that it rests on
 
 
-@dataclass
-class Suspect:
+class Suspect(msgspec.Struct):
     """A request that may have brought the failure about."""
 
     rid: str
@@ -227,18 +257,28 @@ class Suspect:
     reasons: list[str]  # what speaks for it, a sentence each
 
 
-@dataclass
-class Collectives:
+class CollectiveFinding(msgspec.Struct):
+    """What is seen of one process group; see `analysis.collectives.CollectiveFinding`."""
+
+    group: str = ""
+    kind: str = ""
+    named: list[int] = []  # the ranks to be looked at
+    processes: list[str] = []  # the processes of those ranks, in words
+    statement: str = ""
+    level: Level = "unknown"
+    waiting: list[str] = []  # the processes that wait for them, in words
+    pids: list[int] = []  # those of the processes to be looked at
+    waiting_pids: list[int] = []  # those of the processes that wait for them
+
+
+class Collectives(msgspec.Struct):
     """What PyTorch's flight recorders of the ranks reported of their collectives."""
 
-    #: What is seen of each process group, what tells most first; see `analysis.collectives`. With ``pids``, those of
-    #: the processes to be looked at, and ``waiting_pids``, those of the ones that wait for them.
-    findings: list[dict[str, Any]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # of whom there is no dump, and why, a sentence each
+    findings: list[CollectiveFinding] = []  # what is seen of each process group, what tells most first
+    missing: list[str] = []  # of whom there is no dump, and why, a sentence each
 
 
-@dataclass
-class Occurrence:
+class Occurrence(msgspec.Struct):
     """One more time that a fault was seen on this host; see `incident.fingerprint`."""
 
     key: str  # names the fault
@@ -248,36 +288,186 @@ class Occurrence:
     #: where this one is kept in full, too.
     repeats: str | None = None
     #: In how many earlier incidents of it a request like a suspect of this one was suspected, by the suspect's id.
-    seen: dict[str, int] = field(default_factory=dict)
+    seen: dict[str, int] = {}
 
 
-@dataclass
-class Incident:
+class Divergence(msgspec.Struct, frozen=True):
+    """What the steps of the ranks that must agree say together."""
+
+    kind: DivergenceKind
+    level: Level  # how well it is supported
+    statement: str
+    step: int | None = None  # the first that differs, or that a rank has not; None where there is none
+    ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
+    pids: tuple[int, ...] = ()  # of those
+    against: str = ""  # from whom, in words; empty where nothing tells who the outliers are
+    #: The request that one has and another has not, or has otherwise; None where it is not one.
+    request: str | None = None
+    decision: str | None = None  # the name of the decision that differs, None where none does
+    #: How long before the moment that step began, in seconds; None where that is not known.
+    seconds_before: float | None = None
+    compared: int = 0  # how many steps of at least two ranks were compared
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the ranks did diverge."""
+        return self.kind in DIVERGED
+
+
+class Place(msgspec.Struct, omit_defaults=True):
+    """Where a server ran; of each what its environment names, such as ``pod_name`` and ``job_id``."""
+
+    container: str | None = None
+    kubernetes: dict[str, str] = {}
+    slurm: dict[str, str] = {}
+
+
+class Memory(msgspec.Struct, omit_defaults=True):
+    """The memory of a cgroup, in bytes, or of a file system in memory; None where that is not known."""
+
+    limit_bytes: int | None = None
+    used_bytes: int | None = None
+    peak_bytes: int | None = None
+    total_bytes: int | None = None
+    events: dict[str, int] = {}  # how often the kernel did what, such as ``oom_kill``
+
+
+class Surroundings(msgspec.Struct, omit_defaults=True):
+    """What of ``environment.json`` an incident repeats, for a quick look."""
+
+    path: str = ""
+    model: str = ""
+    parallel: dict[str, int] = {}  # SGLang's sizes, such as ``tp``
+    versions: dict[str, str] = {}
+    started: str = ""
+    uptime_secs: float | None = None
+    ready_since: str = ""
+    place: Place = msgspec.field(default_factory=Place)
+    memory: Memory = msgspec.field(default_factory=Memory)
+    shared_memory: Memory = msgspec.field(default_factory=Memory)
+
+
+class GpuUser(msgspec.Struct):
+    """A process of the server that has a GPU, and how well that is known."""
+
+    pid: int
+    title: str
+    used: int | None = None  # memory, in bytes
+    level: Level = "unknown"
+
+
+class GpuDevice(msgspec.Struct):
+    """One GPU, as the driver and the processes have it."""
+
+    index: int
+    name: str | None = None
+    bus_id: str | None = None
+    memory: dict[str, int] | None = None  # ``used`` and ``total``, in bytes
+    processes: list[GpuUser] = []
+    others: list[dict[str, int | None]] = []  # processes of other programs, by ``pid`` and ``used``
+    throttle: list[str] = []  # what holds its clocks down
+    errors: dict[str, int] = {}
+    new_errors: dict[str, int] | None = None  # since the server started; None where that is not known
+
+
+class Xid(msgspec.Struct, omit_defaults=True):
+    """An error that the driver reported."""
+
+    xid: int
+    bus_id: str
+    time: float  # in seconds since the epoch
+    pid: int | None = None  # whose it is, by the kernel's log
+    text: str = ""  # the kernel's line
+    source: str = ""
+    processes: list[GpuUser] = []  # those of the server that had the GPU then
+    meaning: str = ""
+
+
+class Gpus(msgspec.Struct):
+    """What the driver said of the GPUs; see `analysis.gpus`."""
+
+    devices: list[GpuDevice] = []
+    xids: list[Xid] = []
+    lines: list[str] = []  # both in words
+
+
+class Cause(msgspec.Struct):
+    """What the judge says, as an incident has it."""
+
+    kind: str = msgspec.field(name="class", default="unknown")  # see `verdict.Verdict`
+    words: str = ""
+    level: Level = "unknown"
+    reasons: list[str] = []
+    next_steps: list[str] = []
+    known_issues: list[KnownIssue] = []
+    restart_helps: Helps = "unknown"
+
+
+class Entry(dict[str, Any]):
+    """An event of the timeline: a JSON object with ``time``, ``event``, and the values that belong to it."""
+
+    @property
+    def time(self) -> str:
+        """When, as `iso_time` has it; empty where that is not known."""
+        return str(self.get("time") or "")
+
+    @property
+    def seconds(self) -> float | None:
+        """When, in seconds since the epoch; None where that is not known."""
+        return seconds_of(self.get("time"))
+
+    @property
+    def event(self) -> str:
+        """What happened, in a word."""
+        return str(self.get("event") or "")
+
+    @property
+    def pid(self) -> int | None:
+        """To which process; None where it did to none."""
+        return pid if type(pid := self.get("pid")) is int else None
+
+    @property
+    def title(self) -> str:
+        """What that process is called."""
+        return str(self.get("title") or "")
+
+    @property
+    def message(self) -> str:
+        """What it said."""
+        return str(self.get("message") or "")
+
+    @property
+    def silent_secs(self) -> float | None:
+        """For how long nothing was heard of it, in seconds; None of another event."""
+        return secs if isinstance(secs := self.get("silent_secs"), int | float) else None
+
+
+class Incident(msgspec.Struct):
     """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
 
     id: str
     kind: str
     trigger: Trigger
     server: ServerInfo
-    processes: list[ProcessReport] = field(default_factory=list)
-    requests: Requests = field(default_factory=Requests)
-    peers: list[LostPeer] = field(default_factory=list)
+    processes: list[ProcessReport] = []
+    requests: Requests = msgspec.field(default_factory=Requests)
+    peers: list[LostPeer] = []
     collectives: Collectives | None = None
-    #: Where the ranks that must agree went different ways, or that they did not; see `analysis.divergence.Divergence`.
-    #: None where no rank has another one to agree with, or none noted its steps.
-    divergence: dict[str, Any] | None = None
+    #: Where the ranks that must agree went different ways, or that they did not. None where no rank has another one to
+    #: agree with, or none noted its steps.
+    divergence: Divergence | None = None
     #: The requests that may have brought the failure about, most suspicious first.
-    suspects: list[Suspect] = field(default_factory=list)
+    suspects: list[Suspect] = []
     suspects_left_out: int = 0  # how many more of the requests among which they were looked for are not listed
-    #: What of ``environment.json`` a summary says first, see `handler.collectors.received`; None before it was
-    #: gathered.
-    environment: dict[str, Any] | None = None
-    gpus: dict[str, Any] | None = None  # what `analysis.gpus.account` returns; None where the driver was not asked
-    timeline: list[dict[str, Any]] = field(default_factory=list)
+    environment: Surroundings | None = None  # None before it was gathered
+    gpus: Gpus | None = None  # None where the driver was not asked
+    timeline: list[Entry] = []  # in order of time, of an incident that is shown
+    failures: list[FailureEvent] = []  # as they were seen
+    remarks: list[str] = []  # what the verdict says beside them, a sentence each
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
-    cause: dict[str, Any] | None = None  # the judge's, see `view.document.cause_of`; None before it is finished
+    cause: Cause | None = None  # None before it is finished
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 
@@ -285,34 +475,52 @@ class Incident:
         """Return the report of process `pid`, None when it is not part of the server."""
         return next((process for process in self.processes if process.pid == pid), None)
 
+    @property
+    def first_failure(self) -> ProcessReport | None:
+        """The process that failed first; None where none is known to have."""
+        failure = self.verdict.first_failure if self.verdict is not None else None
+        return self.process(failure.pid) if failure is not None else None
+
+    @property
+    def surroundings(self) -> Surroundings:
+        """What surrounded the server, as far as it is known."""
+        return self.environment or Surroundings()
+
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         """Add an event to the timeline, at `seconds` since the epoch, with the JSON values that belong to it."""
-        self.timeline.append({"time": iso_time(seconds), "event": event, **fields})
+        self.timeline.append(Entry(time=iso_time(seconds), event=event, **fields))
+
+    def shown(self) -> Incident:
+        """Return it as it is shown and written: the samples in short, the timeline in order of time."""
+        processes = [_in_short(process) for process in self.processes]
+        timeline = sorted(self.timeline, key=lambda entry: entry.time)
+        return msgspec.structs.replace(self, processes=processes, timeline=timeline)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the incident as JSON values, ``schema_version`` first and the timeline in order of time."""
-        # The stacks of the samples are in files of their own.
-        document = asdict(replace(self, processes=[_in_short(process) for process in self.processes]))
-        for entry, process in zip(document["processes"], self.processes, strict=True):
-            del entry["samples"], entry["raised_through"], entry["hit_in_main"]
-            if not process.control:
-                del entry["control"]
-            if entry["steps"] is not None:
-                del entry["steps"]["rids"], entry["steps"]["checks"]
-            entry["looks"] = [_look(sample) for sample in process.samples]
-        document["timeline"].sort(key=lambda entry: entry["time"])
+        """Return it as JSON values, ``schema_version`` first."""
+        document = msgspec.to_builtins(self.shown())
+        for process in document["processes"]:
+            for name in NOT_IN_JSON if process["control"] else (*NOT_IN_JSON, "control"):
+                del process[name]
+            for name in NOT_IN_JSON_OF_STEPS if process["steps"] is not None else ():
+                del process["steps"][name]
         return {"schema_version": document.pop("schema_version"), **document}
+
+    @classmethod
+    def of(cls, document: object) -> Incident:
+        """Return the incident that a document tells of, whatever kit wrote it; see `lenient`."""
+        return lenient.read(document, cls)
+
+
+#: What of a process, and of its steps, is known while the incident is gathered, and not written.
+NOT_IN_JSON, NOT_IN_JSON_OF_STEPS = ("samples", "raised_through", "hit_in_main"), ("rids", "checks")
 
 
 def _in_short(process: ProcessReport) -> ProcessReport:
-    return replace(process, samples=[], steps=process.steps and replace(process.steps, rids={}, checks=frozenset()))
+    steps = process.steps and msgspec.structs.replace(process.steps, rids={}, checks=frozenset())
+    looks = [_look(sample) for sample in process.samples] or process.looks
+    return msgspec.structs.replace(process, samples=[], raised_through=[], hit_in_main=None, steps=steps, looks=looks)
 
 
-def _look(sample: Sample) -> dict[str, Any]:
-    return {
-        "time": iso_time(sample.time),
-        "state": sample.state,
-        "cpu_secs": sample.cpu_secs,
-        "doing": list(sample.doing),
-        "lock": sample.gil,
-    }
+def _look(sample: Sample) -> Look:
+    return Look(iso_time(sample.time), sample.state, sample.cpu_secs, list(sample.doing), sample.gil)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
+
+import msgspec
 
 Role = Literal["prefill", "decode"]
 Sign = Literal["heartbeat", "failed_transfer"]
@@ -17,8 +18,7 @@ _MAX_LETTERS = 200
 _MAX_COUNT = 1_000_000
 
 
-@dataclass(frozen=True)
-class WaitingRequest:
+class WaitingRequest(msgspec.Struct, frozen=True):
     """A request that waits for the other server of a pair."""
 
     rid: str  # SGLang's request id
@@ -26,8 +26,7 @@ class WaitingRequest:
     since: str = ""  # since when it waits, UTC in ISO 8601; empty where SGLang does not say
 
 
-@dataclass
-class LostPeer:
+class LostPeer(msgspec.Struct):
     """A server that SGLang, on its partner, gave up."""
 
     address: str  # where it was reached: a prefill server's bootstrap address, a decode rank's own
@@ -36,9 +35,9 @@ class LostPeer:
     sign: Sign
     since: str  # when SGLang gave it up, UTC in ISO 8601
     reason: str = ""  # why, in SGLang's words; empty where it gives none
-    requests: list[WaitingRequest] = field(default_factory=list)  # those that wait for it, `MAX_NAMED` at most
+    requests: list[WaitingRequest] = []  # those that wait for it, `MAX_NAMED` at most
     count: int = 0  # how many there are
-    reported_by: list[int] = field(default_factory=list)  # pids of the ranks that gave it up
+    reported_by: list[int] = []  # pids of the ranks that gave it up
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], pid: int) -> LostPeer | None:

@@ -17,6 +17,9 @@ _ROOT = re.compile(r"^.*/(?:(?:site|dist)-packages|lib/python3\.\d+|python(?=/sg
 #: the name of its class.
 _OUTERMOST = frozenset({"<module>", "_run_module_as_main", "_bootstrap", "Thread._bootstrap"})
 
+#: Where the kernel keeps a process that a cgroup of version 2 freezes; nothing else sleeps there.
+FREEZER = frozenset({"do_freezer_trap", "get_signal"})
+
 #: What took a stack: py-spy from outside; a thread of the process itself; faulthandler in a signal handler.
 Source = Literal["py-spy", "in-process", "faulthandler"]
 

@@ -15,8 +15,8 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.fingerprint import words_of
 from sglang_crashkit.incident.requests import StoredRequest, read_requests
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.incident.summary import mappings_of
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
+from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.replay.server import OwnServer
 
 T = TypeVar("T")
@@ -71,11 +71,10 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     Raises:
         CrashkitError: the requests cannot be read, or a server cannot be started.
     """
-    document = incident.document or {}
-    result = Result(str(document.get("id")), words_of(document))
+    result = Result(incident.incident.id, words_of(incident.incident))
     stored = read_requests(incident)
     result.left_out = [f"request {one.rid}: {', '.join(one.lacks)} is not kept" for one in stored if one.lacks]
-    trials = _Trials(document, plan, say)
+    trials = _Trials(incident.incident, plan, say)
     try:
         _find(trials, [_as_far_as_kept(one) for one in stored if one.body], plan.tries, result)
     except BudgetSpentError as error:
@@ -89,7 +88,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
 
 
 def _find(trials: _Trials, items: Sequence[StoredRequest], tries: int, result: Result) -> None:
-    suspected = [str(one.get("rid")) for one in mappings_of(trials.document.get("suspects"))]
+    suspected = [one.rid for one in trials.incident.suspects]
     # What is innocent costs no start of a server, and those that are suspected are few.
     groups = [*([item] for rid in suspected for item in items if rid in item.rids), items]
     for _number in range(tries):
@@ -190,8 +189,8 @@ def _write_reproducer(folder: Path, result: Result) -> None:
 class _Trials:
     """Sends groups of requests to servers of one's own, one after the other for as long as a server survives them."""
 
-    def __init__(self, document: Mapping[str, Any], plan: Plan, say: Callable[[str], object]) -> None:
-        self.document = document  # of the incident whose fault is looked for
+    def __init__(self, incident: Incident, plan: Plan, say: Callable[[str], object]) -> None:
+        self.incident = incident  # the incident whose fault is looked for
         self.starts = 0  # how many servers were started
         self.outcome = ""  # what the last group came to, in words
         self._plan, self._say = plan, say
@@ -225,7 +224,7 @@ class _Trials:
     def brings_back(self, group: Sequence[StoredRequest]) -> bool:
         """Send a group, and say whether the fault comes back; see `fails`."""
         server = self._server or self._start()
-        tried = server.try_requests(group, self.document, self._plan.request_secs)
+        tried = server.try_requests(group, self.incident, self._plan.request_secs)
         self.outcome = tried.outcome
         what = f"request {group[0].rid}" if len(group) == 1 else f"{len(group)} requests"
         self._say(f"{server.folder.name}: {what}: {tried.outcome}")

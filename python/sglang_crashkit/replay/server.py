@@ -10,11 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.fingerprint import is_same_fault, words_of
@@ -23,6 +22,7 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
 from sglang_crashkit.kernel.server_address import Address, holders_of, listening_at
+from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.replay.sender import Answer, send_all
 from sglang_crashkit.settings import unpublished
 
@@ -150,9 +150,9 @@ class OwnServer:
         return self._popen is None or self._popen.poll() is not None
 
     def try_requests(
-        self, requests: Sequence[StoredRequest], document: Mapping[str, Any], secs: float, max_gap_secs: float = 0.0
+        self, requests: Sequence[StoredRequest], incident: Incident, secs: float, max_gap_secs: float = 0.0
     ) -> Tried:
-        """Send requests, each of which may take `secs`, and say whether it fails as an incident's document tells."""
+        """Send requests, each of which may take `secs`, and say whether it fails as an incident tells."""
         answers = send_all(
             self.address,
             requests,
@@ -164,10 +164,10 @@ class OwnServer:
         )
         is_lost = len(answers) < len(requests) or any(answer.status is None for answer in answers)
         found = self._wait_failure(is_lost=is_lost)
-        is_same = found is not None and is_same_fault(found.document or {}, document)
+        is_same = found is not None and is_same_fault(found.incident, incident)
         serves_on = found is None and not is_lost and not self.has_ended
         if found is not None:
-            outcome = f"{'the same' if is_same else 'another'} fault: {words_of(found.document or {})}"
+            outcome = f"{'the same' if is_same else 'another'} fault: {words_of(found.incident)}"
         elif not serves_on:
             outcome = "it answers no more, and there is no incident"
         elif all(answer.is_refused for answer in answers):

@@ -33,8 +33,8 @@ from sglang_crashkit.model.event import (
     Suspect,
     Watched,
 )
+from sglang_crashkit.model.incident import Incident, Look, ProcessReport, Verdict, Xid
 from sglang_crashkit.model.sample import Frame, Sample, Thread
-from sglang_crashkit.model.step import DIVERGED
 
 DOCUMENT = "incident.json"
 #: Of each file that is read here; an incident of 512 ranks has 2 MB.
@@ -81,27 +81,26 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
     Raises:
         CrashkitError: ``incident.json`` cannot be read.
     """
-    document = _read_json(folder / DOCUMENT, is_needed=True)
+    incident = Incident.of(_read_json(folder / DOCUMENT, is_needed=True))
     records, samples = {}, {}
-    for process in mappings_of(document.get("processes")):
-        if isinstance(pid := process.get("pid"), int):
-            # A path is the document's word: a name in the folder, or nothing.
-            if names := _names_of(process, "exception"):
-                records[pid] = _read_json(folder / "ranks" / names[0])
-            stacks = [
-                _main_frames(_read_json((folder / "stacks" / name).with_suffix(".json")), pid)
-                for name in _names_of(process, "stack")
-            ]
-            samples[pid] = [
-                replace(look, threads=_thread(pid, frames)) if frames else look
-                for look, frames in zip_longest(_samples(pid, process), stacks)
-                if look is not None
-            ]
-    yield from events_of(document, _read_json(folder / "environment.json"), records, samples, source=folder.name)
+    for process in incident.processes:
+        # A path is the document's word: a name in the folder, or nothing.
+        if names := _names_of(process, "exception"):
+            records[process.pid] = _read_json(folder / "ranks" / names[0])
+        stacks = [
+            _main_frames(_read_json((folder / "stacks" / name).with_suffix(".json")), process.pid)
+            for name in _names_of(process, "stack")
+        ]
+        samples[process.pid] = [
+            replace(look, threads=_thread(process.pid, frames)) if frames else look
+            for look, frames in zip_longest(_samples(process), stacks)
+            if look is not None
+        ]
+    yield from events_of(incident, _read_json(folder / "environment.json"), records, samples, source=folder.name)
 
 
 def events_of(
-    document: Mapping[str, Any],
+    incident: Incident,
     environment: Mapping[str, Any],
     records: Mapping[int, Mapping[str, Any]],
     samples: Mapping[int, Sequence[Sample]] | None = None,
@@ -110,267 +109,248 @@ def events_of(
     """Yield what is known of an incident's processes, their ends, exceptions and stacks, and of its host.
 
     Args:
-        document: see `incident.Incident.to_json`; each piece of it may be missing, or of another shape.
+        incident: as it is shown; see `Incident.shown`.
         environment: what ``environment.json`` holds.
         records: by pid what failing processes wrote of themselves, as ``ranks/*.exception.json`` holds it.
-        samples: by pid what the processes did, where more is known of it than the document tells.
+        samples: by pid what the processes did, where more is known of it than the incident tells.
         source: what the events are said to come from; empty where that is the incident itself.
     """
     orders = count(1)
-    for event in _Incident(document, environment, records, samples or {}).events():
+    for event in _Incident(incident, environment, records, samples or {}).events():
         yield msgspec.structs.replace(event, order=next(orders), source=source)
 
 
 class _Incident:
     def __init__(
         self,
-        document: Mapping[str, Any],
+        incident: Incident,
         environment: Mapping[str, Any],
         records: Mapping[int, Mapping[str, Any]],
         samples: Mapping[int, Sequence[Sample]],
     ) -> None:
-        self._document, self._environment = document, environment
-        self._records, self._samples = records, samples
-        told = mappings_of(document.get("processes"))
-        self._processes = {pid: one for one in told if isinstance(pid := one.get("pid"), int)}
-        self._verdict = mapping_of(document.get("verdict"))
-        self._about = mapping_of(document.get("environment"))
-        self._timeline = mappings_of(document.get("timeline"))
-        trigger = mapping_of(document.get("trigger"))
-        self._opened = seconds_of(trigger.get("time")) or 0.0
-        first = mapping_of(self._verdict.get("first_failure")).get("pid")
-        self._first: Mapping[str, Any] = self._processes.get(first, {}) if isinstance(first, int) else {}
-        self._kind = str(self._verdict.get("kind") or "unknown")
-        self._is_hang = self._kind == "hang" or (
-            not self._first and self._kind == "unknown" and trigger.get("event") in _HANGS
+        self._incident, self._environment, self._records, self._samples = incident, environment, records, samples
+        self._verdict = incident.verdict or Verdict("unknown", None, "unknown", "")
+        self._opened = seconds_of(incident.trigger.time) or 0.0
+        self._first = incident.first_failure
+        self._is_hang = self._verdict.kind == "hang" or (
+            not self._first and self._verdict.kind in ("", "unknown") and incident.trigger.event in _HANGS
         )
         self._errors = {
-            pid: self._exception(pid, str(one.get("message") or ""))
-            for one in reversed(self._timeline)
-            if one.get("event") == "exception" and isinstance(pid := one.get("pid"), int)
+            one.pid: self._exception(one.pid, one.message)
+            for one in reversed(incident.timeline)
+            if one.event == "exception" and one.pid is not None
         }
 
     @property
     def _error(self) -> Error | None:
         """The exception of the first failure; those of others are consequences."""
-        if self._first:
-            return self._errors.get(self._first["pid"])
+        if self._first is not None:
+            return self._errors.get(self._first.pid)
         return next(reversed(self._errors.values()), None)
 
     def events(self) -> Iterator[AnyEvent]:
         """Yield all events, in their order."""
         yield self._arguments()
-        if ready := seconds_of(self._about.get("ready_since") or self._environment.get("ready_since")):
+        if ready := seconds_of(self._incident.surroundings.ready_since or self._environment.get("ready_since")):
             yield Stage(at=ready, name="ready", is_done=True)
-        if self._verdict:
+        if self._incident.verdict is not None:
             yield self._watched()
         yield from self._host()
         yield from self._ends()
         yield from self._comparisons()
         yield from self._suspects()
-        for pid, one in self._processes.items():
-            for line in texts_of(one.get("gpu")):
+        for one in self._incident.processes:
+            for line in one.gpu:
                 if line.startswith("exception: "):
                     text = line.removeprefix("exception: ")
-                    yield GpuKernel(who=_name(one), exception=text.partition(" in ")[0], text=text)
-            if one.get("role") != "helper":
-                for sample in self._samples.get(pid) or _samples(pid, one):
+                    yield GpuKernel(who=name_of(one), exception=text.partition(" in ")[0], text=text)
+            if one.role != "helper":
+                for sample in self._samples.get(one.pid) or _samples(one):
                     if sample.role != "helper":
                         # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
-                        wchan = sample.wchan or str(mapping_of(one.get("state")).get("wchan") or "")
+                        wchan = sample.wchan or str((one.state or {}).get("wchan") or "")
                         sample = replace(sample, wchan=wchan)
-                        yield Stack(at=sample.time or self._opened, who=_name(one), sample=sample, by="crash handler")
+                        yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample, by="crash handler")
 
     def _arguments(self) -> Arguments:
-        parallel = {f"{name}_size": size for name, size in mapping_of(self._about.get("parallel")).items()}
+        about = self._incident.surroundings
+        parallel = {f"{name}_size": size for name, size in about.parallel.items()}
         for name in ("nnodes", "node_rank"):
             if f"{name}_size" in parallel:
                 parallel[name] = parallel.pop(f"{name}_size")
-        values = {**parallel, "model_path": self._about.get("model")}
-        for told in (self._about, self._environment):
-            values |= _options(str(told.get("command_line") or "")) if not told.get("arguments") else {}
-            values |= mapping_of(told.get("arguments"))
+        values: dict[str, Any] = {**parallel, "model_path": about.model or None}
+        if not (told := mapping_of(self._environment.get("arguments"))):
+            values |= _options(str(self._environment.get("command_line") or ""))
+        values |= told
         return Arguments(
-            at=seconds_of(self._about.get("started")) or 0.0,
+            at=seconds_of(about.started) or 0.0,
             values={name.replace("-", "_"): value for name, value in values.items() if value is not None},
-            release=str(mapping_of(self._document.get("server")).get("sglang_version") or ""),
+            release=self._incident.server.sglang_version,
         )
 
     # -- who failed, and of what
 
     def _watched(self) -> Watched:
-        kind, text = self._kind, next(iter(texts_of(self._verdict.get("basis"))), str(self._verdict.get("text") or ""))
-        signs = [one.get("sign") for one in mappings_of(self._document.get("peers"))]
-        late = next((one for one in self._timeline if one.get("event") == "startup_timeout"), None)
-        if kind == "peer_lost" and signs and all(sign == "failed_transfer" for sign in signs):
+        verdict = self._verdict
+        kind, text = verdict.kind or "unknown", next(iter(verdict.basis), verdict.text)
+        late = next((one for one in self._incident.timeline if one.event == "startup_timeout"), None)
+        if kind == "peer_lost" and {one.sign for one in self._incident.peers} == {"failed_transfer"}:
             kind = "failed_transfer"
         elif late is not None and not self._errors and not self._first:
-            kind, text = "startup_timeout", str(late.get("message") or "the ranks did not get ready in time")
+            kind, text = "startup_timeout", late.message or "the ranks did not get ready in time"
         return Watched(
             at=self._opened,
             kind=kind,
-            level=str(self._verdict.get("level") or "unknown"),
+            level=verdict.level,
             text=text,
-            who=_name(self._first) if self._first else "",
-            pid=self._first.get("pid", 0),
-            role=str(self._first.get("role") or ""),
+            who=name_of(self._first) if self._first else "",
+            pid=self._first.pid if self._first else 0,
+            role=self._first.role if self._first else "",
             is_hang=self._is_hang,
-            is_starting=self._is_starting(),
+            is_ended=self._incident.trigger.event in ("watchdog_timeout", "busy_too_long")
+            and not any(one.get("soft") is True for one in self._incident.timeline),
+            is_starting=self._incident.kind == "failed_start"
+            or any(one.event in _FAILED_STARTS for one in self._incident.timeline)
+            or any(_STARTING.match(str(frame)) for one in self._errors.values() for frame in one.frames),
             notes=(*self._control(), *self._step()),
         )
 
-    def _is_starting(self) -> bool:
-        if self._document.get("kind") == "failed_start":
-            return True
-        if any(one.get("event") in _FAILED_STARTS for one in self._timeline):
-            return True
-        return any(_STARTING.match(str(frame)) for one in self._errors.values() for frame in one.frames)
-
     def _control(self) -> Iterator[str]:
         """Yield at what control request the first failure, or a rank that hangs, was."""
-        ranks = [one for one in self._processes.values() if one.get("role") == "scheduler"]
+        ranks = [one for one in self._incident.processes if one.is_rank]
         some = [self._first] if self._first else ranks if self._is_hang else []
-        names = {name: rank for rank in reversed(some) if (name := str(rank.get("control") or ""))}
-        for name, rank in names.items():
-            yield f"{rank.get('title')} (pid {rank.get('pid')}) worked on {name}, a control request."
+        for name, rank in {rank.control: rank for rank in reversed(some) if rank.control}.items():
+            yield f"{rank.title} (pid {rank.pid}) worked on {name}, a control request."
 
     def _step(self) -> Iterator[str]:
         """Yield in which step the first failure was, with which requests."""
-        step = mapping_of(mapping_of(self._first.get("steps")).get("in_step"))
-        if step:
-            rids = texts_of(step.get("rids"))[:_MAX_RIDS]
-            who = f", with {', '.join(rids)}" if rids else ""
-            batch = f"{step['mode']}, {step.get('size')} requests" if step.get("mode") else "not yet scheduled"
-            yield f"It was in step {step.get('number')} ({batch}{who})."
+        step = self._first.in_step if self._first else None
+        if step is not None:
+            who = f", with {', '.join(step.rids[:_MAX_RIDS])}" if step.rids else ""
+            batch = f"{step.mode}, {step.size} requests" if step.mode else "not yet scheduled"
+            yield f"It was in step {step.number} ({batch}{who})."
 
     def _ends(self) -> Iterator[AnyEvent]:
         """Yield ends and exceptions; those of others than the first failure follow from it."""
-        for entry in self._timeline:
-            kind, pid, at = entry.get("event"), entry.get("pid"), seconds_of(entry.get("time")) or 0.0
-            process = self._processes.get(pid, {}) if isinstance(pid, int) else {}
-            who, follows = _name(process), self._is_hang or bool(self._first and process is not self._first)
+        first = self._first
+        for entry in self._incident.timeline:
+            kind, pid, at = entry.event, entry.pid, entry.seconds or 0.0
+            process = self._incident.process(pid) if pid is not None else None
+            who = name_of(process) if process is not None else ""
+            follows = self._is_hang or (first is not None and process is not first)
             if kind == "teardown":
                 # SGLang's own end: what dies from here on was killed by it.
                 break
-            if kind == "process_exited" and who and not (self._first is process and process.get("exit")):
+            if kind == "process_exited" and who and not (process is first and first is not None and first.exit):
                 code, signal = entry.get("code"), entry.get("signal")
                 yield Exit(at=at, who=who, code=code, signal=signal or "", follows=follows)
-            elif kind == "exception" and isinstance(pid, int):
+            elif kind == "exception" and pid is not None:
                 yield Raised(at=at, who="" if who == "server" else who, chain=(self._errors[pid],), follows=follows)
-            elif kind in ("asked_to_end", "draining") and not self._first and not self._is_hang:
+            elif kind in ("asked_to_end", "draining") and first is None and not self._is_hang:
                 yield Stop(at=at, by="signal", text="the server was asked to end")
-        for pid, process in self._processes.items():
-            end = mapping_of(process.get("exit"))
-            cause, detail = end.get("cause"), str(end.get("detail") or "")
-            if cause == "oom_kill":
-                text = f"the kernel killed {process.get('title')} (pid {pid}) for lack of memory: {detail}"
-                facts = {"is_first": process is self._first or not self._first}
-                yield Kernel(kind="oom_kill", who=_name(process), pid=pid, text=text, facts=facts)
-            elif process is self._first and cause in ("signal", "exit_status") and not self._is_hang:
-                signal = str(end.get("signal") or "")
+        for process in self._incident.processes:
+            end = process.exit
+            if end is None:
+                continue
+            signal = end.signal or ""
+            if end.cause == "oom_kill":
+                text = f"the kernel killed {process.title} (pid {process.pid}) for lack of memory: {end.detail}"
+                facts = {"is_first": first is None or process is first}
+                yield Kernel(kind="oom_kill", who=name_of(process), pid=process.pid, text=text, facts=facts)
+            elif process is first and end.cause in ("signal", "exit_status") and not self._is_hang:
                 if signal in _ORDERLY:
-                    text = f"{process.get('title')} was ended by {signal}, which asks for an orderly end"
-                    yield Stop(at=self._opened, who=_name(process), by="signal", text=text)
+                    text = f"{process.title} was ended by {signal}, which asks for an orderly end"
+                    yield Stop(at=self._opened, who=name_of(process), by="signal", text=text)
                     continue
                 # Without a count it may as well have been the kernel, for lack of memory.
-                is_seen = "counts no OOM kill" in detail if signal == "SIGKILL" else bool(signal)
+                is_seen = "counts no OOM kill" in end.detail if signal == "SIGKILL" else bool(signal)
                 # With a status above 128 a shell ends whose child died of a signal.
-                is_seen |= not signal and isinstance(end.get("code"), int) and end["code"] <= 128
+                is_seen |= not signal and end.code is not None and end.code <= 128
                 yield Exit(
-                    at=seconds_of(end.get("time")) or self._opened,
-                    who=_name(process),
-                    code=end.get("code"),
+                    at=seconds_of(end.time) or self._opened,
+                    who=name_of(process),
+                    code=end.code,
                     signal=signal,
-                    text=detail,
-                    is_seen=is_seen and self._verdict.get("level") == "established",
+                    text=end.detail,
+                    is_seen=is_seen and self._verdict.level == "established",
                 )
 
     def _exception(self, pid: int, message: str) -> Error:
         record = self._records.get(pid) or {}
         kind, _, text = str(record.get("message") or message).partition(": ")
-        frames = _frames(record.get("traceback") or self._processes.get(pid, {}).get("doing") or [])
+        process = self._incident.process(pid)
+        frames = frames_in(texts_of(record.get("traceback")) or (process.doing if process is not None else ()))
         return Error(type=kind.strip(), text=text, frames=frames[::-1] if record.get("traceback") else frames)
 
     # -- what the host says
 
     def _host(self) -> Iterator[Kernel]:
-        for event in mappings_of(mapping_of(self._document.get("gpus")).get("xids")):
-            number, at = event.get("xid"), event.get("time")
-            is_old = isinstance(at, int | float) and self._opened and at < self._opened - _XID_SECS
-            if isinstance(number, int) and not is_old and not self._is_of_others(event):
-                holders = [
-                    one for one in mappings_of(event.get("processes")) if one.get("pid") == self._first.get("pid")
-                ]
-                if not self._may_be_by(holders):
-                    continue
-                error = self._error
-                is_own = (error is None or _TELLS_OF_GPU.match(error.text)) and any(
-                    one.get("level") == "established" for one in holders
-                )
-                bus = str(event.get("bus_id") or "")
-                text = str(event.get("text") or f"the driver reported Xid {number} of GPU {bus}")
-                pid = self._first.get("pid", 0) if is_own else 0
-                yield Kernel(kind="xid", number=number, pid=pid, who=_name(self._first) if pid else "",
-                             text=text, facts={"gpu": bus})  # fmt: skip
-        memory = mapping_of((self._environment or self._about).get("shared_memory") or self._about.get("shared_memory"))
-        used, total = memory.get("used_bytes"), memory.get("total_bytes")
-        if isinstance(used, int) and isinstance(total, int) and total > 0 and used / total >= _FULL:
+        first, error = self._first, self._error
+        for event in self._incident.gpus.xids if self._incident.gpus is not None else ():
+            is_old = self._opened and event.time < self._opened - _XID_SECS
+            holders = [one for one in event.processes if first is not None and one.pid == first.pid]
+            if is_old or self._is_of_others(event) or not self._may_be_by(has_gpu=bool(holders)):
+                continue
+            is_own = (error is None or _TELLS_OF_GPU.match(error.text)) and any(
+                one.level == "established" for one in holders
+            )
+            text = event.text or f"the driver reported Xid {event.xid} of GPU {event.bus_id}"
+            pid = first.pid if first is not None and is_own else 0
+            yield Kernel(kind="xid", number=event.xid, pid=pid, who=name_of(first) if first is not None and pid else "",
+                         text=text, facts={"gpu": event.bus_id})  # fmt: skip
+        memory = self._incident.surroundings.shared_memory
+        used, total = memory.used_bytes, memory.total_bytes
+        if used is not None and total and used / total >= _FULL:
             yield Kernel(kind="shm_full", text=f"the shared memory is {used / total:.0%} full")
 
-    def _may_be_by(self, holders: Sequence[object]) -> bool:
+    def _may_be_by(self, *, has_gpu: bool) -> bool:
         """Return whether a GPU that failed may be why the first failure failed."""
-        signal = mapping_of(self._first.get("exit")).get("signal")
+        first = self._first
+        signal = first.exit.signal if first is not None and first.exit is not None else None
         if signal == "SIGKILL" or signal in _ORDERLY or (self._error and _OF_NO_GPU.fullmatch(self._error.type)):
             return False
-        return self._first.get("role") not in _WITHOUT_GPU or bool(holders)
+        return first is None or first.role not in _WITHOUT_GPU or has_gpu
 
-    def _is_of_others(self, event: Mapping[str, Any]) -> bool:
+    def _is_of_others(self, event: Xid) -> bool:
         """Return whether an Xid error is of a GPU that other programs have, while each rank is known on another.
 
         A GPU that fell off the bus lists no process.
         """
-        devices = mappings_of(mapping_of(self._document.get("gpus")).get("devices"))
-        placed = {one.get("pid") for device in devices for one in mappings_of(device.get("processes"))}
-        its = next((device for device in devices if device.get("bus_id") == event.get("bus_id")), {})
-        ranks = [pid for pid, one in self._processes.items() if one.get("role") == "scheduler"]
-        return bool(its.get("others")) and not its.get("processes") and placed.issuperset(ranks)
+        devices = self._incident.gpus.devices if self._incident.gpus is not None else []
+        placed = {one.pid for device in devices for one in device.processes}
+        its = next((device for device in devices if device.bus_id == event.bus_id), None)
+        ranks = [one.pid for one in self._incident.processes if one.is_rank]
+        return its is not None and bool(its.others) and not its.processes and placed.issuperset(ranks)
 
     # -- what steps, flight recorders and requests show
 
     def _comparisons(self) -> Iterator[Compared]:
-        found = mapping_of(self._document.get("divergence"))
-        told: list[Mapping[str, Any]] = [{**found, "kind": "divergence"}] if found.get("kind") in DIVERGED else []
-        told += mappings_of(mapping_of(self._document.get("collectives")).get("findings"))
-        for one in told:
-            if one.get("kind") in ("divergence", "mismatch", "behind"):
-                yield Compared(
-                    kind=one["kind"],
-                    level=str(one.get("level") or "unknown"),
-                    text=str(one.get("statement") or ""),
-                    late=_numbers(one.get("pids")),
-                    waiting=_numbers(one.get("waiting_pids")),
-                )
+        found = self._incident.divergence
+        if found is not None and found.is_one:
+            yield Compared(kind="divergence", level=found.level, text=found.statement, late=tuple(found.pids))
+        collectives = self._incident.collectives
+        for one in collectives.findings if collectives is not None else ():
+            if one.kind in ("mismatch", "behind"):
+                late, waiting = tuple(one.pids), tuple(one.waiting_pids)
+                yield Compared(kind=one.kind, level=one.level, text=one.statement, late=late, waiting=waiting)
 
     def _suspects(self) -> Iterator[Suspect]:
-        suspects = mappings_of(self._document.get("suspects"))
-        seen = mapping_of(mapping_of(self._document.get("fault")).get("seen"))
-        for place, one in enumerate(suspects):
-            rid = str(one.get("rid") or "")
-            is_repeated = bool(seen.get(rid))
+        seen = self._incident.fault.seen if self._incident.fault is not None else {}
+        for place, one in enumerate(self._incident.suspects):
+            is_repeated = bool(seen.get(one.rid))
             if place and not is_repeated:
                 continue
-            reasons = texts_of(one.get("reasons"))
             error = self._error
             by_place = _BY_PLACE
             if error is not None and not any(_BEGINNING.match(str(frame)) for frame in error.frames):
                 # It may not even have been received.
                 by_place |= {ONLY}
             yield Suspect(
-                rid=rid,
-                level=str(one.get("level") or "unknown"),
-                reasons=tuple(reasons),
+                rid=one.rid,
+                level=one.level,
+                reasons=tuple(one.reasons),
                 is_repeated=is_repeated,
-                is_alone=by_place.issuperset(reasons) and not self._is_beside_others(),
+                is_alone=by_place.issuperset(one.reasons) and not self._is_beside_others(),
             )
 
     def _is_beside_others(self) -> bool:
@@ -378,12 +358,11 @@ class _Incident:
 
         Replicas of data parallelism share them out: to be alone in the step of one is nothing of a request's own.
         """
-        ranks = [one for one in self._processes.values() if one.get("role") == "scheduler"]
-        if any(mapping_of(rank.get("rank")).get("dp") is not None for rank in ranks):
+        if any(one.is_rank and "dp" in one.rank for one in self._incident.processes):
             return False
-        requests = mapping_of(self._document.get("requests"))
-        counts = (requests.get("unfinished"), mapping_of(requests.get("journal")).get("unfinished"))
-        return any(isinstance(one, int) and one > 1 for one in counts)
+        requests = self._incident.requests
+        counts = (requests.unfinished, requests.journal.unfinished if requests.journal is not None else 0)
+        return any(one is not None and one > 1 for one in counts)
 
 
 def logs_of(folder: Path) -> list[Path]:
@@ -400,10 +379,9 @@ def _read_json(path: Path, *, is_needed: bool = False) -> Mapping[str, Any]:
         return {}
 
 
-def _names_of(process: Mapping[str, Any], kind: str) -> list[str]:
+def _names_of(process: ProcessReport, kind: str) -> list[str]:
     """Return the names of the files of one kind of evidence."""
-    evidence = mappings_of(process.get("evidence"))
-    return [Path(str(one["path"])).name for one in evidence if one.get("kind") == kind and one.get("path")]
+    return [Path(one.path).name for one in process.evidence if one.kind == kind and one.path]
 
 
 def _main_frames(stacks: Mapping[str, Any], pid: int) -> tuple[Frame, ...]:
@@ -433,41 +411,34 @@ def _options(command_line: str) -> dict[str, Any]:
     return found
 
 
-def _numbers(values: object) -> tuple[int, ...]:
-    return tuple(one for one in values if isinstance(one, int)) if isinstance(values, list) else ()
+def name_of(process: ProcessReport) -> str:
+    """Return the short name of a process, as SGLang has it in front of its log lines."""
+    named = [f"{name.upper()}{process.rank[name]}" for name in _RANKS if name in process.rank]
+    return " ".join(named) or process.role
 
 
-def _name(process: Mapping[str, Any]) -> str:
-    ranks = mapping_of(process.get("rank"))
-    named = [f"{name.upper()}{ranks[name]}" for name in _RANKS if name in ranks]
-    return " ".join(named) or str(process.get("role") or "")
-
-
-def _samples(pid: int, process: Mapping[str, Any]) -> Iterator[Sample]:
-    ranks = {name: rank for name, rank in mapping_of(process.get("rank")).items() if isinstance(rank, int)}
-    state = mapping_of(process.get("state"))
+def _samples(process: ProcessReport) -> Iterator[Sample]:
+    state = process.state or {}
     sample = Sample(
-        pid=pid,
-        title=str(process.get("title") or ""),
-        role=str(process.get("role") or ""),
-        ranks=ranks,
+        pid=process.pid,
+        title=process.title,
+        role=process.role,
+        ranks=process.rank,
         state=str(state.get("State") or "")[:1],
         wchan=str(state.get("wchan") or ""),
     )
-    looks = mappings_of(process.get("looks"))
-    if not looks and (sample.state or process.get("doing")):
-        yield replace(sample, threads=_thread(pid, _frames(texts_of(process.get("doing")))))
+    looks = process.looks or ([Look("", sample.state)] if sample.state or process.doing else [])
     for look in looks:
-        cpu = look.get("cpu_secs")
         yield replace(
             sample,
-            time=seconds_of(look.get("time")) or 0.0,
-            state=str(look.get("state") or ""),
-            cpu_secs=float(cpu) if isinstance(cpu, int | float) else 0.0,
-            threads=_thread(pid, _frames(texts_of(look.get("doing") or process.get("doing")))),
+            time=seconds_of(look.time) or 0.0,
+            state=look.state,
+            cpu_secs=look.cpu_secs,
+            threads=_thread(process.pid, frames_in(look.doing or process.doing)),
         )
 
 
-def _frames(lines: Iterable[object]) -> tuple[Frame, ...]:
-    found = (_FRAME.fullmatch(str(line)) for line in lines)
+def frames_in(lines: Iterable[str]) -> tuple[Frame, ...]:
+    """Return the frames that lines are the form of; what is none is left out."""
+    found = (_FRAME.fullmatch(line) for line in lines)
     return tuple(Frame(one["function"], one["file"], int(one["line"])) for one in found if one)

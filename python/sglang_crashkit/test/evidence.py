@@ -16,7 +16,7 @@ from sglang_crashkit import protocol, settings
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.incident.summary import headline, mapping_of
+from sglang_crashkit.incident.summary import headline
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
@@ -62,17 +62,18 @@ class Death:
     def headline(self) -> str:
         """Who ended, and how; and who failed first in it, once its incident is known."""
         who = f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
-        document = (self.incident.document if self.incident is not None else None) or {}
-        first = mapping_of(mapping_of(document.get("verdict")).get("first_failure"))
-        return f"{who}; {headline(document)}" if first and first.get("pid") != self.pid else who
+        if self.incident is None or (verdict := self.incident.incident.verdict) is None:
+            return who
+        first = verdict.first_failure
+        return f"{who}; {headline(self.incident.incident)}" if first and first.pid != self.pid else who
 
     @property
     def verdict(self) -> str:
         """What the incident says of it, and where the incident is; empty where there is none."""
         if self.incident is None:
             return ""
-        verdict = (self.incident.document or {}).get("verdict") or {}
-        return f"{verdict.get('text', 'no verdict')} ({self.incident.path})"
+        verdict = self.incident.incident.verdict
+        return f"{verdict.text if verdict is not None else 'no verdict'} ({self.incident.path})"
 
     def lines(self) -> Iterator[str]:
         """Yield what is known, for a person: the headline, the incident's verdict, what the survivors did."""

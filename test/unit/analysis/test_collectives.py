@@ -43,7 +43,7 @@ def test_who_has_not_begun_the_awaited_collective_is_named() -> None:
     waiting = [*done(41), entry(42, 42, state="started", frames=frames)]
     ranks = (0, 1, 2, 3)
     finding = judge(*(record(rank, done(41) if rank == 2 else waiting, ranks) for rank in ranks))
-    assert (finding.kind, finding.named, finding.processes, finding.level) == (
+    assert (finding.kind, tuple(finding.named), tuple(finding.processes), finding.level) == (
         "behind",
         (2,),
         ("rank2",),
@@ -86,7 +86,7 @@ def test_what_is_seen_of_one_group(
     records: list[RankRecord], expected: tuple[str, tuple[int, ...], str], ending: str
 ) -> None:
     finding = judge(*records)
-    assert (finding.kind, finding.named, finding.level) == expected
+    assert (finding.kind, tuple(finding.named), finding.level) == expected
     assert finding.statement.endswith(ending)
     assert set(finding.processes) <= {one.name for one in records}
 
@@ -120,7 +120,7 @@ def test_something_else_in_the_same_place_is_named(other: dict[str, Any], words:
     same = [*done(3), entry(4, 4, state="scheduled")]
     ranks = (0, 1, 2)
     finding = judge(record(0, same, ranks), record(1, [*done(3), other], ranks), record(2, same, ranks))
-    assert (finding.kind, finding.named, finding.level) == ("mismatch", (1,), "established")
+    assert (finding.kind, tuple(finding.named), finding.level) == ("mismatch", (1,), "established")
     assert finding.statement == (
         "The ranks of process group 0 (default_pg, ranks 0-2) did not do the same: as number 4, "
         f"rank0 and rank2 began all_reduce of 4x3 and rank1 began {words}."
@@ -181,7 +181,7 @@ def test_nccl_and_gloo_are_one_account_by_sglangs_names() -> None:
         dump = parse_dump(pickled(gloo))
         records.append(RankRecord(rank, f"rank{rank}", "", dump, LATER, "gloo"))
     found = judge_collectives(records)
-    assert [(one.kind, one.group, one.named, one.waiting) for one in found] == [
+    assert [(one.kind, one.group, tuple(one.named), tuple(one.waiting)) for one in found] == [
         ("behind", "process group tp (gloo 5, ranks 0-1)", (1,), ("rank0",)),
         ("behind", "process group tp (nccl 4, ranks 0-1)", (1,), ("rank0",)),
     ]
@@ -214,5 +214,5 @@ def test_whoever_stops_is_named_and_nobody_else(ranks: set[int], finished: int, 
     if stopped not in given_ or given_ == {stopped}:
         assert found == []
     else:
-        ((kind, named, level),) = [(one.kind, one.named, one.level) for one in found]
+        ((kind, named, level),) = [(one.kind, tuple(one.named), one.level) for one in found]
         assert (kind, named, level) == ("behind", (stopped,), "supported" if absent else "established")

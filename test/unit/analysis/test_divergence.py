@@ -5,6 +5,7 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -298,7 +299,7 @@ def test_whatever_the_steps_hold_there_is_an_answer(ranks: list[RankSteps], mome
         assert found.statement.endswith(".")
         assert (found.step is not None) == (found.kind in (*DIVERGED, "ended_earlier"))
         assert found.seconds_before is None or 0 <= found.seconds_before < float("inf")
-        json.dumps(found.to_json(), allow_nan=False)
+        json.dumps(msgspec.to_builtins(found), allow_nan=False)
 
 
 @given(st.lists(_steps, max_size=6), st.integers(2, 4), _moments)

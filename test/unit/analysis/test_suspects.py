@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from sglang_crashkit.model.incident import (
     Trigger,
     Verdict,
 )
+from sglang_crashkit.model.step import Step, StepRequest
 
 WAITED = "it had not been answered, and was in no step yet"
 RECEIVED = f"{WAITED}; the rank had received it last"
@@ -31,13 +33,14 @@ IN_STEP, ALONE_AT = "it was in the step", "it was the only request of the step i
 ONLY_NEW = "it had not been answered, and was the only one in no step yet when the rank failed at taking in such"
 
 
-def step(number: int, *rids: str, ended: bool = True) -> dict[str, Any]:
-    return {"number": number, "ended": 1.0 if ended else None, "requests": [{"rid": rid} for rid in rids]}
+def step(number: int, *rids: str, ended: bool = True) -> Step:
+    requests = tuple(StepRequest(rid, 1, 1) for rid in rids)
+    return Step(number, 0.5, 1.0 if ended else None, "forward_begun", "extend", requests, 0, 0)
 
 
 def incident(
     *rids: str,
-    last: list[dict[str, Any]] | None = None,
+    last: list[Step] | None = None,
     size: int | None = None,
     message: str = "",
     kind: str = "killed",
@@ -127,9 +130,9 @@ def test_each_suspect_has_its_reasons() -> None:
     [
         (incident(*map(str, range(100))), MAX_SUSPECTS, 100 - MAX_SUSPECTS),
         (incident("a", "b", size=15), 2, 13),
-        (incident("a", last=[step(8, *"bcdefghi", ended=False) | {"size": 15}]), 9, 7),
+        (incident("a", last=[replace(step(8, *"bcdefghi", ended=False), size=15)]), 9, 7),
         # Two decodes of the same large batch.
-        (incident("a", size=100, last=[step(8, "a", ended=False) | {"size": 100}]), 1, 99),
+        (incident("a", size=100, last=[replace(step(8, "a", ended=False), size=100)]), 1, 99),
         (incident("a", "HEALTH_CHECK_1"), 1, 0),
     ],
 )
@@ -169,10 +172,10 @@ def test_of_two_unfinished_steps_the_one_at_hand_counts(
 
 def test_the_older_step_counts_where_its_results_were_read() -> None:
     made = incident("a", message="IndexError: x")
-    steps_of(made).last.append(step(10, "b", "c", ended=False) | {"phase": "forward_begun"})
+    steps_of(made).last.append(replace(step(10, "b", "c", ended=False), phase="forward_begun"))
     assert told(made) == [("a", "supported")]
     # Before the next one is made: where the scheduler does not overlap them.
-    steps_of(made).last[-1] = step(10, ended=False) | {"phase": "received"}
+    steps_of(made).last[-1] = replace(step(10, ended=False), phase="received")
     assert told(made) == [("a", "unknown")]
     current(made).phase = "forward_done"
     assert told(made) == [("a", "supported")]
@@ -215,7 +218,7 @@ def between(
     (rank,) = made.processes
     rank.role = role
     rank.doing = ["from_schedule_batch (sglang/x.py:1)", "prepare_for_extend (sglang/y.py:2)"] if takes_in else []
-    steps_of(made).last.append(step(10, *received, ended=False) | {"phase": "received"})
+    steps_of(made).last.append(replace(step(10, *received, ended=False), phase="received"))
     if received and not batch:
         steps_of(made).in_step = InStep(10, "", "received", 0.1, len(received), list(received))
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished, **journal)
@@ -290,7 +293,7 @@ def test_those_that_wait_count_where_no_step_need_be(
     made = incident("a")
     (rank,) = made.processes
     rank.exit, rank.hit_in_main = end, in_main
-    steps_of(made).last[-1]["decisions"] = {"grammar": grammars}
+    steps_of(made).last[-1] = replace(steps_of(made).last[-1], decisions={"grammar": grammars})
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished)
     found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made, unanswered=["b"])[0]]
     assert found == expected
@@ -309,7 +312,7 @@ def test_a_request_is_alone_where_no_other_was_under_way(
 
 
 def test_those_that_were_answered_count_only_where_nobody_waits() -> None:
-    made = incident(last=[step(8, "a") | {"size": 3}])
+    made = incident(last=[replace(step(8, "a"), size=3)])
     found, left_out = suspects_of(made)
     assert [(one.rid, one.reasons) for one in found] == [("a", ["it was in the last step, and no step was unfinished"])]
     assert left_out == 2
@@ -391,7 +394,7 @@ def test_judging_a_large_batch_takes_no_square_of_it(monkeypatch: pytest.MonkeyP
 
 def test_of_a_large_batch_the_new_one_is_known() -> None:
     rids = [f"r{number}" for number in range(100)]
-    made = incident(*rids[:64], size=100, last=[step(8, *rids[:8]) | {"size": 99}])
+    made = incident(*rids[:64], size=100, last=[replace(step(8, *rids[:8]), size=99)])
     steps_of(made).rids = {8: rids[:99], 9: rids}
     assert suspects_of(made)[0][0].rid == "r99"
     # The incident itself has the first few.
@@ -564,14 +567,14 @@ def test_the_record_tells_where_no_frames_do(raised: list[str], doing: list[str]
     assert control_of(rank) == expected
 
 
-ONLY_RECEIVED = step(9, "new", ended=False) | {"phase": "received"}
+ONLY_RECEIVED = replace(step(9, "new", ended=False), phase="received")
 
 
 @pytest.mark.parametrize(
     ("frames", "last", "message", "expected"),
     [
         (UPDATE, [ONLY_RECEIVED], "ValueError: no such weights", []),
-        ([], [ONLY_RECEIVED | {"requests": []}], "", []),
+        ([], [replace(ONLY_RECEIVED, requests=())], "", []),
         # It may have been taking in the other one.
         ([], [ONLY_RECEIVED], "", ["new", "waits"]),
         (UPDATE, [ONLY_RECEIVED], "torch.AcceleratorError: CUDA error: an illegal memory access", ["waits", "new"]),

@@ -175,7 +175,7 @@ def test_of_two_real_ranks_the_one_behind_is_named() -> None:
     told = [parse_answer(answer) for answer in ANSWERS]
     records = [RankRecord(one.rank, f"rank {one.rank}", "", one.dump, told[0].seconds + 7, "gloo") for one in told]
     (first,) = judge_collectives(records)
-    assert (first.kind, first.named, first.waiting, first.level) == ("behind", (1,), ("rank 0",), "established")
+    assert (first.kind, first.named, first.waiting, first.level) == ("behind", [1], ["rank 0"], "established")
     assert re.fullmatch(
         r"rank 1 had not begun all_reduce of 4x3 of process group tp \(gloo 1, ranks 0-1\), number 4, which rank 0 "
         r"had begun \d\.\d s before and not finished; it was begun in main \(gloo_rank.py:\d+\)\.",

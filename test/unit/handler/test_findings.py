@@ -13,8 +13,9 @@ import pytest
 
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import findings
-from sglang_crashkit.handler.findings import count_repeat, divergence_of, explain, incident_with_core, without_requests
+from sglang_crashkit.handler.findings import count_repeat, divergence_of, incident_with_core, without_requests
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
+from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.judge import verdict
 from sglang_crashkit.model import ABORTED, ALONE
@@ -233,9 +234,9 @@ def test_an_incident_tells_where_the_ranks_diverged(
     tmp_path: Path, kind: str, steps: dict[int, list[Step]], expected: str
 ) -> None:
     found = told(kind, steps, tmp_path)
-    assert found["statement"].endswith(expected)
-    assert (found["request"] == "b") == ("before" in expected)
-    assert found["pids"] == ([10, 11] if "before" in expected else [])
+    assert found.statement.endswith(expected)
+    assert (found.request == "b") == ("before" in expected)
+    assert found.pids == ((10, 11) if "before" in expected else ())
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, {}), (2, {10: [], 11: []}), (1, {10: ALIKE})])
@@ -282,8 +283,8 @@ def test_the_rank_record_is_read_where_it_is_whole(tmp_path: Path, record: str |
         write_record(tmp_path, record)
     found = explain(make_incident(), tmp_path)
     assert found is not None
-    assert found["class"] == name
-    assert [one["issue"] for one in found["known_issues"]] == ([40076] if name == "poison_request" else [])
+    assert found.kind == name
+    assert [one.issue for one in found.known_issues] == ([40076] if name == "poison_request" else [])
 
 
 def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
     found = explain(incident, tmp_path)
     assert without is not None
     assert found is not None
-    assert (without["class"], found["class"]) == ("exited", "startup_port")
+    assert (without.kind, found.kind) == ("exited", "startup_port")
 
 
 def test_a_process_that_its_cgroup_froze_is_stopped(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_a_process_that_its_cgroup_froze_is_stopped(tmp_path: Path) -> None:
     incident.processes[0].samples = [Sample(pid=8, role="scheduler", state="S", time=float(at)) for at in (1, 3)]
     found = explain(incident, tmp_path)
     assert found is not None
-    assert (found["class"], found["level"]) == ("stopped_process", "established")
+    assert (found.kind, found.level) == ("stopped_process", "established")
 
 
 def test_a_broken_rule_book_does_not_cost_the_incident(
@@ -317,14 +318,14 @@ def test_a_broken_rule_book_does_not_cost_the_incident(
     incident.cause = explain(incident, tmp_path)
     assert incident.cause is None
     assert "the cause of incident 0 was not looked for" in caplog.text
-    assert "## Cause" not in format_summary(incident.to_json())
+    assert "## Cause" not in format_summary(incident.shown())
 
 
 def test_the_summary_says_the_cause_and_what_to_do(tmp_path: Path) -> None:
     write_record(tmp_path, json.dumps(RECORD))
     incident = make_incident()
     incident.cause = explain(incident, tmp_path)
-    text = format_summary(incident.to_json())
+    text = format_summary(incident.shown())
     cause = text[text.index("## Cause") : text.index("## Processes")]
     assert "(poison_request, supported)" in cause
     assert "- next: find it in requests/requests.jsonl" in cause
@@ -333,7 +334,7 @@ def test_the_summary_says_the_cause_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_an_idle_handler_has_loaded_neither_rules_nor_yaml() -> None:
-    names = "('yaml', 'msgspec', 'sglang_crashkit.judge')"
+    names = "('yaml', 'sglang_crashkit.judge')"
     code = f"import sys, sglang_crashkit.handler.server\nprint([one for one in sys.modules if one.startswith({names})])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

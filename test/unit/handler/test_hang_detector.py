@@ -17,6 +17,7 @@ from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
 from sglang_crashkit.handler.heartbeats import Heartbeats
 from sglang_crashkit.handler.state import Seen, Shutdown
 from sglang_crashkit.memory.heartbeat import BEAT_SECS, Heartbeat, NotAHeartbeatError
+from sglang_crashkit.model.incident import Incident, Verdict
 from sglang_crashkit.settings import Settings
 from unit.support.waiting import child
 
@@ -39,9 +40,8 @@ class Run:
     problem, path = "", Path("/incidents/one")
 
     def __init__(self) -> None:
-        verdict = SimpleNamespace(kind="hang", text="TP1 hangs.")
-        document = {"kind": "hang", "verdict": {"kind": "hang", "basis": [verdict.text]}}
-        self.incident = SimpleNamespace(id="one", verdict=verdict, environment=None, to_json=lambda: document)
+        self.incident = Incident.of({"id": "one", "kind": "hang"})
+        self.incident.verdict = Verdict("hang", None, "supported", "TP1 hangs.", ["TP1 hangs."])
         self.finished = False
         self.silent: list[int] = []
         self.hows: list[str] = []

@@ -20,7 +20,7 @@ from sglang_crashkit.incident.fingerprint import (
     recent_crashes,
 )
 from sglang_crashkit.kernel.private_files import FolderLock
-from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.incident import Incident, iso_time
 from unit.support.stored import NOON, make_incident
 from unit.support.waiting import LONG
 
@@ -46,6 +46,14 @@ KILLED: dict[str, Any] = {
 }
 
 
+def found_fault(document: dict[str, Any]) -> Fault | None:
+    return fault_of(Incident.of(document))
+
+
+def same_fault(some: dict[str, Any], other: dict[str, Any]) -> bool:
+    return is_same_fault(Incident.of(some), Incident.of(other))
+
+
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """Return a copy of `document` in which what is at the dotted `path` is `value`."""
     result = copy.deepcopy(document)
@@ -58,11 +66,13 @@ def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def test_a_fault_says_who_failed_of_what_and_where() -> None:
-    assert fault_of(RAISED) == Fault(
+    assert found_fault(RAISED) == Fault(
         "0.5.23", "exception", "scheduler tp=1", "ValueError", ("forward (model.py:7)", "run (x.py:1)")
     )
     # Where the others waited depends on the moment; the function does not.
-    assert fault_of(KILLED) == Fault("0.5.23", "oom_kill", "scheduler tp=1", "SIGKILL", ("run (x.py)", "wait (y.py)"))
+    assert found_fault(KILLED) == Fault(
+        "0.5.23", "oom_kill", "scheduler tp=1", "SIGKILL", ("run (x.py)", "wait (y.py)")
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +93,7 @@ def test_a_fault_says_who_failed_of_what_and_where() -> None:
     ],
 )
 def test_only_what_tells_faults_apart_does(document: dict[str, Any], path: str, value: Any, is_same: bool) -> None:
-    fault, other = fault_of(changed(document, path, value)), fault_of(document)
+    fault, other = found_fault(changed(document, path, value)), found_fault(document)
     assert fault is not None
     assert other is not None
     assert (fault.key == other.key) is is_same
@@ -91,10 +101,10 @@ def test_only_what_tells_faults_apart_does(document: dict[str, Any], path: str, 
 
 def test_hangs_without_a_stack_are_not_taken_for_the_same() -> None:
     hung = changed(changed(RAISED, "verdict.kind", "hang"), "timeline", [])
-    assert fault_of(hung) is not None
+    assert found_fault(hung) is not None
     for process in hung["processes"]:
         process["doing"] = []
-    assert fault_of(hung) is None
+    assert found_fault(hung) is None
 
 
 def starting(title: str, rank: dict[str, int], doing: list[str]) -> dict[str, Any]:
@@ -106,19 +116,19 @@ def starting(title: str, rank: dict[str, int], doing: list[str]) -> dict[str, An
 
 
 def test_at_startup_neither_the_moment_nor_a_missing_title_matters() -> None:
-    one = fault_of(starting("sglang::scheduler_TP1", {"tp": 1}, ["get_code (<frozen importlib>:1)"]))
-    assert one == fault_of(starting("Rank 1 scheduler", {}, ["compile (model.py:7)"]))
+    one = found_fault(starting("sglang::scheduler_TP1", {"tp": 1}, ["get_code (<frozen importlib>:1)"]))
+    assert one == found_fault(starting("Rank 1 scheduler", {}, ["compile (model.py:7)"]))
     assert one is not None
     assert one.who == "scheduler tp=1"
-    assert one not in (fault_of(KILLED), fault_of(starting("Rank 2 scheduler", {}, [])))
+    assert one not in (found_fault(KILLED), found_fault(starting("Rank 2 scheduler", {}, [])))
     early = starting("python", {}, [])
     early["processes"][0]["role"] = "helper"
     early["timeline"][0]["message"] = "Rank 1 scheduler died during initialization (exit code: -9)."
-    assert fault_of(early) == fault_of(starting("Rank 1 scheduler", {}, []))
-    only = fault_of(starting("sglang::scheduler", {}, []))
-    assert only == fault_of(starting("Rank 0 scheduler", {}, []))
-    replica = fault_of(starting("sglang::scheduler_DP1", {"dp": 1}, []))
-    assert replica == fault_of(starting("DP1 Rank 0 scheduler", {}, []))
+    assert found_fault(early) == found_fault(starting("Rank 1 scheduler", {}, []))
+    only = found_fault(starting("sglang::scheduler", {}, []))
+    assert only == found_fault(starting("Rank 0 scheduler", {}, []))
+    replica = found_fault(starting("sglang::scheduler_DP1", {"dp": 1}, []))
+    assert replica == found_fault(starting("DP1 Rank 0 scheduler", {}, []))
     assert replica not in (one, only)
 
 
@@ -127,7 +137,7 @@ def test_at_startup_neither_the_moment_nor_a_missing_title_matters() -> None:
     [{}, {"verdict": None}, {"verdict": {"first_failure": None}}, changed(RAISED, "verdict.first_failure.pid", 4)],
 )
 def test_where_nothing_was_seen_to_fail_there_is_no_fault(document: dict[str, Any]) -> None:
-    assert fault_of(document) is None
+    assert found_fault(document) is None
 
 
 def seen(incidents: Path, number: int, fault: Fault = FAULT, keep: int = 3) -> tuple[int, str | None] | None:
@@ -264,13 +274,13 @@ def hung(doing: list[str], *, kind: str = "hang", first: int | None = 8, **more:
     ],
 )
 def test_a_hang_is_the_same_whatever_line_it_is_on(doing: list[str]) -> None:
-    assert is_same_fault(hung(LOOP), hung(doing))
-    assert is_same_fault(hung(doing), hung(LOOP))
-    assert is_same_fault(hung(LOOP, first=None), hung(doing, first=None))
+    assert same_fault(hung(LOOP), hung(doing))
+    assert same_fault(hung(doing), hung(LOOP))
+    assert same_fault(hung(LOOP, first=None), hung(doing, first=None))
 
 
 def test_two_calls_of_one_loop_are_the_same_hang() -> None:
-    assert is_same_fault(hung(["one (a.py:1)", *LOOP[:3]]), hung(["two (b.py:1)", *LOOP[:3]]))
+    assert same_fault(hung(["one (a.py:1)", *LOOP[:3]]), hung(["two (b.py:1)", *LOOP[:3]]))
 
 
 @pytest.mark.parametrize(
@@ -287,11 +297,11 @@ def test_two_calls_of_one_loop_are_the_same_hang() -> None:
     ],
 )
 def test_another_hang_is_another_fault(other: dict[str, Any]) -> None:
-    assert not is_same_fault(hung(LOOP), other)
-    assert not is_same_fault(other, hung(LOOP))
+    assert not same_fault(hung(LOOP), other)
+    assert not same_fault(other, hung(LOOP))
 
 
 def test_of_what_raised_the_line_counts() -> None:
     raised, later = hung(LOOP, kind="exception"), hung(["spin (model.py:8)", *LOOP[1:]], kind="exception")
-    assert is_same_fault(raised, raised)
-    assert not is_same_fault(raised, later)
+    assert same_fault(raised, raised)
+    assert not same_fault(raised, later)

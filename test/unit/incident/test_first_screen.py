@@ -9,18 +9,23 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.incident.first_screen import (
-    MAX_LINES,
-    WIDTH,
-    Counts,
-    counts_of,
-    first_screen,
-)
+from sglang_crashkit.incident import first_screen as screen
+from sglang_crashkit.incident.first_screen import MAX_LINES, WIDTH, Counts
 from sglang_crashkit.incident.summary import format_summary
+from sglang_crashkit.model import lenient
+from sglang_crashkit.model.incident import Incident, Requests
 
 DATA = Path(__file__).parent / "data"
 #: Incidents of real servers, with other names of hosts and folders.
 GOLDEN = sorted(path.stem for path in DATA.glob("*.json"))
+
+
+def first_screen(document: dict[str, Any], **how: Any) -> list[str]:
+    return screen.first_screen(Incident.of(document), **how)
+
+
+def counts_of(document: dict[str, Any]) -> Counts | None:
+    return screen.counts_of(lenient.read(document, Requests))
 
 
 def load(name: str) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def test_the_screen_of_an_extreme_incident_keeps_its_size(name: str, extreme: st
         assert [line for line in lines if not line.isprintable()] == []
         # Of each row something is told.
         assert [line for line in lines if len(line.strip()) < 3] == []
-    summary = format_summary(document)
+    summary = format_summary(Incident.of(document))
     assert summary.replace("\n", "").isprintable()
     assert len(summary.split("\n")) < 250 or extreme == "controls"
     assert summary.split("\n")[3 : 3 + len(first_screen(document))] == first_screen(document)

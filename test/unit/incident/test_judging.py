@@ -1,22 +1,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.verdict import (
-    BUSY_TOO_LONG,
-    UNHEALTHY,
-    FailureEvent,
-    judge,
-    order_failures,
-)
+from sglang_crashkit.incident import judging
+from sglang_crashkit.incident.judging import BUSY_TOO_LONG, UNHEALTHY, order_failures
 from sglang_crashkit.model.incident import (
+    CollectiveFinding,
     Collectives,
+    Divergence,
     Exit,
+    FailureEvent,
     Incident,
     LastSign,
     ProcessReport,
@@ -26,6 +27,8 @@ from sglang_crashkit.model.incident import (
 )
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Gil, Sample, Thread
+from sglang_crashkit.model.step import DivergenceKind
+from sglang_crashkit.model.verdict import Level
 from unit.analysis import real_stacks
 from unit.analysis.real_stacks import stack
 
@@ -65,6 +68,10 @@ def raised(pid: int, seconds: float, message: str = "ValueError: x") -> FailureE
 
 def silent(*pids: int, message: str = "made no progress for 5.0 s") -> list[FailureEvent]:
     return [FailureEvent(pid, float(second), "hang", message) for second, pid in enumerate(pids)]
+
+
+def judge(incident: Incident, failures: Sequence[FailureEvent]) -> Verdict:
+    return judging.judge(msgspec.structs.replace(incident, failures=list(failures)), Path("no folder"))
 
 
 def first(verdict: Verdict) -> int | None:
@@ -203,7 +210,7 @@ def test_a_stopped_rank_is_the_peer_waited_for_in_vain(message: str, states: tup
     verdict = judge(incident, [raised(10, 1.0, message)])
     assert first(verdict) == named
     assert f"raised {message}." in verdict.text
-    words = "is frozen by its cgroup" if "frozen" in states[1] else "is stopped (state T) until"
+    words = "is stopped (frozen by its cgroup" if "frozen" in states[1] else "is stopped (state T, until"
     assert (f"(pid 11) {words}" in verdict.text) == (named == 11)
 
 
@@ -233,7 +240,7 @@ def test_collectives_are_told_and_do_not_change_the_first_failure() -> None:
     shown = [("A wait.", "behind", "unknown")]
     shown += [(f"Group {number}.", "behind", "supported") for number in range(9)]
     incident.collectives = Collectives(
-        [{"kind": kind, "level": level, "statement": text, "pids": [10]} for text, kind, level in shown]
+        [CollectiveFinding(kind=kind, level=level, statement=text, pids=[10]) for text, kind, level in shown]
     )
     verdict = judge(incident, [death(11, 1.0)])
     assert (first(verdict), verdict.basis[1:]) == (11, ["Group 0.", "Group 1."])
@@ -336,13 +343,19 @@ DEEP = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *real_stacks.BATC
 @pytest.mark.parametrize(
     ("one", "words"),
     [
-        (rank(1, SPIN, states="RRR", cpu=1.9, gil="main"), f". {TP1} spun there, busy all the time."),
+        (
+            rank(1, SPIN, states="RRR", cpu=1.9, gil="main"),
+            f". {TP1} spun there, busy all the time and held the GIL in each sample.",
+        ),
         # One that sleeps does not spin whatever its other threads use.
-        (rank(1, SPIN, cpu=1.9), f"waited in {BROADCAST[0]}."),
+        (
+            rank(1, SPIN, cpu=1.9),
+            f"TP0 waits in broadcast in {BROADCAST[0]}. sglang::scheduler_TP0 (pid 10) made no progress",
+        ),
         (rank(1, SPIN), f". {TP1} was stuck there."),
         (rank(1, *DEEP, states="RRR", cpu=1.9), f". {TP1} moved below LlamaModel.forward."),
-        (rank(1, SPIN, gil="taken"), f" No other thread of {TP1} got the GIL in time to answer."),
-        (rank(1, SPIN, states="TTT", gil="taken"), f"{TP1} is stopped (state T) until somebody sends SIGCONT."),
+        (rank(1, SPIN, gil="taken"), f" {TP1} let no other thread have the GIL in time to answer."),
+        (rank(1, SPIN, states="TTT", gil="taken"), "TP1 is stopped (state T, until somebody sends SIGCONT), while"),
     ],
 )
 def test_what_holds_it_is_told(one: ProcessReport, words: str) -> None:
@@ -364,26 +377,31 @@ STOPPED = [rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")]
 @pytest.mark.parametrize(
     ("ranks", "events", "expected", "words"),
     [
-        (STOPPED, silent(10, 11), (11, "supported"), "TP1 (pid 11) made no progress for 5.0 s."),
+        (STOPPED, silent(10, 11), (11, "established"), "TP1 (pid 11) made no progress for 5.0 s."),
         # A watchdog of the waiting rank does not make it the cause.
-        (STOPPED, silent(10), (11, "supported"), f"sglang::scheduler_TP0 (pid 10) was in {BROADCAST[0]}."),
-        (STOPPED, [*silent(10), raised(10, 9.0, LOST)], (11, "supported"), "TP0 (pid 10) then raised RuntimeError"),
-        ([rank(n, SPIN, states="TT") for n in range(2)], silent(10, 11), (None, "established"), "are all stopped"),
-        ([rank(0, BROADCAST, states="TTT")], silent(10), (10, "supported"), "is stopped"),
+        (STOPPED, silent(10), (11, "established"), f"TP0 waits in broadcast in {BROADCAST[0]}."),
+        (STOPPED, [*silent(10), raised(10, 9.0, LOST)], (11, "established"), "TP0 (pid 10) then raised RuntimeError"),
+        (
+            [rank(n, SPIN, states="TT") for n in range(2)],
+            silent(10, 11),
+            (None, "established"),
+            "TP0 and TP1 are stopped",
+        ),
+        ([rank(0, BROADCAST, states="TTT")], silent(10), (10, "established"), "is stopped"),
         (
             [rank(0, BROADCAST), rank(1, BROADCAST)],
             silent(10, 11),
-            (None, "unknown"),
-            "2 processes made no progress, and no single rank looks responsible. ",
+            (None, "supported"),
+            "TP0 and TP1 wait in broadcast",
         ),
         ([rank(0, SPIN, states="RRR", cpu=1.9)], silent(10), (10, "supported"), "(pid 10) spun there"),
-        ([ProcessReport(10, "sglang::scheduler_TP0", "scheduler", {})], silent(10), (10, "supported"), "no progress"),
+        ([ProcessReport(10, "sglang::scheduler_TP0", "scheduler", {})], silent(10), (10, "unknown"), "no progress"),
         # The replica that is idle has nothing to do with it; where the attention alone is replicated, it has.
         (
             [rank(0, BROADCAST, dp=0), rank(1, BROADCAST, dp=0), rank(2, SPIN, dp=1)],
             silent(10, 11),
-            (None, "unknown"),
-            "",
+            (None, "supported"),
+            "DP0 TP0 and DP0 TP1 wait in broadcast",
         ),
         ([rank(n, SPIN if n == 2 else BROADCAST, dp=n) for n in range(4)], silent(10), (12, "supported"), ""),
     ],
@@ -396,9 +414,10 @@ def test_the_verdict_on_a_hang(
     assert words in verdict.text
 
 
-def behind(*pids: int, level: str = "established", waiting: tuple[int, ...] = ()) -> Collectives:
-    told = {"level": level, "statement": "One is behind.", "pids": list(pids), "waiting_pids": list(waiting)}
-    return Collectives([{"kind": "behind", **told}])
+def behind(*pids: int, level: Level = "established", waiting: tuple[int, ...] = ()) -> Collectives:
+    found = CollectiveFinding(kind="behind", level=level, statement="One is behind.", pids=list(pids))
+    found.waiting_pids = list(waiting)
+    return Collectives([found])
 
 
 def both(*told: Collectives) -> Collectives:
@@ -409,10 +428,10 @@ def both(*told: Collectives) -> Collectives:
     ("kind", "in_hang", "in_crash"),
     [("mode", True, True), ("hash", True, True), ("ended_earlier", True, False), ("none", True, False)],
 )
-def test_where_the_ranks_diverged_is_part_of_the_verdict(kind: str, in_hang: bool, in_crash: bool) -> None:
+def test_where_the_ranks_diverged_is_part_of_the_verdict(kind: DivergenceKind, in_hang: bool, in_crash: bool) -> None:
     hung = incident_of(*STOPPED)
     crashed = ended("killed", None)
-    hung.divergence = crashed.divergence = {"kind": kind, "level": "established", "statement": "They did."}
+    hung.divergence = crashed.divergence = Divergence(kind, "established", "They did.")
     verdict = judge(hung, silent(10, 11))
     assert first(verdict) == 11
     assert (verdict.text.count("They did."), "They did." in verdict.basis) == (int(in_hang), in_hang)
@@ -421,12 +440,12 @@ def test_where_the_ranks_diverged_is_part_of_the_verdict(kind: str, in_hang: boo
 
 def test_diverged_ranks_that_wait_alike_have_a_reason() -> None:
     hung = incident_of(rank(0, BROADCAST), rank(1, BROADCAST))
-    hung.divergence = {"kind": "requests", "level": "established", "statement": "They did."}
+    hung.divergence = Divergence("requests", "established", "They did.")
     verdict = judge(hung, silent(10, 11))
-    assert (first(verdict), verdict.level) == (None, "supported")
+    assert (first(verdict), verdict.level) == (None, "established")
     assert verdict.text.startswith("They did. ")
-    hung.divergence["kind"] = "none"
-    assert judge(hung, silent(10, 11)).text.startswith("2 processes made no progress, and no single rank looks")
+    hung.divergence = Divergence("none", "established", "They did.")
+    assert judge(hung, silent(10, 11)).text.startswith("TP0 and TP1 wait in broadcast")
 
 
 @pytest.mark.parametrize(
@@ -505,7 +524,7 @@ def test_the_verdict_on_work_blames_nobody(trigger: str, kind: str) -> None:
     incident = incident_of(busy(0, ALL_REDUCE), busy(1, COMPILES), trigger=trigger)
     found = judge(incident, silent(10, 11))
     assert (found.kind, found.level, found.first_failure is None) == (kind, "supported", kind == "busy")
-    assert "compiled a kernel in make_llir" in found.text
+    assert "compiles a kernel in make_llir" in found.text
     # A death is no work.
     assert judge(incident, [*silent(10), death(11, 2.0)]).kind == "hang"
 
@@ -527,7 +546,7 @@ def detokenizer(states: str) -> ProcessReport:
         ([rank(n, real_stacks.BATCH, states="TT") for n in range(2)], ("hang", None, "established")),
         # What the kernel says of another process counts more than stacks; its stack alone does not.
         ([rank(0, BROADCAST), rank(1, SPIN, states="RRR"), detokenizer("TT")], ("hang", 20, "established")),
-        ([rank(0, real_stacks.BATCH), detokenizer("SR")], ("unknown", None, "unknown")),
+        ([rank(0, real_stacks.BATCH), detokenizer("SR")], ("hang", 10, "supported")),
         ([], ("unknown", None, "unknown")),
     ],
 )
@@ -539,7 +558,7 @@ def test_the_verdict_on_a_server_whose_health_check_failed(
     assert (verdict.kind, first(verdict), verdict.level) == expected
     if verdict.kind == "unknown":
         assert verdict.basis[0] == (
-            "The health check of python (pid 1) had failed, but no process was seen to stand still."
+            "The health check of python (pid 1) had failed: no process was seen to stand still."
         )
     if processes:
         # A failure that was seen counts more.

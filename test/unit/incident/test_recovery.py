@@ -36,6 +36,10 @@ def document_of(path: Path) -> dict[str, Any]:
     return document
 
 
+def log_of(path: Path) -> bytes:
+    return (path / "events.jsonl").read_bytes()
+
+
 def age(path: Path) -> None:
     os.utime(path, (NOON, NOON))
 
@@ -55,26 +59,33 @@ def test_missing_pieces_are_named_and_the_folder_is_renamed(tmp_path: Path) -> N
     assert document["complete"] is False
     (missing,) = document["processes"][0]["evidence"]
     assert (missing["kind"], missing["status"], missing["reason"]) == ("stack", "failed", REASON)
-    assert document["processes"][1]["evidence"] == other["evidence"]
+    (there,) = document["processes"][1]["evidence"]
+    assert (there["kind"], there["status"], there["path"]) == ("stack", "captured", "stacks/x-9.txt")
     assert document["requests"]["reason"] == REASON
     assert document["verdict"]["level"] == "unknown"
-    assert document["verdict"]["text"] == "The crash handler was killed before it was done."
+    assert document["verdict"]["text"].endswith(" The crash handler was killed before it was done.")
     assert document["timeline"][-1]["event"] == "finished_by_another_handler"
     assert REASON in (path / "summary.md").read_text()
     assert f"sglang-crashkit show {path} --stacks\n" in (path / "summary.md").read_text()
-    assert sorted(each.name for each in path.iterdir()) == ["incident.json", "stacks", "summary.md"]
+    assert sorted(each.name for each in path.iterdir()) == ["events.jsonl", "incident.json", "stacks", "summary.md"]
     assert finish_abandoned(tmp_path) == []
 
 
-def test_a_verdict_that_was_reached_stands(tmp_path: Path) -> None:
-    verdict = {"kind": "signal", "first_failure": {"pid": 8, "title": "x"}, "level": "established", "text": "It died."}
-    abandon(tmp_path, verdict=verdict, requests={"path": "/x.pkl", "reason": None, "finished": 1, "unfinished": 2})
+def test_who_failed_first_is_told_by_the_log(tmp_path: Path) -> None:
+    end = {"code": None, "signal": "SIGKILL", "cause": "signal", "detail": "no OOM kill", "time": "t"}
+    failures = [{"pid": 8, "seconds": 1.0, "kind": "exit", "fatal_signal": True}]
+    requests = {"path": "/x.pkl", "reason": None, "finished": 1, "unfinished": 2}
+    abandon(tmp_path, processes=[REPORT | {"exit": end}], failures=failures, requests=requests)
     (path,) = finish_abandoned(tmp_path)
     document = document_of(path)
     assert document["verdict"]["kind"] == "signal"
     assert document["verdict"]["level"] == "established"
-    assert document["verdict"]["text"] == "It died. The crash handler was killed before it was done."
-    assert document["requests"] == {"path": "/x.pkl", "reason": None, "finished": 1, "unfinished": 2}
+    assert document["verdict"]["text"] == (
+        "sglang::scheduler_TP1 (pid 8) was killed by SIGKILL: no OOM kill. "
+        "The crash handler was killed before it was done."
+    )
+    assert document["cause"]["class"] == "killed"
+    assert document["requests"].items() >= requests.items()
 
 
 def test_a_whole_one_gets_its_name_only(tmp_path: Path) -> None:
@@ -176,7 +187,7 @@ def test_foreign_files_and_folders_are_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"[]", b"\xff", b'{"schema_version": 2}', b'{"schema_version": 1, "processes": [{"evidence": 5}]}'],
+    [b"{", b"[]", b"\xff", b'{"schema_version": 2}'],
 )
 def test_one_that_cannot_be_read_is_named_and_stays(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -235,8 +246,8 @@ def test_pipes_in_place_of_files_are_not_waited_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
     incidents = tmp_path / "host" / "incidents"
     folder = abandon(incidents)
-    (folder / "incident.json").unlink()
-    for path in (folder / "incident.json", incidents / "faults.json"):
+    (folder / "events.jsonl").unlink()
+    for path in (folder / "incident.json", folder / "events.jsonl", incidents / "faults.json"):
         os.mkfifo(path)
     assert finish_abandoned(incidents) == []
     assert read_faults(incidents) == {}

@@ -64,7 +64,7 @@ def test_what_a_killed_handler_left_is_meant_without_another(tmp_path: Path) -> 
     finished = make_incident(tmp_path / "two" / "incidents")
     assert find_one("latest", tmp_path).path == finished
     assert find_one(str(torn)).path == torn
-    (torn / "incident.json").unlink()
+    (torn / "events.jsonl").unlink()
     with pytest.raises(NothingToDoError, match="no finished incident below"):
         find_one(str(torn))
 

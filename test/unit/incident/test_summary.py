@@ -17,7 +17,9 @@ from sglang_crashkit.incident.summary import (
 )
 from sglang_crashkit.model import UNANSWERED
 from sglang_crashkit.model.incident import (
+    CollectiveFinding,
     Collectives,
+    Entry,
     Evidence,
     Exit,
     Failure,
@@ -57,7 +59,7 @@ def test_a_summary_says_everything_once() -> None:
     incident.verdict = Verdict("oom_kill", None, "established", "It was killed.")
     incident.requests = Requests(3, 1, "/crash/x.pkl", None)
     assert (
-        format_summary(incident.to_json())
+        format_summary(incident.shown())
         == """\
 # killed: who failed first is not known (reported by sglang::scheduler_TP1)
 
@@ -104,18 +106,18 @@ def test_the_suspect_is_the_same_above_and_below(left_out: int, count: str, list
     suspects = [{"rid": rid, "level": "unknown", "reasons": [UNANSWERED]} for rid in ("r1", "r2")]
     document = make_incident().to_json() | {"suspects": suspects, "suspects_left_out": left_out}
     words = f"none of the {count} requests under way is likelier than the others"
-    assert f"\nsuspect {words}\n" in format_summary(document)
-    assert f"\n- suspect: {words}; {listed} in incident.json\n" in format_summary(document)
+    assert f"\nsuspect {words}\n" in format_summary(Incident.of(document))
+    assert f"\n- suspect: {words}; {listed} in incident.json\n" in format_summary(Incident.of(document))
     suspects[0]["level"] = "supported"
     found = f"\n- suspect: request r1 (supported): {UNANSWERED}; 1 more in incident.json{not_listed}\n"
-    assert found in format_summary(document)
+    assert found in format_summary(Incident.of(document))
 
 
 def test_the_verdict_is_told_without_the_builders_path() -> None:
     incident = make_incident()
     incident.verdict = Verdict("exception", None, "established", "TP1 raised: [/__w/gloo/pair.cc:561] Closed.")
     document = incident.to_json()
-    assert "\n**TP1 raised: Closed.** (established)\n" in format_summary(document)
+    assert "\n**TP1 raised: Closed.** (established)\n" in format_summary(Incident.of(document))
     assert "pair.cc" in document["verdict"]["text"]
 
 
@@ -125,7 +127,7 @@ def test_a_summary_names_lost_servers_and_who_waits_for_them() -> None:
     waiting[0] = WaitingRequest("first", 0, "this morning")
     named, why = waiting[:MAX_NAMED], "Failed to send"
     incident.peers = [LostPeer("10.0.0.2:41", "decode", "failed_transfer", "now", why, named, len(waiting))]
-    lines = format_summary(incident.to_json()).splitlines()
+    lines = format_summary(incident.shown()).splitlines()
     assert "### decode server 10.0.0.2:41: failed_transfer, since now" in lines
     assert "- SGLang says: Failed to send" in lines
     assert "- waits for it: first (room 0, since this morning)" in lines
@@ -137,14 +139,14 @@ def test_a_summary_names_lost_servers_and_who_waits_for_them() -> None:
 def test_the_headline_names_who_failed_and_not_who_told() -> None:
     incident = make_incident()
     incident.trigger = Trigger("exception", "t", 9, "sglang::scheduler_TP0")
-    before = headline(incident.to_json())
+    before = headline(incident)
     incident.verdict = Verdict("signal", Failure(8, "sglang::scheduler_TP1"), "established", "TP1 was killed.")
-    document = incident.to_json()
     assert before == "killed: who failed first is not known (reported by sglang::scheduler_TP0)"
-    assert headline(document) == "killed: sglang::scheduler_TP1 (pid 8)"
-    assert format_summary(document).startswith(f"# {headline(document)}\n")
-    assert format_termination_message(document, "/x").startswith("TP1 was killed. (established)\n")
-    assert format_termination_message(document | {"verdict": None}, "/x").startswith(f"{before}\n")
+    assert headline(incident) == "killed: sglang::scheduler_TP1 (pid 8)"
+    assert format_summary(incident.shown()).startswith(f"# {headline(incident)}\n")
+    assert format_termination_message(incident, "/x").startswith("TP1 was killed. (established)\n")
+    incident.verdict = None
+    assert format_termination_message(incident, "/x").startswith(f"{before}\n")
 
 
 @pytest.mark.parametrize(
@@ -159,15 +161,14 @@ def test_the_headline_names_who_failed_and_not_who_told() -> None:
     ],
 )
 def test_a_document_of_another_shape_has_a_summary(document: dict[str, Any]) -> None:
-    assert format_summary(document).startswith("# ")
+    assert format_summary(Incident.of(document)).startswith("# ")
 
 
 def test_collectives_are_told_with_missing_ranks() -> None:
     incident = make_incident()
-    told = {"group": "process group 0", "kind": "behind", "level": "established", "named": [1], "pids": [9]}
-    told["statement"] = "One had not begun it."
+    told = CollectiveFinding("process group 0", "behind", [1], statement="One had not begun it.", level="established")
     incident.collectives = Collectives([told], ["sglang::scheduler_TP1 (pid 8): it was dead."])
-    text = format_summary(incident.to_json())
+    text = format_summary(incident.shown())
     expected = """\
 ## Collectives
 
@@ -196,10 +197,11 @@ def test_the_last_steps_of_the_first_failure_name_their_requests() -> None:
         "tokens": 1,
     }
     dead = {"number": 18204, "mode": "extend", "phase": "forward_begun", "size": 10, "seconds": 0.8124}
-    dead_steps = {"last": [done | {"requests": []}, dead | {"ended": None, "tokens": 370, "requests": [request]}]}
+    last = dead | {"began": 6.0, "ended": None, "tokens": 370, "requests": [request]}
+    dead_steps = {"last": [done | {"requests": []}, last]}
     document["processes"][0]["steps"] = dead_steps | {"in_step": dead | {"rids": [f"r{n}" for n in range(10)]}}
     document["processes"][1]["steps"] = {"last": [], "in_step": dead | {"mode": "", "phase": "received", "rids": []}}
-    text = format_summary(document)
+    text = format_summary(Incident.of(document))
     expected = """\
 ## Steps
 
@@ -216,7 +218,7 @@ def test_the_last_steps_of_the_first_failure_name_their_requests() -> None:
     assert "- in step 18,204: not yet scheduled, 10 requests, received, for 0.812 s" in text
     # Who was in no step, as between two requests, is said to be so.
     document["processes"][0]["steps"]["in_step"] = None
-    assert "- sglang::scheduler_TP1 (pid 8) was in no step\n" in format_summary(document)
+    assert "- sglang::scheduler_TP1 (pid 8) was in no step\n" in format_summary(Incident.of(document))
 
 
 @pytest.mark.parametrize(
@@ -249,15 +251,15 @@ def test_the_last_steps_of_the_first_failure_name_their_requests() -> None:
     ids=["nothing", "another form", "all"],
 )
 def test_what_surrounded_the_server_is_said_first(environment: dict[str, Any], lines: list[str]) -> None:
-    assert list(environment_in_words(environment)) == lines
+    assert list(environment_in_words(Incident.of({"environment": environment}).surroundings)) == lines
 
 
 def test_the_commands_of_a_summary_name_the_folder() -> None:
     path = Path("/crash/host")
-    text = format_summary(make_incident().to_json(), path)
+    text = format_summary(make_incident().shown(), path)
     assert f"next    sglang-crashkit show {path} --stacks\n" in text
     assert f"next    sglang-crashkit bundle {path} --no-prompts" in text
-    assert "sglang-crashkit show '/a b' --stacks" in format_summary({}, Path("/a b"))
+    assert "sglang-crashkit show '/a b' --stacks" in format_summary(Incident.of({}), Path("/a b"))
 
 
 MANY = 514
@@ -279,7 +281,7 @@ def rank(number: int, **fields: Any) -> dict[str, Any]:
 
 def text_of(*processes: dict[str, Any], first: int | None = None) -> str:
     document = {"processes": list(processes), "verdict": {"first_failure": {"pid": first}}}
-    return "\n".join(process_sections(document))
+    return "\n".join(process_sections(Incident.of(document)))
 
 
 def test_many_ranks_that_agree_are_one_section() -> None:
@@ -346,8 +348,8 @@ def event(number: int, name: str = "process_exited", **fields: Any) -> dict[str,
 
 
 def told(*events: dict[str, Any]) -> list[str]:
-    document = {"timeline": list(events)}
-    return [f"{run.who(Names(document))}: {run.details()}" for run in runs_of(document)]
+    incident = Incident.of({"server": {"pid": 7000}, "timeline": list(events)})
+    return [f"{run.who(Names(incident))}: {run.details()}" for run in runs_of(incident)]
 
 
 def test_many_that_are_alike_are_one_line() -> None:
@@ -369,7 +371,7 @@ def test_the_one_number_that_tells_stands_apart(of_all: dict[str, Any], of_one: 
 
 def test_what_is_long_is_cut() -> None:
     segments = [{"name": f"s{number}", "bytes": 4096, "why": "it is held"} for number in range(9)]
-    run = Run([{"event": "x", "pids": list(range(512)), "segments": segments, "message": "m" * 300}])
+    run = Run([Entry(event="x", pids=list(range(512)), segments=segments, message="m" * 300)])
     words = run.details()
     assert words.startswith("pids 0, 1, 2, 3, 4, 5, 6, 7 and 504 more, 9 segments left, 37 kB: s0 (it is held), ")
     assert words.endswith(f"s7 (it is held) and 1 more, {'m' * 97}...")

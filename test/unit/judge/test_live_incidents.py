@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model import ALONE, ONLY
 from sglang_crashkit.model.case import reduce
-from sglang_crashkit.model.incident import Exit
+from sglang_crashkit.model.incident import Exit, Incident
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.sources.incident import events_of
 from unit.judge.live_incidents import PEOPLE, TP0, TP1, died, hung, incident, killed, raised
@@ -135,7 +135,9 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "killed for memory while it raised": incident("oom_kill", TP1, end=OOM, events=["draining"]),
         "the detokenizer for memory": incident("oom_kill", DETOKENIZER, end=OOM),
     },
-    ("host_oom", SUP): {"another killed for memory": but(incident("signal", TP0, end=killed()), TP1, exit=vars(OOM))},
+    ("host_oom", SUP): {
+        "another killed for memory": but(incident("signal", TP0, end=killed()), TP1, exit=msgspec.structs.asdict(OOM))
+    },
     ("killed", EST): {
         "SIGKILL, no OOM kill": incident("signal", TP1, end=killed()),
         "SIGKILL while it starts": incident("signal", TP1, end=killed(), opened="failed_start", events=STARTING),
@@ -175,7 +177,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "ended by itself": incident("exit_status", TP1, end=STATUS),
     },
     ("exited", SUP): {
-        "a shell's child killed": incident("exit_status", TP1, end=replace(STATUS, code=137)),
+        "a shell's child killed": incident("exit_status", TP1, end=msgspec.structs.replace(STATUS, code=137)),
         "ended, maybe of another's": incident("exit_status", TP1, end=STATUS, level="supported"),
     },
     ("unknown", UNK): {
@@ -440,7 +442,8 @@ STOOD: dict[str, dict[str, dict[str, Any]]] = {
 def verdict_of(document: Mapping[str, Any], records: Mapping[int, Mapping[str, Any]] | None = None) -> Verdict:
     """Return what the judge says of an incident."""
     environment = document.get("environment")
-    return judge(reduce(events_of(document, environment if isinstance(environment, dict) else {}, records or {})))
+    about = environment if isinstance(environment, dict) else {}
+    return judge(reduce(events_of(Incident.of(document), about, records or {})))
 
 
 @pytest.mark.parametrize(

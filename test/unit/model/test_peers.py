@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
+import msgspec
 import pytest
 
 from sglang_crashkit.model.peers import LostPeer, WaitingRequest, describe
@@ -72,7 +72,7 @@ def test_who_is_lost_and_who_waits_is_said_in_words(peers: list[LostPeer], text:
 def test_a_report_fits_a_datagram_whatever_the_requests_are_called() -> None:
     strange = requests(*(chr(0x1F600) * 5000 + str(n) for n in range(1000)), "x\n# y\udcff")
     peer = lost("decode", "failed_transfer", "h" * 9000, strange, reason="r" * 9000)
-    data = json.dumps(asdict(peer))
+    data = json.dumps(msgspec.to_builtins(peer))
     assert len(data) < 40_000
     assert LostPeer.from_fields(json.loads(data), pid=7) == peer
     assert (len(peer.requests), peer.count) == (64, 1001)

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.incident.judging import judge
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
@@ -66,12 +67,12 @@ class Case:
     def failures(self) -> list[int]:
         """Return the processes that the incident takes for failed, in the order that it learned of them."""
         run = self.handler.session.run
-        return [event.pid for event in run._failures]
+        return [event.pid for event in run.incident.failures]
 
     def verdict(self) -> Any:
         """Return the incident's verdict."""
         run = self.handler.session.run
-        return run.incident.verdict
+        return judge(run.incident, run.path)
 
 
 def launch(handler: CrashHandler, *own: int) -> None:

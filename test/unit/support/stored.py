@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.log import IncidentLog
+from sglang_crashkit.incident.store import LOG, StoredIncident, find_incidents
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger
 from sglang_crashkit.settings import DiskLimits
 
@@ -40,7 +41,11 @@ def make_incident(
     folder = IncidentFolder(incidents, kind, incident.id, seconds, limits)
     for name, text in (pieces or {}).items():
         folder.write_text(name, text)
-    folder.save(incident.to_json() | fields, "words \udcff\n")
+    document = incident.to_json() | fields
+    if publish or fields.get("complete"):
+        folder.save(document, "words \udcff\n")
+    else:
+        folder.append(LOG, IncidentLog().lines(Incident.of(document)))
     if publish:
         return folder.publish()
     # As if its writer had died.

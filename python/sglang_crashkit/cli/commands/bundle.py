@@ -58,12 +58,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Write it."""
     from sglang_crashkit.cli.reporters.incident_text import report_of
+    from sglang_crashkit.model.incident import Incident
 
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     if args.no_prompts:
         document = _without(document, sorted(set(_messages_in(document)), key=len, reverse=True))
-    report = report_of(incident.path, document, messages=not args.no_prompts).replace("\0", " ")
+    report = report_of(incident.path, Incident.of(document), messages=not args.no_prompts).replace("\0", " ")
     if args.report:
         if args.json:
             say_json({"incident": incident.name[-8:], "report": report})

@@ -110,15 +110,16 @@ def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> 
     from sglang_crashkit.incident.store import IncidentName
     from sglang_crashkit.incident.summary import format_summary
     from sglang_crashkit.kernel.private_files import make_private_folder, open_regular, write_json, write_private
+    from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.redact import redact_json, redact_text
-    from sglang_crashkit.view.document import KIND, document
+    from sglang_crashkit.view.document import KIND, incident_of
 
     now = time.time()
-    told = redact_json(document(verdict, case, now=now, kit=__version__))
+    told = redact_json(incident_of(verdict, case, now=now, kit=__version__).to_json())
     try:
         incident = make_private_folder(folder / str(IncidentName(case.last_at or now, KIND, told["id"])))
         write_json(incident / "incident.json", told)
-        write_private(incident / "summary.md", format_summary(told).encode())
+        write_private(incident / "summary.md", format_summary(Incident.of(told)).encode())
         logs = make_private_folder(incident / "logs")
         files = (file for text in texts for file in (sorted(text.rglob("*")) if text.is_dir() else [text]))
         for number, file in enumerate(file for file in files if file.is_file()):

@@ -9,20 +9,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.cli.argument_types import duration, positive
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import WHAT_DIR_IS, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.checked_json import mappings_of
+
+if TYPE_CHECKING:
+    from sglang_crashkit.model.incident import Incident
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
-#: What is kept of an incident, and of each process in it, by which others are named.
+#: What is kept of an incident, and of its main process.
 _KEPT = ("id", "kind", "trigger", "server", "requests", "peers", "verdict", "cause", "fault")
-_KEPT_OF_PROCESS = ("pid", "title", "role")
+_KEPT_OF_MAIN = ("pid", "title", "role", "rank")
 _HEAD = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
 #: Which column gives way where there is no room, and how narrow it may become.
 _CAUSE, _LEAST = 4, 12
@@ -94,9 +97,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _kept(document: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: document[name] for name in _KEPT if name in document}
-    if processes := mappings_of(document.get("processes")):
-        kept["processes"] = [{name: process.get(name) for name in _KEPT_OF_PROCESS} for process in processes]
-    return kept
+    # Any other one is named by its title, which stands in the verdict.
+    main = [one for one in mappings_of(document.get("processes")) if one.get("role") == "server"]
+    return kept | {"processes": [{name: process.get(name) for name in _KEPT_OF_MAIN} for process in main]}
 
 
 def _others(found: Sequence[StoredIncident], args: argparse.Namespace) -> str:
@@ -118,23 +121,24 @@ def _chosen(incidents: Sequence[StoredIncident], args: argparse.Namespace) -> li
         name = parse_name(one.path.absolute().name)
         if name is None or (since is not None and name.seconds < since) or args.kind not in (None, name.kind):
             continue
-        if args.host in (None, *_hosts_of(one)):
+        if args.host is None or args.host in _hosts_of(one):
             chosen.append(one)
     return chosen[: args.last]
 
 
 def _hosts_of(incident: StoredIncident) -> list[str]:
-    host = mapping_of((incident.document or {}).get("server")).get("hostname")
-    return [str(host), incident.path.absolute().parent.parent.name]
+    return [incident.incident.server.hostname, incident.path.absolute().parent.parent.name]
 
 
 def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None:
     """Return what an incident says of its fault, and when it was last seen and how often in all; None without one."""
-    fault = mapping_of((incident.document or {}).get("fault"))
-    if not fault:
+    import msgspec
+
+    fault = incident.incident.fault
+    if fault is None:
         return None
-    entry = faults[incident.path.parent].get(str(fault.get("key")), {})
-    return {**fault, "total": entry.get("count", fault.get("count")), "last": entry.get("last")}
+    entry = faults[incident.path.parent].get(fault.key, {})
+    return {**msgspec.structs.asdict(fault), "total": entry.get("count", fault.count), "last": entry.get("last")}
 
 
 def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
         "path": str(incident.path),
         "finished": incident.finished,
         "problem": incident.problem or None,
-        "headline": headline(document) if document else None,
+        "headline": headline(incident.incident) if document else None,
         **fields,
         "fault": _fault_of(incident, faults),
     }
@@ -184,32 +188,29 @@ def _row(incident: StoredIncident, total: int | None, *, is_wide: bool) -> tuple
     # A program needs none of these words.
     from sglang_crashkit.incident.first_screen import counts_of
 
-    name, document = parse_name(incident.path.absolute().name), incident.document
+    name = parse_name(incident.path.absolute().name)
     assert name is not None
     kind = name.kind if incident.finished else f"{name.kind} (not finished)"
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))[slice(0, 19) if is_wide else slice(5, 16)]
-    if document is None:
+    if incident.document is None:
         return (name.id, moment, kind, "-", incident.problem, "-", "-")
-    counts = counts_of(mapping_of(document.get("requests")))
+    counts = counts_of(incident.incident.requests)
     lost = str(counts.unfinished) if counts is not None else "-"
-    told = (_who(document), _cause_of(document, is_wide=is_wide), lost)
+    told = (_who(incident.incident), _cause_of(incident.incident, is_wide=is_wide), lost)
     return (name.id, moment, kind, *told, str(total) if total else "-")
 
 
-def _who(document: Mapping[str, Any]) -> str:
+def _who(incident: Incident) -> str:
     from sglang_crashkit.incident.names import Names
 
-    verdict = mapping_of(document.get("verdict"))
-    if first := mapping_of(verdict.get("first_failure")):
-        return Names(document).short(first)
-    peers = mappings_of(document.get("peers"))
-    return ", ".join(f"{peer.get('role')} {peer.get('address')}" for peer in peers[:1]) or "-"
+    if incident.verdict is not None and incident.verdict.first_failure is not None:
+        return Names(incident).short(incident.verdict.first_failure)
+    return ", ".join(f"{peer.role} {peer.address}" for peer in incident.peers[:1]) or "-"
 
 
-def _cause_of(document: Mapping[str, Any], *, is_wide: bool) -> str:
+def _cause_of(incident: Incident, *, is_wide: bool) -> str:
     """Return the class of the cause with its level, what the verdict says where there is none."""
-    cause, verdict = mapping_of(document.get("cause")), mapping_of(document.get("verdict"))
-    if cause.get("class"):
-        return f"{cause['class']} ({cause.get('level')})" if is_wide else str(cause["class"])
-    text = verdict.get("text")
-    return f"{text} [{verdict.get('level', 'unknown')}]" if isinstance(text, str) and text else "-"
+    cause, verdict = incident.cause, incident.verdict
+    if cause is not None:
+        return f"{cause.kind} ({cause.level})" if is_wide else cause.kind
+    return f"{verdict.text} [{verdict.level}]" if verdict is not None and verdict.text else "-"

@@ -16,6 +16,7 @@ from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 if TYPE_CHECKING:
     from sglang_crashkit.incident.requests import StoredRequest
     from sglang_crashkit.incident.store import StoredIncident
+    from sglang_crashkit.model.incident import Suspect
     from sglang_crashkit.replay.sender import Answer
 
 _EXAMPLE = """examples:
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     incident = find_incident(args.incident, args.folder)
     if args.bisect:
         return _bisect(args, incident)
-    chosen = _chosen(read_requests(incident), args, (incident.document or {}).get("suspects"))
+    chosen = _chosen(read_requests(incident), args, incident.incident.suspects)
     if args.url is None:
         return _serve(args, incident, chosen)
     key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
@@ -82,7 +83,7 @@ def _all_taken(answers: list[Answer]) -> bool:
 
 
 def _folder_of(args: argparse.Namespace, incident: StoredIncident) -> Path:
-    folder: Path = args.output_dir or Path(f"replay-{(incident.document or {}).get('id')}")
+    folder: Path = args.output_dir or Path(f"replay-{incident.incident.id}")
     return folder.absolute()
 
 
@@ -91,7 +92,7 @@ def _serve(args: argparse.Namespace, incident: StoredIncident, chosen: list[Stor
 
     with terminable(), OwnServer(args.serve, _folder_of(args, incident)) as server:
         server.start(args.ready_secs, lambda line: say(line, error=True))
-        tried = server.try_requests(chosen, incident.document or {}, args.request_secs, args.max_gap)
+        tried = server.try_requests(chosen, incident.incident, args.request_secs, args.max_gap)
     _tell(tried.answers, args)
     path = str(tried.incident.path) if tried.incident is not None else None
     if args.json:
@@ -127,12 +128,12 @@ def _bisect(args: argparse.Namespace, incident: StoredIncident) -> ExitCode:
     return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
 
 
-def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: object) -> list[StoredRequest]:
+def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: list[Suspect]) -> list[StoredRequest]:
     wanted = None
     if args.only:
         wanted = set(args.only)
     elif args.suspects:
-        wanted = {one.get("rid") for one in suspects if isinstance(one, dict)} if isinstance(suspects, list) else set()
+        wanted = {one.rid for one in suspects}
     found = [one for one in requests if wanted is None or not wanted.isdisjoint(one.rids)]
     for one in found:
         if not one.is_complete:

@@ -34,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--timeline", action="store_true", help="the events in order, by seconds since it began")
     part.add_argument("--env", action="store_true", help="model, versions, memory, and where the server ran")
     part.add_argument("--json", action="store_true", help="print incident.json")
+    part.add_argument("--schema", action="store_true", help="print the JSON Schema of incident.json")
     part.add_argument("--html", metavar="FILE", type=Path, help="write it as one page, to look at in a browser")
     parser.add_argument("--prompts", action="store_true", help="with --html: with what users of the server wrote")
 
@@ -42,6 +43,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Print it."""
     if args.prompts and args.html is None:
         raise UsageError("--prompts is for a page", next_step="sglang-crashkit show INCIDENT --html FILE --prompts")
+    if args.schema:
+        from sglang_crashkit.model.schema import incident_schema
+
+        say_json(incident_schema(), indent=2)
+        return ExitCode.DONE
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     if isinstance(version := document.get("schema_version"), int) and version > SCHEMA_VERSION:
@@ -64,13 +70,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.cli.reporters import incident_text as parts
 
     if args.stacks:
-        what, lines = "stacks", parts.stack_lines(incident.path, document)
+        what, lines = "stacks", parts.stack_lines(incident.path, incident.incident)
     elif args.requests:
-        what, lines = "requests", parts.request_lines(incident.path, document)
+        what, lines = "requests", parts.request_lines(incident.path, incident.incident)
     elif args.timeline:
-        what, lines = "events", parts.timeline_lines(document)
+        what, lines = "events", parts.timeline_lines(incident.incident)
     else:
-        what, lines = "environment", parts.environment_lines(incident.path, document)
+        what, lines = "environment", parts.environment_lines(incident.path, incident.incident)
     if not (told := list(lines)):
         raise nothing_of(what, incident)
     say(*told)
@@ -88,7 +94,7 @@ def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator
         is_named, folder = False, path
     where = f"{incident.name[-8:]} --folder {shlex.quote(str(folder))}" if folder else ""
     where = shlex.quote(str(path)) if is_named else where
-    yield from first_screen(incident.document or {}, where=where)
+    yield from first_screen(incident.incident, where=where)
     yield f"files   {incident.path}"
 
 

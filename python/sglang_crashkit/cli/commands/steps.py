@@ -15,6 +15,7 @@ from sglang_crashkit.errors import ExitCode, UsageError
 if TYPE_CHECKING:
     from sglang_crashkit.analysis.ranks import Rank
     from sglang_crashkit.incident.store import StoredIncident, StoredSteps
+    from sglang_crashkit.model.incident import Divergence
     from sglang_crashkit.model.step import Step
 
 _LAST = 20
@@ -47,12 +48,11 @@ def print_steps(
 ) -> ExitCode:
     """Print the last steps of the ranks in an incident; see `run`."""
     from sglang_crashkit.incident.store import read_steps
-    from sglang_crashkit.model.checked_json import mapping_of
 
     everyone = read_steps(incident.path)
     if not everyone:
         raise nothing_of("steps", incident)
-    divergence = mapping_of(mapping_of(incident.document).get("divergence")) or _divergence_of(everyone)
+    divergence = incident.incident.divergence or _divergence_of(everyone)
     shown = [one for one in everyone if rank is None or _is_meant(one, rank)]
     if not shown:
         first, *others = (one.title.rpartition("scheduler_")[2] for one in everyone)
@@ -61,17 +61,16 @@ def print_steps(
     if as_json:
         say_json(_as_json(incident.path, divergence, shown, last), indent=2)
         return ExitCode.DONE
-    if divergence:
-        say(f"{divergence.get('statement')} ({divergence.get('level')})")
-    say(*_as_text(shown, divergence.get("step"), last))
+    if divergence is not None:
+        say(f"{divergence.statement} ({divergence.level})")
+    say(*_as_text(shown, divergence.step if divergence is not None else None, last))
     return ExitCode.DONE
 
 
-def _divergence_of(everyone: Sequence[StoredSteps]) -> Mapping[str, Any]:
+def _divergence_of(everyone: Sequence[StoredSteps]) -> Divergence | None:
     from sglang_crashkit.analysis.divergence import RankSteps, find_divergence
 
-    found = find_divergence(RankSteps(_rank(one), one.steps, one.pid) for one in everyone)
-    return found.to_json() if found is not None else {}
+    return find_divergence(RankSteps(_rank(one), one.steps, one.pid) for one in everyone)
 
 
 def _rank(one: StoredSteps) -> Rank:
@@ -85,7 +84,9 @@ def _is_meant(one: StoredSteps, rank: str) -> bool:
     return {*rank.upper().replace("_", " ").split()} <= {*words} or rank == str(one.pid)
 
 
-def _as_json(path: Path, divergence: Mapping[str, Any], shown: Sequence[StoredSteps], last: int) -> dict[str, Any]:
+def _as_json(path: Path, divergence: Divergence | None, shown: Sequence[StoredSteps], last: int) -> dict[str, Any]:
+    import msgspec
+
     ranks = [
         {
             "title": one.title,
@@ -96,10 +97,10 @@ def _as_json(path: Path, divergence: Mapping[str, Any], shown: Sequence[StoredSt
         }
         for one in shown
     ]
-    return {"incident": str(path), "divergence": dict(divergence) or None, "ranks": ranks}
+    return {"incident": str(path), "divergence": msgspec.to_builtins(divergence), "ranks": ranks}
 
 
-def _as_text(shown: Sequence[StoredSteps], marked: object, last: int) -> Iterator[str]:
+def _as_text(shown: Sequence[StoredSteps], marked: int | None, last: int) -> Iterator[str]:
     """Yield a table for each set of ranks that must agree, a line a step."""
     for group in groups_of(shown):
         yield ""
@@ -129,7 +130,7 @@ def groups_of(everyone: Iterable[StoredSteps]) -> list[list[StoredSteps]]:
 
 
 def side_by_side(
-    group: Sequence[StoredSteps], marked: object, last: int = _LAST
+    group: Sequence[StoredSteps], marked: int | None, last: int = _LAST
 ) -> tuple[list[tuple[str, Mapping[int, Step]]], list[int], int]:
     """Return the columns of a table, the steps in it (the last and those around the marked one), and whose requests.
 
@@ -137,9 +138,9 @@ def side_by_side(
     """
     by_number = [{step.number: step for step in one.steps} for one in group]
     numbers = sorted({number for steps in by_number for number in steps})
-    around = [number for number in numbers if isinstance(marked, int) and abs(number - marked) < 2]
+    around = [number for number in numbers if marked is not None and abs(number - marked) < 2]
     chosen = sorted({*around, *numbers[-last:]})
-    about = marked if isinstance(marked, int) and marked in chosen else chosen[-1] if chosen else -1
+    about = marked if marked is not None and marked in chosen else chosen[-1] if chosen else -1
     return list(_columns_of(group, by_number, chosen)), chosen, about
 
 

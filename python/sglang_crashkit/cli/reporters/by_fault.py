@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_crashkit.incident.fingerprint import fault_of
 from sglang_crashkit.incident.store import StoredIncident, parse_name
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of, texts_of
+from sglang_crashkit.model.incident import Gpus, Incident
 
 #: An attribute is named where it has so large a share of a fault's hosts, and no more than that of the others.
 _SHARE_IN, _SHARE_OUT = 0.9, 0.5
@@ -24,21 +24,25 @@ _VERSIONS = ("driver", "torch", "kernel", "cuda")
 
 def keep_of(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of an ``incident.json`` this needs: little, as there may be ten thousand."""
-    server, environment = mapping_of(document.get("server")), mapping_of(document.get("environment"))
-    versions, devices = mapping_of(environment.get("versions")), mapping_of(document.get("gpus")).get("devices")
-    found = fault_of(document)
-    # Which rank it is, and in which line, differs between hosts and releases.
-    fault = [] if found is None else [found.who.partition(" ")[0], found.what]
-    fault += [] if found is None else [_LINE.sub(")", frame) for frame in found.frames]
-    attributes = {"release": server.get("sglang_version"), "model": environment.get("model")}
-    attributes["GPU"] = next((device["name"] for device in mappings_of(devices) if device.get("name")), None)
-    attributes |= {name: versions.get(name) for name in _VERSIONS}
+    incident = Incident.of(document)
+    server, environment, cause = incident.server, incident.surroundings, incident.cause
+    devices, found = (incident.gpus or Gpus()).devices, fault_of(incident)
+    what = [incident.kind]
+    if found is not None:
+        # Which rank it is, and in which line, differs between hosts and releases.
+        frames = [_LINE.sub(")", frame) for frame in found.frames]
+        what = [found.kind, found.who.partition(" ")[0], found.what, *frames]
+    attributes = {
+        "release": server.sglang_version,
+        "model": environment.model,
+        "GPU": next((device.name for device in devices if device.name), ""),
+        **{name: environment.versions.get(name) for name in _VERSIONS},
+    }
     return {
-        "server": {"hostname": server.get("hostname")},
-        "kind": document.get("kind") if found is None else found.kind,
-        "fault": fault,
-        "cause": mapping_of(document.get("cause")).get("class") or "unknown",
-        "attributes": {name: str(value) for name, value in attributes.items() if value},
+        "server": {"hostname": server.hostname},
+        "what": what,
+        "class": cause.kind if cause is not None else "unknown",
+        "attributes": {name: value for name, value in attributes.items() if value},
     }
 
 
@@ -62,9 +66,9 @@ def group(incidents: Sequence[StoredIncident]) -> list[Group]:
     faults: dict[tuple[str, ...], list[StoredIncident]] = {}
     known: dict[str, dict[str, set[str]]] = {}
     for incident in incidents:
-        document = incident.document or {}
-        faults.setdefault((str(document.get("kind")), *texts_of(document.get("fault"))), []).append(incident)
-        for name, value in mapping_of(document.get("attributes")).items():
+        kept = incident.document or {}
+        faults.setdefault(tuple(kept["what"]), []).append(incident)
+        for name, value in kept["attributes"].items():
             known.setdefault(name, {}).setdefault(_host_of(incident), set()).add(value)
     groups = [_group(what, members, known) for what, members in faults.items()]
     return sorted(groups, key=lambda its: (-len(its.hosts), -its.count, its.key))
@@ -82,15 +86,15 @@ def _group(
         hosts=hosts,
         first=min(seconds),
         last=max(seconds),
-        causes=dict(Counter(str((one.document or {}).get("cause")) for one in members)),
+        causes=dict(Counter((one.document or {})["class"] for one in members)),
         common=tuple(_common_to(set(hosts), known)) if len(hosts) >= _LEAST_HOSTS else (),
         path=str(max(members, key=lambda one: one.name).path),
     )
 
 
 def _host_of(incident: StoredIncident) -> str:
-    name = mapping_of((incident.document or {}).get("server")).get("hostname")
-    return str(name or incident.path.absolute().parent.parent.name)
+    name = (incident.document or {})["server"]["hostname"]
+    return name or incident.path.absolute().parent.parent.name
 
 
 def _common_to(hosts: set[str], known: Mapping[str, Mapping[str, set[str]]]) -> Iterator[str]:

@@ -123,7 +123,7 @@ def as_json(
         "missing": collection.missing,
         "processes": [_process_json(one) for one in collection.collected],
         "verdict": msgspec.to_builtins(collection.judged()[0]),
-        "divergence": collection.divergence.to_json() if collection.divergence is not None else None,
+        "divergence": msgspec.to_builtins(collection.divergence),
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
         "other_jobs": [
             {"job_id": place and place.job_id, "node": place and place.node, "pids": list(pids)}

@@ -16,7 +16,7 @@ import hashlib
 import os
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from sglang_crashkit.incident.summary import (
     requests_in_words,
 )
 from sglang_crashkit.kernel.private_files import write_named
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.incident import Incident, ProcessReport
 from sglang_crashkit.visible import visible
 
 #: What a file may be to be shown in the page, and what all of them may be together, in bytes.
@@ -76,24 +76,23 @@ def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
 def render(folder: Path, *, prompts: bool = False) -> str:
     """Return the page of the incident in a folder; see `write_html`. It does not raise for what lies in there."""
     files = IncidentFiles(folder)
-    problem, document = "", {}
+    problem, document = "", None
     try:
-        found = files.read_json("incident.json")
-        document = found if isinstance(found, dict) else {}
-        problem = "" if document else "incident.json is no object"
+        document = files.read_json("incident.json")
+        problem = "" if isinstance(document, dict) else "incident.json is no object"
     except ValueError as error:
         problem = str(error)
-    markdown = str(_part(lambda: format_summary(document), str))
+    incident = Incident.of(document)
+    markdown = str(_part(lambda: format_summary(incident), str))
     css, script = _static("report.css"), _static("report.js")
-    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
     parts = {
-        "ranks": _part(lambda: view.processes_of(document)),
-        "timeline": _part(lambda: view.timeline(document)),
-        "steps": _part(lambda: view.steps_of(document, files)),
-        "stacks": _part(lambda: _stacks(document, files)),
-        "requests": _part(lambda: view.requests_of(document, files, prompts=prompts)),
-        "findings": _part(lambda: view.findings_of(document), list),
-        "environment": _part(lambda: view.environment_of(files, document), list),
+        "ranks": _part(lambda: view.processes_of(incident)),
+        "timeline": _part(lambda: view.timeline(incident)),
+        "steps": _part(lambda: view.steps_of(incident, files)),
+        "stacks": _part(lambda: _stacks(incident, files)),
+        "requests": _part(lambda: view.requests_of(incident, files, prompts=prompts)),
+        "findings": _part(lambda: view.findings_of(incident), list),
+        "environment": _part(lambda: view.environment_of(files, incident), list),
     }
     sections = {"ranks": "groups", "timeline": "events", "steps": "tables", "stacks": "trees", "requests": "rows"}
     there = [name for name, key in sections.items() if parts[name].get(key)]
@@ -107,17 +106,15 @@ def render(folder: Path, *, prompts: bool = False) -> str:
             # The kit's own files, to the byte that the policy names.
             css=Markup(css),  # noqa: S704
             js=Markup(script),  # noqa: S704
-            document=document,
+            incident=incident,
             folder=str(folder),
-            headline=_part(lambda: cut(first_screen(document, wraps=False)[0], 300), str),
-            verdict=mapping_of(document.get("verdict")),
-            basis=_part(lambda: _basis(document), list),
-            cause=_part(lambda: _cause(document), dict),
-            facts=_part(lambda: _facts(document), list),
+            headline=_part(lambda: cut(first_screen(incident, wraps=False)[0], 300), str),
+            basis=_basis(incident),
+            facts=_facts(incident),
             problem=problem,
             nav=[(name, name) for name in [*there, "files"]],
             state_words=_STATES,
-            files=_by_folder(_inlined(files, first, prompts=prompts)),
+            files=_by_folder(_inlined(files, incident.first_failure, prompts=prompts)),
             count=len(files.listed),
             files_left_out=files.left_out,
             kit=__version__,
@@ -169,55 +166,40 @@ def _part(make: Callable[[], Any], otherwise: Callable[[], Any] | None = None) -
 # -- the first screen
 
 
-def _basis(document: Mapping[str, Any]) -> list[str]:
-    verdict = mapping_of(document.get("verdict"))
-    basis = verdict.get("basis")
-    sentences = [str(one) for one in basis] if isinstance(basis, list) else []
-    sentences = sentences or ([str(verdict["text"])] if verdict.get("text") else [])
-    return [without_build_paths(sentence) for sentence in sentences]
+def _basis(incident: Incident) -> list[str]:
+    verdict = incident.verdict
+    sentences = verdict.basis or [verdict.text] if verdict is not None else []
+    return [without_build_paths(sentence) for sentence in sentences if sentence]
 
 
-def _cause(document: Mapping[str, Any]) -> dict[str, Any]:
-    cause = dict(mapping_of(document.get("cause")))
-    for name in ("reasons", "next_steps"):
-        cause[name] = cause[name] if isinstance(cause.get(name), list) else []
-    issues = [dict(issue) for issue in mappings_of(cause.get("known_issues"))]
-    for issue in issues:
-        # It becomes part of a link.
-        number = issue.get("issue")
-        issue["number"] = number if type(number) is int and 0 < number < 1 << 31 else None
-    return cause | {"known_issues": issues} if document.get("cause") else {}
-
-
-def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    server, trigger = mapping_of(document.get("server")), mapping_of(document.get("trigger"))
+def _facts(incident: Incident) -> list[tuple[str, str]]:
+    server, trigger, fault = incident.server, incident.trigger, incident.fault
     facts = [
-        ("when", trigger.get("time")),
-        ("where", server.get("hostname")),
-        ("SGLang", f"{server.get('sglang_version')}, main process {server.get('pid')}"),
-        *(("run", line) for line in environment_in_words(mapping_of(document.get("environment")))),
-        ("requests", requests_in_words(mapping_of(document.get("requests")))),
-        ("reported by", f"{trigger.get('event')} of {trigger.get('title')}"),
+        ("when", trigger.time),
+        ("where", server.hostname),
+        ("SGLang", f"{server.sglang_version}, main process {server.pid}"),
+        *(("run", line) for line in environment_in_words(incident.surroundings)),
+        ("requests", requests_in_words(incident.requests)),
+        ("reported by", f"{trigger.event} of {trigger.title}"),
     ]
-    if fault := mapping_of(document.get("fault")):
-        facts.append(("seen", "for the first time" if fault.get("count") == 1 else occurrence_in_words(fault)))
-    return [(name, str(value)) for name, value in facts if value]
+    if fault is not None:
+        facts.append(("seen", "for the first time" if fault.count == 1 else occurrence_in_words(fault)))
+    return [(name, value) for name, value in facts if value]
 
 
 # -- stacks and files
 
 
-def _stacks(document: Mapping[str, Any], files: IncidentFiles) -> dict[str, Any]:
-    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
-    ranks, stacks = ranks_by_pid(document), list(read_stacks(document, files))
+def _stacks(incident: Incident, files: IncidentFiles) -> dict[str, Any]:
+    first, ranks, stacks = incident.first_failure, ranks_by_pid(incident), list(read_stacks(incident, files))
     unseen = RankSet({*ranks.values()} - {one.rank for one in stacks})
-    trees = merge(stacks, ranks.get(first) if isinstance(first, int) else None)
+    trees = merge(stacks, ranks[first.pid] if first is not None else None)
     return {"trees": trees, "unseen": unseen and unseen.format()}
 
 
-def _inlined(files: IncidentFiles, first: object, *, prompts: bool) -> list[dict[str, Any]]:
+def _inlined(files: IncidentFiles, first: ProcessReport | None, *, prompts: bool) -> list[dict[str, Any]]:
     """Return the files with the text of those that are small, those of the first failure before others."""
-    own = f"-{first}."
+    own = f"-{first.pid}." if first is not None else ""
     left, texts = _MAX_FILES, {}
     for file in sorted(
         files.listed.values(), key=lambda file: (own not in file.name, file.name.endswith(STEPS_SUFFIX), file.size)

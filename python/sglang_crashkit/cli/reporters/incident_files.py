@@ -46,9 +46,9 @@ class IncidentFiles:
         self.left_out = max(0, len(found) - MAX_FILES)
         self.listed = {file.name: file for file in sorted(found, key=lambda file: file.name)[:MAX_FILES]}
 
-    def read(self, name: object, most: int, *, from_end: bool = False) -> bytes:
+    def read(self, name: str | None, most: int, *, from_end: bool = False) -> bytes:
         """Return at most so many bytes of a file, first or last ones; none where it is not listed or cannot be read."""
-        file = self.listed.get(name) if isinstance(name, str) else None
+        file = self.listed.get(name) if name is not None else None
         if file is None:
             return b""
         try:
@@ -57,7 +57,7 @@ class IncidentFiles:
         except OSError:
             return b""
 
-    def read_json(self, name: object) -> Any:
+    def read_json(self, name: str | None) -> Any:
         """Return what a file holds, within bounds; see `bounded`.
 
         Raises:
@@ -73,7 +73,7 @@ class IncidentFiles:
         except RecursionError:
             raise ValueError(f"{name} is nested too deeply") from None
 
-    def read_object(self, name: object) -> Mapping[str, Any]:
+    def read_object(self, name: str | None) -> Mapping[str, Any]:
         """Return the JSON object that a file holds; an empty one where it holds none."""
         try:
             return mapping_of(self.read_json(name))
@@ -119,11 +119,6 @@ def object_of(data: bytes) -> Mapping[str, Any]:
         return mapping_of(json.loads(data))
     except (ValueError, RecursionError):
         return {}
-
-
-def list_of(value: object) -> list[Any]:
-    """Return a JSON value if it is a list, an empty one otherwise."""
-    return value if isinstance(value, list) else []
 
 
 def cut(text: str, most: int = _MAX_TEXT) -> str:

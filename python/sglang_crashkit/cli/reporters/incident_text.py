@@ -16,6 +16,7 @@ from sglang_crashkit.incident.requests import parameters_of
 from sglang_crashkit.incident.summary import environment_in_words, runs_of, state_in_words, was_aborted_before
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
+from sglang_crashkit.model.incident import Incident, ProcessReport
 from sglang_crashkit.visible import visible
 
 _ENVIRONMENT = "environment.json"
@@ -38,26 +39,22 @@ _DEFAULTS: Mapping[str, object] = {
 }
 
 
-def stack_lines(folder: Path, document: Mapping[str, Any], *, messages: bool = True) -> Iterator[str]:
+def stack_lines(folder: Path, incident: Incident, *, messages: bool = True) -> Iterator[str]:
     """Yield the exception of the first failure, and the main threads, those that agree once; innermost frame first.
 
     Without `messages` of the exception only its frames.
     """
-    names = Names(document)
-    pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
-    for path in sorted(folder.glob(f"ranks/*-{pid}.exception.txt")):
-        yield f"{names.short({'pid': pid})} raised:"
-        yield from (
-            f"    {line}"
-            for line in _read(path).decode(errors="replace").splitlines()
-            if messages or _FRAME.fullmatch(line)
-        )
-        yield ""
+    names, first = Names(incident), incident.first_failure
+    if first is not None:
+        for path in sorted(folder.glob(f"ranks/*-{first.pid}.exception.txt")):
+            yield f"{names.short(first)} raised:"
+            lines = _read(path).decode(errors="replace").splitlines()
+            yield from (f"    {line}" for line in lines if messages or _FRAME.fullmatch(line))
+            yield ""
     groups: dict[tuple[bool, bool, str, tuple[str, ...]], list[str]] = {}
-    for process in mappings_of(document.get("processes")):
-        if process.get("role") != "helper":
-            is_first, is_rank = process.get("pid") == pid is not None, process.get("role") == "scheduler"
-            key = (not is_first, not is_rank, state_in_words(process), _main_thread(folder, process))
+    for process in incident.processes:
+        if process.role != "helper":
+            key = (process is not first, not process.is_rank, state_in_words(process), _main_thread(folder, process))
             groups.setdefault(key, []).append(names.short(process))
     # Who failed first, then the ranks, of them those of which there are most.
     for (*_order, state, frames), members in sorted(groups.items(), key=lambda item: (*item[0][:2], -len(item[1]))):
@@ -67,48 +64,45 @@ def stack_lines(folder: Path, document: Mapping[str, Any], *, messages: bool = T
         yield f"other threads, and further samples: {folder / 'stacks'}"
 
 
-def _main_thread(folder: Path, process: Mapping[str, Any]) -> tuple[str, ...]:
+def _main_thread(folder: Path, process: ProcessReport) -> tuple[str, ...]:
     """Return the frames of a process's main thread; what the incident itself has of it where there is no file.
 
     One that raised was in the kit's own hook by then; the incident has where it raised.
     """
-    pieces = mappings_of(process.get("evidence"))
-    has_raised = any(piece.get("kind") == "exception" for piece in pieces)
-    for piece in pieces if not has_raised else ():
-        if piece.get("kind") == "stack" and isinstance(path := piece.get("path"), str):
-            threads = mappings_of(object_of(_read(folder / Path(path).with_suffix(".json"))).get("threads"))
-            for thread in threads:
-                if thread.get("native_id") == process.get("pid") or thread.get("name") == "MainThread":
+    has_raised = any(piece.kind == "exception" for piece in process.evidence)
+    for piece in process.evidence if not has_raised else ():
+        if piece.kind == "stack" and piece.path is not None:
+            file = _read(folder / f"{piece.path.removesuffix('.txt')}.json")
+            for thread in mappings_of(object_of(file).get("threads")):
+                if thread.get("native_id") == process.pid or thread.get("name") == "MainThread":
                     frames = mappings_of(thread.get("frames"))
                     return tuple(f"{one.get('function')} ({one.get('file')}:{one.get('line')})" for one in frames)
-    doing = process.get("doing")
-    return tuple(map(str, doing)) if isinstance(doing, list) else ()
+    return tuple(process.doing)
 
 
-def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
+def request_lines(folder: Path, incident: Incident) -> Iterator[str]:
     """Yield a line for each request, the suspects first and marked, then those in flight; no prompt."""
     # The likeliest first, as the incident lists them.
-    suspects = list(dict.fromkeys(str(one.get("rid")) for one in mappings_of(document.get("suspects"))))
-    places = {rid: place for place, rid in enumerate(suspects)}
+    places = {rid: place for place, rid in enumerate(dict.fromkeys(one.rid for one in incident.suspects))}
     read = filter(None, map(object_of, _read(folder / _REQUESTS).splitlines()))
     requests = sorted(read, key=lambda one: places.get(str(one.get("rid")), len(places)))
     if not requests:
         return
     yield "  state       arrived (UTC)  request                           prompt, parameters"
-    yield from (_request_line(one, places, document) for one in requests[:_MAX_REQUESTS])
-    mark = f"* {undecided_in_words(document) or 'suspect'}; " if places else ""
+    yield from (_request_line(one, places, incident) for one in requests[:_MAX_REQUESTS])
+    mark = f"* {undecided_in_words(incident) or 'suspect'}; " if places else ""
     more = f"{len(requests) - _MAX_REQUESTS:,} more, and " if len(requests) > _MAX_REQUESTS else ""
     yield f"{mark}{more}the whole of each, with its prompt: {folder / _REQUESTS}"
 
 
-def _request_line(fields: Mapping[str, Any], suspects: Mapping[str, int], document: Mapping[str, Any]) -> str:
+def _request_line(fields: Mapping[str, Any], suspects: Mapping[str, int], incident: Incident) -> str:
     rid = str(fields.get("rid"))
     text, ids = fields.get("text"), fields.get("input_ids")
     prompt = (
         f"{len(text)} characters" if isinstance(text, str) else f"{len(ids)} tokens" if isinstance(ids, list) else ""
     )
     mark = "*" if rid in suspects else " "
-    aborted = "aborted before" if was_aborted_before(fields, document) else ""
+    aborted = "aborted before" if was_aborted_before(fields, incident) else ""
     words = cut(", ".join(filter(None, [aborted, prompt, *_asked(fields)])), _MAX_PARAMETERS)
     return f"{mark} {fields.get('state')!s:<11} {str(fields.get('arrived'))[11:23]:<14} {rid:<33} {words}"
 
@@ -123,21 +117,19 @@ def _asked(fields: Mapping[str, Any]) -> Iterator[str]:
         yield cut(f"{short} {value if is_plain else json.dumps(value)}", _MAX_PARAMETER)
 
 
-def timeline_lines(document: Mapping[str, Any]) -> Iterator[str]:
+def timeline_lines(incident: Incident) -> Iterator[str]:
     """Yield the events, with their seconds since the incident began; many that are alike are one line."""
-    names = Names(document)
-    began = seconds_of(mapping_of(document.get("trigger")).get("time")) or 0.0
-    for run in runs_of(document):
-        since = (seconds_of(run.first.get("time")) or 0.0) - began
+    names, began = Names(incident), seconds_of(incident.trigger.time) or 0.0
+    for run in runs_of(incident):
         who = run.who(names)
-        words = f"{since:+9.3f} s  {run.first.get('event')}{f' {who}:' if who else ''} {run.details()}"
-        yield cut(words.rstrip(" :"), _MAX_EVENT)
+        words = f"{(run.first.seconds or 0.0) - began:+9.3f} s  {run.first.event}{f' {who}:' if who else ''}"
+        yield cut(f"{words} {run.details()}".rstrip(" :"), _MAX_EVENT)
 
 
-def environment_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
+def environment_lines(folder: Path, incident: Incident) -> Iterator[str]:
     """Yield what surrounded the server: in short, then every value with its name."""
     whole = object_of(_read(folder / _ENVIRONMENT))
-    short = list(environment_in_words(mapping_of(document.get("environment"))))
+    short = list(environment_in_words(incident.surroundings))
     yield from short
     if whole:
         yield from [""] if short else []
@@ -158,7 +150,8 @@ def _flat(value: object, name: str = "") -> Iterator[str]:
 def _read(path: Path) -> bytes:
     try:
         return read_regular(path, _MAX_BYTES)
-    except OSError:
+    except (OSError, ValueError):
+        # The latter where the name, which an incident may give, is none that a file can have.
         return b""
 
 
@@ -167,38 +160,37 @@ _TICKS = re.compile(r"`{3,}")
 _MAX_SECTION = 12_000
 
 
-def report_of(folder: Path, document: Mapping[str, Any], *, messages: bool = True) -> str:
-    """Return the report, which has more of the stacks and the environment than the document; see `stack_lines`."""
-    return visible("\n".join(_lines(folder, document, messages=messages)) + "\n")
+def report_of(folder: Path, incident: Incident, *, messages: bool = True) -> str:
+    """Return the report, which has more of the stacks and the environment than the incident; see `stack_lines`."""
+    return visible("\n".join(_lines(folder, incident, messages=messages)) + "\n")
 
 
-def _lines(folder: Path, document: Mapping[str, Any], *, messages: bool) -> Iterator[str]:
-    server, verdict, cause = (mapping_of(document.get(name)) for name in ("server", "verdict", "cause"))
-    yield f"### SGLang {server.get('sglang_version')}: {first_screen(document, wraps=False)[0]}"
+def _lines(folder: Path, incident: Incident, *, messages: bool) -> Iterator[str]:
+    verdict, cause = incident.verdict, incident.cause
+    yield f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}"
     yield ""
     # What to do next is for whoever runs the server.
-    yield from _fenced(takewhile(lambda line: not line.startswith("next    "), first_screen(document)))
-    if verdict.get("text"):
-        yield f"**Verdict** ({verdict.get('level')})"
-        yield from _fenced([str(verdict["text"])])
-    if cause:
-        yield f"**Cause** {cause.get('class')} ({cause.get('level')})"
-        issues = [f"sgl-project/sglang#{issue.get('issue')}" for issue in mappings_of(cause.get("known_issues"))]
-        if issues:
-            yield f"It looks like {', '.join(issues)}."
+    yield from _fenced(takewhile(lambda line: not line.startswith("next    "), first_screen(incident)))
+    if verdict is not None and verdict.text:
+        yield f"**Verdict** ({verdict.level})"
+        yield from _fenced([verdict.text])
+    if cause is not None:
+        yield f"**Cause** {cause.kind} ({cause.level})"
+        if cause.known_issues:
+            yield f"It looks like {', '.join(f'sgl-project/sglang#{one.issue}' for one in cause.known_issues)}."
         yield ""
-    yield from _folded("Environment", _environment(folder, document))
-    yield from _folded("Stacks, innermost frame first", stack_lines(folder, document, messages=messages))
-    yield from _folded("Timeline", timeline_lines(document))
+    yield from _folded("Environment", _environment(folder, incident))
+    yield from _folded("Stacks, innermost frame first", stack_lines(folder, incident, messages=messages))
+    yield from _folded("Timeline", timeline_lines(incident))
 
 
-def _environment(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
-    environment = object_of(_read(folder / _ENVIRONMENT)) or mapping_of(document.get("environment"))
-    if environment.get("command_line"):
-        yield str(environment["command_line"])
-    for name, version in mapping_of(environment.get("versions")).items():
-        yield f"{name} {version}"
-    yield from (str(line) for line in mapping_of(document.get("gpus")).get("lines") or ())
+def _environment(folder: Path, incident: Incident) -> Iterator[str]:
+    whole = object_of(_read(folder / _ENVIRONMENT))
+    if whole.get("command_line"):
+        yield str(whole["command_line"])
+    versions = mapping_of(whole.get("versions")) if whole else incident.surroundings.versions
+    yield from (f"{name} {version}" for name, version in versions.items())
+    yield from incident.gpus.lines if incident.gpus is not None else ()
 
 
 def _folded(title: str, lines: Iterable[str]) -> Iterator[str]:

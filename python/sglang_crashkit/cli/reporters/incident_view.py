@@ -1,6 +1,6 @@
-"""What a page shows of an incident, section by section, from its document and its files.
+"""What a page shows of an incident, section by section, with what is in its files.
 
-Any kit version may have written them, and anybody may have changed them since: what is missing or has another form is
+Any kit version may have written those, and anybody may have changed them since: what is missing or has another form is
 passed over. Every list has an end; of what is beyond it the number is told.
 """
 
@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.cli.commands.steps import groups_of, in_words, side_by_side
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of, object_of
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, object_of
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
 from sglang_crashkit.incident.first_screen import undecided_in_words
+from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.incident.store import STEPS_SUFFIX, StoredSteps
 from sglang_crashkit.incident.summary import (
     Run,
@@ -27,8 +30,10 @@ from sglang_crashkit.incident.summary import (
     was_aborted_before,
 )
 from sglang_crashkit.kernel import titles
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
-from sglang_crashkit.model.step import DIVERGED, Step
+from sglang_crashkit.model.checked_json import mapping_of, seconds_of
+from sglang_crashkit.model.incident import Collectives, Entry, Gpus, Incident, InStep, ProcessReport
+from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.model.step import Step
 
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS = 100, 1000, 24, 500, 40
 _LAST_STEPS = 20
@@ -48,41 +53,35 @@ _OF_REQUEST = ("rid", "state", "arrived", "ended", "kind")
 # -- processes
 
 
-def processes_of(document: Mapping[str, Any]) -> dict[str, Any]:
+def processes_of(incident: Incident) -> dict[str, Any]:
     """Return the ranks and the other processes, and which of them are in the same state.
 
     Returns:
         ``ranks`` and ``others``: a tile each, with ``name``, ``state`` and ``words``. ``groups``: each with ``names``,
         ``state``, ``words``, ``doing``, ``step``, ``sign`` and its ``members``, each with what there is of it alone.
     """
-    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
-    places, tiles = ranks_by_pid(document), []
+    first, places, tiles = incident.first_failure, ranks_by_pid(incident), []
     groups: dict[str, dict[str, Any]] = {}
     ranks_in: dict[str, list[Rank]] = {}
-    for process in mappings_of(document.get("processes")):
-        pid = process.get("pid")
-        rank = places.get(pid) if isinstance(pid, int) else None
-        name = RankSet([rank]).format() if rank is not None else str(process.get("title"))
-        state, words = _state_of(process, first)
-        steps, sign = mapping_of(process.get("steps")), mapping_of(process.get("last_sign"))
-        step = mapping_of(steps.get("in_step"))
+    for process in incident.processes:
+        rank, step, sign = places[process.pid], process.in_step, process.last_sign
+        name, words = RankSet([rank]).format(), state_in_words(process)
+        state = "first" if process is first else _state_of(process)
         shown = {
             "state": state,
             "words": words,
-            "doing": [str(frame) for frame in list_of(process.get("doing"))],
-            "step": _step_in_words(step) if step else "",
-            "rank": process.get("role") == "scheduler",
-            "sign": str(sign.get("doing")) if sign else "",
+            "doing": process.doing,
+            "step": _step_in_words(step) if step is not None else "",
+            "rank": process.is_rank,
+            "sign": sign.doing if sign is not None else "",
         }
         key = json.dumps(shown)
         group = groups.setdefault(key, shown | {"members": [], "number": len(groups)})
-        if rank is not None:
-            ranks_in.setdefault(key, []).append(rank)
-        group["members"].append(_details(process, name, sign))
-        is_rank = process.get("role") == "scheduler"
-        tiles.append((is_rank, rank, {"name": name, "state": state, "words": words, "group": group["number"]}))
+        ranks_in.setdefault(key, []).append(rank)
+        group["members"].append(_details(process, name))
+        tiles.append((process.is_rank, rank, {"name": name, "state": state, "words": words, "group": group["number"]}))
     for key, group in groups.items():
-        names = RankSet(ranks_in.get(key, ())).format(most=6)
+        names = RankSet(ranks_in[key]).format(most=6)
         many = len(group["members"])
         group["names"] = names if len(names) < MAX_NAMES else f"{cut_names(names)} ({many:,} processes)"
     order = {"first": 0, "stopped": 1, "raised": 2, "dead": 3, "unseen": 4, "alive": 5}
@@ -96,83 +95,70 @@ def processes_of(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _by_rank(tile: tuple[bool, Rank | None, Any]) -> tuple[str, int]:
+def _by_rank(tile: tuple[bool, Rank, Any]) -> tuple[str, int]:
     rank = tile[1]
-    return (
-        ("", 0) if rank is None else (json.dumps([[str(name), f"{at!s:0>8}"] for name, at in rank.scope]), rank.number)
-    )
+    return json.dumps([[name, f"{at!s:0>8}"] for name, at in rank.scope]), rank.number
 
 
-def _state_of(process: Mapping[str, Any], first: object) -> tuple[str, str]:
-    """Return the state of a process as one of a few classes, and in words."""
-    words, state = state_in_words(process), str(mapping_of(process.get("state")).get("State") or "")
-    pieces = mappings_of(process.get("evidence"))
-    kind = "alive" if process.get("doing") else "unseen"
-    if process.get("exit"):
-        kind = "dead"
-    elif state[:1] in ("T", "t"):
-        kind, words = "stopped", f"stopped ({state[:1]})"
-    elif any(one.get("kind") == "exception" and one.get("status") == "captured" for one in pieces):
-        kind, words = "raised", "raised an exception"
-    return "first" if process.get("pid") == first is not None else kind, words
+def _state_of(process: ProcessReport) -> str:
+    """Return the state of a process as one of a few classes."""
+    if process.exit is not None:
+        return "dead"
+    if stopped_state(process):
+        return "stopped"
+    if any(one.kind == "exception" and one.status == "captured" for one in process.evidence):
+        return "raised"
+    return "alive" if process.doing else "unseen"
 
 
-def _step_in_words(step: Mapping[str, Any]) -> str:
-    phase = str(step.get("phase")).replace("_", " ")
-    return f"{step.get('number')}: {step.get('mode') or 'not scheduled'} of {step.get('size')}, {phase}"
+def _step_in_words(step: InStep) -> str:
+    return f"{step.number}: {step.mode or 'not scheduled'} of {step.size}, {step.phase.replace('_', ' ')}"
 
 
-def _details(process: Mapping[str, Any], name: str, sign: Mapping[str, Any]) -> dict[str, Any]:
-    state = mapping_of(process.get("state"))
-    numbers = [f"{key} {value}" for key, value in state.items() if key != "SigCgt"]
-    looks = mappings_of(process.get("looks"))
+def _details(process: ProcessReport, name: str) -> dict[str, Any]:
+    numbers = [f"{key} {value}" for key, value in (process.state or {}).items() if key != "SigCgt"]
     moments = [
-        f"{str(one.get('time'))[11:23]} {one.get('state')} {one.get('cpu_secs')} s of CPU time: "
-        + " < ".join(map(str, list_of(one.get("doing"))[:3]))
-        for one in looks
+        f"{look.time[11:23]} {look.state} {look.cpu_secs} s of CPU time: {' < '.join(look.doing[:3])}"
+        for look in process.looks
     ]
     return {
         "name": name,
-        "title": process.get("title"),
-        "pid": process.get("pid"),
+        "title": process.title,
+        "pid": process.pid,
         "proc": ", ".join(numbers),
-        "sign": last_sign_in_words(sign) if sign else "",
-        "gpu": [str(line) for line in list_of(process.get("gpu"))],
+        "sign": last_sign_in_words(process.last_sign) if process.last_sign is not None else "",
+        "gpu": process.gpu,
         "looks": moments,
-        "evidence": [
-            {"status": str(one.get("status")), "words": piece_in_words(one)}
-            for one in mappings_of(process.get("evidence"))
-        ],
+        "evidence": [{"status": one.status, "words": piece_in_words(one)} for one in process.evidence],
     }
 
 
 # -- the timeline
 
 
-def timeline(document: Mapping[str, Any]) -> dict[str, Any]:
+def timeline(incident: Incident) -> dict[str, Any]:
     """Return the events in lanes, each with its place from 0 to 1000, and as a list.
 
     Returns:
         ``seconds``: from the first to the last event. ``lanes``: each with ``name`` and ``events``. ``events``: each
         with ``after``, in seconds from the trigger; ``place``; ``tone``; ``event``; ``who``; ``words``.
     """
-    known = [(seconds_of(one.get("time")), one) for one in timeline_of(document)]
+    known = [(one.seconds, one) for one in timeline_of(incident)]
     timed = [(seconds, one) for seconds, one in known if seconds is not None]
     if not timed:
         return {"lanes": [], "events": [], "seconds": 0.0, "begin": 0.0, "left_out": len(known)}
-    trigger = seconds_of(mapping_of(document.get("trigger")).get("time"))
+    trigger = seconds_of(incident.trigger.time)
     zero = trigger if trigger is not None else timed[0][0]
     times = [*(seconds for seconds, _one in timed), zero]
     begin, end = min(times), max(times)
-    events = _merged(timed, document)
-    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
+    events, first = _merged(timed, incident), incident.first_failure
     who = {event["who"] for event in events}
     lanes: dict[str, list[dict[str, Any]]] = {}
     for event in events[:_MAX_EVENTS]:
         event["after"] = event["seconds"] - zero
         event["place"] = round(1000 * (event["seconds"] - begin) / (end - begin), 2) if end > begin else 0
-        many = len(who) > _MAX_LANES and event["ranks"] and event["pid"] != first
-        lane = "other ranks" if many else event["who"]
+        is_first = first is not None and event["pid"] == first.pid
+        lane = "other ranks" if len(who) > _MAX_LANES and event["ranks"] and not is_first else event["who"]
         lanes.setdefault(lane if lane in lanes or len(lanes) < _MAX_LANES else "others", []).append(event)
     return {
         "lanes": [{"name": name, "events": some} for name, some in lanes.items()],
@@ -183,17 +169,16 @@ def timeline(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _merged(timed: Sequence[tuple[float, Entry]], incident: Incident) -> list[dict[str, Any]]:
     """Return the events; of many ranks those that are alike and follow one another at once as one."""
-    places = ranks_by_pid(document)
+    places = ranks_by_pid(incident)
     many = len(places) > _MAX_LANES
     events: list[dict[str, Any]] = []
     before: tuple[str, str, bool] | None = None
     for seconds, one in timed:
-        event, pid = str(one.get("event")), one.get("pid")
-        rank = places.get(pid) if isinstance(pid, int) else None
+        rank = places.get(one.pid) if one.pid is not None else None
         words = Run([one]).details()
-        alike = (event, words, rank is not None)
+        alike = (one.event, words, rank is not None)
         at_once = many and rank is not None and before == alike
         if at_once and seconds - events[-1]["seconds"] <= _AT_ONCE_SECS:
             events[-1]["ranks"].add(rank)
@@ -202,11 +187,11 @@ def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[
         events.append(
             {
                 "seconds": seconds,
-                "pid": pid,
+                "pid": one.pid,
                 "ranks": {rank} if rank is not None else set(),
-                "who": str(one.get("title") or "crash handler"),
-                "tone": "bad" if event in _BAD else "own" if event in _OWN else "other",
-                "event": event.replace("_", " "),
+                "who": one.title or "crash handler",
+                "tone": "bad" if one.event in _BAD else "own" if one.event in _OWN else "other",
+                "event": one.event.replace("_", " "),
                 "words": cut(words, 400),
             }
         )
@@ -223,25 +208,17 @@ def _plain(value: object) -> str:
 # -- steps
 
 
-def steps_of(document: Mapping[str, Any], files: IncidentFiles) -> dict[str, Any]:
+def steps_of(incident: Incident, files: IncidentFiles) -> dict[str, Any]:
     """Return the last steps of the ranks side by side, the diverging one marked.
 
     Returns:
         ``tables``: of each set of ranks that must agree, with ``columns``, the names, and ``rows``, each with
         ``number``, ``marked`` and ``cells``; ``requests`` of the marked step, or the last one.
     """
-    divergence = mapping_of(document.get("divergence"))
-    step = divergence.get("step")
-    marked = step if type(step) is int else None
+    marked = incident.divergence.step if incident.divergence is not None else None
     groups = groups_of(_read_last_steps(files, marked))
     tables = [_table(group, marked) for group in groups[:_MAX_GROUPS]]
-    return {
-        "statement": divergence.get("statement"),
-        "level": divergence.get("level"),
-        "diverged": divergence.get("kind") in DIVERGED,
-        "tables": tables,
-        "left_out": max(0, len(groups) - _MAX_GROUPS),
-    }
+    return {"tables": tables, "left_out": max(0, len(groups) - _MAX_GROUPS)}
 
 
 def _read_last_steps(files: IncidentFiles, marked: int | None) -> list[StoredSteps]:
@@ -314,16 +291,15 @@ def _cell(step: Step | None, other: Step | None) -> dict[str, Any]:
 # -- requests
 
 
-def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: bool) -> dict[str, Any]:
+def requests_of(incident: Incident, files: IncidentFiles, *, prompts: bool) -> dict[str, Any]:
     """Return what the journals told of the requests, the suspects first; with `prompts` what users of the server wrote.
 
     Returns:
         ``rows``: each with what `_OF_REQUEST` names, ``numbers``, ``texts`` and ``suspect``. ``undecided``: a sentence
         where nothing is between the suspects. ``suspects_left_out``: how many the incident does not list.
     """
-    suspects = {str(one.get("rid")): one for one in mappings_of(document.get("suspects"))}
-    journal = mapping_of(mapping_of(document.get("requests")).get("journal"))
-    path = journal.get("path") or "requests/requests.jsonl"
+    suspects, journal = {one.rid: one for one in incident.suspects}, incident.requests.journal
+    path = journal.path if journal is not None and journal.path else "requests/requests.jsonl"
     rows: list[dict[str, Any]] = []
     count = 0
     data = files.read(path, _MAX_REQUEST_BYTES)
@@ -334,26 +310,24 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
         count += 1
         is_suspect = str(request.get("rid")) in suspects
         if len(rows) < _MAX_REQUESTS or is_suspect:
-            rows.append(_request(request, suspects.get(str(request.get("rid"))), document, prompts=prompts))
-    rows.sort(key=lambda row: (row["suspect"] is None, row["state"] != "unfinished"))
+            rows.append(_request(request, incident, prompts=prompts) | {"suspect": is_suspect})
+    rows.sort(key=lambda row: (not row["suspect"], row["state"] != "unfinished"))
     return {
         "rows": rows,
         "left_out": max(0, count - len(rows)),
         "suspects": [
-            {"rid": cut(str(one.get("rid")), 100), "level": one.get("level"), "reasons": list_of(one.get("reasons"))}
+            {"rid": cut(one.rid, 100), "level": one.level, "reasons": one.reasons}
             for one in list(suspects.values())[:50]
         ],
-        "undecided": undecided_in_words(document),
-        "suspects_left_out": left_out if type(left_out := document.get("suspects_left_out")) is int else 0,
+        "undecided": undecided_in_words(incident),
+        "suspects_left_out": incident.suspects_left_out,
         "prompts": prompts,
     }
 
 
-def _request(
-    request: Mapping[str, Any], suspect: object, document: Mapping[str, Any], *, prompts: bool
-) -> dict[str, Any]:
+def _request(request: Mapping[str, Any], incident: Incident, *, prompts: bool) -> dict[str, Any]:
     shown = {name: cut(str(request.get(name) or ""), 100) for name in _OF_REQUEST}
-    numbers, texts = ["aborted before"] if was_aborted_before(request, document) else [], []
+    numbers, texts = ["aborted before"] if was_aborted_before(request, incident) else [], []
     for name, value in [*request.items(), *mapping_of(request.get("sampling_params")).items()]:
         if name in (*_OF_REQUEST, "aborted", "sampling_params", "pid") or value is None:
             continue
@@ -365,38 +339,37 @@ def _request(
             # Whatever it is called, a user may have written it.
             what = "characters" if isinstance(value, str) else "entries"
             numbers.append(f"{cut(name, 80)}: {len(value):,} {what}")
-    return shown | {"numbers": numbers, "texts": texts, "suspect": mapping_of(suspect) if suspect else None}
+    return shown | {"numbers": numbers, "texts": texts}
 
 
 # -- the rest
 
 
-def findings_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+def findings_of(incident: Incident) -> list[dict[str, Any]]:
     """Return what is reported of collectives, GPUs and lost peers, each with ``title``, ``level`` and ``lines``."""
-    found = []
-    collectives = mapping_of(document.get("collectives"))
-    for one in mappings_of(collectives.get("findings"))[:_MAX_GROUPS]:
-        title = f"{one.get('group')}: {str(one.get('kind')).replace('_', ' ')}"
-        found.append({"title": title, "level": one.get("level"), "lines": [one.get("statement")], "open": True})
+    found, collectives = [], incident.collectives or Collectives()
+    for one in collectives.findings[:_MAX_GROUPS]:
+        title = f"{one.group}: {one.kind.replace('_', ' ')}"
+        found.append({"title": title, "level": one.level, "lines": [one.statement], "open": True})
     for title, lines, is_open in (
-        ("GPUs", list_of(mapping_of(document.get("gpus")).get("lines")), True),
-        ("no flight recorder", list_of(collectives.get("missing")), False),
-        ("lost servers of the pair", [_peer(one) for one in mappings_of(document.get("peers"))], True),
+        ("GPUs", (incident.gpus or Gpus()).lines, True),
+        ("no flight recorder", collectives.missing, False),
+        ("lost servers of the pair", [_peer(one) for one in incident.peers], True),
     ):
         if lines:
             found.append({"title": title, "level": "", "lines": lines, "open": is_open})
     return found
 
 
-def _peer(peer: Mapping[str, Any]) -> str:
-    waiting = [str(one.get("rid")) for one in mappings_of(peer.get("requests"))[:20]]
-    words = f"{peer.get('role')} server {peer.get('address')}: {peer.get('sign')}, since {peer.get('since')}"
+def _peer(peer: LostPeer) -> str:
+    waiting = [one.rid for one in peer.requests[:20]]
+    words = f"{peer.role} server {peer.address}: {peer.sign}, since {peer.since}"
     return words + (f"; requests that wait for it: {', '.join(waiting)}" if waiting else "")
 
 
-def environment_of(files: IncidentFiles, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+def environment_of(files: IncidentFiles, incident: Incident) -> list[dict[str, Any]]:
     """Return the environment in parts, each with ``name`` and ``values``, pairs of a dotted name and a value."""
-    whole = files.read_object("environment.json") or mapping_of(document.get("environment"))
+    whole = files.read_object("environment.json") or msgspec.to_builtins(incident.surroundings)
     plain = [(name, value) for name, value in whole.items() if not isinstance(value, (dict, list))]
     parts: list[tuple[str, Any]] = [("in short", dict(plain))] if plain else []
     parts += [(name, value) for name, value in whole.items() if isinstance(value, (dict, list)) and value]

@@ -8,8 +8,9 @@ from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at, scope_of
 from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
+from sglang_crashkit.model.checked_json import mappings_of, texts_of
+from sglang_crashkit.model.incident import EvidenceKind, Incident
 from sglang_crashkit.model.sample import Frame
 
 #: A tree of more nodes is cut at those of the deepest calls, and at those that are thinner, in percent.
@@ -22,7 +23,7 @@ MAX_NAMES = 60
 #: So many sets of ranks of a tree are told.
 _MAX_SETS = 24
 #: Evidence with stacks, the one that tells most of a process that failed first.
-_KINDS = ("fault_stack", "stack")
+_KINDS: tuple[EvidenceKind, ...] = ("fault_stack", "stack")
 _KIT = "sglang_crashkit/"
 
 
@@ -36,47 +37,41 @@ class Stack:
     frames: tuple[Frame, ...]  # innermost first
 
 
-def ranks_by_pid(document: Mapping[str, Any]) -> dict[int, Rank]:
+def ranks_by_pid(incident: Incident) -> dict[int, Rank]:
     """Return the place of each process of an incident among all."""
     found: dict[int, Rank] = {}
     seen: dict[str, int] = {}
-    for process in mappings_of(document.get("processes")):
-        pid, role = process.get("pid"), str(process.get("role"))
-        if not isinstance(pid, int):
-            continue
-        if role == "scheduler":
-            numbers = mapping_of(process.get("rank")).items()
-            axes = {axis: number for axis, number in numbers if type(number) is int and 0 <= number < 1 << 20}
-            found[pid] = rank_at(axes)
+    for process in incident.processes:
+        if process.is_rank:
+            axes = {axis: number for axis, number in process.rank.items() if 0 <= number < 1 << 20}
+            found[process.pid] = rank_at(axes)
         else:
+            role = process.role
             number = seen[role] = seen.get(role, -1) + 1
-            found[pid] = Rank(scope_of({"role": f"{role} {number + 1}" if number else role}), "", 0)
+            found[process.pid] = Rank(scope_of({"role": f"{role} {number + 1}" if number else role}), "", 0)
     return found
 
 
-def read_stacks(document: Mapping[str, Any], files: IncidentFiles) -> Iterator[Stack]:
+def read_stacks(incident: Incident, files: IncidentFiles) -> Iterator[Stack]:
     """Yield the Python stacks of the processes of an incident; of one that raised, what it did then."""
-    ranks = ranks_by_pid(document)
-    for process in mappings_of(document.get("processes")):
-        rank = ranks.get(process["pid"]) if isinstance(process.get("pid"), int) else None
-        if rank is None:
-            continue
-        scheduler = process.get("role") == "scheduler"
-        paths = {str(one.get("kind")): one.get("path") for one in reversed(mappings_of(process.get("evidence")))}
+    ranks = ranks_by_pid(incident)
+    for process in incident.processes:
+        rank = ranks[process.pid]
+        paths = {one.kind: one.path for one in reversed(process.evidence)}
         raised = files.read_object(paths.get("exception")).get("traceback")
-        frames = tuple(_frame_of(str(text)) for text in reversed(list_of(raised)[-_MAX_FRAMES:]))
+        frames = tuple(map(_frame_of, reversed(texts_of(raised)[-_MAX_FRAMES:])))
         if frames:
-            yield Stack(rank, scheduler, True, frames)
-        path = next((str(paths[kind]) for kind in _KINDS if paths.get(kind)), "")
+            yield Stack(rank, process.is_rank, True, frames)
+        path = next(filter(None, map(paths.get, _KINDS)), "")
         threads = mappings_of(files.read_object(f"{path.removesuffix('.txt')}.json").get("threads"))[:_MAX_THREADS]
         for thread in threads:
-            main = thread.get("native_id") == process["pid"] or thread.get("name") == "MainThread"
+            main = thread.get("native_id") == process.pid or thread.get("name") == "MainThread"
             taken = tuple(_without_kit(_frames(thread)))
             if taken and not (main and frames):
-                yield Stack(rank, scheduler, main, taken)
-        if not threads and not frames and (doing := list_of(process.get("doing"))):
+                yield Stack(rank, process.is_rank, main, taken)
+        if not threads and not frames and process.doing:
             # Of one whose files are gone, its innermost frames are left.
-            yield Stack(rank, scheduler, True, tuple(_frame_of(str(text)) for text in doing[:_MAX_FRAMES]))
+            yield Stack(rank, process.is_rank, True, tuple(map(_frame_of, process.doing[:_MAX_FRAMES])))
 
 
 def merge(stacks: Iterable[Stack], first: Rank | None) -> list[dict[str, Any]]:

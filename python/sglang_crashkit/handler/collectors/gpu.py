@@ -22,8 +22,9 @@ from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.stack_hooks import HookFiles
+from sglang_crashkit.model import lenient
 from sglang_crashkit.model.flight_dump import FlightDumpError
-from sglang_crashkit.model.incident import Collectives, Evidence, EvidenceKind, EvidenceStatus, ProcessReport
+from sglang_crashkit.model.incident import Collectives, Evidence, EvidenceKind, EvidenceStatus, Gpus, ProcessReport
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ class _Driver:
         )
         if facts.reason:
             told["lines"].insert(0, facts.reason)
-        run.incident.gpus = told
+        run.incident.gpus = lenient.read(told, Gpus)
         for event in told["xids"]:
             pids = [one["pid"] for one in event["processes"]]
             run.note(event["time"], "xid", number=event["xid"], gpu=event["bus_id"], pids=pids, source=event["source"])
@@ -452,20 +453,16 @@ class FlightRecorders:
         used = {None, *(record.recorder for record in self._records)} | self._failed
         missing = [line for recorder, line in self._missing if recorder in used]
         try:
-            findings = [
-                finding.to_json()
-                | {"pids": self._pids_of(finding.processes), "waiting_pids": self._pids_of(finding.waiting)}
-                for finding in judge_collectives(self._records)
-            ]
+            findings = judge_collectives(self._records)
+            for finding in findings:
+                finding.pids = [self._pids[name] for name in finding.processes]
+                finding.waiting_pids = [self._pids[name] for name in finding.waiting]
         except Exception as error:
             logger.exception("the flight recorders cannot be compared")
             findings = []
             missing.append(f"The dumps cannot be compared: {type(error).__name__}.")
         if self._records or self._failed:
             self._run.set_collectives(Collectives(findings, missing))
-
-    def _pids_of(self, names: Sequence[str]) -> list[int]:
-        return [self._pids[name] for name in names]
 
 
 def _is_stopped(process: TrackedProcess) -> bool:

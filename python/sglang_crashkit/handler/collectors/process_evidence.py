@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from sglang_crashkit.analysis.waits import informative_caller
 from sglang_crashkit.capture.ladder import capture_all, parse_faulthandler
 from sglang_crashkit.capture.pyspy import capture_native
 from sglang_crashkit.errors import CrashkitError
@@ -29,6 +28,17 @@ Content = TypeVar("Content")
 #: What a process was doing is told by so many frames.
 MAX_DOING, _MAX_FRAMES = 4, 1000
 _STATUS_FIELDS = ("State", "Threads", "VmRSS", "VmHWM", "SigCgt", "voluntary_ctxt_switches")
+#: Where a compiler runs, or weights are read; and functions that load, or write a profile.
+_LONG_FILE = re.compile(
+    r"(^|/)(torch/_dynamo/(convert_frame|symbolic_convert|output_graph|guards|bytecode_transformation)\.py"
+    r"|torch/_inductor/(?!runtime/|output_code|utils)|torch/_functorch/(aot_autograd\.py|_aot_autograd/autograd_cache)"
+    r"|torch/utils/cpp_extension\.py|triton/(compiler/|runtime/build\.py|backends/)|flashinfer/jit/|tilelang/jit/"
+    r"|deep_gemm/jit|tvm_ffi/cpp/|jit_kernel/utils\.py|cutlass/\S*compiler"
+    r"|model_loader/|safetensors/|huggingface_hub/)"
+)
+_LONG = re.compile(
+    r"^(load_model|load_weights|_?load_weights_\w+|_?(start|stop)_profile|export_chrome_trace|export_stacks)$"
+)
 _KIT, _SGLANG = "sglang_crashkit", re.compile(r"(^|/)sglang/")
 #: Function and file in which the thread sleeps that answers for its process; of no interest.
 _RESPONDER = ("_answer_all", "sglang_crashkit/srt/stack_hooks.py")
@@ -267,11 +277,17 @@ def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
     frames = _below_hooks(frames)
-    shown, telling = list(frames[:MAX_DOING]), informative_caller(frames)
+    shown, telling = list(frames[:MAX_DOING]), next(filter(_takes_long, frames), None)
     if telling is not None and telling not in shown:
         # Who compiles waits for a compiler, which says nothing without what started it.
         shown[-1] = telling
     return [str(frame) for frame in shown]
+
+
+def _takes_long(frame: Frame) -> bool:
+    """Say whether a function compiles, loads or writes a profile."""
+    function = frame.function.rpartition(".")[2]
+    return bool(_LONG_FILE.search(frame.file) or _LONG.match(function))
 
 
 def _keep(

@@ -9,7 +9,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.memory.ring import LogRecord, RingError, is_ring, read_blob, read_log
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
-from sglang_crashkit.model import incident
+from sglang_crashkit.model import incident, lenient
 from sglang_crashkit.model.incident import MAX_RIDS, Evidence, EvidenceKind, InStep, iso_time
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.protocol import Message
@@ -395,13 +395,11 @@ def _prompts_in(path: Path) -> list[str]:
     return found
 
 
-def in_short(step: Step, current: Step | None) -> dict[str, object]:
+def in_short(step: Step, current: Step | None) -> Step:
     """Return a step as ``incident.json`` has it, where the scheduler was in step `current`."""
-    told = step.to_json()
     # The one that it was in is told apart; one that it had launched, or not processed, may be at fault as well.
     is_open = step.ended is None and step is not current
-    told["requests"] = told["requests"][: MAX_RIDS if is_open else _REQUESTS_OF_LAST]
-    return told
+    return replace(step, requests=step.requests[: MAX_RIDS if is_open else _REQUESTS_OF_LAST])
 
 
 def _in_step(step: Step, seconds: float) -> InStep:
@@ -445,7 +443,7 @@ class ServerEnvironment:
         What is not read before `deadline`, by the monotonic clock, is left out; ten processes take about 0.05 s.
         """
         document = self._gather(tree, deadline)
-        run.incident.environment = _environment_in_short(document)
+        run.incident.environment = lenient.read(_environment_in_short(document), incident.Surroundings)
         set_piece(run.report(tree.root), write_piece("environment", run.folder.write_json, ENVIRONMENT, document))
 
     def close(self) -> None:

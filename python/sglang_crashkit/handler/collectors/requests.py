@@ -7,9 +7,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import msgspec
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import REQUESTS
@@ -231,7 +232,7 @@ def add(before: Requests, now: Requests) -> Requests:
     if before.finished is None and before.unfinished is None:
         return now
     path = before.path or now.path
-    return replace(
+    return msgspec.structs.replace(
         now,
         finished=(now.finished or 0) + (before.finished or 0),
         unfinished=(now.unfinished or 0) + (before.unfinished or 0),

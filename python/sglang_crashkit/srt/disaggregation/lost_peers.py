@@ -10,9 +10,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any
+
+import msgspec
 
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, Role, Sign
@@ -93,7 +94,7 @@ class _Reports:
         told = {"address": address, "since": iso_time(time.time()), "reason": reason, "requests": requests}
         lost = LostPeer.from_fields(self._fields | told | {"count": count}, os.getpid())
         if lost is not None:
-            notify("peer_lost", **asdict(lost))
+            notify("peer_lost", **msgspec.to_builtins(lost))
 
 
 def _since(connection: Any) -> str:

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults

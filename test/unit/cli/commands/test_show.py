@@ -10,6 +10,7 @@ import pytest
 from sglang_crashkit import settings
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.first_screen import first_screen
+from sglang_crashkit.model.incident import Incident
 from unit.support.stored import NOON, make_incident
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
@@ -60,7 +61,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "--folder", str(crash_dir)).splitlines()
-    assert lines[0] == first_screen(GOLDEN)[0]
+    assert lines[0] == first_screen(Incident.of(GOLDEN))[0]
     assert len(lines) <= 20
     path = Path(lines[-1].split()[1])
     assert path.is_dir()
@@ -255,5 +256,5 @@ def test_colour_is_for_terminals_that_want_it(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    head = first_screen(GOLDEN)[0]
+    head = first_screen(Incident.of(GOLDEN))[0]
     assert shown(capsys, str(crash_dir)).splitlines()[0] == (f"\033[1m{head}\033[0m" if is_bold else head)

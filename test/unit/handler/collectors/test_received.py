@@ -177,7 +177,7 @@ def test_a_rank_whose_steps_cannot_be_read_costs_no_other_its_own(odd: int, monk
             assert piece == Evidence("steps", "failed", reason="it cannot be read: KeyError")
         else:
             assert piece.status == "captured"
-            assert [step["number"] for step in reports[rank.pid].steps.last] == [1]
+            assert [step.number for step in reports[rank.pid].steps.last] == [1]
 
 
 PROMPT = "once upon a time there was a mine in the hills"

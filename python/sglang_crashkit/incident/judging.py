@@ -1,0 +1,458 @@
+"""The verdict on an incident: who failed first and of what, and the cause, for which the judge is asked.
+
+Two things are known of the order of events. A rank that raises an exception waits, before anything else is told to
+end, until the stacks of the other ranks were taken; so a rank killed by a fatal signal before that was not ended by the
+server's own clean-up. And a lost connection is a consequence of a death, not its cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sglang_crashkit.analysis.ranks import groups_of, name_some, rank_at
+from sglang_crashkit.kernel.private_files import read_json, read_regular
+from sglang_crashkit.model.incident import (
+    Cause,
+    Failure,
+    FailureEvent,
+    Incident,
+    ProcessReport,
+    Verdict,
+)
+from sglang_crashkit.model.peers import describe as describe_peers
+from sglang_crashkit.model.sample import Frame, Sample
+from sglang_crashkit.model.verdict import Level
+
+if TYPE_CHECKING:
+    from sglang_crashkit.model import verdict as answers
+    from sglang_crashkit.model.event import Line
+
+logger = logging.getLogger(__name__)
+
+#: The triggers of an incident of ranks that were busy for longer than anything of theirs takes, and of a server whose
+#: health check failed while no scheduler was silent, or nobody knows whether one was.
+BUSY_TOO_LONG, UNHEALTHY = "busy_too_long", "unhealthy_at_sigterm"
+#: Triggers by which the kit itself noticed a silence; upstream's watchdog ends the server, busy or not.
+_NOTICED = ("no_progress", "silent_at_sigterm")
+
+#: Shares of a CPU from which a process is busy all the time, and up to which it rests.
+_BUSY, _RESTING, _STUCK = 0.5, 0.05, "was stuck there"
+#: Two failures this close, in seconds, may have been noticed in the wrong order.
+_SAME_MOMENT_SECS = 0.005
+#: Of so many process groups the verdict tells what is seen; of the others, the incident does.
+_MAX_COLLECTIVES = 2
+#: More tokens than upstream lets a batch take in, unless prompts are not cut into chunks.
+_MANY_TOKENS = 16_384
+_LOST_PEER = re.compile(
+    r"connection (closed|reset|timed out)|closed by peer|broken pipe|socket timeout|timed out waiting"
+    r"|remote (process|peer)"
+    r"|([nh]|one)ccl.{0,300}(abort|remote|unhandled system)|hccl.{0,300}time[sd]? ?out|store.{0,300}(timeout|closed)"
+    r"|recv(?:value)? failed",
+    re.IGNORECASE,
+)
+#: Of an exception so many characters are looked at: these patterns are slow where their words come again and again.
+_MAX_LOOKED = 4096
+#: A rank may report the connection that it lost so much sooner than the end of who closed it is seen, in seconds.
+_TELLS_FIRST_SECS = 1.0
+#: What one says whose collective took longer than its time limit.
+_TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
+#: How exceptions begin that a library of collectives raises; behind another beginning the words may be a prompt's.
+_OF_COLLECTIVES = re.compile(
+    r"(?:\w+\.)*(?:Dist\w*Error: |(?:RuntimeError: |Exception: Capture [\w -]{1,40} graph failed: )(?:"
+    r"\[(?:[^\]'\"]{1,200}\.(?:cc|cpp|hpp|h)(?::\d+)?|Rank \d+|PG [^\]'\"]{1,100}|c10d|\d+)\] |NCCL"
+    r"|(?:\[ERROR\] )?HCCL|oneCCL|[Gg]loo"
+    r"|Connection (?:closed|reset)|Broken pipe|Socket [Tt]imeout|Timed out waiting|Application timeout"
+    r"|TCPStore|recvValue|failed to recv))"
+)
+#: Those of a socket of any kind. Beside a death they are its consequence; alone they tell of no rank.
+_OF_SOCKETS = re.compile(r"(?:BrokenPipe|Connection(?:Reset|Aborted))Error\b")
+#: A call of the rank's own failed, such as for memory or files; beside a death that may be its consequence.
+_OF_SYSTEM = re.compile(
+    r"unhandled system error(?![\s\S]{0,999}(?:remote|[Cc]losed|[Rr]eset|[Rr]efused|[Tt]imed out|No route|Broken pipe))"
+    r"|Error while creating shared memory|No space left on device"
+)
+#: A record holds every thread's stack, and is still short of this.
+_MAX_BYTES = 4 << 20
+#: Upon that the HTTP server ends with a status, and without an exception.
+_NO_BIND = re.compile(r"\S{1,64} ERROR uvicorn\.error: (\[Errno 98\] .{0,300}).*")
+
+
+def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
+    """Return the failures, the first one first, consequences behind their causes."""
+    reported = {event.pid for event in events if event.kind == "exception"}
+    lost = min((event.seconds for event in events if _is_lost_peer(event.message)), default=float("inf"))
+
+    def is_death(event: FailureEvent) -> bool:
+        # One that reported an exception ended of that; one that ended much later did not take the peer's connection.
+        is_own = event.fatal_signal or (event.pid not in reported and event.seconds <= lost + _TELLS_FIRST_SECS)
+        return event.kind == "exit" and is_own and event.before_capture
+
+    def rank(event: FailureEvent) -> tuple[int, float, str, int, str]:
+        if event.kind == "exit":
+            return (0 if is_death(event) else 1, *_by_time(event))
+        return (2 if _is_lost_peer(event.message) else 1, *_by_time(event))
+
+    last = sorted((event for event in events if event.is_answer), key=_by_time)
+    last += sorted((event for event in events if event.with_parent and not event.is_answer), key=_by_time)
+    events = [event for event in events if not (event.with_parent or event.is_answer)]
+    if any(map(is_death, events)) and any(_is_lost_peer(event.message) for event in events):
+        return sorted(events, key=rank) + last
+    return sorted(events, key=_by_time) + last
+
+
+def _is_lost_peer(message: str) -> bool:
+    """Say whether an exception is one that a rank raises as another one is gone."""
+    return _is_of_collectives(message) or _OF_SOCKETS.match(message) is not None
+
+
+def _is_of_collectives(message: str) -> bool:
+    """Say whether it is a library of collectives that lost a connection to another rank."""
+    return _OF_COLLECTIVES.match(message) is not None and _LOST_PEER.search(message, 0, _MAX_LOOKED) is not None
+
+
+def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
+    # With pid and message the order, and so the verdict, depends on the events alone and not on how they came in.
+    return (event.seconds, event.kind, event.pid, event.message)
+
+
+def judge(incident: Incident, folder: Path) -> Verdict:
+    """Return who failed first in an incident and of what; its failures may be in any order.
+
+    Args:
+        incident: with its processes and their evidence.
+        folder: the incident's, with what is in files.
+    """
+    verdict = _judge(incident, folder)
+    verdict.basis += incident.remarks
+    verdict.text = " ".join([verdict.text, *incident.remarks])
+    return verdict
+
+
+def _judge(incident: Incident, folder: Path) -> Verdict:
+    ordered = order_failures(incident.failures)
+    lost = describe_peers(incident.peers)
+    if lost and not ordered:
+        # That SGLang gave a server up is its word: a network that is broken looks the same.
+        return Verdict("peer_lost", None, "supported", " ".join(lost), lost)
+    if (not ordered and incident.trigger.event == UNHEALTHY) or (ordered and ordered[0].kind == "hang"):
+        return _judge_hang(incident, ordered, lost, folder)
+    if not ordered:
+        text = f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail."
+        return Verdict("unknown", None, "unknown", text)
+    first = ordered[0]
+    process = incident.process(first.pid)
+    awaited = _awaited_peer(incident, ordered)
+    level: Level
+    if awaited is not None:
+        peer, words = awaited
+        failure, later = Failure(peer.pid, peer.title), ordered
+        statement, kind, level = f"{_name(peer)} {words}.", "lost_peer", "supported"
+    else:
+        failure, later = Failure(first.pid, process.title if process else incident.trigger.title), ordered[1:]
+        statement, kind, level = _statement(first, process, failure.title)
+    basis = [statement]
+    basis += [_consequence(event, other) for event in later if (other := incident.process(event.pid)) is not None]
+    basis += [
+        f"{_name(other)} was in {other.doing[0]}."
+        for other in incident.processes
+        if other.pid != failure.pid and other.is_rank and other.doing
+    ]
+    basis += [*_compared(incident), *_on_gpus(incident), *lost]
+    if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
+        level = "supported"
+    return Verdict(kind, failure, level, " ".join(basis), basis)
+
+
+def _name(process: ProcessReport) -> str:
+    return f"{process.title} (pid {process.pid})"
+
+
+def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[ProcessReport, str] | None:
+    """Return the one rank for which the first that failed waited in vain, and what it did; None where it is not known.
+
+    An exception about a peer that did not answer tells of that one: it is stopped, or was elsewhere than in a
+    collective.
+    """
+    from sglang_crashkit.judge.activity import of_frames, of_state
+    from sglang_crashkit.sources.incident import frames_in
+
+    first = ordered[0]
+    if first.kind != "exception":
+        return None
+    if _is_lost_peer(first.message):
+        stopped = []
+        for one in incident.processes:
+            held = of_state(one.state_letter, str((one.state or {}).get("wchan") or ""))
+            if one.is_rank and held is not None and held.kind in ("stopped", "traced"):
+                stopped.append((one, held.words))
+        if len(stopped) == 1 and stopped[0][0].pid != first.pid:
+            return stopped[0]
+    if not (_OF_COLLECTIVES.match(first.message) and _TIMED_OUT.search(first.message)):
+        return None
+    failed = {event.pid for event in ordered}
+    ranks = [(rank_at(one.rank), one) for one in incident.processes if one.is_rank]
+    # Those of another replica run other steps.
+    peers = [one for group in groups_of(ranks) for one in group if first.pid in [other.pid for other in group]]
+    seen = [one for one in peers if one.doing and one.pid not in failed]
+    elsewhere = [one for one in seen if of_frames(frames_in(one.doing)).waits != "ranks"]
+    if len(elsewhere) != 1:
+        return None
+    return elsewhere[0], f"was in {elsewhere[0].doing[0]} while others waited for it in a collective"
+
+
+def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str], folder: Path) -> Verdict:
+    """Return the verdict where the first of the failures is that a rank made no progress, or none is known."""
+    from sglang_crashkit.sources.incident import name_of
+
+    silent = dict.fromkeys(event.pid for event in ordered if event.kind == "hang")
+    told = [*_silences(incident, ordered), *_compared(incident, of_hang=True), *_on_gpus(incident), *lost]
+    trigger = incident.trigger
+    reason = told[0] if ordered else f"The health check of {trigger.title} (pid {trigger.pid}) had failed."
+    # A watchdog speaks of its own rank only, and that of a stopped rank is stopped with it.
+    alone = incident.process(next(iter(silent))) if len(silent) == 1 else None
+    failure = Failure(alone.pid, alone.title) if alone is not None else None
+    watched = Verdict("hang", failure, "unknown", reason)
+    # A replica that is idle has nothing to do with it.
+    groups = groups_of([(rank_at(one.rank), one.pid) for one in incident.processes if one.is_rank])
+    peers = {pid for group in groups for pid in group if not silent or not silent.keys().isdisjoint(group)}
+    asked = [one for one in incident.processes if not one.is_rank or one.pid in peers]
+    answer = _ask(msgspec.structs.replace(incident, verdict=watched, processes=asked), folder)
+    if answer is None:
+        return _verdict("hang", "unknown", told, alone)
+    # One that a rank forked has its name for a moment.
+    by_likelihood = sorted(incident.processes, key=lambda one: one.pid in silent)
+    by_name = {name_of(process): process for process in by_likelihood}
+    named = by_name.get(answer.first or "")
+    # Where nobody stands apart, it is the one that was silent.
+    named = named or _late_in_collectives(incident) or alone
+    motion = _motion(named) if named is not None else ""
+    is_busy = answer.kind == "busy" or (_take_in(incident, silent) and not motion.startswith(_STUCK))
+    if is_busy and trigger.event in _NOTICED and all(event.kind == "hang" for event in ordered):
+        return _verdict("busy", "supported", [f"{answer.headline}: at work, which may take long.", *told])
+    if not ordered and named is None and answer.level != "established":
+        where = "no process was seen to stand still" if answer.headline == reason else answer.headline
+        return _verdict("unknown", "unknown", [f"{reason[:-1]}: {where}.", *told])
+    headline = f"{answer.headline.rstrip('.')}."
+    moved = [f"{_name(named)} {motion}."] if named is not None and motion else []
+    basis = [headline, *moved, *(one for one in told if one != headline)]
+    return _verdict("hang", answer.level, basis, named)
+
+
+def _verdict(kind: str, level: Level, basis: Sequence[str], process: ProcessReport | None = None) -> Verdict:
+    failure = Failure(process.pid, process.title) if process is not None else None
+    return Verdict(kind, failure, level, " ".join(basis), list(basis))
+
+
+def _motion(process: ProcessReport) -> str:
+    """Return in words whether a process moved from sample to sample; empty where that is not known."""
+    seen = [sample for sample in process.samples if sample.doing or sample.gil]
+    if len(seen) < 2 or seen[-1].state in ("T", "t", "Z", "X"):
+        return ""
+    if all(sample.gil == "taken" for sample in seen):
+        return "let no other thread have the GIL in time to answer"
+    seen = [sample for sample in seen if sample.doing]
+    stacks = [[(frame.function, frame.file) for frame in _main_frames(sample)] for sample in seen]
+    if any(stack != stacks[0] for stack in stacks):
+        levels = zip(*map(reversed, stacks), strict=False)
+        common = [level[0][0] for level in itertools.takewhile(lambda level: len({*level}) == 1, levels)]
+        return f"moved below {common[-1]}" if common else "moved"
+    if len(seen) < 2:
+        return ""
+    # The CPU time is that of all threads; a main thread that is asleep in each sample does not use it.
+    used, seconds = seen[-1].cpu_secs - seen[0].cpu_secs, seen[-1].time - seen[0].time
+    if used >= _BUSY * seconds > 0:
+        motion = "" if all(sample.state == "S" for sample in seen) else "spun there, busy all the time"
+    else:
+        motion = _STUCK if seconds > 0 and used <= _RESTING * seconds else ""
+    # It has the GIL for a moment now and then.
+    holds = "held the GIL in each sample" if all(sample.gil == "main" for sample in seen) else ""
+    return " and ".join(filter(None, (motion, holds)))
+
+
+def _main_frames(sample: Sample) -> Sequence[Frame]:
+    from sglang_crashkit.sources.incident import frames_in
+
+    thread = sample.main_thread
+    return thread.frames if thread is not None and thread.frames else frames_in(sample.doing)
+
+
+def _take_in(incident: Incident, pids: Iterable[int]) -> bool:
+    """Say whether those that are silent are in a batch that takes in very many tokens in one piece."""
+    signs = [process.last_sign for pid in pids if (process := incident.process(pid)) is not None]
+    return bool(signs) and all(sign is not None and sign.tokens >= _MANY_TOKENS for sign in signs)
+
+
+def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
+    """Return what is known of who made no progress, those with the same words together, and of what came after."""
+    said: dict[str, list[str]] = {}
+    after = []
+    for event in ordered:
+        process = incident.process(event.pid)
+        if process is None:
+            continue
+        if event.kind == "hang":
+            said.setdefault(event.message, []).append(_name(process))
+        else:
+            after.append(_consequence(event, process))
+    return [f"{name_some(names)} {message}." for message, names in said.items()] + after
+
+
+def _compared(incident: Incident, *, of_hang: bool = False) -> list[str]:
+    """Return in sentences where ranks went different ways, and what their flight recorders show.
+
+    Of a hang also that they did not go different ways, or may have.
+    """
+    divergence, collectives = incident.divergence, incident.collectives
+    told = [divergence.statement] if divergence is not None and (of_hang or divergence.is_one) else []
+    findings = collectives.findings if collectives is not None else []
+    return told + [one.statement for one in findings if one.level != "unknown"][:_MAX_COLLECTIVES]
+
+
+def _late_in_collectives(incident: Incident) -> ProcessReport | None:
+    """Return the one process for which the others wait in their collectives, None where it is not one.
+
+    Who is behind in one process group and waits in another for somebody else is not it.
+    """
+    findings = incident.collectives.findings if incident.collectives is not None else []
+    abnormal = [one for one in findings if one.level != "unknown"]
+    late = {pid for finding in abnormal[:1] for pid in finding.pids}
+    behind = [finding for finding in abnormal if finding.kind == "behind"]
+    if abnormal[:1] == behind[:1]:
+        late = {pid for finding in behind for pid in finding.pids}
+        late -= {pid for finding in behind for pid in finding.waiting_pids}
+    return incident.process(late.pop()) if len(late) == 1 else None
+
+
+def _on_gpus(incident: Incident) -> list[str]:
+    """Return what the GPU cores tell: of each the first kernel, or what failed, which comes after the kernels."""
+    told = []
+    for process in incident.processes:
+        failed = next((line for line in process.gpu if line.startswith("exception: ")), None)
+        if process.gpu:
+            told.append(f"{_name(process)} had on its GPU: {failed or process.gpu[0]}.")
+    return told
+
+
+def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
+    first = ordered[0]
+    is_death = first.kind == "exit" and first.fatal_signal and first.before_capture
+    return all(
+        event.with_parent
+        or event.is_answer
+        or event.seconds - first.seconds > (0.0 if is_death and event.kind == "exception" else _SAME_MOMENT_SECS)
+        or (is_death and _is_lost_peer(event.message))
+        for event in ordered[1:]
+    )
+
+
+def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:
+    name = f"{title} (pid {event.pid})"
+    if event.kind == "exception":
+        if _is_of_collectives(event.message) and not _OF_SYSTEM.search(event.message, 0, _MAX_LOOKED):
+            # Nothing of this server was seen to fail before: with several nodes, it was another node's.
+            return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
+        return f"{name} raised {event.message}.", "exception", "established"
+    end = process.exit if process else None
+    if end is None or end.cause == "unknown":
+        return f"{name} ended; nobody could tell how.", "unknown", "supported"
+    if end.cause == "parent_ended":
+        return f"{name} ended: {end.detail}.", "parent_ended", "established"
+    if end.cause == "oom_kill":
+        return f"{name} was killed by the kernel for lack of memory: {end.detail}.", "oom_kill", "established"
+    if end.signal is not None:
+        return f"{name} was killed by {end.signal}: {end.detail}.", "signal", "established"
+    return f"{name} ended with exit status {end.code}: {end.detail}.", "exit_status", "established"
+
+
+def _consequence(event: FailureEvent, process: ProcessReport) -> str:
+    if event.kind == "exception":
+        return f"{_name(process)} then raised {event.message}."
+    if event.kind == "hang":
+        return f"{_name(process)} then {event.message}."
+    if event.with_parent:
+        return f"{_name(process)} then ended with the process that had started it."
+    how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
+    return f"{_name(process)} then ended by {how}."
+
+
+# -- the cause
+
+
+def explain(incident: Incident, folder: Path) -> Cause | None:
+    """Return the cause of a judged incident; None where none is known."""
+    answer = _ask(incident, folder) if incident.kind != "snapshot" else None
+    if answer is None:
+        return None
+    from sglang_crashkit.view.document import cause_of
+
+    cause = cause_of(answer)
+    # Where everybody stands says more than the first of the quotes.
+    cause.reasons = [answer.headline, *answer.because[1:]]
+    cause.next_steps = [*_commands(incident, answer.kind), *answer.next]
+    return cause
+
+
+def _ask(incident: Incident, folder: Path) -> answers.Verdict | None:
+    """Return what the judge says of an incident and the files in its folder; None where it fails."""
+    try:
+        from sglang_crashkit.judge.verdict import judge
+        from sglang_crashkit.model.case import reduce
+        from sglang_crashkit.sources.incident import events_of
+
+        exceptions = _paths(incident, "exception").items()
+        records = {pid: record for pid, path in exceptions if (record := _read(folder / path))}
+        samples = {one.pid: one.samples for one in incident.processes}
+        events = events_of(incident.shown(), _read(folder / "environment.json"), records, samples)
+        return judge(reduce([*events, *_last_lines(incident, folder)]))
+    except Exception as error:
+        logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
+        return None
+
+
+def _commands(incident: Incident, kind: str) -> Iterator[str]:
+    """Yield the commands of the kit's own that go on from here."""
+    if kind == "poison_request" or any(one.level != "unknown" for one in incident.suspects[:1]):
+        yield f'`sglang-crashkit replay {incident.id} --bisect --serve "COMMAND"` finds the request'
+    if kind == "rank_divergence":
+        yield f"`sglang-crashkit steps {incident.id}` shows at which step, and by which request, the ranks diverged"
+
+
+def _last_lines(incident: Incident, folder: Path) -> Iterator[Line]:
+    """Yield what the HTTP server said as it ended, where the first failure ended by itself and nothing says why."""
+    from sglang_crashkit.model.event import Line
+
+    report = incident.first_failure
+    path = _paths(incident, "log").get(report.pid) if report is not None else None
+    if report is None or path is None or (report.exit is not None and report.exit.cause != "exit_status"):
+        return
+    with contextlib.suppress(OSError):
+        text = read_regular(folder / path, _MAX_BYTES).decode(errors="replace")
+        for line in text.splitlines():
+            if said := _NO_BIND.fullmatch(line):
+                yield Line(text=said[1], level="error", source=path)
+
+
+def _paths(incident: Incident, kind: str) -> dict[int, str]:
+    """Return by pid the files of one kind of evidence, relative to the incident's folder."""
+    return {
+        process.pid: piece.path
+        for process in incident.processes
+        for piece in process.evidence
+        if piece.kind == kind and piece.path is not None
+    }
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        document = read_json(path, _MAX_BYTES)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,88 @@
+"""Data of a document that anybody may have written: what is missing or has another form is passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from sglang_crashkit.model.checked_json import writable
+
+_Kind = TypeVar("_Kind")
+#: What stands for a required value that is missing or has another form.
+_EMPTY: dict[object, Callable[[], Any]] = {str: str, int: int, float: float, list: list, dict: dict, bool: bool}
+
+
+def read(value: object, kind: type[_Kind]) -> _Kind:
+    """Return a document as a Struct, the parts of it that fit: a piece with another form costs that piece alone."""
+    try:
+        found: _Kind = _required(value, kind)
+    except UnicodeError:
+        # A lone surrogate may stand in JSON, and in no text.
+        found = _required(_without_surrogates(value), kind)
+    return found
+
+
+def _without_surrogates(value: object) -> object:
+    if isinstance(value, list):
+        return [_without_surrogates(one) for one in value]
+    if isinstance(value, dict):
+        return {writable(str(name)): _without_surrogates(one) for name, one in value.items()}
+    return writable(value) if isinstance(value, str) else value
+
+
+def _required(value: object, kind: Any) -> Any:
+    with suppress(msgspec.ValidationError):
+        return _convert(value, kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _convert({}, kind)
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        # A newer kit may have more words than are known here.
+        return value if isinstance(value, str) else get_args(kind)[-1]
+    return str(value) if origin is str and isinstance(value, int | float) else _EMPTY.get(origin, NoneType)()
+
+
+def _convert(value: object, kind: Any) -> Any:
+    """Return a value as `kind`, without the parts of it that have another form.
+
+    Raises:
+        msgspec.ValidationError: all of it has.
+    """
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(value, kind, dec_hook=_own)
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        told = {}
+        for field in msgspec.structs.fields(kind):
+            if field.required:
+                told[field.name] = _required(value.get(field.encode_name), field.type)
+            elif field.encode_name in value:
+                with suppress(msgspec.ValidationError):
+                    told[field.name] = _convert(value[field.encode_name], field.type)
+        return kind(**told)
+    if origin is list and isinstance(value, list):
+        return [one for part in value for one in _kept(part, arguments[0])]
+    if origin is dict and isinstance(value, dict):
+        return {str(name): one for name, part in value.items() for one in _kept(part, arguments[1])}
+    for arm in arguments if origin in (Union, UnionType) else ():
+        if arm is not NoneType:
+            with suppress(msgspec.ValidationError):
+                return _convert(value, arm)
+    raise msgspec.ValidationError(f"no {kind}: {value!r:.80}")
+
+
+def _kept(value: object, kind: Any) -> list[Any]:
+    with suppress(msgspec.ValidationError):
+        return [_convert(value, kind)]
+    return []
+
+
+def _own(kind: type[_Kind], value: Any) -> _Kind:
+    """Return a JSON object as one of the classes that show it as it is, such as `incident.Entry`."""
+    if not isinstance(value, dict):
+        raise msgspec.ValidationError("not an object")
+    return kind(value)  # type: ignore[call-arg]

@@ -1,0 +1,75 @@
+"""The JSON Schema of ``incident.json``, made from the Structs of `model.incident` and the comments on their fields."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from sglang_crashkit.model import SCHEMA_VERSION, incident, peers, step, verdict
+
+#: A field of a class with what is said of it: in lines above that begin with ``#:``, or behind it.
+_FIELD = re.compile(r"^(?P<above>(?:    #:.*\n)*)    (?P<name>\w+): [^\n#]*?(?:  # (?P<behind>.*))?$", re.MULTILINE)
+_REF = re.compile(r'"#/\$defs/(\w+)"')
+_WORDS = (
+    "A newer kit of the same schema_version may add fields and words. Times are UTC in ISO 8601, durations seconds."
+)
+
+
+def incident_schema() -> dict[str, Any]:
+    """Return the schema, of draft 2020-12: it fits what this kit, and any older one of the same version, writes."""
+    whole = msgspec.json.schema(incident.Incident, schema_hook=_entry)
+    definitions: dict[str, Any] = whole["$defs"]
+    for name in incident.NOT_IN_JSON:
+        del definitions["ProcessReport"]["properties"][name]
+    for name in incident.NOT_IN_JSON_OF_STEPS:
+        del definitions["LastSteps"]["properties"][name]
+    for name, definition in definitions.items():
+        kind = next((vars(one)[name] for one in (incident, peers, step, verdict) if name in vars(one)), None)
+        said = dict(_comments(kind)) if kind is not None else {}
+        for field, told in definition.get("properties", {}).items():
+            _allow_more_words(told)
+            if field in said:
+                # A reference stands alone.
+                definition["properties"][field] = {"description": said[field], **told}
+    document = definitions.pop("Incident")
+    document["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
+    document["required"].append("schema_version")
+    known, found = set[str](), {*_REF.findall(json.dumps(document))}
+    while found - known:
+        known |= found
+        found = {*_REF.findall(json.dumps([definitions[name] for name in known]))}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:sglang-crashkit:incident:{SCHEMA_VERSION}",
+        "$comment": _WORDS,
+        **document,
+        "$defs": {name: definitions[name] for name in sorted(known)},
+    }
+
+
+def _entry(kind: type) -> dict[str, Any]:
+    """Return the schema of an event of the timeline."""
+    if kind is not incident.Entry:
+        raise NotImplementedError
+    texts = {name: {"type": "string"} for name in ("time", "event")}
+    return {"type": "object", "description": inspect.getdoc(kind), "required": list(texts), "properties": texts}
+
+
+def _comments(kind: type) -> list[tuple[str, str]]:
+    """Return the fields of a class with the comments on them."""
+    found = _FIELD.finditer(inspect.getsource(kind))
+    said = ((one["name"], one["above"].replace("    #:", "").replace("\n", "") or one["behind"] or "") for one in found)
+    return [(name, " ".join(words.replace("``", "`").split())) for name, words in said if words]
+
+
+def _allow_more_words(told: dict[str, Any]) -> None:
+    """Turn a closed list of words into examples, at any depth."""
+    if "enum" in told:
+        told["type"], told["examples"] = "string", told.pop("enum")
+    for part in (*told.get("anyOf", ()), told.get("items"), told.get("additionalProperties")):
+        if isinstance(part, dict):
+            _allow_more_words(part)
