@@ -10,12 +10,15 @@ import json
 import logging
 import math
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
@@ -27,15 +30,19 @@ from sglang_crashkit.analysis.suspects import (
     suspects_of,
 )
 from sglang_crashkit.incident import fingerprint
+from sglang_crashkit.incident.exit_status import exit_status_of, while_starting
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
+from sglang_crashkit.incident.first_screen import LOG_LINES, failed_at_start, first_screen
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
+from sglang_crashkit.incident.judging import explain, judge
 from sglang_crashkit.incident.requests import fingerprint_of, parameters_of
 from sglang_crashkit.incident.store import read_steps
-from sglang_crashkit.incident.summary import was_aborted_before
+from sglang_crashkit.incident.summary import format_summary, format_termination_message, was_aborted_before
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.model.incident import Divergence, Incident, Suspect
 from sglang_crashkit.model.step import Step
+from sglang_crashkit.redact import redact_json, redact_text
 
 if TYPE_CHECKING:
     pass
@@ -47,13 +54,85 @@ _MAX_UNANSWERED = 2000
 #: What each of the requests asks for is looked at for so long at most, in seconds; and a value of so many characters at
 #: most is told as it is.
 _LOOK_SECS, _MAX_VALUE = 1.0, 24
-#: A record holds every thread's stack, and is still short of this.
-_MAX_BYTES = _MAX_LINE = 4 << 20
+#: Of a problem that a child meets, with its traceback.
+_MAX_PROBLEM = 8000
+#: Of a request's line, with its prompt.
+_MAX_LINE = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
-#: Upon that the HTTP server ends with a status, and without an exception.
-_NO_BIND = re.compile(r"\S{1,64} ERROR uvicorn\.error: (\[Errno 98\] .{0,300}).*")
+
+
+class Conclusion(msgspec.Struct):
+    """What is made of an incident that is whole."""
+
+    document: dict[str, Any]  # see `Incident.to_json`
+    summary: str  # ``summary.md``
+    status: int | None  # the exit status that it stands for; see `exit_status_of`
+    lines: list[str]  # what the server's own log says of it, where the server goes on
+    ending_lines: list[str]  # the same where the server ends with the status
+    message: str  # of the container's termination
+    is_redacted: bool = False  # the document was searched for secrets, as the others are
+    spare: list[str] = []  # the files that are of no use any more, relative to the folder
+    problems: list[str] = []  # what went wrong, for the handler's own log
+
+
+@dataclass(frozen=True)
+class Counting:
+    """How the fault of an incident is counted; see `count_repeat`."""
+
+    keep: int
+    begun: Collection[str]
+    left_secs: float
+
+
+def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | None) -> Conclusion:
+    """Judge an incident and render it; with `counting` for the first time.
+
+    It takes a verdict of the judge's, and what users of the server wrote: so it runs in a child with a deadline.
+    """
+    problems = Problems()
+    logging.getLogger().addHandler(problems)
+    incident.verdict, spare = judge(incident, folder.path), list[str]()
+    if counting is not None:
+        name_suspects(incident)
+        try:
+            spare = count_repeat(incident, folder, counting.keep, counting.begun, counting.left_secs)
+        except Exception:
+            # It is kept in full.
+            logger.exception("whether the fault was seen before is not known")
+    # It asks what all of the above found.
+    incident.cause = explain(incident, folder.path)
+    conclusion = render(incident, folder)
+    conclusion.document = redact_json(json.loads(json.dumps(conclusion.document, default=str)))
+    conclusion.spare, conclusion.problems, conclusion.is_redacted = spare, problems.told, True
+    return conclusion
+
+
+def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
+    """Return what a judged incident is in words."""
+    shown, status = incident.shown(), exit_status_of(incident)
+    path = "not written" if folder.problem else str(folder.final_path)
+    where = "" if folder.problem else shlex.quote(str(folder.final_path.absolute()))
+    ends_with = while_starting(status) if status is not None and failed_at_start(shown) else status
+    lines, ending = (
+        [redact_text(line) for line in first_screen(shown, ends_with=end, where=where, wraps=False)[:LOG_LINES]]
+        for end in (None, ends_with)
+    )
+    summary, message = format_summary(shown, folder.final_path), format_termination_message(shown, path)
+    return Conclusion(incident.to_json(), summary, status, lines, ending, message)
+
+
+class Problems(logging.Handler):
+    """Keeps what a child logs, whose handler has no file any more."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self.told.append(self.format(record)[:_MAX_PROBLEM])
 
 
 def count_repeat(

@@ -55,9 +55,6 @@ _MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
 _Make = Callable[[Callable[[], object]], str]
 
 _MAX_FOLDERS = 1000
-#: So much is written at once (PIPE_BUF).
-_MAX_BYTES = 4096
-_MAX_DESCRIPTORS = 1 << 16
 
 
 @dataclass

@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Sequence
 from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.handler.reporting import log_lines
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.incident.judging import BUSY_TOO_LONG
@@ -152,7 +151,7 @@ class HangDetector:
                 self._session.finish_observed()
                 run = self._hang.run
                 if run.finished:
-                    for line in log_lines(run):
+                    for line in run.conclusion.lines if run.conclusion is not None else ():
                         self._say(line)
                     self._say(self._hang.in_words())
 

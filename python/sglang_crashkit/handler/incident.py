@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -12,24 +13,28 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_crashkit import __version__
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.findings import (
-    count_repeat,
+    Conclusion,
+    Counting,
+    conclude,
     divergence_of,
     incident_with_core,
-    name_suspects,
+    render,
     without_requests,
 )
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
-from sglang_crashkit.incident.judging import explain, judge, order_failures
+from sglang_crashkit.incident.judging import judge, order_failures
 from sglang_crashkit.incident.log import IncidentLog
 from sglang_crashkit.incident.store import LOG
-from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import clock, procfs
+from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
@@ -44,6 +49,7 @@ from sglang_crashkit.model.incident import (
     Requests,
     ServerInfo,
     Trigger,
+    Verdict,
 )
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.step import PHASES, Step
@@ -56,8 +62,16 @@ logger = logging.getLogger(__name__)
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: An incident names at most this many lost peers, and of all so many requests that wait.
 _MAX_PEERS, _MAX_WAITING = 64, 1024
+#: The longest that an incident is judged and rendered, in seconds, and what comes of it, in bytes: of 512 ranks 2 s and
+#: 3 MB.
+_CONCLUDE_SECS, _MAX_CONCLUSION = 20.0, 64 << 20
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
+
+
+def encode(value: object) -> bytes:
+    """Return a Struct as JSON, as a child answers with it."""
+    return json.dumps(msgspec.to_builtins(value), default=str).encode()
 
 
 class IncidentRun:
@@ -75,6 +89,7 @@ class IncidentRun:
         opened: since when it is gathered, by the monotonic clock.
         captured: what the living processes did was captured.
         finished: it is complete; what is added still is written anew.
+        conclusion: what is made of it; None until it is finished.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class IncidentRun:
         self.folder = folder
         self.opened = time.monotonic()
         self.captured = self.finished = self._discarded = False
+        self.conclusion: Conclusion | None = None
         self.steps: dict[int, Sequence[Step]] = {}
         self._begun: set[str] = set()
         self._tree = tree
@@ -105,7 +121,7 @@ class IncidentRun:
         server = ServerInfo(root.pid, _sglang_version(), __version__, host, ticks, own_namespace())
         handler = HandlerInfo(own.pid, own.start_ticks)
         self.incident = Incident(id=folder.id, kind=kind, trigger=trigger, server=server, handler=handler)
-        self._checkpoint()
+        self.checkpoint()
 
     @property
     def path(self) -> Path:
@@ -130,8 +146,7 @@ class IncidentRun:
         """Add a sentence to the verdict, also once the incident is finished."""
         self.incident.remarks.append(sentence)
         if self.finished:
-            self._judge_again()
-            self._checkpoint()
+            self.checkpoint()
 
     @property
     def stacks(self) -> int:
@@ -145,20 +160,42 @@ class IncidentRun:
         """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
         return "" if self.problem else self.folder.make_room_beside(folder, 0)
 
-    def save(self, *, sync: bool = False) -> None:
-        """Write the incident as it is now; see `IncidentFolder.save`."""
-        summary = format_summary(self.incident.shown(), self.folder.final_path)
-        self.folder.save(self.incident.to_json(), summary, sync=sync)
-
-    def _checkpoint(self) -> None:
+    def checkpoint(self) -> None:
         """Log what came: whatever kills this process next, it is on disk. A finished one is written anew, too."""
         try:
             self.folder.append(LOG, self._log.lines(self.incident))
             if self.finished:
-                self.save()
+                self._conclude(None)
+                self._save()
         except OSError as error:
             # A finished one may have been removed by now.
             logger.warning("incident %s cannot be written for now: %s", self.path, error)
+
+    def _save(self) -> None:
+        assert self.conclusion is not None
+        made = self.conclusion
+        self.folder.save(made.document, made.summary, is_redacted=made.is_redacted, sync=not self.finished)
+
+    def _conclude(self, counting: Counting | None) -> None:
+        """Have the incident judged and rendered in a child; where that fails, who failed first is told all the same."""
+        try:
+            answer = call_within(
+                _CONCLUDE_SECS, lambda: encode(conclude(self.incident, self.folder, counting)), _MAX_CONCLUSION
+            )
+            self.conclusion = msgspec.convert(json.loads(answer), Conclusion)
+        except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
+            logger.error("incident %s could not be judged: %s", self.path, error)
+            self.incident.verdict = judge(self.incident, None)
+            self.conclusion = render(self.incident, self.folder)
+        for problem in self.conclusion.problems:
+            logger.error("%s", problem)
+        whole = Incident.of(self.conclusion.document)
+        for report in whole.processes:
+            if (before := self.incident.process(report.pid)) is not None:
+                # What a later judgement needs, and the document does not have.
+                report.samples, report.raised_through = before.samples, before.raised_through
+                report.hit_in_main = before.hit_in_main
+        self.incident = whole
 
     def discard(self) -> None:
         """Remove what was written: the event was no incident after all."""
@@ -167,10 +204,6 @@ class IncidentRun:
             self.folder.discard()
         except OSError as error:
             logger.error("incident %s could not be removed: %s", self.path, error)
-
-    def _judge_again(self) -> None:
-        self.incident.verdict = judge(self.incident, self.folder.path)
-        self.incident.cause = explain(self.incident, self.folder.path)
 
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""
@@ -217,8 +250,17 @@ class IncidentRun:
         self.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - started, 4))
         if self.incident.kind == "hang":
             # Whether the ranks are at work decides what is done next.
-            self.incident.verdict = judge(self.incident, self.folder.path)
-        self._checkpoint()
+            self._ask()
+        self.checkpoint()
+
+    def _ask(self) -> None:
+        """Have the judge say in a child what is known by now."""
+        try:
+            answer = call_within(_CONCLUDE_SECS, lambda: encode(judge(self.incident, self.folder.path)))
+            self.incident.verdict = msgspec.convert(json.loads(answer), Verdict)
+        except (OSError, ValueError, msgspec.ValidationError) as error:
+            logger.error("incident %s could not be judged: %s", self.path, error)
+            self.incident.verdict = judge(self.incident, None)
 
     def capture_native(self) -> None:
         """Take the native stacks of the server's own processes that still live, where they are asked for.
@@ -236,7 +278,7 @@ class IncidentRun:
         reports = {process.pid: self.report(process) for process in living}
         process_evidence.capture_native_stacks(living, reports, self.folder, seconds)
         self.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - started, 4))
-        self._checkpoint()
+        self.checkpoint()
 
     def _left_secs(self) -> float:
         return self.opened + self._settings.budget_secs - time.monotonic()
@@ -259,7 +301,7 @@ class IncidentRun:
             self.count_exit(process)
         # A capture takes a moment, in which this process may be killed, too.
         if self.captured or (is_first and self.incident.failures):
-            self._checkpoint()
+            self.checkpoint()
 
     def name_unknown(self) -> None:
         """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
@@ -298,7 +340,7 @@ class IncidentRun:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
                 process_evidence.adopt_record(record, report, self.folder)
-            self._checkpoint()
+            self.checkpoint()
             return
         self.incident.failures.append(FailureEvent(process.pid, seconds, "exception", message))
         if record is None:
@@ -308,7 +350,7 @@ class IncidentRun:
             report.doing = report.raised_through[: process_evidence.MAX_DOING] or report.doing
             process_evidence.quote_anew(report, self.folder)
         if self.captured:
-            self._checkpoint()
+            self.checkpoint()
 
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
         """Take in that a process's watchdog, which says ``name``, ``silent_secs`` and ``soft``, saw no progress."""
@@ -325,7 +367,7 @@ class IncidentRun:
         reports = {process.pid: self.report(process) for process in living}
         process_evidence.capture_states(living, reports)
         _skip_stacks(reports, "none are taken for what another server did")
-        self._checkpoint()
+        self.checkpoint()
 
     def add_peer(self, seconds: float, peer: LostPeer) -> bool:
         """Take in that SGLang gave up another server of the pair, also once it is finished; say whether that is new."""
@@ -340,8 +382,7 @@ class IncidentRun:
         peers.append(peer)
         self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
-            self._judge_again()
-            self._checkpoint()
+            self.checkpoint()
         return True
 
     def add_requests(self, fields: dict[str, Any]) -> None:
@@ -361,7 +402,7 @@ class IncidentRun:
         self.incident.requests = told if before is None else add(before, told)
         event = "requests_saved" if told.path else "requests_not_saved"
         self.note(clock.now(), event, reason=told.reason, path=told.path)
-        self._checkpoint()
+        self.checkpoint()
 
     def set_journal(self, told: JournaledRequests, checks: frozenset[str] = frozenset()) -> None:
         """Take in what the journals told, which count where the server did not, and the ids of health checks."""
@@ -370,7 +411,7 @@ class IncidentRun:
             if report.steps is not None:
                 report.steps.checks = checks
         self.note(clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
-        self._checkpoint()
+        self.checkpoint()
 
     def add_steps(self, process: TrackedProcess, steps: Sequence[Step]) -> None:
         """Take in the last steps of a scheduler, by number."""
@@ -381,7 +422,7 @@ class IncidentRun:
     def set_collectives(self, told: Collectives) -> None:
         """Take in what the flight recorders told."""
         self.incident.collectives = told
-        self._checkpoint()
+        self.checkpoint()
 
     def add_silence(self, process: TrackedProcess, sign: Heartbeat | None, secs: float, how: str = "") -> None:
         """Take in that a scheduler gave no sign for so many seconds, the last of which was `sign`.
@@ -397,7 +438,7 @@ class IncidentRun:
             message = f"made no progress for {secs:.1f} s; the last sign was of {sign.doing}"
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
         if self.finished:
-            self._checkpoint()
+            self.checkpoint()
         else:
             self.incident.failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
@@ -427,38 +468,26 @@ class IncidentRun:
         self.incident.divergence = divergence_of(
             self.incident, self.steps, self.folder.path, self.opened, self._steps_at
         )
-        self.incident.verdict = verdict = judge(self.incident, self.folder.path)
         self._take_kind()
         self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
-        name_suspects(self.incident)
-        spare: list[str] = []
-        try:
-            keep, left_secs = self._settings.full_per_fault, self._left_secs()
-            spare = count_repeat(self.incident, self.folder, keep, self._begun, left_secs)
-        except Exception:
-            # It is kept in full.
-            logger.exception("whether the fault was seen before is not known")
-        # It asks what all of the above found.
-        self.incident.cause = explain(self.incident, self.folder.path)
-        self.save(sync=True)
+        self._conclude(Counting(self._settings.full_per_fault, self._begun, self._left_secs()))
+        assert self.conclusion is not None
+        self._save()
         with contextlib.suppress(OSError):
-            for name in spare:
+            for name in self.conclusion.spare:
                 self.folder.remove(name)
         path = self.folder.publish()
         self.finished = True
         # Megabytes, which nobody asks for any more.
         self.steps.clear()
         self._begun.clear()
-        for report in self.incident.processes:
-            if report.steps is not None:
-                report.steps.rids.clear()
-        logger.info("incident %s: %s", path, verdict.text)
+        logger.info("incident %s: %s", path, self.incident.verdict.text if self.incident.verdict else "")
         return path
 
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
-        self.incident.verdict = judge(self.incident, self.folder.path)
+        self.incident.verdict = self.incident.verdict or judge(self.incident, None)
         return incident_with_core(self.incident, self.folder, self._settings.full_per_fault)
 
     def _take_kind(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +23,9 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler import on_incident
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
-from sglang_crashkit.incident.exit_status import while_starting
-from sglang_crashkit.incident.first_screen import LOG_LINES, failed_at_start, first_screen
 from sglang_crashkit.incident.store import is_finished, parse_name
 from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
 from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message, notify
-from sglang_crashkit.redact import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -95,19 +91,6 @@ class Answers:
     def ask_to_wait(self, message: Message, secs_left: float) -> None:
         """Ask one sender to wait while GPU cores are written."""
         self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: secs_left + _LAST_LOOK_SECS})
-
-
-def log_lines(run: IncidentRun, ends_with: int | None = None) -> list[str]:
-    """Return what the server's own log says of a finished incident, before it says where that lies.
-
-    `ends_with` is the exit status that the incident stands for; None where the kit does not end the server with it.
-    """
-    incident = run.incident.shown()
-    if ends_with is not None and failed_at_start(incident):
-        ends_with = while_starting(ends_with)
-    where = "" if run.problem else shlex.quote(str(run.path.absolute()))
-    lines = first_screen(incident, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]
-    return [redact_text(line) for line in lines]
 
 
 class ServerLog:

@@ -17,12 +17,11 @@ from sglang_crashkit.handler.collectors.received import Received, secs_before
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
-from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog, log_lines
+from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog
 from sglang_crashkit.handler.shortages import Shortages
 from sglang_crashkit.handler.state import Action, ActionKind, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
-from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
-from sglang_crashkit.incident.summary import format_termination_message
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_termination_message
 from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
@@ -329,8 +328,7 @@ class Session:
         self._write(run)
         self.take(Seen("finished"))
         if is_ending:
-            path = "not written" if run.problem else str(run.path)
-            write_termination_message(format_termination_message(run.incident.shown(), path))
+            write_termination_message(run.conclusion.message if run.conclusion is not None else "")
         return True
 
     def note_error(self, what: str, error: Exception, how: str = "failed") -> None:
@@ -376,8 +374,7 @@ class Session:
                 run.note(clock.now(), "shared_memory_removed", names=list(removed))
             if left:
                 run.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
-            with contextlib.suppress(OSError):
-                run.save()
+            run.checkpoint()
             self.page.begin(run, again=True)
         self.received.close()
         self.gpus.close()
@@ -502,10 +499,11 @@ class Session:
             self._mailbox.acknowledge(message, ack="finished", path=None)
             return
         # That of a server which goes on says nothing of its end.
-        status = None if self._is_observed else exit_status_of(run.incident)
+        made = run.conclusion
+        status = made.status if made is not None and not self._is_observed else None
         path = None if run.problem else str(run.path)
         ends = policy.decide(self.triage.shutdown.mode, Event.DIED).ends and not self._settings.keeps_exit_status
-        lines = log_lines(run, status if ends else None)
+        lines = (made.ending_lines if ends and status is not None else made.lines) if made is not None else []
         self._mailbox.acknowledge(
             message, ack="finished", path=path, problem=run.problem or None, exit_status=status, lines=lines
         )

@@ -195,21 +195,23 @@ class IncidentFolder:
         except OSError as error:
             return f"{folder} cannot be written to: {error.strerror}"
 
-    def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
+    def save(self, document: Mapping[str, Any], summary: str, *, is_redacted: bool = False, sync: bool = False) -> None:
         """Write ``incident.json`` and ``summary.md`` as they are now, for which room is kept.
 
         Args:
             document: what is known by now; see `Incident.to_json`.
             summary: the same for a person.
+            is_redacted: both were searched for secrets.
             sync: reach the disk before returning.
 
         Raises:
             OSError: there is no room even so, or the folder is gone; what was there before is still there.
         """
         data = encode_json(document)
-        text = _searched(len(data), lambda: encode_json(redact_json(json.loads(data))).decode())
-        self._write_essential("incident.json", text.encode(), sync=sync)
-        summary = _searched(len(summary), lambda: redact_text(summary))
+        if not is_redacted:
+            data = _searched(len(data), lambda: encode_json(redact_json(json.loads(data))).decode()).encode()
+            summary = _searched(len(summary), lambda: redact_text(summary))
+        self._write_essential("incident.json", data, sync=sync)
         self._write_essential("summary.md", summary.encode(errors="backslashreplace"))
 
     def append(self, name: str, lines: Sequence[str]) -> None:
@@ -317,7 +319,7 @@ class NullFolder(IncidentFolder):
         """Return that there is none."""
         return f"{self.problem} (there would be {size} bytes in {folder})"
 
-    def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
+    def save(self, document: Mapping[str, Any], summary: str, *, is_redacted: bool = False, sync: bool = False) -> None:
         """Do nothing."""
 
     def append(self, name: str, lines: Sequence[str]) -> None:

@@ -123,12 +123,12 @@ def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
     return (event.seconds, event.kind, event.pid, event.message)
 
 
-def judge(incident: Incident, folder: Path) -> Verdict:
+def judge(incident: Incident, folder: Path | None) -> Verdict:
     """Return who failed first in an incident and of what; its failures may be in any order.
 
     Args:
         incident: with its processes and their evidence.
-        folder: the incident's, with what is in files.
+        folder: the incident's, with what is in files; with None the judge is not asked who hangs.
     """
     verdict = _judge(incident, folder)
     verdict.basis += incident.remarks
@@ -136,7 +136,7 @@ def judge(incident: Incident, folder: Path) -> Verdict:
     return verdict
 
 
-def _judge(incident: Incident, folder: Path) -> Verdict:
+def _judge(incident: Incident, folder: Path | None) -> Verdict:
     ordered = order_failures(incident.failures)
     lost = describe_peers(incident.peers)
     if lost and not ordered:
@@ -208,7 +208,9 @@ def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[
     return elsewhere[0], f"was in {elsewhere[0].doing[0]} while others waited for it in a collective"
 
 
-def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str], folder: Path) -> Verdict:
+def _judge_hang(
+    incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str], folder: Path | None
+) -> Verdict:
     """Return the verdict where the first of the failures is that a rank made no progress, or none is known."""
     from sglang_crashkit.sources.incident import name_of
 
@@ -224,7 +226,8 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     groups = groups_of([(rank_at(one.rank), one.pid) for one in incident.processes if one.is_rank])
     peers = {pid for group in groups for pid in group if not silent or not silent.keys().isdisjoint(group)}
     asked = [one for one in incident.processes if not one.is_rank or one.pid in peers]
-    answer = _ask(msgspec.structs.replace(incident, verdict=watched, processes=asked), folder)
+    known = msgspec.structs.replace(incident, verdict=watched, processes=asked)
+    answer = _ask(known, folder) if folder is not None else None
     if answer is None:
         return _verdict("hang", "unknown", told, alone)
     # One that a rank forked has its name for a moment.

@@ -92,7 +92,7 @@ def test_a_disk_that_fills_meanwhile_has_what_is_essential(lane: Lane, temporary
     with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
 
         def fill_up() -> None:
-            wait_until(lambda: list(folder.glob("*/incidents/.partial-*/incident.json")), "an incident is begun")
+            wait_until(lambda: list(folder.glob("*/incidents/.partial-*/events.jsonl")), "an incident is begun")
             fill(folder)
 
         filling = threading.Thread(target=fill_up)

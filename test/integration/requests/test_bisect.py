@@ -186,10 +186,11 @@ def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> 
         assert send(address, model, ANSWER_S, path="/update_weights_from_disk").status is None
         wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it broke")
         server.popen.wait(timeout=END_S)
-    document = find_incidents(folder)[0].document or {}
-    assert document["suspects"] == []
-    assert ", while it worked on update_weights_from_disk" in " ".join(line.strip() for line in first_screen(document))
-    assert any("worked on update_weights_from_disk, a control request" in one for one in document["cause"]["reasons"])
+    incident = find_incidents(folder)[0].incident
+    assert incident.suspects == []
+    assert ", while it worked on update_weights_from_disk" in " ".join(line.strip() for line in first_screen(incident))
+    assert incident.cause is not None
+    assert any("worked on update_weights_from_disk, a control request" in one for one in incident.cause.reasons)
 
 
 def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.handler import hang_detector, heartbeats
+from sglang_crashkit.handler.findings import render
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
 from sglang_crashkit.handler.heartbeats import Heartbeats
 from sglang_crashkit.handler.state import Seen, Shutdown
+from sglang_crashkit.incident.folder import NullFolder
 from sglang_crashkit.memory.heartbeat import BEAT_SECS, Heartbeat, NotAHeartbeatError
 from sglang_crashkit.model.incident import Incident, Verdict
 from sglang_crashkit.settings import Settings
@@ -42,6 +44,7 @@ class Run:
     def __init__(self) -> None:
         self.incident = Incident.of({"id": "one", "kind": "hang"})
         self.incident.verdict = Verdict("hang", None, "supported", "TP1 hangs.", ["TP1 hangs."])
+        self.conclusion = render(self.incident, NullFolder("no disk"))
         self.finished = False
         self.silent: list[int] = []
         self.hows: list[str] = []

@@ -57,7 +57,7 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     reached("told of the requests")
     run.finish()
     reached("finished")
-    run.save()
+    run.checkpoint()
 
 
 def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
