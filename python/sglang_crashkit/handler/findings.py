@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -44,9 +44,6 @@ from sglang_crashkit.model.incident import Divergence, Incident, Suspect
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.redact import redact_json, redact_text
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger(__name__)
 
 #: Of so many requests that were not answered, the newest, the suspects are chosen.
@@ -72,7 +69,7 @@ class Conclusion(msgspec.Struct):
     lines: list[str]  # what the server's own log says of it, where the server goes on
     ending_lines: list[str]  # the same where the server ends with the status
     message: str  # of the container's termination
-    is_redacted: bool = False  # the document was searched for secrets, as the others are
+    is_redacted: bool = False  # the document was searched for secrets, which the texts always are
     spare: list[str] = []  # the files that are of no use any more, relative to the folder
     problems: list[str] = []  # what went wrong, for the handler's own log
 
@@ -92,7 +89,8 @@ def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | No
     It takes a verdict of the judge's, and what users of the server wrote: so it runs in a child with a deadline.
     """
     problems = Problems()
-    logging.getLogger().addHandler(problems)
+    # Those of the parent write to files that are closed here.
+    logging.getLogger().handlers = [problems]
     incident.verdict, spare = judge(incident, folder.path), list[str]()
     if counting is not None:
         name_suspects(incident)
@@ -107,6 +105,12 @@ def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | No
     conclusion.document = redact_json(json.loads(json.dumps(conclusion.document, default=str)))
     conclusion.spare, conclusion.problems, conclusion.is_redacted = spare, problems.told, True
     return conclusion
+
+
+def conclude_plainly(incident: Incident, folder: IncidentFolder) -> Conclusion:
+    """Return what is told of an incident whose judging failed: who failed first."""
+    incident.verdict, incident.cause = judge(incident, None), None
+    return render(incident, folder)
 
 
 def render(incident: Incident, folder: IncidentFolder) -> Conclusion:

@@ -215,6 +215,7 @@ class HangDetector:
             if hang.is_busy:
                 self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
         else:
+            hang.run.refresh()
             self._session.page.begin(hang.run, again=True)
             self._hang = self._session.hang = None
 
@@ -313,6 +314,8 @@ class Hang:
         self.run.capture()
         self._snapshots += 1
         is_last = self._snapshots >= SNAPSHOTS
+        if is_last:
+            self.run.ask()
         self.next_snapshot = float("inf") if is_last else self._clock() + self._interval_secs
         return is_last
 

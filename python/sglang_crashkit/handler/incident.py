@@ -22,17 +22,15 @@ from sglang_crashkit.handler.findings import (
     Conclusion,
     Counting,
     conclude,
+    conclude_plainly,
     divergence_of,
     incident_with_core,
-    render,
     without_requests,
 )
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.judging import judge, order_failures
-from sglang_crashkit.incident.log import IncidentLog
-from sglang_crashkit.incident.store import LOG
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.procfs import own_namespace
@@ -51,6 +49,7 @@ from sglang_crashkit.model.incident import (
     Trigger,
     Verdict,
 )
+from sglang_crashkit.model.log import LOG, IncidentLog
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.step import PHASES, Step
 from sglang_crashkit.policy import Capture
@@ -62,9 +61,9 @@ logger = logging.getLogger(__name__)
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: An incident names at most this many lost peers, and of all so many requests that wait.
 _MAX_PEERS, _MAX_WAITING = 64, 1024
-#: The longest that an incident is judged and rendered, in seconds, and what comes of it, in bytes: of 512 ranks 2 s and
-#: 3 MB.
-_CONCLUDE_SECS, _MAX_CONCLUSION = 20.0, 64 << 20
+#: The longest that an incident is judged and rendered, or only rendered, and that the judge is asked while others wait,
+#: in seconds; and what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
+_CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 20
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 
@@ -75,7 +74,7 @@ def encode(value: object) -> bytes:
 
 
 class IncidentRun:
-    """Gathers one incident in its folder, which is written anew with all that is added; later events join it.
+    """Gathers one incident: what comes is logged in its folder, and written as a whole at the end; later events join.
 
     Args:
         kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
@@ -105,6 +104,7 @@ class IncidentRun:
         self.opened = time.monotonic()
         self.captured = self.finished = self._discarded = False
         self.conclusion: Conclusion | None = None
+        self._is_stale = False
         self.steps: dict[int, Sequence[Step]] = {}
         self._begun: set[str] = set()
         self._tree = tree
@@ -161,41 +161,70 @@ class IncidentRun:
         return "" if self.problem else self.folder.make_room_beside(folder, 0)
 
     def checkpoint(self) -> None:
-        """Log what came: whatever kills this process next, it is on disk. A finished one is written anew, too."""
+        """Log what came: whatever kills this process next, it is on disk. A finished one is stale then."""
         try:
             self.folder.append(LOG, self._log.lines(self.incident))
-            if self.finished:
-                self._conclude(None)
-                self._save()
+            self._log.keep()
         except OSError as error:
             # A finished one may have been removed by now.
             logger.warning("incident %s cannot be written for now: %s", self.path, error)
+        self._is_stale = self.finished
 
-    def _save(self) -> None:
-        assert self.conclusion is not None
-        made = self.conclusion
-        self.folder.save(made.document, made.summary, is_redacted=made.is_redacted, sync=not self.finished)
+    def refresh(self) -> None:
+        """Judge and render a finished incident anew, where facts came since."""
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        # What was judged before stands where it cannot be judged now; the fact is in the log.
+        if (made := self._conclude(None)) is not None:
+            try:
+                self._take(made)
+            except OSError as error:
+                logger.warning("incident %s cannot be written for now: %s", self.path, error)
 
-    def _conclude(self, counting: Counting | None) -> None:
-        """Have the incident judged and rendered in a child; where that fails, who failed first is told all the same."""
+    def _conclude(self, counting: Counting | None) -> Conclusion | None:
+        """Have the incident judged and rendered in a child; None where that fails."""
         try:
             answer = call_within(
                 _CONCLUDE_SECS, lambda: encode(conclude(self.incident, self.folder, counting)), _MAX_CONCLUSION
             )
-            self.conclusion = msgspec.convert(json.loads(answer), Conclusion)
+            return msgspec.convert(json.loads(answer), Conclusion)
         except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
             logger.error("incident %s could not be judged: %s", self.path, error)
-            self.incident.verdict = judge(self.incident, None)
-            self.conclusion = render(self.incident, self.folder)
-        for problem in self.conclusion.problems:
+            return None
+
+    def _conclude_plainly(self) -> Conclusion:
+        """Return who failed first, without the judge; where even that fails, that nothing can be told."""
+        try:
+            answer = call_within(_PLAIN_SECS, lambda: encode(conclude_plainly(self.incident, self.folder)))
+            return msgspec.convert(json.loads(answer), Conclusion)
+        except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
+            logger.error("incident %s could not be rendered: %s", self.path, error)
+        words = "The incident could not be judged: the crash handler's log says why."
+        self.incident.verdict = Verdict("unknown", None, "unknown", words, [words])
+        return Conclusion(
+            self.incident.to_json(), f"# {self.incident.kind}\n\n{words}\n", None, [words], [words], words
+        )
+
+    def _take(self, made: Conclusion) -> None:
+        """Write a conclusion, and hold what is asked for later.
+
+        Raises:
+            OSError: the disk is full or the folder is gone.
+        """
+        for problem in made.problems:
             logger.error("%s", problem)
-        whole = Incident.of(self.conclusion.document)
+        whole = Incident.of(made.document)
         for report in whole.processes:
             if (before := self.incident.process(report.pid)) is not None:
                 # What a later judgement needs, and the document does not have.
                 report.samples, report.raised_through = before.samples, before.raised_through
                 report.hit_in_main = before.hit_in_main
         self.incident = whole
+        self.folder.save(made.document, made.summary, is_redacted=made.is_redacted, sync=not self.finished)
+        # A megabyte, which nobody asks for any more.
+        made.document, made.summary = {}, ""
+        self.conclusion = made
 
     def discard(self) -> None:
         """Remove what was written: the event was no incident after all."""
@@ -248,15 +277,12 @@ class IncidentRun:
             _skip_stacks(reports, "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
         self.captured = True
         self.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - started, 4))
-        if self.incident.kind == "hang":
-            # Whether the ranks are at work decides what is done next.
-            self._ask()
         self.checkpoint()
 
-    def _ask(self) -> None:
-        """Have the judge say in a child what is known by now."""
+    def ask(self) -> None:
+        """Have the judge say in a child what is known by now, such as whether ranks are at work."""
         try:
-            answer = call_within(_CONCLUDE_SECS, lambda: encode(judge(self.incident, self.folder.path)))
+            answer = call_within(_ASK_SECS, lambda: encode(judge(self.incident, self.folder.path)))
             self.incident.verdict = msgspec.convert(json.loads(answer), Verdict)
         except (OSError, ValueError, msgspec.ValidationError) as error:
             logger.error("incident %s could not be judged: %s", self.path, error)
@@ -470,12 +496,13 @@ class IncidentRun:
         )
         self._take_kind()
         self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
+        self.checkpoint()
         self.incident.complete = True
-        self._conclude(Counting(self._settings.full_per_fault, self._begun, self._left_secs()))
-        assert self.conclusion is not None
-        self._save()
+        counting = Counting(self._settings.full_per_fault, self._begun, self._left_secs())
+        made = self._conclude(counting) or self._conclude_plainly()
+        self._take(made)
         with contextlib.suppress(OSError):
-            for name in self.conclusion.spare:
+            for name in made.spare:
                 self.folder.remove(name)
         path = self.folder.publish()
         self.finished = True

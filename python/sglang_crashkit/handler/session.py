@@ -375,6 +375,7 @@ class Session:
             if left:
                 run.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             run.checkpoint()
+            run.refresh()
             self.page.begin(run, again=True)
         self.received.close()
         self.gpus.close()
@@ -418,6 +419,8 @@ class Session:
         if time.monotonic() >= self._second_sample:
             self._sample_again()
         self._release_raised()
+        if self.run is not None:
+            self.run.refresh()
         while self._exiting and not self.triage.is_open:
             with self._mailbox.line_to(self._exiting.pop()) as answer:
                 # From here on no other process of the server reaches this one; they are about to be killed.

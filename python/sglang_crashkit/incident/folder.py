@@ -29,8 +29,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident.retention import FULL, NoRoomError, Retention
-from sglang_crashkit.incident.store import LOG, PARTIAL, IncidentName, parse_name
+from sglang_crashkit.incident.retention import BLOCK, FULL, NoRoomError, Retention
+from sglang_crashkit.incident.store import PARTIAL, IncidentName, parse_name
 from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.private_files import (
     FolderLock,
@@ -43,6 +43,7 @@ from sglang_crashkit.kernel.private_files import (
     sync_folder,
     write_private,
 )
+from sglang_crashkit.model.log import LOG, MAX_BYTES
 from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.settings import DiskLimits
 
@@ -201,7 +202,7 @@ class IncidentFolder:
         Args:
             document: what is known by now; see `Incident.to_json`.
             summary: the same for a person.
-            is_redacted: both were searched for secrets.
+            is_redacted: both were searched for secrets already.
             sync: reach the disk before returning.
 
         Raises:
@@ -222,11 +223,16 @@ class IncidentFolder:
         """
         told = "".join(f"{line}\n" for line in lines)
         text = _searched(len(told), lambda: "".join(f"{json.dumps(redact_json(json.loads(line)))}\n" for line in lines))
-        data = text.encode()
-        self._retention.take(len(data), essential=True)
-        # A line that found no room to its end is passed over, and is not to take the next one with it.
-        path = self.opened / name
-        self._with_reserve(lambda: append_private(path, data), lambda: append_private(path, b"\n" + data))
+        data, path = text.encode(), self.opened / name
+        before = self._size_of(name)
+        # By blocks: many small lines take no more than they do. The first brings the folder itself.
+        growth = _blocks(before + len(data)) - _blocks(before) + (0 if before else BLOCK)
+        self._retention.take(growth, essential=True)
+        try:
+            self._with_reserve(lambda: append_private(path, data))
+        except OSError:
+            self._retention.take(-growth)
+            raise
 
     def publish(self) -> Path:
         """Give the folder its final name and return it."""
@@ -256,20 +262,27 @@ class IncidentFolder:
         try:
             self._with_reserve(lambda: write_private(self.opened / name, data, sync=sync))
         except OSError as error:
-            if error.errno not in _NO_SPACE or not (self.opened / LOG).exists():
+            if error.errno not in _NO_SPACE or self._size_of(LOG) < len(data) - self._size_of(name):
                 raise
             # The whole incident is worth more than its log.
-            self.remove(LOG)
-            write_private(self.opened / name, data, sync=sync)
+            log = read_regular(self.opened / LOG, MAX_BYTES)
+            (self.opened / LOG).unlink()
+            try:
+                write_private(self.opened / name, data, sync=sync)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    append_private(self.opened / LOG, log)
+                raise
+            self._retention.take(-len(log))
 
-    def _with_reserve(self, write: Callable[[], None], again: Callable[[], None] | None = None) -> None:
+    def _with_reserve(self, write: Callable[[], None]) -> None:
         """Write, and where the disk is full once more in the room that is kept."""
         try:
             write()
         except OSError as error:
             if error.errno not in _NO_SPACE or not self._release_reserve():
                 raise
-            (again or write)()
+            write()
             self._hold_reserve()
 
     def _hold_reserve(self) -> bool:
@@ -347,6 +360,10 @@ def _searched(size: int, search: Callable[[], str]) -> str:
     most = 2 * size + _AT_ONCE
     found = call_within(_SEARCH_SECS, lambda: search().encode(errors="surrogatepass"), most)
     return found.decode(errors="surrogatepass")
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
 
 
 def new_id() -> str:

@@ -8,6 +8,7 @@ server's own clean-up. And a lost connection is a consequence of a death, not it
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import logging
 import re
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_crashkit.analysis.ranks import groups_of, name_some, rank_at
-from sglang_crashkit.kernel.private_files import read_json, read_regular
+from sglang_crashkit.kernel.private_files import open_regular, read_json, read_regular
 from sglang_crashkit.model.incident import (
     Cause,
     Failure,
@@ -27,6 +28,7 @@ from sglang_crashkit.model.incident import (
     ProcessReport,
     Verdict,
 )
+from sglang_crashkit.model.log import LOG, MAX_BYTES, reduce
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample
 from sglang_crashkit.model.verdict import Level
@@ -79,10 +81,21 @@ _OF_SYSTEM = re.compile(
     r"unhandled system error(?![\s\S]{0,999}(?:remote|[Cc]losed|[Rr]eset|[Rr]efused|[Tt]imed out|No route|Broken pipe))"
     r"|Error while creating shared memory|No space left on device"
 )
-#: A record holds every thread's stack, and is still short of this.
+#: Of each file that tells more of a cause: an exception's record, the environment, a log.
 _MAX_BYTES = 4 << 20
 #: Upon that the HTTP server ends with a status, and without an exception.
 _NO_BIND = re.compile(r"\S{1,64} ERROR uvicorn\.error: (\[Errno 98\] .{0,300}).*")
+
+
+def read_log(folder: Path) -> Incident | None:
+    """Return the incident that the log in its folder tells of, judged; None without one."""
+    try:
+        with open_regular(folder / LOG) as lines:
+            incident = reduce(io.BytesIO(lines.read(MAX_BYTES)))
+    except OSError:
+        return None
+    incident.verdict = judge(incident, folder)
+    return incident
 
 
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
@@ -406,15 +419,15 @@ def explain(incident: Incident, folder: Path) -> Cause | None:
 def _ask(incident: Incident, folder: Path) -> answers.Verdict | None:
     """Return what the judge says of an incident and the files in its folder; None where it fails."""
     try:
-        from sglang_crashkit.judge.verdict import judge
-        from sglang_crashkit.model.case import reduce
+        from sglang_crashkit.judge.verdict import judge as ask
+        from sglang_crashkit.model import case
         from sglang_crashkit.sources.incident import events_of
 
         exceptions = _paths(incident, "exception").items()
         records = {pid: record for pid, path in exceptions if (record := _read(folder / path))}
         samples = {one.pid: one.samples for one in incident.processes}
         events = events_of(incident.shown(), _read(folder / "environment.json"), records, samples)
-        return judge(reduce([*events, *_last_lines(incident, folder)]))
+        return ask(case.reduce([*events, *_last_lines(incident, folder)]))
     except Exception as error:
         logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
         return None

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import RESERVE
-from sglang_crashkit.incident.judging import explain, judge
-from sglang_crashkit.incident.log import read_log
+from sglang_crashkit.incident.judging import explain, judge, read_log
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
@@ -54,6 +53,10 @@ def finish_abandoned(incidents: Path) -> list[Path]:
     left alone, and so is what is not this user's.
     """
     finished = []
+    for torn in incidents.glob(".*.new"):
+        with contextlib.suppress(OSError):
+            if time.time() - torn.lstat().st_mtime > _AGE_SECS:
+                torn.unlink()
     try:
         opened = OwnFolder(incidents, 2) if incidents.is_dir() else None
     except (OSError, CrashkitError) as error:
@@ -154,8 +157,13 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
     if incident.requests.path is None:
         incident.requests.reason = REASON
     incident.remarks.append(_WORDS)
-    incident.verdict = judge(incident, folder)
-    incident.cause = explain(incident, folder)
+    if incident.verdict is None or incident.failures or incident.peers:
+        incident.verdict = judge(incident, folder)
+        incident.cause = explain(incident, folder)
+    else:
+        # An older kit's, which kept no failures.
+        incident.verdict.text = f"{incident.verdict.text} {_WORDS}".strip()
+        incident.verdict.basis.append(_WORDS)
     incident.note(time.time(), "finished_by_another_handler")
 
 

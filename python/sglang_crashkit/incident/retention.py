@@ -24,6 +24,7 @@ from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, is_finis
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, read_regular
 from sglang_crashkit.model.incident import EvidenceStatus
+from sglang_crashkit.model.log import LOG
 from sglang_crashkit.settings import KEEP_FREE, MAX_INCIDENT, MAX_USE, MB, DiskLimits
 
 #: Cores of a server of eight GPUs take 2 GB without memory in them. Of a small file system the defaults are shares.
@@ -31,7 +32,7 @@ _DEFAULT_MAX_USE, _USE_SHARE = 4096 * MB, 0.10
 _DEFAULT_KEEP_FREE, _FREE_SHARE = 1024 * MB, 0.05
 #: Room is made for at least this much at a time, so that not every file of an incident needs some of its own.
 _AT_A_TIME = 256 * 1024
-_BLOCK = 4096
+BLOCK = 4096
 _LOCK_SECS = 0.5
 #: What changed within so many seconds may be written still; twice the time that a server's end has. A server in another
 #: container cannot be seen: an incident of one stays for the longer time.
@@ -80,7 +81,7 @@ class Retention:
         Raises:
             NoRoomError: the limits do not allow it; they are not counted.
         """
-        growth = -(-growth // _BLOCK) * _BLOCK
+        growth = -(-growth // BLOCK) * BLOCK
         if not essential and growth > 0:
             if self.own + growth > self._limits.max_incident:
                 limit = f"{MAX_INCIDENT} ({self._limits.max_incident / MB:g} MB)"
@@ -166,8 +167,10 @@ class Retention:
 
 def _named_in(incident: Path, files: dict[Path, int]) -> list[Path]:
     text = b""
-    with contextlib.suppress(OSError):
-        text = read_regular(incident / "incident.json", MAX_JSON) if files and parse_name(incident.name) else b""
+    # One that is not whole has a log alone.
+    for name in ("incident.json", LOG) if files and parse_name(incident.name) else ():
+        with contextlib.suppress(OSError):
+            text += read_regular(incident / name, MAX_JSON)
     # The name of another one may begin or end with this one.
     return [one for one in files if re.search(rf"(?<![\w.-]){re.escape(one.name)}(?![\w-])".encode(), text)]
 

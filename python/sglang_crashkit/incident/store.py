@@ -29,8 +29,6 @@ from sglang_crashkit.model.step import Step
 if TYPE_CHECKING:
     from sglang_crashkit.model.incident import Incident
 
-#: The log of an incident; see `incident.log`.
-LOG = "events.jsonl"
 #: In front of the name of an incident that is not finished.
 PARTIAL = ".partial-"
 #: In front of the name of one that is being removed.
@@ -235,7 +233,7 @@ def _read(path: Path, keep: Keep | None) -> StoredIncident:
         document = json.loads(read_regular(path / "incident.json", MAX_JSON))
     except FileNotFoundError:
         # Until it is whole there is its log alone.
-        from sglang_crashkit.incident.log import read_log
+        from sglang_crashkit.incident.judging import read_log
 
         incident = read_log(path)
         if incident is None:

@@ -151,14 +151,16 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def append_private(path: Path, data: bytes) -> None:
-    """Add `data` at the end of a file, a new one with mode 0600, in one write.
+    """Add `data` at the end of a file, a new one with mode 0600, in one write, or nothing.
 
     Raises:
-        OSError: it is a link, or there is no room; a part of `data` may be there then.
+        OSError: it is a link, or there is no room.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        before = os.fstat(descriptor).st_size
         if os.write(descriptor, data) < len(data):
+            os.ftruncate(descriptor, before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from types import NoneType, UnionType
@@ -18,19 +19,20 @@ _EMPTY: dict[object, Callable[[], Any]] = {str: str, int: int, float: float, lis
 
 def read(value: object, kind: type[_Kind]) -> _Kind:
     """Return a document as a Struct, the parts of it that fit: a piece with another form costs that piece alone."""
-    try:
-        found: _Kind = _required(value, kind)
-    except UnicodeError:
-        # A lone surrogate may stand in JSON, and in no text.
-        found = _required(_without_surrogates(value), kind)
+    found: _Kind = _required(_plain(value), kind)
     return found
 
 
-def _without_surrogates(value: object) -> object:
+def _plain(value: object) -> object:
+    """Return a JSON value without lone surrogates, which no text has, and numbers that nothing can be done with."""
     if isinstance(value, list):
-        return [_without_surrogates(one) for one in value]
+        return [_plain(one) for one in value]
     if isinstance(value, dict):
-        return {writable(str(name)): _without_surrogates(one) for name, one in value.items()}
+        return type(value)({writable(str(name)): _plain(one) for name, one in value.items()})
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return None
     return writable(value) if isinstance(value, str) else value
 
 

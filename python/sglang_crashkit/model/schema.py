@@ -11,8 +11,8 @@ import msgspec
 
 from sglang_crashkit.model import SCHEMA_VERSION, incident, peers, step, verdict
 
-#: A field of a class with what is said of it: in lines above that begin with ``#:``, or behind it.
-_FIELD = re.compile(r"^(?P<above>(?:    #:.*\n)*)    (?P<name>\w+): [^\n#]*?(?:  # (?P<behind>.*))?$", re.MULTILINE)
+#: A field of a class, with what is said of it behind it.
+_FIELD = re.compile(r"    (\w{1,80}): [^#]{1,200}(?:# (.*))?")
 _REF = re.compile(r'"#/\$defs/(\w+)"')
 _WORDS = (
     "A newer kit of the same schema_version may add fields and words. Times are UTC in ISO 8601, durations seconds."
@@ -60,10 +60,16 @@ def _entry(kind: type) -> dict[str, Any]:
 
 
 def _comments(kind: type) -> list[tuple[str, str]]:
-    """Return the fields of a class with the comments on them."""
-    found = _FIELD.finditer(inspect.getsource(kind))
-    said = ((one["name"], one["above"].replace("    #:", "").replace("\n", "") or one["behind"] or "") for one in found)
-    return [(name, " ".join(words.replace("``", "`").split())) for name, words in said if words]
+    """Return the fields of a class with the comments on them: in lines above that begin with ``#:``, or behind."""
+    above, found = list[str](), []
+    for line in inspect.getsource(kind).splitlines():
+        if line.startswith("    #: "):
+            above.append(line[7:])
+        elif field := _FIELD.fullmatch(line):
+            words = " ".join(above) or field[2] or ""
+            found += [(field[1], words.replace("``", "`"))] if words else []
+            above = []
+    return found
 
 
 def _allow_more_words(told: dict[str, Any]) -> None:

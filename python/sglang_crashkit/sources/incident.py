@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.kernel.private_files import read_json
+from sglang_crashkit.kernel.private_files import read_json, read_regular
 from sglang_crashkit.model import ABORTED, ALONE, ALONE_AT, ONLY
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.event import (
@@ -34,6 +34,7 @@ from sglang_crashkit.model.event import (
     Watched,
 )
 from sglang_crashkit.model.incident import Incident, Look, ProcessReport, Verdict, Xid
+from sglang_crashkit.model.log import LOG, MAX_BYTES, reduce
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 DOCUMENT = "incident.json"
@@ -72,7 +73,7 @@ _MAX_RIDS = 4
 
 def is_incident(path: Path) -> bool:
     """Return whether a path is the folder of an incident."""
-    return (path / DOCUMENT).is_file()
+    return any((path / name).is_file() for name in (DOCUMENT, LOG))
 
 
 def read_incident(folder: Path) -> Iterator[AnyEvent]:
@@ -81,7 +82,10 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
     Raises:
         CrashkitError: ``incident.json`` cannot be read.
     """
-    incident = Incident.of(_read_json(folder / DOCUMENT, is_needed=True))
+    if (folder / DOCUMENT).exists():
+        incident = Incident.of(_read_json(folder / DOCUMENT, is_needed=True))
+    else:
+        incident = reduce(read_regular(folder / LOG, MAX_BYTES).split(b"\n"))
     records, samples = {}, {}
     for process in incident.processes:
         # A path is the document's word: a name in the folder, or nothing.
@@ -241,6 +245,9 @@ class _Incident:
             if kind == "teardown":
                 # SGLang's own end: what dies from here on was killed by it.
                 break
+            if process is not first and process is not None and process.role == "helper":
+                # What a rank started may end as it likes.
+                continue
             if kind == "process_exited" and who and not (process is first and first is not None and first.exit):
                 code, signal = entry.get("code"), entry.get("signal")
                 yield Exit(at=at, who=who, code=code, signal=signal or "", follows=follows)

@@ -17,9 +17,9 @@ from typing import Any
 from integration.hangs.stuck_rank import StuckRank
 from integration.scenario import answers_of, handler_pid, worked_on
 from lanelib.servers import Server, opener
-from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.judge.activity import bare
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import main_thread
 from unit.support.waiting import wait_until
@@ -175,7 +175,7 @@ def stop_in_all_reduce(told: Story) -> bool:
     time.sleep(0.5)
     (sample,) = sample_all([told.pids[WAITING]], LONG)
     thread = main_thread(sample.threads, sample.pid)
-    if thread is not None and any(bare_name(frame) == "all_reduce" for frame in thread.frames):
+    if thread is not None and any(bare(frame.function) == "all_reduce" for frame in thread.frames):
         return True
     os.kill(told.pids[VICTIM], signal.SIGCONT)
     time.sleep(0.3)

@@ -111,7 +111,7 @@ def test_the_rank_that_has_not_begun_the_collective_is_named(answers: list[Recei
     later = time.time() + 10
     records = [RankRecord(one.rank, f"rank {one.rank}", "", one.dump, later, "gloo") for one in answers]
     (first,) = judge_collectives(records)
-    assert (first.kind, first.named, first.level) == ("behind", (1,), "established")
+    assert (first.kind, first.named, first.level) == ("behind", [1], "established")
     assert f"all_reduce of 4x3 of process group tp (gloo 1, ranks 0-1), number {COMMON + 1}" in first.statement
     assert f"begun in main ({PROGRAM.name}:" in first.statement
 

@@ -51,6 +51,12 @@ class Run:
         self.captures = 0
         self.progress: list[float] = []
 
+    def ask(self) -> None:
+        """Whether it is busy, a test says."""
+
+    def refresh(self) -> None:
+        """There is no folder."""
+
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         if event == "progress_returned":
             self.progress.append(fields["hung_secs"])

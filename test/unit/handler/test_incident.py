@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler import incident as handler_incident
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.recovery import REASON, finish_abandoned
-from sglang_crashkit.incident.retention import size_of
+from sglang_crashkit.incident.retention import NoRoomError, size_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import server_key
@@ -58,6 +61,7 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     run.finish()
     reached("finished")
     run.checkpoint()
+    run.refresh()
 
 
 def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
@@ -284,3 +288,53 @@ def number_of(found: StoredIncident) -> int:
 
 def is_short(found: StoredIncident) -> bool:
     return found.document["fault"]["repeats"] is not None
+
+
+def test_what_could_not_be_logged_is_logged_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        tree = ProcessTree(process.pid)
+        folder = IncidentFolder(tmp_path, "exception", new_id(), time.time())
+        trigger = Trigger("exception", iso_time(time.time()), process.pid, tree.root.title)
+        run = IncidentRun("exception", trigger, tree, folder, tmp_path, Settings.from_environ({}))
+        append = folder.append
+
+        def refuse(name: str, lines: Sequence[str]) -> None:
+            raise NoRoomError(errno.ENOSPC, "no room")
+
+        monkeypatch.setattr(folder, "append", refuse)
+        run.note(1.0, "first")
+        run.checkpoint()
+        monkeypatch.setattr(folder, "append", append)
+        run.note(2.0, "second")
+        run.checkpoint()
+        found = read_log(folder.path)
+        run.discard()
+    assert found is not None
+    assert [entry.event for entry in found.timeline] == ["first", "second"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_incident_that_cannot_be_judged_says_who_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        tree = ProcessTree(process.pid)
+        folder = IncidentFolder(tmp_path, "exception", new_id(), time.time())
+        trigger = Trigger("exception", iso_time(time.time()), process.pid, tree.root.title)
+        run = IncidentRun("exception", trigger, tree, folder, tmp_path, Settings.from_environ({}))
+        run.add_exception(tree.root, time.time(), "ValueError: x", None)
+        if again:
+            run.finish()
+        monkeypatch.setattr(handler_incident, "conclude", lambda *_: os._exit(3))
+        if again:
+            run.add_remark("It went on.")
+            run.refresh()
+        else:
+            run.finish()
+    (stored,) = find_incidents(tmp_path)
+    verdict = stored.incident.verdict
+    assert verdict is not None
+    assert verdict.text.endswith("raised ValueError: x.")
+    # A judgement that was reached stands.
+    assert (stored.incident.cause is not None) == again
+    assert "It went on." in (stored.path / "events.jsonl").read_text() or not again

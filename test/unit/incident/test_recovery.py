@@ -36,10 +36,6 @@ def document_of(path: Path) -> dict[str, Any]:
     return document
 
 
-def log_of(path: Path) -> bytes:
-    return (path / "events.jsonl").read_bytes()
-
-
 def age(path: Path) -> None:
     os.utime(path, (NOON, NOON))
 
@@ -262,3 +258,23 @@ def test_without_locks_the_writer_of_another_container_is_not_taken_for_dead(
     folder = abandon(tmp_path / "host" / "incidents", server={"pid": 1, "start_ticks": 1, "pid_namespace": 1})
     os.utime(folder, (time.time() - age_secs,) * 2)
     assert bool(finish_abandoned(folder.parent)) is is_finished
+
+
+def test_the_verdict_of_a_kit_that_kept_no_failures_stands(tmp_path: Path) -> None:
+    verdict = {"kind": "signal", "first_failure": {"pid": 8, "title": "x"}, "level": "established", "text": "It died."}
+    partial = abandon(tmp_path, processes=[REPORT])
+    document = {"schema_version": 1, "id": "0", "kind": "killed", "processes": [REPORT], "verdict": verdict}
+    (partial / "incident.json").write_text(json.dumps(document))
+    (path,) = finish_abandoned(tmp_path)
+    told = document_of(path)["verdict"]
+    assert (told["kind"], told["level"]) == ("signal", "established")
+    assert told["text"] == "It died. The crash handler was killed before it was done."
+
+
+def test_a_log_that_says_that_it_is_whole_is_rendered_all_the_same(tmp_path: Path) -> None:
+    partial = abandon(tmp_path, processes=[REPORT])
+    with (partial / "events.jsonl").open("ab") as log:
+        log.write(b'{"complete": true}\n')
+    (path,) = finish_abandoned(tmp_path)
+    assert document_of(path)["complete"] is False
+    assert (path / "summary.md").exists()

@@ -55,3 +55,10 @@ def test_a_piece_that_does_not_fit_costs_that_piece_alone() -> None:
         Suspect("7", "certain", ["it was alone"]),  # type: ignore[arg-type]
         Suspect("", "unknown", []),
     ]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, -(10**30)])
+def test_a_number_that_nothing_can_be_done_with_is_passed_over(value: float) -> None:
+    document = REAL | {"server": REAL["server"] | {"pid": value}, "environment": {"uptime_secs": value}}
+    found = Incident.of(document)
+    assert (found.server.pid, found.surroundings.uptime_secs) == (0, None)

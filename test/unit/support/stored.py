@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.incident.log import IncidentLog
-from sglang_crashkit.incident.store import LOG, StoredIncident, find_incidents
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger
+from sglang_crashkit.model.log import LOG, IncidentLog
 from sglang_crashkit.settings import DiskLimits
 
 NOON = 1_700_000_000.25

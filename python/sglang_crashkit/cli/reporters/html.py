@@ -29,6 +29,7 @@ from sglang_crashkit.cli.reporters import incident_view as view
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut
 from sglang_crashkit.cli.reporters.merged_stacks import merge, ranks_by_pid, read_stacks
 from sglang_crashkit.incident.first_screen import first_screen, without_build_paths
+from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.store import STEPS_SUFFIX
 from sglang_crashkit.incident.summary import (
     environment_in_words,
@@ -83,6 +84,8 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     except ValueError as error:
         problem = str(error)
     incident = Incident.of(document)
+    if problem and (logged := read_log(folder)) is not None:
+        incident, problem = logged, ""
     markdown = str(_part(lambda: format_summary(incident), str))
     css, script = _static("report.css"), _static("report.js")
     parts = {

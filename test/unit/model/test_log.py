@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from incident_schema import assert_fits
-from sglang_crashkit.incident.log import IncidentLog, read_log, reduce
+from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.model.log import IncidentLog, reduce
 from unit.support.stored import make_incident
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "incident" / "data"
 REAL = [json.loads(path.read_text()) for path in sorted(DATA.glob("*.json"))]
 
 
@@ -50,10 +51,11 @@ def test_a_log_that_is_cut_off_tells_what_was_known(
     ends = []
     for state in states:
         lines += log.lines(state)
+        log.keep()
         ends.append(len(lines))
     place = min(cut, len(states) - 1)
     told = [line.encode() for line in lines[: ends[place]]]
-    assert reduce(told).to_json() == states[place].to_json()
+    assert reduce(told).to_json() == states[place].to_json() | {"complete": False}
     # The next line, which did not come to its end.
     more = lines[ends[place] :][:1]
     assert reduce([*told, *(line[: int(torn * len(line))].encode() for line in more)]) == reduce(told)
@@ -62,7 +64,10 @@ def test_a_log_that_is_cut_off_tells_what_was_known(
 
 def test_nothing_new_is_no_line() -> None:
     log, incident = IncidentLog(), Incident.of(REAL[0])
-    assert log.lines(incident)
+    lines = log.lines(incident)
+    # They could not be written.
+    assert log.lines(incident) == lines != []
+    log.keep()
     assert log.lines(incident) == []
 
 

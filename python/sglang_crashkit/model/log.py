@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
-from sglang_crashkit.incident.store import LOG
-from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.incident import Incident
 
-#: That of 512 ranks has 10 MB.
-_MAX_BYTES = 256 << 20
+LOG = "events.jsonl"
+#: A log of 512 ranks has 10 MB in some thousand lines; anybody may have written it.
+MAX_BYTES, _MAX_LINES = 64 << 20, 100_000
 
 
 class IncidentLog:
@@ -26,39 +25,31 @@ class IncidentLog:
     def __init__(self) -> None:
         self._logged: dict[tuple[object, str], int] = {}  # of each value the hash of what was logged last
         self._events = 0
+        self._next: tuple[dict[tuple[object, str], int], int] = ({}, 0)
 
     def lines(self, incident: Incident) -> list[str]:
-        """Return a line for each piece that came or changed since the last call."""
+        """Return a line for each piece that came or changed since `keep` was called last."""
         document = incident.to_json()
         del document["timeline"]
+        self._next = (dict(self._logged), len(incident.timeline))
         processes = [(one, self._changed(one["pid"], one)) for one in document.pop("processes")]
         told = [_line(name, value) for name, value in self._changed(None, document).items()]
         told += [_line("processes", {"pid": one["pid"], **changed}) for one, changed in processes if changed]
-        told += [_line("timeline", entry) for entry in incident.timeline[self._events :]]
-        self._events = len(incident.timeline)
-        return told
+        return told + [_line("timeline", entry) for entry in incident.timeline[self._events :]]
+
+    def keep(self) -> None:
+        """Take the lines that were returned last for written."""
+        self._logged, self._events = self._next
 
     def _changed(self, owner: object, values: dict[str, Any]) -> dict[str, Any]:
         """Return those of an owner's values that are not logged as they are; what is empty goes without saying."""
-        changed = {}
+        changed, logged = {}, self._next[0]
         for name, value in values.items():
             said = hash(json.dumps(value, default=str))
-            if self._logged.get((owner, name), said if value in (None, [], {}, "") else None) != said:
+            if logged.get((owner, name), said if value in (None, [], {}, "") else None) != said:
                 changed[name] = value
-                self._logged[owner, name] = said
+                logged[owner, name] = said
         return changed
-
-
-def read_log(folder: Path) -> Incident | None:
-    """Return the incident that the log in its folder tells of, judged; None without one."""
-    from sglang_crashkit.incident.judging import judge
-
-    try:
-        incident = reduce(read_regular(folder / LOG, _MAX_BYTES).split(b"\n"))
-    except OSError:
-        return None
-    incident.verdict = judge(incident, folder)
-    return incident
 
 
 def _line(name: str, value: object) -> str:
@@ -66,11 +57,11 @@ def _line(name: str, value: object) -> str:
 
 
 def reduce(lines: Iterable[bytes]) -> Incident:
-    """Return the incident that the lines of a log tell of; what is no line of a log is passed over."""
+    """Return the incident that the lines of a log tell of, which is not complete; what is no line is passed over."""
     document: dict[str, Any] = {}
     processes: dict[str, dict[str, Any]] = {}
     timeline = []
-    for line in lines:
+    for line in islice(filter(bytes.strip, lines), _MAX_LINES):
         try:
             ((name, value),) = json.loads(line).items()
         except (AttributeError, ValueError, RecursionError):
@@ -81,4 +72,5 @@ def reduce(lines: Iterable[bytes]) -> Incident:
             processes.setdefault(str(value.get("pid")), {}).update(value)
         else:
             document[name] = value
-    return Incident.of({**document, "processes": list(processes.values()), "timeline": timeline}).shown()
+    whole = {**document, "processes": list(processes.values()), "timeline": timeline, "complete": False}
+    return Incident.of(whole).shown()
