@@ -156,7 +156,7 @@ def score_folder(folder: Path, changes: Iterable[str] = ()) -> list[Row]:
     import msgspec
 
     from sglang_crashkit.judge.verdict import judge
-    from sglang_crashkit.model.case import reduce
+    from sglang_crashkit.model.case import case_of
     from sglang_crashkit.sources.text.reader import read
 
     rows = []
@@ -168,7 +168,7 @@ def score_folder(folder: Path, changes: Iterable[str] = ()) -> list[Row]:
                 shutil.copyfile(file, copy)
                 for change in changes:
                     _change(copy, CHANGES[change])
-            verdict = msgspec.to_builtins(judge(reduce(read(copies))))
+            verdict = msgspec.to_builtins(judge(case_of(read(copies))))
         rows.append(score(expected.parent.name, json.loads(expected.read_text()), verdict))
     return rows
 

@@ -9,7 +9,7 @@ import msgspec
 
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.kernel.titles import NEEDED
-from sglang_crashkit.model.case import Case, reduce
+from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import AnyEvent, Stack
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot
@@ -25,7 +25,7 @@ def judged(rounds: Sequence[NodeSnapshot], known: Iterable[AnyEvent] = ()) -> tu
         known: what else is known.
     """
     events = [*known, *_stacks(rounds)]
-    case = reduce(msgspec.structs.replace(one, order=order) for order, one in enumerate(events))
+    case = case_of(msgspec.structs.replace(one, order=order) for order, one in enumerate(events))
     return judge(case), case
 
 

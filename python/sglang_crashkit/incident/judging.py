@@ -420,14 +420,14 @@ def _ask(incident: Incident, folder: Path) -> answers.Verdict | None:
     """Return what the judge says of an incident and the files in its folder; None where it fails."""
     try:
         from sglang_crashkit.judge.verdict import judge as ask
-        from sglang_crashkit.model import case
+        from sglang_crashkit.model.case import case_of
         from sglang_crashkit.sources.incident import events_of
 
         exceptions = _paths(incident, "exception").items()
         records = {pid: record for pid, path in exceptions if (record := _read(folder / path))}
         samples = {one.pid: one.samples for one in incident.processes}
         events = events_of(incident.shown(), _read(folder / "environment.json"), records, samples)
-        return ask(case.reduce([*events, *_last_lines(incident, folder)]))
+        return ask(case_of([*events, *_last_lines(incident, folder)]))
     except Exception as error:
         logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
         return None

@@ -1,6 +1,6 @@
 """The one form of the evidence that the judge reads: all events of a case, put in order and sorted by process.
 
-`reduce` is pure: the same events give the same `Case`, whoever saw them.
+`case_of` is pure: the same events give the same `Case`, whoever saw them.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def role_in(who: str) -> str:
     return next((role for role in _ROLES if role in who), "")
 
 
-def reduce(events: Iterable[AnyEvent]) -> Case:
+def case_of(events: Iterable[AnyEvent]) -> Case:
     """Make the case of some events, in whatever order they come."""
     case = Case()
     for event in sorted(events, key=lambda event: event.place):

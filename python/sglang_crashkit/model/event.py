@@ -1,6 +1,6 @@
 """One fact of an incident, as a source states it. Facts don't judge: what a log calls fatal is a `Line`, no verdict.
 
-Every source (the parsers of text, the live side) makes these; `case.reduce` makes one `Case` of them. Fields that all
+Every source (the parsers of text, the live side) makes these; `case.case_of` makes one `Case` of them. Fields that all
 have are in `Event`; each kind has its own Struct, and `AnyEvent` is the union that JSON lines hold.
 """
 

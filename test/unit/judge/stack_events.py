@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sglang_crashkit.kernel.titles import rank_of
-from sglang_crashkit.model.case import Case, reduce
+from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import AnyEvent, Arguments, Line, Progress, Stack
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
@@ -83,7 +83,7 @@ def stack(who: str, *texts: str, native: Iterable[str] = (), **more: Any) -> Sta
 def case(*events: AnyEvent, arguments: Mapping[str, Any] | None = None) -> Case:
     """Return the case of some events, and of a server's arguments."""
     server = [Arguments(values=dict(arguments))] if arguments else []
-    return reduce([*server, *events])
+    return case_of([*server, *events])
 
 
 def hang(at: float = 100.0) -> list[AnyEvent]:

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.judge.verdict import judge
-from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.sources.text.reader import read
 
 FOLDER = Path(__file__).parent / "collected"
@@ -29,7 +29,7 @@ FOLDER = Path(__file__).parent / "collected"
     ],
 )
 def test_a_state_is_told_by_its_snapshots(state: str, kind: str, first: str | None) -> None:
-    verdict = judge(reduce(read(sorted(FOLDER.glob(f"{state}-*.json.gz")))))
+    verdict = judge(case_of(read(sorted(FOLDER.glob(f"{state}-*.json.gz")))))
     assert (verdict.kind, verdict.first) == (kind, first)
 
 
@@ -38,5 +38,5 @@ def test_a_torn_snapshot_costs_no_other(tmp_path: Path) -> None:
     torn = tmp_path / "torn.json.gz"
     torn.write_bytes(whole[0].read_bytes()[:1000])
     problems: list[CrashkitError] = []
-    assert judge(reduce(read([torn, *whole[1:]], problems))).first == "TP1"
+    assert judge(case_of(read([torn, *whole[1:]], problems))).first == "TP1"
     assert "torn.json.gz cannot be read" in str(problems[0])

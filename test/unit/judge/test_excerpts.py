@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from sglang_crashkit.judge.verdict import judge
-from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.sources.text.reader import read
 
 EXCERPTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("excerpts.yaml").read_text())
@@ -21,5 +21,5 @@ def test_an_excerpt_is_told(name: str, tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.log" for number in range(len(expected["files"]))]
     for path, text in zip(paths, expected["files"], strict=True):
         path.write_text(text)
-    verdict = judge(reduce(read(paths)))
+    verdict = judge(case_of(read(paths)))
     assert (verdict.kind, verdict.first) == (expected["class"], expected["first"])

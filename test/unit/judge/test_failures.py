@@ -11,7 +11,7 @@ import yaml
 
 from sglang_crashkit.judge.components import component_of, way_out
 from sglang_crashkit.judge.verdict import judge
-from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.event import (
     AnyEvent,
     Arguments,
@@ -45,7 +45,7 @@ def raised(text: str, *frames: str, who: str = "TP0", order: int = 5, **fields: 
 
 
 def verdict_of(*events: AnyEvent) -> Verdict:
-    return judge(reduce(events))
+    return judge(case_of(events))
 
 
 @pytest.mark.parametrize(

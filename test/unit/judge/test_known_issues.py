@@ -9,7 +9,7 @@ import yaml
 
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.verdict import judge
-from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.sources.incident import events_of
 from unit.judge.live_incidents import TP0, TP1, hung, raised
@@ -66,7 +66,7 @@ def document_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def known(document: dict[str, Any]) -> list[int]:
     events = events_of(Incident.of(document), document.get("environment") or {}, {})
-    return [one.issue for one in judge(reduce(events)).known_issues]
+    return [one.issue for one in judge(case_of(events)).known_issues]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["issue"]))

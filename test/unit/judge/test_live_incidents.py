@@ -12,7 +12,7 @@ import pytest
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model import ALONE, ONLY
-from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.incident import Exit, Incident
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.sources.incident import events_of
@@ -443,7 +443,7 @@ def verdict_of(document: Mapping[str, Any], records: Mapping[int, Mapping[str, A
     """Return what the judge says of an incident."""
     environment = document.get("environment")
     about = environment if isinstance(environment, dict) else {}
-    return judge(reduce(events_of(Incident.of(document), about, records or {})))
+    return judge(case_of(events_of(Incident.of(document), about, records or {})))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_crashkit.judge.finding import Finding
 from sglang_crashkit.judge.stalls import find_stalls
-from sglang_crashkit.model.case import Case, reduce
+from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import (
     AnyEvent,
     Collective,
@@ -650,7 +650,7 @@ def test_requests_that_stand_still_behind_an_answered_health_check(
     )
     health = Progress(order=6, at=900.0, kind="health", count=99, status=200, last_at=end, last_order=90)
     answer = Progress(order=7, at=900.0, kind="answer", count=3, status=200, last_at=answered or 950.0, last_order=40)
-    kinds = {one.kind for one in find_stalls(reduce([batch, health, answer]))}
+    kinds = {one.kind for one in find_stalls(case_of([batch, health, answer]))}
     assert ("no_progress" in kinds, "no_incident" in kinds) == (stands, not stands)
 
 
@@ -658,4 +658,4 @@ def test_the_clock_of_another_file_makes_no_request_stand_still() -> None:
     fields = {"order": 5, "at": 900.0, "count": 9, "last_order": 50, "running": 4}
     batch = Progress(who="TP0", kind="decode", last_at=1000.0, source="server.log:50", **fields)
     later = Line(order=70, at=90_000.0, text="another host's", level="warning", source="dmesg.txt:1")
-    assert "no_progress" not in {one.kind for one in find_stalls(reduce([batch, later]))}
+    assert "no_progress" not in {one.kind for one in find_stalls(case_of([batch, later]))}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.sources.text.crash_dumps import CrashDumpError, events_of
 from sglang_crashkit.sources.text.reader import read
 
@@ -19,7 +19,7 @@ REAL = Path(__file__).parent / "crash_dump" / "crash_dump_0.5.23.pkl.gz"
 
 
 def test_a_real_dump_tells_arguments_and_the_requests_in_flight() -> None:
-    case = reduce(read([REAL]))
+    case = case_of(read([REAL]))
     assert case.arguments["tp_size"] == 2
     assert case.arguments["model_path"].startswith("/models/tiny")
     (dumped,) = case.dumped
@@ -58,4 +58,4 @@ def test_what_is_no_dump_is_said_to_be_none(data: bytes, tmp_path: Path) -> None
     assert most < 32 << 20
     path = tmp_path / "crash_dump.pkl"
     path.write_bytes(data)
-    assert not reduce(read([path])).dumped
+    assert not case_of(read([path])).dumped

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.model.case import Case, reduce
+from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import Kernel
 from sglang_crashkit.sources.incident import is_incident, read_incident
 
@@ -21,12 +21,12 @@ def incident(folder: Path, name: str) -> Path:
     return folder
 
 
-def case_of(folder: Path, name: str) -> Case:
-    return reduce(read_incident(incident(folder, name)))
+def case_in(folder: Path, name: str) -> Case:
+    return case_of(read_incident(incident(folder, name)))
 
 
 def test_a_killed_rank_has_its_signal_and_the_other_its_exception(tmp_path: Path) -> None:
-    case = case_of(tmp_path, "killed")
+    case = case_in(tmp_path, "killed")
     assert [one.signal for one in case.processes["TP1"].exits] == ["SIGKILL"]
     assert [one.error.type for one in case.processes["TP0"].raised] == ["RuntimeError"]
     assert case.processes["TP0"].last_at >= case.processes["TP1"].exits[0].at
@@ -36,13 +36,13 @@ def test_a_killed_rank_has_its_signal_and_the_other_its_exception(tmp_path: Path
 
 
 def test_what_the_server_killed_as_it_ended_did_not_fail(tmp_path: Path) -> None:
-    case = case_of(tmp_path, "exception")
+    case = case_in(tmp_path, "exception")
     assert [one.who for one in case.processes.values() if one.exits] == []
     assert case.processes["TP1"].raised[0].error.text.startswith("Test crash")
 
 
 def test_the_samples_of_a_hang_have_states_and_frames(tmp_path: Path) -> None:
-    case = case_of(tmp_path, "stopped")
+    case = case_in(tmp_path, "stopped")
     stacks = case.processes["TP1"].stacks
     assert {one.sample.state for one in stacks} == {"T"}
     assert case.processes["TP0"].stacks[0].sample.main_thread is not None
@@ -63,7 +63,7 @@ def test_the_files_of_stacks_have_more_frames_than_the_document(tmp_path: Path) 
     (tmp_path / "stacks").mkdir()
     threads = [{"name": "MainThread", "native_id": 7, "frames": frames}]
     (tmp_path / "stacks" / "a-7.json").write_text(json.dumps({"threads": threads}))
-    threads = [one.sample.threads[0] for one in reduce(read_incident(tmp_path)).processes["scheduler"].stacks]
+    threads = [one.sample.threads[0] for one in case_of(read_incident(tmp_path)).processes["scheduler"].stacks]
     assert [[str(frame) for frame in one.frames] for one in threads] == [names[1:], names[1:2]]
 
 
@@ -89,7 +89,7 @@ def test_an_out_of_memory_kill_of_a_process_is_the_kernels_word(tmp_path: Path) 
 def test_a_document_of_another_shape_raises_nothing(document: object, tmp_path: Path) -> None:
     (tmp_path / "incident.json").write_text(json.dumps(document))
     assert is_incident(tmp_path)
-    reduce(read_incident(tmp_path))
+    case_of(read_incident(tmp_path))
 
 
 def test_one_that_is_no_json_is_named(tmp_path: Path) -> None:
@@ -108,4 +108,4 @@ def test_a_record_outside_the_incident_is_not_read(tmp_path: Path) -> None:
         "timeline": [{"event": "exception", "pid": 1, "message": "ValueError: seen"}],
     }
     (folder / "incident.json").write_text(json.dumps(document))
-    assert [one.error.type for one in reduce(read_incident(folder)).processes["scheduler"].raised] == ["ValueError"]
+    assert [one.error.type for one in case_of(read_incident(folder)).processes["scheduler"].raised] == ["ValueError"]

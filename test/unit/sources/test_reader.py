@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
-from sglang_crashkit.model.case import reduce
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.event import Collective, Exit, Gpu, Kernel, Line, Progress, Raised, Stack, Stop, Unread
 from sglang_crashkit.sources.text.reader import read
 
@@ -47,7 +47,7 @@ CARRIERS = {
 def test_a_carrier_changes_nothing(tmp_path: Path, carrier: str) -> None:
     path = tmp_path / "server.log"
     path.write_text("".join(CARRIERS[carrier].format(line) + "\n" for line in LOG.splitlines()))
-    case = reduce(read([path]))
+    case = case_of(read([path]))
 
     progress = {
         (one.who, one.kind): (one.count, one.last_order, one.running, one.queued, one.last_at - one.at)
@@ -161,7 +161,7 @@ def test_a_program_without_times_is_as_late_as_the_lines_around_it(tmp_path: Pat
     path = tmp_path / "job.log"
     task = "0: {}" if later.startswith("srun") else "(Engine pid=77) {}"
     path.write_text("".join(task.format(line) + "\n" for line in LOG.splitlines()) + later + "\n")
-    events = list(reduce(read([path])).events)
+    events = list(case_of(read([path])).events)
     (raised,) = [one for one in events if isinstance(one, Raised) and one.error.text == "twice"]
     last = max(events, key=lambda one: one.order)
     assert last.place > raised.place
@@ -172,8 +172,8 @@ def test_a_log_without_a_year_is_of_the_year_of_the_one_before(tmp_path: Path) -
     first, second = tmp_path / "a.log", tmp_path / "b.log"
     first.write_text(LOG)
     second.write_text("[10-05 08:00:09] Error during execution: connection aborted\n")
-    (line,) = [one for one in reduce(read([first, second])).events if isinstance(one, Line) and "aborted" in one.text]
-    (raised,) = [one for one in reduce(read([first])).events if isinstance(one, Raised)]
+    (line,) = [one for one in case_of(read([first, second])).events if isinstance(one, Line) and "aborted" in one.text]
+    (raised,) = [one for one in case_of(read([first])).events if isinstance(one, Raised)]
     assert line.at == raised.at + 5.0
 
 
@@ -284,14 +284,14 @@ _PIECES = st.sampled_from(
 def test_no_text_raises(tmp_path: Path, lines: list[str], carrier: str) -> None:
     path = tmp_path / "any.log"
     path.write_text("\n".join(CARRIERS[carrier].format(line) for line in lines), encoding="utf-8", errors="replace")
-    reduce(read([path]))
+    case_of(read([path]))
 
 
 def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(tmp_path: Path) -> None:
     lines = ["NCCL WARN before the first line of the log failed", *LOG.splitlines()]
     path = tmp_path / "server.log"
     path.write_text("".join(f"2031-01-01T00:00:00.000000000Z {line}\n" for line in lines))
-    case = reduce(read([path]))
+    case = case_of(read([path]))
     assert case.last_at < 1_900_000_000
     assert [one.at for one in case.events if isinstance(one, Line) and "NCCL" in one.text] == [0.0]
 
@@ -299,7 +299,7 @@ def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(tmp_path: Pat
 def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(tmp_path: Path) -> None:
     path = tmp_path / "compose.log"
     path.write_text("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines()))
-    assert {one.side for one in reduce(read([path])).processes.values() if one.who} == {"decode"}
+    assert {one.side for one in case_of(read([path])).processes.values() if one.who} == {"decode"}
 
 
 def test_a_dump_of_the_flight_recorder_tells_the_last_collectives(tmp_path: Path) -> None:

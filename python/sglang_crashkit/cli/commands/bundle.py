@@ -105,7 +105,9 @@ def _write(path: Path, incident: StoredIncident, report: str, document: dict[str
     import zstandard
 
     temporary, top, left_out = path.with_name(f".{path.name}.{os.getpid()}.new"), f"sglang-{incident.name}", []
-    texts = {REPORT: report} | ({} if document is None else {_DOCUMENT: json.dumps(document, indent=2) + "\n"})
+    # One that is not whole has none.
+    told = document if document is not None or (incident.path / _DOCUMENT).exists() else incident.document
+    texts = {REPORT: report} | ({} if told is None else {_DOCUMENT: json.dumps(told, indent=2) + "\n"})
     try:
         with (
             create_private(temporary) as raw,

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if not args.files:
         raise UsageError("there is no file to explain", next_step="sglang-crashkit explain FILE, or - for stdin")
     from sglang_crashkit.judge.verdict import judge
-    from sglang_crashkit.model.case import reduce
+    from sglang_crashkit.model.case import case_of
     from sglang_crashkit.redact import redact_json, redact_text
     from sglang_crashkit.sources.incident import is_incident, logs_of, read_incident
     from sglang_crashkit.sources.text.reader import read
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     events = [event for path in incidents for event in read_incident(path)]
     problems: list[CrashkitError] = []
     logs = [log for path in incidents for log in logs_of(path)]
-    case = reduce([*events, *read(texts, problems, _show_progress, beside=logs)])
+    case = case_of([*events, *read(texts, problems, _show_progress, beside=logs)])
     say_progress("")
     for problem in problems:
         say_text(f"sglang-crashkit explain: {problem}", error=True)

@@ -149,3 +149,20 @@ def test_a_file_that_is_there_stays(incident: Path, tmp_path: Path, capsys: pyte
     absent = tmp_path / "absent" / "x.tar.zst"
     assert main(["bundle", str(incident), "-o", str(absent)]) == 1
     assert f"bundle: {absent} cannot be written: No such file or directory\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bundle", "explain", "show"])
+def test_one_that_is_not_whole_is_taken_from_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind", "complete", "verdict")}
+    failure = {"pid": GOLDEN["verdict"]["first_failure"]["pid"], "seconds": 1.0, "kind": "exit", "fatal_signal": True}
+    path = make_incident(tmp_path / "incidents", publish=False, failures=[failure], **fields)
+    output = tmp_path / ("x.tar.zst" if command == "bundle" else "x.html")
+    options = {"bundle": ["-o"], "explain": ["--html"], "show": ["--html"]}[command]
+    assert main([command, str(path), *options, str(output)]) == 0
+    if command == "bundle":
+        assert json.loads(contents(output)["incident.json"])["verdict"]["kind"] == "signal"
+    else:
+        assert "SIGKILL" in output.read_text()
+        assert "incident.json cannot be read" not in output.read_text()
