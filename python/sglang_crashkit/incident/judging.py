@@ -46,7 +46,7 @@ BUSY_TOO_LONG, UNHEALTHY = "busy_too_long", "unhealthy_at_sigterm"
 _NOTICED = ("no_progress", "silent_at_sigterm")
 
 #: Shares of a CPU from which a process is busy all the time, and up to which it rests.
-_BUSY, _RESTING, _STUCK = 0.5, 0.05, "was stuck there"
+_BUSY, _RESTING, _STUCK = 0.5, 0.05, "was stuck in "
 #: Two failures this close, in seconds, may have been noticed in the wrong order.
 _SAME_MOMENT_SECS = 0.005
 #: Of so many process groups the verdict tells what is seen; of the others, the incident does.
@@ -285,9 +285,11 @@ def _motion(process: ProcessReport) -> str:
     # The CPU time is that of all threads; a main thread that is asleep in each sample does not use it.
     used, seconds = seen[-1].cpu_secs - seen[0].cpu_secs, seen[-1].time - seen[0].time
     if used >= _BUSY * seconds > 0:
-        motion = "" if all(sample.state == "S" for sample in seen) else "spun there, busy all the time"
+        motion = (
+            "" if all(sample.state == "S" for sample in seen) else f"spun in {seen[-1].doing[0]}, busy all the time"
+        )
     else:
-        motion = _STUCK if seconds > 0 and used <= _RESTING * seconds else ""
+        motion = f"{_STUCK}{seen[-1].doing[0]}" if seconds > 0 and used <= _RESTING * seconds else ""
     # It has the GIL for a moment now and then.
     holds = "held the GIL in each sample" if all(sample.gil == "main" for sample in seen) else ""
     return " and ".join(filter(None, (motion, holds)))

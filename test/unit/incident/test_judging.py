@@ -345,14 +345,14 @@ DEEP = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *real_stacks.BATC
     [
         (
             rank(1, SPIN, states="RRR", cpu=1.9, gil="main"),
-            f". {TP1} spun there, busy all the time and held the GIL in each sample.",
+            f". {TP1} spun in {SPIN[0]}, busy all the time and held the GIL in each sample.",
         ),
         # One that sleeps does not spin whatever its other threads use.
         (
             rank(1, SPIN, cpu=1.9),
             f"TP0 waits in broadcast in {BROADCAST[0]}. sglang::scheduler_TP0 (pid 10) made no progress",
         ),
-        (rank(1, SPIN), f". {TP1} was stuck there."),
+        (rank(1, SPIN), f". {TP1} was stuck in {SPIN[0]}."),
         (rank(1, *DEEP, states="RRR", cpu=1.9), f". {TP1} moved below LlamaModel.forward."),
         (rank(1, SPIN, gil="taken"), f" {TP1} let no other thread have the GIL in time to answer."),
         (rank(1, SPIN, states="TTT", gil="taken"), "TP1 is stopped (state T, until somebody sends SIGCONT), while"),
@@ -394,7 +394,7 @@ STOPPED = [rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")]
             (None, "supported"),
             "TP0 and TP1 wait in broadcast",
         ),
-        ([rank(0, SPIN, states="RRR", cpu=1.9)], silent(10), (10, "supported"), "(pid 10) spun there"),
+        ([rank(0, SPIN, states="RRR", cpu=1.9)], silent(10), (10, "supported"), "(pid 10) spun in "),
         ([ProcessReport(10, "sglang::scheduler_TP0", "scheduler", {})], silent(10), (10, "unknown"), "no progress"),
         # The replica that is idle has nothing to do with it; where the attention alone is replicated, it has.
         (

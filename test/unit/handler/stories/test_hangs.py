@@ -134,7 +134,7 @@ def test_a_stopped_process_without_heartbeat_is_named_until_it_continues(start_s
 @pytest.mark.parametrize(
     ("way", "tool", "states", "lock", "words"),
     [
-        ("spin", "", "RRR", "main", "spun there, busy all the time"),
+        ("spin", "", "RRR", "main", ", busy all the time and held the GIL"),
         ("hold_the_lock", "", "SSS", "main", "and held the GIL in each sample"),
         ("hold_the_lock", "exit 1", "SSS", "taken", "let no other thread have the GIL in time to answer."),
     ],
