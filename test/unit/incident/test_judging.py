@@ -371,6 +371,15 @@ def test_a_gil_held_in_some_samples_is_not_reported(gil: Gil) -> None:
         assert "GIL" not in judge(incident_of(rank(0, BROADCAST), seen), silent(10)).text
 
 
+def test_own_code_where_a_rank_takes_in_requests_is_what_the_others_wait_for() -> None:
+    receiver = "sglang/srt/managers/scheduler_components/request_receiver.py"
+    taken_in = (f"_broadcast_reqs_across_ranks ({receiver}:206)", f"recv_requests ({receiver}:90)")
+    held = ("hold_gil (sitecustomize.py:19)", *taken_in, "event_loop_overlap (sglang/srt/managers/scheduler.py:1500)")
+    verdict = judge(incident_of(rank(0, ALL_REDUCE), rank(1, held, gil="main")), silent(10, 11))
+    assert (verdict.kind, first(verdict)) == ("hang", 11)
+    assert f"{TP1} was stuck in hold_gil (sitecustomize.py:19) and held the GIL in each sample." in verdict.text
+
+
 STOPPED = [rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")]
 
 
