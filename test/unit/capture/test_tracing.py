@@ -27,7 +27,20 @@ from unit.support.waiting import LONG, child, wait_until
 
 #: Runs a tool on a process: the tool's file, then pid and start time.
 RUNNER = """
+import contextlib, pathlib
 from sglang_crashkit.capture.debugger import Debugger, debug_all, substitute
+from sglang_crashkit.capture.tracing import ToolGuard
+guards = ToolGuard.over
+
+@contextlib.contextmanager
+def over(self, *target):
+    with guards(self, *target) as tool_runs:
+        def told(tool):
+            tool_runs(tool)
+            pathlib.Path(sys.argv[1]).with_name("guarded").touch()
+        yield told
+
+ToolGuard.over = over
 processes = {int(sys.argv[2]): int(sys.argv[3])}
 ready()
 """
@@ -73,6 +86,8 @@ def test_a_tool_dies_with_its_parent_and_its_target_lives(
             pid = tmp_path / "tool.pid"
             wait_until(lambda: pid.exists() and pid.read_text(), "the tool runs")
             wait_until(lambda: state_of(target.pid) in "Tt", "its target is stopped")
+            # Before, nobody but the runner knows the tool.
+            wait_until((tmp_path / "guarded").exists, "the guard knows the tool")
             runner.kill()
             wait_until(lambda: is_gone(int(pid.read_text())), "the tool is gone")
             wait_until(lambda: not obstacle_of(target.pid, start_ticks(target.pid)), "the target runs on")
