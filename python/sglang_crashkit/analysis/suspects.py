@@ -115,7 +115,7 @@ def suspects_of(
             were in no step of any rank. They count where it was in no step.
         most: list so many.
     """
-    first = _first_failure(incident)
+    first = incident.first_failure
     if first is None or incident.kind == "peer_lost" or _is_of_control(incident, first):
         return [], 0
     steps = _steps_of(first)
@@ -208,7 +208,7 @@ def _unusual_in_words(names: Sequence[str], place: tuple[str, str] | None) -> st
 
 def is_by_others(incident: Incident) -> bool:
     """Say whether somebody else ended or stopped the process that failed first, so that no request did."""
-    process = _first_failure(incident)
+    process = incident.first_failure
     if process is None:
         return False
     if process.exit is not None:
@@ -257,11 +257,6 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
 
 def _steps_of(process: ProcessReport) -> LastSteps:
     return process.steps or LastSteps([], None)
-
-
-def _first_failure(incident: Incident) -> ProcessReport | None:
-    failure = incident.verdict.first_failure if incident.verdict is not None else None
-    return incident.process(failure.pid) if failure is not None else None
 
 
 def _is_of_control(incident: Incident, first: ProcessReport) -> bool:

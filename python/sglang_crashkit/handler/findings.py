@@ -166,7 +166,8 @@ def count_repeat(
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
     unanswered: list[str] = []
     if not is_by_others(incident):
-        unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
+        first = incident.first_failure
+        unanswered = _unanswered(folder.path / REQUESTS, begun if first is not None and first.is_rank else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
     deadline = time.monotonic() + min(_LOOK_SECS, left_secs)
@@ -235,18 +236,12 @@ def _judged(
     """Return so many of the suspects, the most suspicious first, and how many more there are; None where it fails."""
     try:
         for process in incident.processes:
-            process.control = control_of(process) if process.role == "scheduler" else ""
+            process.control = control_of(process) if process.is_rank else ""
         return suspects_of(incident, seen, asked, unanswered, most)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")
         return None
-
-
-def _is_of_scheduler(incident: Incident) -> bool:
-    failure = incident.verdict.first_failure if incident.verdict is not None else None
-    report = incident.process(failure.pid) if failure is not None else None
-    return report is not None and report.role == "scheduler"
 
 
 def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
@@ -299,11 +294,9 @@ def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) ->
 def _give_up_stacks(incident: Incident) -> Iterator[str]:
     """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
     assert incident.fault is not None
-    assert incident.verdict is not None
-    first = incident.verdict.first_failure
     for report in incident.processes:
         for piece in report.evidence:
-            if piece.path and piece.path.startswith(_STACKS) and (first is None or report.pid != first.pid):
+            if piece.path and piece.path.startswith(_STACKS) and report is not incident.first_failure:
                 yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
                 piece.status, piece.path, piece.source = "skipped", None, None
                 piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
@@ -331,7 +324,7 @@ def divergence_of(
     ranks = [
         RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid)
         for report in incident.processes
-        if report.role == "scheduler"
+        if report.is_rank
     ]
     if not any(one.steps for one in ranks):
         return None

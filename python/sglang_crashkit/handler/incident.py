@@ -8,10 +8,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,7 +32,7 @@ from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.judging import judge, order_failures
 from sglang_crashkit.kernel import clock, procfs
-from sglang_crashkit.kernel.forked import call_within
+from sglang_crashkit.kernel.forked import MAX_ANSWER, call_within
 from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
@@ -68,9 +68,7 @@ _CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 
 
-def encode(value: object) -> bytes:
-    """Return a Struct as JSON, as a child answers with it."""
-    return json.dumps(msgspec.to_builtins(value), default=str).encode()
+_Made = TypeVar("_Made", bound=msgspec.Struct)
 
 
 class IncidentRun:
@@ -184,27 +182,37 @@ class IncidentRun:
 
     def _conclude(self, counting: Counting | None) -> Conclusion | None:
         """Have the incident judged and rendered in a child; None where that fails."""
-        try:
-            answer = call_within(
-                _CONCLUDE_SECS, lambda: encode(conclude(self.incident, self.folder, counting)), _MAX_CONCLUSION
-            )
-            return msgspec.convert(json.loads(answer), Conclusion)
-        except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
-            logger.error("incident %s could not be judged: %s", self.path, error)
-            return None
+        return self._made_within(
+            _CONCLUDE_SECS,
+            Conclusion,
+            lambda: conclude(self.incident, self.folder, counting),
+            "judged",
+            most=_MAX_CONCLUSION,
+        )
 
     def _conclude_plainly(self) -> Conclusion:
         """Return who failed first, without the judge; where even that fails, that nothing can be told."""
-        try:
-            answer = call_within(_PLAIN_SECS, lambda: encode(conclude_plainly(self.incident, self.folder)))
-            return msgspec.convert(json.loads(answer), Conclusion)
-        except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
-            logger.error("incident %s could not be rendered: %s", self.path, error)
+        made = self._made_within(
+            _PLAIN_SECS, Conclusion, lambda: conclude_plainly(self.incident, self.folder), "rendered"
+        )
+        if made is not None:
+            return made
         words = "The incident could not be judged: the crash handler's log says why."
         self.incident.verdict = Verdict("unknown", None, "unknown", words, [words])
         return Conclusion(
             self.incident.to_json(), f"# {self.incident.kind}\n\n{words}\n", None, [words], [words], words
         )
+
+    def _made_within(
+        self, secs: float, kind: type[_Made], make: Callable[[], _Made], done: str, most: int = MAX_ANSWER
+    ) -> _Made | None:
+        """Return what a child makes within so many seconds; None where it fails, which the log then says."""
+        try:
+            answer = call_within(secs, lambda: json.dumps(msgspec.to_builtins(make()), default=str).encode(), most)
+            return msgspec.convert(json.loads(answer), kind)
+        except (OSError, ValueError, RecursionError) as error:
+            logger.error("incident %s could not be %s: %s", self.path, done, error)
+            return None
 
     def _take(self, made: Conclusion) -> None:
         """Write a conclusion, and hold what is asked for later.
@@ -222,7 +230,7 @@ class IncidentRun:
                 report.hit_in_main = before.hit_in_main
         self.incident = whole
         self.folder.save(made.document, made.summary, is_redacted=made.is_redacted, sync=not self.finished)
-        # A megabyte, which nobody asks for any more.
+        # Up to a megabyte, and written now.
         made.document, made.summary = {}, ""
         self.conclusion = made
 
@@ -281,12 +289,8 @@ class IncidentRun:
 
     def ask(self) -> None:
         """Have the judge say in a child what is known by now, such as whether ranks are at work."""
-        try:
-            answer = call_within(_ASK_SECS, lambda: encode(judge(self.incident, self.folder.path)))
-            self.incident.verdict = msgspec.convert(json.loads(answer), Verdict)
-        except (OSError, ValueError, msgspec.ValidationError) as error:
-            logger.error("incident %s could not be judged: %s", self.path, error)
-            self.incident.verdict = judge(self.incident, None)
+        told = self._made_within(_ASK_SECS, Verdict, lambda: judge(self.incident, self.folder.path), "judged")
+        self.incident.verdict = told or judge(self.incident, None)
 
     def capture_native(self) -> None:
         """Take the native stacks of the server's own processes that still live, where they are asked for.
@@ -506,7 +510,7 @@ class IncidentRun:
                 self.folder.remove(name)
         path = self.folder.publish()
         self.finished = True
-        # Megabytes, which nobody asks for any more.
+        # Megabytes that only a running incident needs.
         self.steps.clear()
         self._begun.clear()
         logger.info("incident %s: %s", path, self.incident.verdict.text if self.incident.verdict else "")

@@ -88,7 +88,7 @@ def exit_status_of(incident: Incident) -> int | None:
     if verdict.kind != "signal":
         status = _BY_KIND.get(verdict.kind)
         return None if status is None else int(status)
-    process = incident.process(verdict.first_failure.pid)
+    process = incident.first_failure
     name = process.exit.signal if process is not None and process.exit is not None else None
     return status_of_exit(ExitStatus(signal=name))
 

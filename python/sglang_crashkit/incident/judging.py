@@ -8,7 +8,6 @@ server's own clean-up. And a lost connection is a consequence of a death, not it
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import logging
 import re
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_crashkit.analysis.ranks import groups_of, name_some, rank_at
-from sglang_crashkit.kernel.private_files import open_regular, read_json, read_regular
+from sglang_crashkit.kernel.private_files import read_json, read_regular
 from sglang_crashkit.model.incident import (
     Cause,
     Failure,
@@ -28,7 +27,6 @@ from sglang_crashkit.model.incident import (
     ProcessReport,
     Verdict,
 )
-from sglang_crashkit.model.log import LOG, MAX_BYTES, reduce
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample
 from sglang_crashkit.model.verdict import Level
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: The triggers of an incident of ranks that were busy for longer than anything of theirs takes, and of a server whose
-#: health check failed while no scheduler was silent, or nobody knows whether one was.
+#: health check failed while no scheduler was known to be silent.
 BUSY_TOO_LONG, UNHEALTHY = "busy_too_long", "unhealthy_at_sigterm"
 #: Triggers by which the kit itself noticed a silence; upstream's watchdog ends the server, busy or not.
 _NOTICED = ("no_progress", "silent_at_sigterm")
@@ -89,9 +87,10 @@ _NO_BIND = re.compile(r"\S{1,64} ERROR uvicorn\.error: (\[Errno 98\] .{0,300}).*
 
 def read_log(folder: Path) -> Incident | None:
     """Return the incident that the log in its folder tells of, judged; None without one."""
+    from sglang_crashkit.sources.incident import incident_in_log
+
     try:
-        with open_regular(folder / LOG) as lines:
-            incident = reduce(io.BytesIO(lines.read(MAX_BYTES)))
+        incident = incident_in_log(folder)
     except OSError:
         return None
     incident.verdict = judge(incident, folder)
@@ -247,7 +246,7 @@ def _judge_hang(
     by_likelihood = sorted(incident.processes, key=lambda one: one.pid in silent)
     by_name = {name_of(process): process for process in by_likelihood}
     named = by_name.get(answer.first or "")
-    # Where nobody stands apart, it is the one that was silent.
+    # Where the judge names no rank, it is the one that was silent.
     named = named or _late_in_collectives(incident) or alone or _in_own_code(asked)
     motion = _motion(named) if named is not None else ""
     is_busy = answer.kind == "busy" or (_take_in(incident, silent) and not motion.startswith(_STUCK))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from sglang_crashkit.model.incident import Incident, ProcessReport
+if TYPE_CHECKING:
+    from sglang_crashkit.model.incident import Incident, ProcessReport
 
 _TITLE = re.compile(r"\bsglang::(?:scheduler_(?=\w))?")
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})")

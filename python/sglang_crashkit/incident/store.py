@@ -264,8 +264,8 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
     while True:
         # Asked first: what the handler writes last is there once it has left.
         at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
-        found = [_read(path, None) for folder in folders for path in _written_since(folder, since)]
-        of_server = [one for one in found if one.finished and one.incident.server.pid == pid]
+        found = [_read(path, None) for folder in folders for path in _finished_since(folder, since)]
+        of_server = [one for one in found if one.incident.server.pid == pid]
         if of_server:
             return max(of_server, key=lambda one: one.name)
         if not at_work or time.monotonic() >= deadline:
@@ -273,12 +273,12 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
         time.sleep(0.02)
 
 
-def _written_since(folder: Path, since: float) -> Iterator[Path]:
+def _finished_since(folder: Path, since: float) -> Iterator[Path]:
     # A folder that has served many runs holds many incidents; most need not be read.
     for pattern in ("incidents/*", "*/incidents/*"):
         for path in folder.glob(pattern):
             with contextlib.suppress(OSError):
-                if parse_name(path.name) and path.is_dir() and path.stat().st_mtime >= since:
+                if is_finished(path.name) and path.is_dir() and path.stat().st_mtime >= since:
                     yield path
 
 

@@ -5,6 +5,7 @@ The crash handler asks for those of the incident that it holds; `read_incident` 
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -76,6 +77,15 @@ def is_incident(path: Path) -> bool:
     return any((path / name).is_file() for name in (DOCUMENT, LOG))
 
 
+def incident_in_log(folder: Path) -> Incident:
+    """Return the incident that the log in its folder tells of, which is not judged.
+
+    Raises:
+        OSError: there is no log, or it cannot be read.
+    """
+    return reduce(io.BytesIO(read_regular(folder / LOG, MAX_BYTES)))
+
+
 def read_incident(folder: Path) -> Iterator[AnyEvent]:
     """Yield what an incident on disk holds; see `events_of`.
 
@@ -85,7 +95,7 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
     if (folder / DOCUMENT).exists():
         incident = Incident.of(_read_json(folder / DOCUMENT, is_needed=True))
     else:
-        incident = reduce(read_regular(folder / LOG, MAX_BYTES).split(b"\n"))
+        incident = incident_in_log(folder)
     records, samples = {}, {}
     for process in incident.processes:
         # A path is the document's word: a name in the folder, or nothing.
