@@ -271,7 +271,7 @@ def occurrence_in_words(fault: Occurrence) -> str:
 
 
 def _steps(incident: Incident) -> Iterator[str]:
-    """Yield how the ranks diverged, and the steps of who failed first, or who told where nobody is known to have."""
+    """Yield how the ranks diverged, and the steps of the process that failed first, or else of who reported it."""
     process, divergence = incident.first_failure or incident.process(incident.trigger.pid), incident.divergence
     steps = process.steps.last if process is not None and process.steps is not None else []
     if not steps and divergence is None:
@@ -414,7 +414,7 @@ def _evidence_in_words(pieces: Sequence[Evidence], *, of: str = "") -> str:
 
 
 def _span(numbers: Sequence[float], before: str, behind: str, digits: int) -> str:
-    """Return from where to where numbers lie, between two texts; nothing where there is none."""
+    """Return the range of some numbers between two texts; an empty text where there is no number."""
     if not numbers:
         return ""
     told = dict.fromkeys(f"{number:.{digits}f}" for number in (min(numbers), max(numbers)))

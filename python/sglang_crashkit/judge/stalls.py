@@ -218,7 +218,7 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
         found += _judge_ranks(scene, side, some)
     if not found or found[0].who is None:
-        # A recorder knows who is behind, where the stacks name nobody.
+        # The stacks name no rank, and a flight recorder shows who is behind.
         found = watched.compare_waits(scene.case, scene.where) or found
     if any(_tells(one, scene.case) for one in found):
         return found

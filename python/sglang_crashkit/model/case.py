@@ -1,6 +1,6 @@
 """The one form of the evidence that the judge reads: all events of a case, put in order and sorted by process.
 
-`case_of` is pure: the same events give the same `Case`, whoever saw them.
+`case_of` is pure: the same events give the same `Case`, whatever source they come from.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class ProcessReport(msgspec.Struct):
 
     @property
     def state_letter(self) -> str:
-        """The letter that the kernel has for its state when it was last looked at; empty where nobody looked."""
+        """The letter of its state in ``/proc`` when it was last looked at; empty where that is not known."""
         looked = [look.state for look in self.looks if look.state]
         return looked[-1] if looked else str((self.state or {}).get("State") or "")[:1]
 
@@ -235,7 +235,7 @@ class FailureEvent(msgspec.Struct, frozen=True):
     fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`
     before_capture: bool = True  # it was seen before the server's own clean-up could begin
     with_parent: bool = False  # the exit came of the end of the process that had started it
-    #: The main process ended with a status by which it tells of a crash, so of another process's.
+    #: The main process ended with a status that reports the crash of another process.
     is_answer: bool = False
 
 

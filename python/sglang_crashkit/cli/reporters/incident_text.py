@@ -151,7 +151,7 @@ def _read(path: Path) -> bytes:
     try:
         return read_regular(path, _MAX_BYTES)
     except (OSError, ValueError):
-        # The latter where the name, which an incident may give, is none that a file can have.
+        # ValueError: the incident may name a file with a null character.
         return b""
 
 
