@@ -48,6 +48,7 @@ from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.settings import DiskLimits
 
 RESERVE = ".reserve"
+SUMMARY = "summary.md"
 #: What the journals of requests hold, one JSON object a line.
 REQUESTS = "requests/requests.jsonl"
 MAX_REASON = 1000
@@ -213,7 +214,7 @@ class IncidentFolder:
             data = _searched(len(data), lambda: encode_json(redact_json(json.loads(data))).decode()).encode()
             summary = _searched(len(summary), lambda: redact_text(summary))
         self._write_essential("incident.json", data, sync=sync)
-        self._write_essential("summary.md", summary.encode(errors="backslashreplace"))
+        self._write_essential(SUMMARY, summary.encode(errors="backslashreplace"))
 
     def append(self, name: str, lines: Sequence[str]) -> None:
         """Add lines, without secrets, to a file below the folder, for which room is kept.
@@ -258,22 +259,26 @@ class IncidentFolder:
         return 0
 
     def _write_essential(self, name: str, data: bytes, *, sync: bool = False) -> None:
+        path, given_up = self.opened / name, dict[Path, bytes]()
         self._retention.take(len(data) - self._size_of(name), essential=True)
         try:
-            self._with_reserve(lambda: write_private(self.opened / name, data, sync=sync))
+            return self._with_reserve(lambda: write_private(path, data, sync=sync))
         except OSError as error:
-            if error.errno not in _NO_SPACE or self._size_of(LOG) < len(data) - self._size_of(name):
-                raise
-            # The whole incident is worth more than its log.
-            log = read_regular(self.opened / LOG, MAX_BYTES)
-            (self.opened / LOG).unlink()
+            problem = error
+        # The whole incident is worth more than its log, and than its last summary, which is made anew.
+        for spare in (self.opened / LOG, self.opened / SUMMARY) if problem.errno in _NO_SPACE else ():
+            with contextlib.suppress(OSError):
+                given_up[spare] = read_regular(spare, MAX_BYTES)
+                spare.unlink()
             try:
-                write_private(self.opened / name, data, sync=sync)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    append_private(self.opened / LOG, log)
-                raise
-            self._retention.take(-len(log))
+                write_private(path, data, sync=sync)
+                return self._retention.take(-sum(len(held) for one, held in given_up.items() if one != path))
+            except OSError as error:
+                problem = error
+        for spare, held in given_up.items():
+            with contextlib.suppress(OSError):
+                append_private(spare, held)
+        raise problem
 
     def _with_reserve(self, write: Callable[[], None]) -> None:
         """Write, and where the disk is full once more in the room that is kept."""
@@ -301,7 +306,8 @@ class IncidentFolder:
                     self._retention.take(size, essential=True)
                     return True
                 os.ftruncate(file.fileno(), 0)
-                size //= 2
+                # What it does not hold, the next piece of evidence takes.
+                size -= BLOCK
         return False
 
     def _release_reserve(self) -> bool:

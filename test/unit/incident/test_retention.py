@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -11,10 +12,11 @@ import pytest
 
 from sglang_crashkit.incident import retention
 from sglang_crashkit.incident.folder import IncidentFolder
-from sglang_crashkit.incident.retention import MB, DiskLimits, NoRoomError, Retention, size_of, status_of
+from sglang_crashkit.incident.retention import BLOCK, MB, DiskLimits, NoRoomError, Retention, size_of, status_of
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import FolderLock
+from sglang_crashkit.model.log import LOG
 from unit.support.small_disk import fill, mounted
 from unit.support.stored import NOON, make_incident
 
@@ -169,6 +171,28 @@ def test_a_disk_that_fills_midway_takes_the_essential_files(small_disk: Path) ->
         "stacks/a.txt",
         "summary.md",
     ]
+
+
+@pytest.mark.parametrize("blocks", range(30, 61, 3))
+def test_evidence_that_takes_all_the_room_leaves_what_the_whole_incident_needs(small_disk: Path, blocks: int) -> None:
+    small_disk.mkdir()
+    fill(small_disk.parent)
+    (filling,) = small_disk.parent.glob("filling-*")
+    os.truncate(filling, filling.stat().st_size - blocks * BLOCK)
+    folder = IncidentFolder(small_disk, "killed", "0123abcd", NOON, DiskLimits(keep_free=0, max_use=100 * MB))
+    document = {"schema_version": 1, "processes": ["x" * 30_000]}
+    folder.save(document, "y" * 6_000)
+    for stage in range(3):
+        with contextlib.suppress(NoRoomError):
+            for number in range(60):
+                folder.write_text(f"stacks/{stage}-{number}.txt", "z" * 500)
+        with contextlib.suppress(OSError):
+            folder.append(LOG, ['{"seconds": 1}'] * 1500)
+        folder.save(document | {"stage": stage}, f"summary {stage} " + "y" * 6_000)
+    path = folder.publish()
+    (found,) = find_incidents(small_disk)
+    assert (found.path, found.document) == (path, document | {"stage": 2})
+    assert (path / "summary.md").read_text().startswith("summary 2")
 
 
 def test_what_must_stay_free_stays_free(small_disk: Path) -> None:
