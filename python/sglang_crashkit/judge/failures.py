@@ -154,6 +154,7 @@ class _Failures:
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
+        self._dumps = [one for one in case.events if isinstance(one, Stack) and one.fatal]
         # The server ends itself by a signal once a rank has failed.
         self._asked = [one for one in case.stops if "sigquit" not in (text := one.text.lower()) and "child" not in text]
         self._end = min((one.place for one in case.stops if one.by != "signal" or one in self._asked), default=None)
@@ -259,7 +260,7 @@ class _Failures:
                     "gpu_exception", because=[_quoted(event, event.text or event.exception)], who=event.who,
                     component=part, exception=event.exception, kernel=event.name[:80],
                 )  # fmt: skip
-            case Stack() if event.fatal:
+            case Stack() if event.fatal and not (event.is_cut and any(not one.is_cut for one in self._dumps)):
                 yield from self._fatal(event)
 
     # -- exceptions
@@ -560,7 +561,9 @@ class _Failures:
     def _fatal(self, event: Stack) -> Iterator[Finding]:
         words = _known("fatal_words")
         kind = next((words[word] for word in words if word in event.fatal), "fatal_signal")
-        sample = event.sample
+        # Of one whose head stands alone the frames may be in another file.
+        rest = [one.sample for one in self._dumps if one.is_cut]
+        sample = rest[0] if len(rest) == 1 and not event.sample.threads and not event.sample.native else event.sample
         thread = next((one for one in sample.threads if one.active), next(iter(sample.native or sample.threads), None))
         # The innermost are those of what handled the signal.
         frames = [one for one in (thread.frames if thread else ()) if not _pattern("handlers").match(one.function)]

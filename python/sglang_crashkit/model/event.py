@@ -97,6 +97,7 @@ class Stack(Event, frozen=True, kw_only=True, tag="stack"):
     sample: Sample
     by: str = ""  # what printed it: ``py-spy``, ``faulthandler``, ``gdb``, ``cuda-gdb``, ``watchdog``
     fatal: str = ""  # of faulthandler: ``Segmentation fault``, where the stack is that of a process that died
+    is_cut: bool = False  # its head is not there, and with it the signal's name
 
 
 class Kernel(Event, frozen=True, kw_only=True, tag="kernel"):

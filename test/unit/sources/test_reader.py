@@ -328,3 +328,35 @@ def test_a_list_of_processes_tells_who_is_stopped(tmp_path: Path) -> None:
     )
     (stack,) = [one for one in read([path]) if isinstance(one, Stack)]
     assert (stack.who, stack.sample.pid, stack.sample.state) == ("TP2", 2203, "T")
+
+
+def test_a_source_is_a_line_of_its_own_file(tmp_path: Path) -> None:
+    paths = [tmp_path / f"node{number}.log" for number in range(3)]
+    for path in paths:
+        path.write_text(f"first\n{LOG}")
+    raised = [one.source for one in read(paths) if isinstance(one, Raised)]
+    assert raised == ["node0.log:5", "node1.log:5", "node2.log:5"]
+
+
+DUMP = """\
+Fatal Python error: Segmentation fault
+
+Current thread 0x0000726fb547b1c0 (most recent call first):
+  File "/opt/sglang/srt/model_loader/loader.py", line 351 in load_weights
+  File "/opt/sglang/srt/managers/scheduler.py", line 108 in run_scheduler_process
+"""
+
+
+@pytest.mark.parametrize(("lines_cut", "fatal"), [(0, "Segmentation fault"), (2, "a signal"), (3, "a signal")])
+def test_a_dump_of_faulthandler_without_its_head_is_of_a_process_that_died(
+    tmp_path: Path, lines_cut: int, fatal: str
+) -> None:
+    path = tmp_path / "stderr.txt"
+    path.write_text("".join(DUMP.splitlines(keepends=True)[lines_cut:]))
+    (found,) = [one for one in read([path]) if isinstance(one, Stack)]
+    assert (found.fatal, found.is_cut) == (fatal, lines_cut > 0)
+    assert [frame.function for frame in found.sample.threads[0].frames] == ["load_weights", "run_scheduler_process"]
+    # In the midst of a log somebody asked for it.
+    path.write_text("a line\n" + path.read_text())
+    (found,) = [one for one in read([path]) if isinstance(one, Stack)]
+    assert found.fatal == (fatal if lines_cut == 0 else "")

@@ -263,6 +263,9 @@ class _File:
     understood: bool = False
     broken: Exception | None = None  # why it cannot be read any further
 
+    def __post_init__(self) -> None:
+        self.before = self.order  # the lines of the files before, which its own are ordered behind
+
     def read(self) -> None:
         """Read the file whole; what is in it is in `events` then."""
         try:
@@ -464,8 +467,8 @@ class _File:
         for event in events:
             self._add(key, msgspec.structs.replace(event, order=self.order, source=self._source()))
 
-    def _source(self) -> str:
-        return f"{self.path.name}:{self.order}"
+    def _source(self, order: int | None = None) -> str:
+        return f"{self.path.name}:{(self.order if order is None else order) - self.before}"
 
     def _take(self, carried: Carried) -> None:
         text, key = carried.text, carried.stream
@@ -526,6 +529,8 @@ class _File:
                 if block is not None:
                     stream.started = (stream.at, self.order)
                     block.title = stream.said if block.is_bare else block.title
+                    # By itself faulthandler prints a dump where a process dies; one in a log was called for.
+                    block.fatal = "a signal" if block.is_cut and self.order == self.before + 1 else block.fatal
                     stream.headed = _name(match[1].replace("_", " ")) if (match := _HEADING.match(stream.said)) else ""
             stream.block = block
             if is_taken:
@@ -552,7 +557,7 @@ class _File:
     def _close(self, stream: _Stream, key: str) -> None:
         """End the traceback or the stacks that a stream is in."""
         at, order = stream.started
-        source = f"{self.path.name}:{order}"
+        source = self._source(order)
         if stream.traceback is not None:
             chain = stream.traceback.chain()
             if chain:
@@ -577,8 +582,9 @@ class _File:
                 near = "" if block.fatal and len(names) > 1 else stream.who
                 for who in told or [stacks.who_of(sample.title) or stream.headed or near]:
                     found = Stack(
-                        order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, source=source
-                    )
+                        order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, is_cut=block.is_cut,
+                        source=source,
+                    )  # fmt: skip
                     self._add(key, found)
 
     def _kernel(self, carried: Carried, key: str, stream: _Stream) -> None:
@@ -745,7 +751,7 @@ class _File:
                     count=entry.count, status=status, last_at=last_at, last_order=entry.last_order,
                     running=int(running[1]) if running else 0, queued=int(queued[1]) if queued else 0,
                     transfers=transfers, transfers_since=since,
-                    text=kind if kind.startswith("/") else text[:300], source=f"{self.path.name}:{entry.last_order}",
+                    text=kind if kind.startswith("/") else text[:300], source=self._source(entry.last_order),
                 ),
             )  # fmt: skip
         for (key, _who, _level, _text), (line, count, last_at, more) in self.lines.items():

@@ -68,6 +68,7 @@ class StackBlock:
     pid: int = 0
     title: str = ""
     fatal: str = ""
+    is_cut: bool = False  # its head is not there
     is_bare: bool = False  # without any header; the title is what was said before it
     threads: list[tuple[str, int | None, bool, bool, list[Frame]]] = field(default_factory=list)
 
@@ -138,6 +139,7 @@ def begins(text: str) -> bool:
     return (
         head.startswith(("Process ", "Thread ", "Current ", "Fatal Py", "#", "Core was"))
         or (".py" in text and _BARE_FRAME.match(text) is not None)
+        or (head.startswith('File "') and _FAULT_FRAME.match(text) is not None)
         or (
             ("SIG" in text or "sig" in text or "ignal" in text or "Segfault" in text)
             and _SIGNALLED.search(text[:400]) is not None
@@ -184,7 +186,7 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         return block, True
     if match := _FAULT_THREAD.match(stripped):
         if block is None or block.by != "faulthandler":
-            block = StackBlock("faulthandler")
+            block = StackBlock("faulthandler", is_cut=match[1] == "Current thread")
         is_current = match[1] == "Current thread"
         name = (match[3] or "").strip() or ("MainThread" if is_current and not block.threads else "")
         block.begin(name, None, active=is_current)
@@ -211,11 +213,12 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         block = block or StackBlock("py-spy", is_bare=True)
         block.add(Frame(match[1], short_path(match[2] or match[4]), int(match[3] or 0)))
         return block, True
-    if block is None:
-        return None, False
-    if block.by == "faulthandler" and (match := _FAULT_FRAME.match(line)):
+    if match := _FAULT_FRAME.match(line) if block is None or block.by == "faulthandler" else None:
+        block = block or StackBlock("faulthandler", is_cut=True)
         block.add(Frame(match[3].strip(), short_path(match[1]), int(match[2]) if match[2].isdigit() else 0))
         return block, True
+    if block is None:
+        return None, False
     if block.by == "py-spy" and (match := _PYSPY_FRAME.match(line)):
         block.add(Frame(match[1].strip(), short_path(match[2]), int(match[3] or 0)))
         return block, True
