@@ -243,7 +243,7 @@ class _Failures:
         match event:
             case Raised():
                 yield from self._raised(event)
-            case Line() if event.level in levels:
+            case Line() if event.level in levels or (event.level and _pattern("serious").search(event.text)):
                 yield from self.line(event, is_started=self._is_started(event))
             case Kernel():
                 yield from self._kernel(event)
@@ -417,7 +417,7 @@ class _Failures:
         # What a start warned of may be why it failed, where nothing else tells.
         most = 37 if event.level == "warning" else 100
         is_passing = most == 100 and event.count < _MANY and not _pattern("serious").search(event.text)
-        is_harmless = is_passing and _pattern("harmless").search(event.text)
+        is_harmless = (is_passing and _pattern("harmless").search(event.text)) or "deprecated" in event.text
         because = [_quoted(event, event.text)]
         text = _first_line(event.text)
         if "leak detected" in event.text and self._is_outlived(event):
