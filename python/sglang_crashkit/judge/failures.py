@@ -405,6 +405,8 @@ class _Failures:
         if last_start != (0.0, 0) or _pattern("start").search(names):
             return False
         if not frames and not self._case.is_started:
+            if self._stages and not self._began:
+                return False
             # A line is of the phase that the exceptions beside it are of.
             inner = (frame.function for one in self._raises for error in one.chain for frame in error.frames)
             return not any(_pattern("start").search(name) for name in inner if name != "<module>")

@@ -360,3 +360,21 @@ def test_a_dump_of_faulthandler_without_its_head_is_of_a_process_that_died(
     path.write_text("a line\n" + path.read_text())
     (found,) = [one for one in read([path]) if isinstance(one, Stack)]
     assert found.fatal == (fatal if lines_cut == 0 else "")
+
+
+def test_what_failed_or_is_advised_is_no_stage_and_a_traceback_may_lack_its_files(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("Exception: Capture cuda graph failed: nvcc is too old\n3. disable torch compile by not using it\n")
+    (raised,) = [one for one in read([path]) if not isinstance(one, Line)]
+    assert isinstance(raised, Raised)
+    assert raised.error.type == "Exception"
+    path.write_text("Traceback (most recent call last):\n    pool.get(\nTypeError: get() takes no argument\n")
+    (raised,) = [one for one in read([path]) if isinstance(one, Raised)]
+    assert raised.error.text == "get() takes no argument"
+
+
+def test_a_page_of_metrics_shows_a_server_at_work(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.txt"
+    path.write_text('sglang:gen_throughput{tp_rank="0"} 0.84\nsglang:num_queue_reqs{tp_rank="0"} 3\n')
+    progress = {one.kind: one.queued for one in read([path]) if isinstance(one, Progress)}
+    assert progress == {"decode": 0, "load": 3}

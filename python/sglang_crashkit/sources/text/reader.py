@@ -98,6 +98,8 @@ _CUDA_KERNEL = re.compile(
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _LOAD = re.compile(r'"num_waiting_reqs": ?(\d{1,9})\b|sglang:num_queue_reqs\{[^}]{0,400}\} (\d{1,9})')
+#: A page of metrics of a server that makes tokens.
+_AT_WORK = re.compile(r"sglang:gen_throughput\{[^}]{0,400}\} (?:[1-9]|0\.0{0,6}[1-9])")
 _OF_SIDE = re.compile(
     r"(?:\[[^\]]{0,60}\] )?(?:(Prefill|Decode) (?:transfer|bootstrap|handshake) failed"
     r"|(Prefill) batch.{0,300}#inflight-req|(Decode) batch.{0,300}#(?:transfer|prealloc)-req)"
@@ -605,8 +607,8 @@ class _File:
 
     def _line(self, text: str, key: str, stream: _Stream, *, is_own: bool, program: str) -> None:
         at, who, source = stream.at, stream.who if is_own else "", self._source()
-        if is_own and text.startswith(("Decode batch", "Prefill batch")):
-            self._count(key, who, "decode" if text[0] == "D" else "prefill", 0, text, at)
+        if (is_own and text.startswith(("Decode batch", "Prefill batch"))) or _AT_WORK.match(text):
+            self._count(key, who, "prefill" if text[0] == "P" else "decode", 0, text, at)
             return
         if (access := facts.ACCESS.search(text)) and "://" not in access[2]:
             self._count(key, "", *_kind_of(access), access.string, at)
@@ -678,7 +680,8 @@ class _File:
             self._add(
                 key, Stop(order=self.order, at=at, who=who, by=stop[0], is_end=stop[1], text=text[:400], source=source)
             )
-        if (stage := facts.stage_of(text)) is not None:
+        # What failed, or what somebody is told to try, is no stage.
+        if not bare and text[1:2] != "." and (stage := facts.stage_of(text)) is not None:
             self._add(
                 key,
                 Stage(

@@ -100,7 +100,7 @@ class Traceback:
         match = _EXCEPTION.match(stripped)
         is_named = match is not None and match[1].endswith(_ENDINGS)
         is_moved = is_named and self.indent >= len(line) - len(line.lstrip())
-        if not stripped.strip("^~ ") or (line[:1] in " \t" and self.frames and not is_moved):
+        if not stripped.strip("^~ ") or (line[:1] in " \t" and (self.frames or not is_named) and not is_moved):
             # The source line of a frame, its marks, or "Previous line repeated".
             self.asserted = stripped if stripped.startswith("assert ") else self.asserted
             return True
