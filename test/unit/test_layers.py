@@ -30,7 +30,7 @@ ALLOWED = {
     "memory": {"errors", "kernel", "model", "redact"},
     "analysis": {"model"},
     "judge": {"model"},
-    "view": {"judge", "model", "visible"},
+    "view": {"analysis", "errors", "incident", "judge", "kernel", "model", "redact", "visible"},
     "sources": {"errors", "kernel", "model", "redact"},
     "capture": {"errors", "kernel", "model", "settings"},
     "incident": {
@@ -42,8 +42,6 @@ ALLOWED = {
         "redact",
         "settings",
         "sources",
-        "view",
-        "visible",
     },
     "handler": {
         "redact",
@@ -75,7 +73,7 @@ ALLOWED = {
         "settings",
         "visible",
     },
-    "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "visible"},
+    "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "view", "visible"},
     "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "judge", "kernel", "memory", "model", "settings", "sources"},
     "replay": {"errors", "incident", "kernel", "model", "redact", "settings"},

@@ -29,9 +29,9 @@ from sglang_crashkit.handler.folders import (
     remove_empty_spools,
     remove_runtime_folders,
 )
+from sglang_crashkit.handler.recovery import finish_abandoned
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.fingerprint import recent_crashes
-from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.kernel.private_files import FolderLock, write_private

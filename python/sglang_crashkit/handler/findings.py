@@ -32,17 +32,17 @@ from sglang_crashkit.analysis.suspects import (
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.exit_status import exit_status_of, while_starting
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
-from sglang_crashkit.incident.first_screen import LOG_LINES, failed_at_start, first_screen
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.judging import explain, judge
 from sglang_crashkit.incident.requests import fingerprint_of, parameters_of
 from sglang_crashkit.incident.store import read_steps
-from sglang_crashkit.incident.summary import format_summary, format_termination_message, was_aborted_before
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.model.incident import Divergence, Incident, Suspect
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.redact import redact_json, redact_text
+from sglang_crashkit.view.first_screen import LOG_LINES, failed_at_start, first_screen
+from sglang_crashkit.view.summary import format_summary, format_termination_message, was_aborted_before
 
 logger = logging.getLogger(__name__)
 

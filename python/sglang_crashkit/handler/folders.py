@@ -28,8 +28,8 @@ from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler.recovery import SPOOL
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
-from sglang_crashkit.incident.recovery import SPOOL
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.forked import ForkedCall
 from sglang_crashkit.kernel.private_files import FolderLock, make_private_folder

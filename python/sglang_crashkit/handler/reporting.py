@@ -42,7 +42,7 @@ _AROUND_COMMAND_SECS = 30.0
 _REAP_SECS, _LOOK_SECS = 1.0, 0.02
 PAGE = "incident.html"
 #: Makes a page of the folder that comes behind it, in the file behind that.
-_PROGRAM = (sys.executable, "-m", "sglang_crashkit.cli.reporters.html")
+_PROGRAM = (sys.executable, "-m", "sglang_crashkit.view.html")
 #: The longest page that it writes, in bytes, and with 512 ranks twice what one takes.
 _MAX_BYTES = 8 << 20
 #: Of 512 ranks it takes two seconds of processor time. It gives way to all others: where two processes for each core

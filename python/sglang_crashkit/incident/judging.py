@@ -419,9 +419,7 @@ def explain(incident: Incident, folder: Path) -> Cause | None:
     answer = _ask(incident, folder) if incident.kind != "snapshot" else None
     if answer is None:
         return None
-    from sglang_crashkit.view.document import cause_of
-
-    cause = cause_of(answer)
+    cause = Cause.of(answer)
     # Where everybody stands says more than the first of the quotes.
     cause.reasons = [answer.headline, *answer.because[1:]]
     cause.next_steps = [*_commands(incident, answer.kind), *answer.next]

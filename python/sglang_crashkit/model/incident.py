@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from sglang_crashkit.model import SCHEMA_VERSION, lenient
+from sglang_crashkit.model import verdict as answers
 from sglang_crashkit.model.checked_json import iso_time as iso_time
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.peers import LostPeer
@@ -401,6 +402,12 @@ class Cause(msgspec.Struct):
     next_steps: list[str] = []
     known_issues: list[KnownIssue] = []
     restart_helps: Helps = "unknown"
+
+    @classmethod
+    def of(cls, answer: answers.Verdict) -> Cause:
+        """Return a verdict of the judge's as an incident has it."""
+        known, helps = answer.known_issues, answer.restart_helps
+        return cls(answer.kind, answer.cause, answer.level, answer.because, answer.next, known, helps)
 
 
 class Entry(dict[str, Any]):

@@ -16,11 +16,11 @@ from sglang_crashkit import protocol, settings
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.incident.summary import headline
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 from sglang_crashkit.model.sample import format_threads, main_thread
+from sglang_crashkit.view.summary import headline
 
 _FRAMES = 3
 

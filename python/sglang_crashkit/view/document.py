@@ -66,21 +66,8 @@ def incident_of(verdict: Verdict, case: Case, *, now: float, kit: str) -> Incide
         verdict=incident.Verdict(
             verdict.kind, failure, verdict.level, verdict.headline, [verdict.headline, *verdict.because]
         ),
-        cause=cause_of(verdict),
+        cause=Cause.of(verdict),
         complete=True,
-    )
-
-
-def cause_of(verdict: Verdict) -> Cause:
-    """Return a verdict as an incident has it."""
-    return Cause(
-        verdict.kind,
-        verdict.cause,
-        verdict.level,
-        verdict.because,
-        verdict.next,
-        verdict.known_issues,
-        verdict.restart_helps,
     )
 
 

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from integration.scenario import RELEASES
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from unit.cli.reporters.browser import NO_BROWSER, open_browser
 from unit.support.waiting import wait_until
+from unit.view.browser import NO_BROWSER, open_browser
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -18,12 +18,12 @@ from integration.memory_group import NoMemoryGroupError, memory_group
 from integration.requests.poison import MARK, poisoned
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
-from sglang_crashkit.incident.first_screen import first_screen
 from sglang_crashkit.incident.requests import read_requests
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.replay.sender import Answer, send
+from sglang_crashkit.view.first_screen import first_screen
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]

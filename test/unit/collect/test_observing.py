@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.cli.reporters.collected import TextReport
+from sglang_crashkit.cli.collected import TextReport
 from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.step import Step

@@ -16,7 +16,6 @@ from sglang_crashkit.handler import findings
 from sglang_crashkit.handler.findings import count_repeat, divergence_of, incident_with_core, without_requests
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
-from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.judge import verdict
 from sglang_crashkit.model import ABORTED, ALONE
 from sglang_crashkit.model.incident import (
@@ -33,6 +32,7 @@ from sglang_crashkit.model.incident import (
 )
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.step import Step, StepRequest
+from sglang_crashkit.view.summary import format_summary
 from unit.analysis.test_suspects import incident, step
 from unit.support.stored import NOON
 

@@ -19,11 +19,11 @@ import pytest
 from sglang_crashkit.handler import incident as handler_incident
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.judging import read_log
-from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.retention import NoRoomError, size_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs

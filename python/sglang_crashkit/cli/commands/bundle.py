@@ -57,8 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Write it."""
-    from sglang_crashkit.cli.reporters.incident_text import report_of
     from sglang_crashkit.model.incident import Incident
+    from sglang_crashkit.view.text import report_of
 
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}

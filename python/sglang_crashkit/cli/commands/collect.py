@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
-    from sglang_crashkit.cli.reporters import collected
+    from sglang_crashkit.cli import collected
     from sglang_crashkit.collect.collection import Collection, Plan
     from sglang_crashkit.kernel.discovery import Place, find_processes
 
@@ -243,7 +243,7 @@ def _folder_or_substitute(output: Path) -> Path:
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # What one host needs starts without what many do.
-    from sglang_crashkit.cli.reporters import collected
+    from sglang_crashkit.cli import collected
     from sglang_crashkit.collect.gather import Limits, gather
     from sglang_crashkit.collect.judging import judged
 
@@ -403,7 +403,7 @@ def _overview(found: Discovery) -> str:
 
 
 def _passed_over(found: Discovery) -> Iterator[str]:
-    from sglang_crashkit.cli.reporters.collected import name_of
+    from sglang_crashkit.cli.collected import name_of
 
     for user, pids in found.others.items():
         name = name_of(user)

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     elif args.save is not None:
         say(_save(verdict, case, texts, args.save))
     elif args.html is not None:
-        from sglang_crashkit.cli.reporters.html import write_html
+        from sglang_crashkit.view.html import write_html
 
         with tempfile.TemporaryDirectory() as temporary:
             write_html(_save(verdict, case, texts, Path(temporary)), args.html)
@@ -108,11 +108,11 @@ def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> 
     """Write an incident of plain evidence below a folder, its text beside it, and return the incident's path."""
     from sglang_crashkit import __version__
     from sglang_crashkit.incident.store import IncidentName
-    from sglang_crashkit.incident.summary import format_summary
     from sglang_crashkit.kernel.private_files import make_private_folder, open_regular, write_json, write_private
     from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.redact import redact_json, redact_text
     from sglang_crashkit.view.document import KIND, incident_of
+    from sglang_crashkit.view.summary import format_summary
 
     now = time.time()
     told = redact_json(incident_of(verdict, case, now=now, kit=__version__).to_json())

@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """List them; the exit status is 5 where some of the folders cannot be read."""
     from sglang_crashkit.cli.crash_folder import require_folders, tell_unreadable
-    from sglang_crashkit.cli.reporters import by_fault
+    from sglang_crashkit.view import by_fault
 
     folders, keep = args.folders or require_folders(), by_fault.keep_of if args.by else _kept
     where = ", ".join(map(str, folders))
@@ -143,7 +143,7 @@ def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None
 
 def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
     # A table needs no words of a whole incident.
-    from sglang_crashkit.incident.summary import headline
+    from sglang_crashkit.view.summary import headline
 
     document = incident.document or {}
     fields = {name: document.get(name) for name in ("id", "kind", "trigger", "server", "requests", "peers", "verdict")}
@@ -173,7 +173,7 @@ def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> list[str]:
 
 def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], columns: int) -> Iterator[str]:
     """Yield the head and a line for each incident; `totals` has how often the fault of each was seen, by its name."""
-    from sglang_crashkit.incident.first_screen import cut
+    from sglang_crashkit.view.first_screen import cut
 
     rows = [_HEAD, *(_row(one, totals.get(one.name), is_wide=columns >= _WIDE) for one in incidents)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(_HEAD))]
@@ -186,7 +186,7 @@ def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], colum
 
 def _row(incident: StoredIncident, total: int | None, *, is_wide: bool) -> tuple[str, ...]:
     # A program needs none of these words.
-    from sglang_crashkit.incident.first_screen import counts_of
+    from sglang_crashkit.view.first_screen import counts_of
 
     name = parse_name(incident.path.absolute().name)
     assert name is not None

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_title(head)
         say(*rest)
         return ExitCode.DONE
-    from sglang_crashkit.cli.reporters import incident_text as parts
+    from sglang_crashkit.view import text as parts
 
     if args.stacks:
         what, lines = "stacks", parts.stack_lines(incident.path, incident.incident)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
     """Return the first screen of an incident that was meant by ``args.incident`` and ``args.folder``."""
-    from sglang_crashkit.incident.first_screen import first_screen
+    from sglang_crashkit.view.first_screen import first_screen
 
     # What finds it again from here, once there are later ones, too: an id alone does where it was looked up by that.
     path, folder = Path(args.incident), args.folder
@@ -99,7 +99,7 @@ def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator
 
 
 def _page(incident: StoredIncident, args: argparse.Namespace) -> ExitCode:
-    from sglang_crashkit.cli.reporters.html import write_html
+    from sglang_crashkit.view.html import write_html
 
     try:
         write_html(incident.path, args.html, prompts=args.prompts)

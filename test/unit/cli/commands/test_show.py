@@ -9,8 +9,8 @@ import pytest
 
 from sglang_crashkit import settings
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.incident.first_screen import first_screen
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.view.first_screen import first_screen
 from unit.support.stored import NOON, make_incident
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())

@@ -18,7 +18,6 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import RESERVE
 from sglang_crashkit.incident.judging import explain, judge, read_log
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
-from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import (
     FolderLock,
@@ -30,6 +29,7 @@ from sglang_crashkit.kernel.private_files import (
 )
 from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
+from sglang_crashkit.view.summary import format_summary
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Texts of stacks, logs and requests are not trusted. Each is escaped by the templ
 seen, or turns text around, spelled out. The page allows its own script and its own style by their hashes; a script that
 got in nevertheless would not run, and nothing may be fetched or sent.
 
-``python -m sglang_crashkit.cli.reporters.html FOLDER FILE`` writes it by itself, as a crash handler has it do.
+``python -m sglang_crashkit.view.html FOLDER FILE`` writes it by itself, as a crash handler has it do.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from markupsafe import Markup
 
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.ranks import RankSet
-from sglang_crashkit.cli.reporters import incident_view as view
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut
-from sglang_crashkit.cli.reporters.merged_stacks import merge, ranks_by_pid, read_stacks
-from sglang_crashkit.incident.first_screen import first_screen, without_build_paths
 from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.store import STEPS_SUFFIX
-from sglang_crashkit.incident.summary import (
+from sglang_crashkit.kernel.private_files import write_named
+from sglang_crashkit.model.incident import Incident, ProcessReport
+from sglang_crashkit.view import page as view
+from sglang_crashkit.view.files import IncidentFiles, ListedFile, cut
+from sglang_crashkit.view.first_screen import first_screen, without_build_paths
+from sglang_crashkit.view.merged_stacks import merge, ranks_by_pid, read_stacks
+from sglang_crashkit.view.summary import (
     environment_in_words,
     format_summary,
     occurrence_in_words,
     requests_in_words,
 )
-from sglang_crashkit.kernel.private_files import write_named
-from sglang_crashkit.model.incident import Incident, ProcessReport
 from sglang_crashkit.visible import visible
 
 #: What a file may be to be shown in the page, and what all of them may be together, in bytes.
@@ -87,7 +87,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     if problem and (logged := read_log(folder)) is not None:
         incident, problem = logged, ""
     markdown = str(_part(lambda: format_summary(incident), str))
-    css, script = _static("report.css"), _static("report.js")
+    css, script = _static("page.css"), _static("page.js")
     parts = {
         "ranks": _part(lambda: view.processes_of(incident)),
         "timeline": _part(lambda: view.timeline(incident)),
@@ -102,7 +102,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     there += ["environment"] if parts["environment"] else []
     return (
         _environment()
-        .get_template("incident.html.j2")
+        .get_template("page.html.j2")
         .render(
             **parts,
             csp=_policy(css, script),
@@ -129,7 +129,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
 @functools.cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE / "templates"),
+        loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,
@@ -155,7 +155,7 @@ def _policy(style: str, script: str) -> str:
 
 
 def _static(name: str) -> str:
-    return (_HERE / "static" / name).read_text()
+    return (_HERE / name).read_text()
 
 
 def _part(make: Callable[[], Any], otherwise: Callable[[], Any] | None = None) -> Any:

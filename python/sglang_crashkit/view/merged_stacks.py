@@ -8,10 +8,10 @@ from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at, scope_of
 from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
 from sglang_crashkit.model.checked_json import mappings_of, texts_of
 from sglang_crashkit.model.incident import EvidenceKind, Incident
 from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.view.files import IncidentFiles, cut
 
 #: A tree of more nodes is cut at those of the deepest calls, and at those that are thinner, in percent.
 _MAX_NODES, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12

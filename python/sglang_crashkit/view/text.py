@@ -9,14 +9,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.cli.reporters.incident_files import object_of
-from sglang_crashkit.incident.first_screen import cut, first_screen, undecided_in_words, without_build_paths
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.incident.requests import parameters_of
-from sglang_crashkit.incident.summary import environment_in_words, runs_of, state_in_words, was_aborted_before
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
 from sglang_crashkit.model.incident import Incident, ProcessReport
+from sglang_crashkit.view.files import object_of
+from sglang_crashkit.view.first_screen import cut, first_screen, undecided_in_words, without_build_paths
+from sglang_crashkit.view.summary import environment_in_words, runs_of, state_in_words, was_aborted_before
 from sglang_crashkit.visible import visible
 
 _ENVIRONMENT = "environment.json"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.incident import first_screen as screen
-from sglang_crashkit.incident.first_screen import MAX_LINES, WIDTH, Counts
-from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.model import lenient
 from sglang_crashkit.model.incident import Incident, Requests
+from sglang_crashkit.view import first_screen as screen
+from sglang_crashkit.view.first_screen import MAX_LINES, WIDTH, Counts
+from sglang_crashkit.view.summary import format_summary
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "incident" / "data"
 #: Incidents of real servers, with other names of hosts and folders.
 GOLDEN = sorted(path.stem for path in DATA.glob("*.json"))
 

@@ -6,15 +6,6 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.incident.names import Names, without_own_numbers
-from sglang_crashkit.incident.summary import (
-    Run,
-    environment_in_words,
-    format_summary,
-    format_termination_message,
-    headline,
-    process_sections,
-    runs_of,
-)
 from sglang_crashkit.model import UNANSWERED
 from sglang_crashkit.model.incident import (
     CollectiveFinding,
@@ -31,6 +22,15 @@ from sglang_crashkit.model.incident import (
     Verdict,
 )
 from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, WaitingRequest
+from sglang_crashkit.view.summary import (
+    Run,
+    environment_in_words,
+    format_summary,
+    format_termination_message,
+    headline,
+    process_sections,
+    runs_of,
+)
 
 
 def make_incident() -> Incident:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from sglang_crashkit.cli.reporters.html import write_html
-from unit.cli.reporters.browser import NO_BROWSER, Browser, open_browser
-from unit.cli.reporters.html_incidents import FAULTY, hostile, many_ranks
+from sglang_crashkit.view.html import write_html
 from unit.support.waiting import wait_until
+from unit.view.browser import NO_BROWSER, Browser, open_browser
+from unit.view.html_incidents import FAULTY, hostile, many_ranks
 
 pytestmark = [pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER), pytest.mark.wide]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder
-from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import private_files, procfs
 from sglang_crashkit.kernel.private_files import FolderLock
@@ -200,7 +200,7 @@ def test_one_that_cannot_be_read_is_named_and_stays(
 def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
     for number in range(30):
         abandon(tmp_path, seconds=NOON + number)
-    code = "import sys; from pathlib import Path; from sglang_crashkit.incident.recovery import finish_abandoned\n"
+    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.recovery import finish_abandoned\n"
     code += "print(len(finish_abandoned(Path(sys.argv[1]))))"
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_crashkit.cli.reporters.html import render, write_html
-from unit.cli.reporters.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
+from sglang_crashkit.view.html import render, write_html
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG
+from unit.view.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
 
 #: What a page of an incident may be made of.
 ELEMENTS = frozenset(
@@ -232,7 +232,7 @@ def test_the_program_gives_way_to_all_others(ranks: Path, tmp_path: Path) -> Non
     code = (
         "import atexit, os, resource, runpy; file_size = lambda: resource.getrlimit(resource.RLIMIT_FSIZE)[0];"
         "atexit.register(lambda: print(os.nice(0), open('/proc/self/oom_score_adj').read(), file_size()));"
-        "runpy.run_module('sglang_crashkit.cli.reporters.html', run_name='__main__')"
+        "runpy.run_module('sglang_crashkit.view.html', run_name='__main__')"
     )
     argv = [sys.executable, "-c", code, str(ranks), str(tmp_path / "page.html")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=LONG)

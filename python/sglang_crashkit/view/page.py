@@ -15,13 +15,18 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
-from sglang_crashkit.cli.commands.steps import groups_of, in_words, side_by_side
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, object_of
-from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
-from sglang_crashkit.incident.first_screen import undecided_in_words
 from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.incident.store import STEPS_SUFFIX, StoredSteps
-from sglang_crashkit.incident.summary import (
+from sglang_crashkit.kernel import titles
+from sglang_crashkit.model.checked_json import mapping_of, seconds_of
+from sglang_crashkit.model.incident import Collectives, Entry, Gpus, Incident, InStep, ProcessReport
+from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.model.step import Step
+from sglang_crashkit.view.files import IncidentFiles, cut, object_of
+from sglang_crashkit.view.first_screen import undecided_in_words
+from sglang_crashkit.view.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
+from sglang_crashkit.view.steps import LAST, describe_step, groups_of, side_by_side
+from sglang_crashkit.view.summary import (
     Run,
     last_sign_in_words,
     piece_in_words,
@@ -29,14 +34,8 @@ from sglang_crashkit.incident.summary import (
     timeline_of,
     was_aborted_before,
 )
-from sglang_crashkit.kernel import titles
-from sglang_crashkit.model.checked_json import mapping_of, seconds_of
-from sglang_crashkit.model.incident import Collectives, Entry, Gpus, Incident, InStep, ProcessReport
-from sglang_crashkit.model.peers import LostPeer
-from sglang_crashkit.model.step import Step
 
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS = 100, 1000, 24, 500, 40
-_LAST_STEPS = 20
 _AT_ONCE_SECS = 1.0
 _MAX_LINE = 4 << 20
 _MAX_STEP_BYTES = 64 << 20
@@ -230,7 +229,7 @@ def _read_last_steps(files: IncidentFiles, marked: int | None) -> list[StoredSte
             continue
         data = files.read(name, min(left, file.size), from_end=True)
         left -= len(data)
-        kept: deque[bytes] = deque(maxlen=_LAST_STEPS)
+        kept: deque[bytes] = deque(maxlen=LAST)
         around = []
         for line in data.split(b"\n"):
             match = _NUMBER.match(line)
@@ -258,7 +257,7 @@ def _step_of(line: bytes) -> Step | None:
 
 
 def _table(group: Sequence[StoredSteps], marked: int | None) -> dict[str, Any]:
-    columns, chosen, about = side_by_side(group, marked, _LAST_STEPS)
+    columns, chosen, about = side_by_side(group, marked, LAST)
     shown = columns[:_MAX_COLUMNS]
     rows = []
     for number in chosen:
@@ -285,7 +284,7 @@ def _cell(step: Step | None, other: Step | None) -> dict[str, Any]:
         return {"words": "-", "mode": "none", "differs": other is not None, "open": False}
     mode = step.mode if step.mode in ("extend", "decode", "mixed", "idle") else "other"
     differs = other is None or (step.mode, step.size, step.tokens) != (other.mode, other.size, other.tokens)
-    return {"words": in_words(step), "mode": mode, "differs": differs, "open": step.ended is None}
+    return {"words": describe_step(step), "mode": mode, "differs": differs, "open": step.ended is None}
 
 
 # -- requests

@@ -9,15 +9,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident.first_screen import (
-    consequence_in_words,
-    counts_of,
-    cut,
-    first_screen,
-    sizes_in_words,
-    undecided_in_words,
-    without_build_paths,
-)
 from sglang_crashkit.incident.names import Names, join_names, stopped_state, without_own_numbers
 from sglang_crashkit.model.checked_json import mappings_of, seconds_of
 from sglang_crashkit.model.incident import (
@@ -33,6 +24,15 @@ from sglang_crashkit.model.incident import (
 )
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.redact import redact_text
+from sglang_crashkit.view.first_screen import (
+    consequence_in_words,
+    counts_of,
+    cut,
+    first_screen,
+    sizes_in_words,
+    undecided_in_words,
+    without_build_paths,
+)
 from sglang_crashkit.visible import visible
 
 #: Of so many requests the ids are told.
