@@ -25,7 +25,7 @@ from sglang_crashkit.memory.journal import JournalWriter
 from sglang_crashkit.memory.ring import LogRecord
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.srt.redaction import redact_dump
-from sglang_crashkit.view.summary import format_summary, format_termination_message
+from sglang_crashkit.view.markdown import format_summary, format_termination_message
 from unit.secret_forms import FORMS, PLANTED, holds_secret
 from unit.support.stored import NOON
 

@@ -34,15 +34,15 @@ from sglang_crashkit.incident.exit_status import exit_status_of, while_starting
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.judging import explain, judge
-from sglang_crashkit.incident.requests import fingerprint_of, parameters_of
+from sglang_crashkit.incident.requests import fingerprint_of, parameters_of, was_aborted_before
 from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.model.incident import Divergence, Incident, Suspect
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.redact import redact_json, redact_text
-from sglang_crashkit.view.first_screen import LOG_LINES, failed_at_start, first_screen
-from sglang_crashkit.view.summary import format_summary, format_termination_message, was_aborted_before
+from sglang_crashkit.view.first_screen import LOG_LINES, first_screen
+from sglang_crashkit.view.markdown import format_summary, format_termination_message
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
     shown, status = incident.shown(), exit_status_of(incident)
     path = "not written" if folder.problem else str(folder.final_path)
     where = "" if folder.problem else shlex.quote(str(folder.final_path.absolute()))
-    ends_with = while_starting(status) if status is not None and failed_at_start(shown) else status
+    ends_with = while_starting(status) if status is not None and shown.failed_at_start else status
     lines, ending = (
         [redact_text(line) for line in first_screen(shown, ends_with=end, where=where, wraps=False)[:LOG_LINES]]
         for end in (None, ends_with)

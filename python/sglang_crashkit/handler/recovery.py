@@ -29,7 +29,7 @@ from sglang_crashkit.kernel.private_files import (
 )
 from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
-from sglang_crashkit.view.summary import format_summary
+from sglang_crashkit.view.markdown import format_summary
 
 logger = logging.getLogger(__name__)
 

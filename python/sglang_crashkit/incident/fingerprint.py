@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.incident.store import PARTIAL, parse_name
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_json
 from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of
@@ -112,7 +111,7 @@ def _what_happened_to(process: ProcessReport, incident: Incident) -> str:
             return entry.message.partition(":")[0]
     if end := process.exit:
         return end.signal or f"status {end.code}"
-    return stopped_state(process) or "alive"
+    return process.stopped or "alive"
 
 
 def count_fault(
@@ -271,7 +270,7 @@ def _hung(incident: Incident) -> list[ProcessReport]:
 
 
 def _is_same_hang(some: Sequence[ProcessReport], other: Sequence[ProcessReport]) -> bool:
-    one, two = ({(rank.role, stopped_state(rank) != "") for rank in ranks} for ranks in (some, other))
+    one, two = ({(rank.role, rank.stopped != "") for rank in ranks} for ranks in (some, other))
     # What was called just then depends on the moment.
     ones, twos = (
         {_LINE.sub(")", frame) for rank in ranks for frame in rank.doing[:_HUNG_FRAMES]} for ranks in (some, other)

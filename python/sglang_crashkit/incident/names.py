@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from sglang_crashkit.model.incident import Incident, ProcessReport
+    from sglang_crashkit.model.incident import Incident
 
 _TITLE = re.compile(r"\bsglang::(?:scheduler_(?=\w))?")
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})")
@@ -24,7 +24,7 @@ def short_name(title: str, role: str = "") -> str:
 def join_names(names: Iterable[str]) -> str:
     """Return names in order, those that differ in consecutive last numbers as one: ``TP0, TP2-7``."""
     runs: list[tuple[str, int, int] | str] = []
-    for name in sorted(dict.fromkeys(names), key=_in_order):
+    for name in sorted(dict.fromkeys(names), key=natural_order):
         found = _NUMBERED.fullmatch(name)
         last = runs[-1] if runs else ""
         if found is None:
@@ -44,14 +44,10 @@ def join_some_names(names: Iterable[str], most: int) -> str:
     return text if len(text) <= most else f"{text.partition(', ')[0]}, ... ({len(every):,} in all)"
 
 
-def _in_order(name: str) -> tuple[str, int]:
+def natural_order(name: str) -> tuple[str, int]:
+    """Return a key that sorts names by their last number: ``TP2`` before ``TP10``."""
     found = _NUMBERED.fullmatch(name)
     return (found[1], int(found[2])) if found else (name, -1)
-
-
-def stopped_state(process: ProcessReport) -> str:
-    """Return ``stopped (T)`` of a process that was stopped when it was last looked at; empty of any other."""
-    return f"stopped ({process.state_letter})" if process.state_letter in ("T", "t") else ""
 
 
 class Titled(Protocol):
@@ -79,7 +75,7 @@ class Names:
         known = self._by_pid.get(process.pid) if process.pid is not None else None
         return known or short_name(process.title)
 
-    def in_words(self, text: str) -> str:
+    def shorten(self, text: str) -> str:
         """Return a sentence with short names for the long ones."""
         for long in sorted(self._long, key=len, reverse=True):
             text = text.replace(long, self._long[long])

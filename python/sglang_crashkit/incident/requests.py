@@ -20,7 +20,8 @@ from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel.private_files import open_regular
-from sglang_crashkit.model.checked_json import mapping_of
+from sglang_crashkit.model.checked_json import mapping_of, seconds_of
+from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.redact import REDACTED
 
 #: What stands in a journal's line beside the request itself, or concerns the server that took it.
@@ -204,3 +205,30 @@ def _prompt_of(fields: Mapping[str, Any]) -> bytes:
             # They are no token ids.
             return b""
     return b""
+
+
+def was_aborted_before(fields: Mapping[str, Any], incident: Incident) -> bool:
+    """Say whether a request was aborted before anything failed.
+
+    A client that does not wait for a server that hangs tells nothing of the hang, nor of a crash that ends it: a rank
+    has taken in nothing since its last step began. Nor does one of a hang of which it is not known when it began.
+
+    Args:
+        fields: a line of ``requests/requests.jsonl``.
+        incident: whose request it is.
+    """
+    aborted = seconds_of(fields.get("aborted"))
+    if aborted is None:
+        return False
+    first, is_known = incident.first_failure, incident.verdict is None or incident.verdict.kind != "hang"
+    began = [seconds_of(incident.trigger.time)]
+    if first is not None and first.in_step is not None:
+        began.append(seconds_of(first.in_step.began))
+    for event in incident.timeline:
+        if event.seconds is not None and event.silent_secs is not None:
+            began.append(event.seconds - event.silent_secs)
+            is_known = True
+        elif first is not None and event.pid == first.pid:
+            began.append(event.seconds)
+    known = [one for one in began if one is not None]
+    return is_known and bool(known) and aborted < min(known)

@@ -157,6 +157,15 @@ class ProcessReport(msgspec.Struct):
         looked = [look.state for look in self.looks if look.state]
         return looked[-1] if looked else str((self.state or {}).get("State") or "")[:1]
 
+    @property
+    def stopped(self) -> str:
+        """``stopped (T)`` where it was stopped when it was last looked at; empty otherwise."""
+        return f"stopped ({self.state_letter})" if self.state_letter in ("T", "t") else ""
+
+    def has(self, kind: EvidenceKind) -> bool:
+        """Say whether a piece of evidence of this kind was captured."""
+        return any(piece.kind == kind and piece.status == "captured" for piece in self.evidence)
+
 
 class Trigger(msgspec.Struct):
     """What opened the incident: an event of process `pid`."""
@@ -201,8 +210,16 @@ class HandlerInfo(msgspec.Struct):
     start_ticks: int
 
 
-#: Why there are no requests of a server that never had one.
-NOT_SERVING = "the server had not started to serve"
+#: Why there are no requests of a server that never had one, and of an incident that was only observed.
+NOT_SERVING, SERVER_WENT_ON = "the server had not started to serve", "the server went on"
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """How many requests an incident has."""
+
+    finished: int  # those that were answered within the last five minutes
+    unfinished: int  # those in flight
+    others: int = 0  # how many more the saved file has: health checks, and what takes no metrics
 
 
 class Requests(msgspec.Struct):
@@ -216,6 +233,22 @@ class Requests(msgspec.Struct):
     #: Who counted: the server when it saved them (``pickle``), or the ``journal``; None where nobody did.
     source: Literal["pickle", "journal"] | None = None
     journal: JournaledRequests | None = None  # what the journals told; None where the server kept none
+
+    @property
+    def counts(self) -> Counts | None:
+        """How many there were; None where they were not counted.
+
+        The journal leaves health checks out, which the server saves like any other request. So it counts where it is
+        whole.
+        """
+        if self.finished is None or self.unfinished is None:
+            return None
+        journal, saved = self.journal, Counts(self.finished, self.unfinished)
+        if self.source != "pickle" or journal is None or not journal.path or journal.left_out or journal.lost:
+            return saved
+        others = saved.finished + saved.unfinished - journal.finished - journal.unfinished
+        is_part = others >= 0 and journal.unfinished <= saved.unfinished
+        return Counts(journal.finished, journal.unfinished, others) if is_part else saved
 
 
 class Failure(msgspec.Struct):
@@ -489,6 +522,11 @@ class Incident(msgspec.Struct):
         return self.process(failure.pid) if failure is not None else None
 
     @property
+    def failed_at_start(self) -> bool:
+        """Whether its server had not served yet."""
+        return self.kind == "failed_start" or any(one.event in _FAILED_STARTS for one in self.timeline)
+
+    @property
     def surroundings(self) -> Surroundings:
         """What surrounded the server, as far as it is known."""
         return self.environment or Surroundings()
@@ -519,6 +557,8 @@ class Incident(msgspec.Struct):
         return lenient.read(document, cls)
 
 
+#: Events by which a server tells of its ranks that it had not served yet.
+_FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: What of a process, and of its steps, is known while the incident is gathered, and not written.
 NOT_IN_JSON, NOT_IN_JSON_OF_STEPS = ("samples", "raised_through", "hit_in_main"), ("rids", "checks")
 

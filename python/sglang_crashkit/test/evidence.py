@@ -20,7 +20,7 @@ from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 from sglang_crashkit.model.sample import format_threads, main_thread
-from sglang_crashkit.view.summary import headline
+from sglang_crashkit.view.model import headline
 
 _FRAMES = 3
 

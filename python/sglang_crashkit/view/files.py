@@ -36,12 +36,13 @@ class IncidentFiles:
     """The regular files below an incident's folder; no other is ever opened, whatever names one.
 
     Attributes:
+        folder: the incident's.
         listed: by name, in order of their names.
         left_out: how many entries there were beyond `MAX_FILES`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         found = list(_walk(folder, "", 0))
         self.left_out = max(0, len(found) - MAX_FILES)
         self.listed = {file.name: file for file in sorted(found, key=lambda file: file.name)[:MAX_FILES]}
@@ -53,7 +54,7 @@ class IncidentFiles:
             return b""
         try:
             # What was a file as it was listed may be something else by now.
-            return read_regular(self._folder / file.name, most, from_end=from_end)
+            return read_regular(self.folder / file.name, most, from_end=from_end)
         except OSError:
             return b""
 

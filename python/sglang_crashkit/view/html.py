@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import hashlib
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,26 @@ import jinja2
 from markupsafe import Markup
 
 from sglang_crashkit import __version__
-from sglang_crashkit.analysis.ranks import RankSet
 from sglang_crashkit.incident.judging import read_log
-from sglang_crashkit.incident.store import STEPS_SUFFIX
+from sglang_crashkit.incident.names import Names, natural_order
+from sglang_crashkit.incident.store import STEPS_SUFFIX, StoredSteps
 from sglang_crashkit.kernel.private_files import write_named
+from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident, ProcessReport
-from sglang_crashkit.view import page as view
+from sglang_crashkit.model.step import Step
+from sglang_crashkit.view import model, words
+from sglang_crashkit.view.evidence import ENVIRONMENT, flat, last_steps, requests_of
 from sglang_crashkit.view.files import IncidentFiles, ListedFile, cut
-from sglang_crashkit.view.first_screen import first_screen, without_build_paths
-from sglang_crashkit.view.merged_stacks import merge, ranks_by_pid, read_stacks
-from sglang_crashkit.view.summary import (
-    environment_in_words,
-    format_summary,
-    occurrence_in_words,
-    requests_in_words,
-)
+from sglang_crashkit.view.first_screen import first_screen
+from sglang_crashkit.view.icicle import merge
+from sglang_crashkit.view.markdown import format_summary
+from sglang_crashkit.view.steps import LAST, groups_of, side_by_side
 from sglang_crashkit.visible import visible
 
 #: What a file may be to be shown in the page, and what all of them may be together, in bytes.
 _MAX_FILE, _MAX_FILES = 64 << 10, 3 << 19
-_MAX_LINE, _MAX_MARKDOWN = 2000, 200_000
+_MAX_LINE, _MAX_MARKDOWN, _MAX_DETAILS = 2000, 200_000, 400
+_MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS, _MAX_VALUES = 100, 1000, 24, 500, 40, 2000
 #: Of more files the names are folded, too.
 _MAX_OPEN = 60
 #: As long as a crash handler makes room for.
@@ -52,14 +52,10 @@ _MAX_BYTES = 8 << 20
 _MAX_MEMORY = 1 << 30
 #: What a part of an incident raises that has another form than any kit version wrote.
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_STATES = {
-    "first": "failed first",
-    "stopped": "stopped",
-    "raised": "raised an exception",
-    "dead": "dead",
-    "unseen": "alive, nothing seen",
-    "alive": "alive",
-}
+#: Events that tell of a failure, and of the crash handler's own work.
+_BAD = frozenset({"process_exited", "exception", "watchdog_timeout", "no_progress", "peer_lost", "server_exited"})
+_OWN = frozenset({"stacks_captured", "flight_recorders_asked", "native_stacks", "journal_read", "incident_finished"})
+_MODES = frozenset({"extend", "decode", "mixed", "idle"})
 _HERE = Path(__file__).parent
 
 
@@ -86,54 +82,44 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     incident = Incident.of(document)
     if problem and (logged := read_log(folder)) is not None:
         incident, problem = logged, ""
-    markdown = str(_part(lambda: format_summary(incident), str))
-    css, script = _static("page.css"), _static("page.js")
-    parts = {
-        "ranks": _part(lambda: view.processes_of(incident)),
-        "timeline": _part(lambda: view.timeline(incident)),
-        "steps": _part(lambda: view.steps_of(incident, files)),
-        "stacks": _part(lambda: _stacks(incident, files)),
-        "requests": _part(lambda: view.requests_of(incident, files, prompts=prompts)),
-        "findings": _part(lambda: view.findings_of(incident), list),
-        "environment": _part(lambda: view.environment_of(files, incident), list),
+    css, script = ((_HERE / name).read_text() for name in ("page.css", "page.js"))
+    makers: dict[str, Callable[[], Any]] = {
+        "ranks": lambda: _processes(incident),
+        "timeline": lambda: _timeline(incident),
+        "steps": lambda: _steps(incident, files),
+        "stacks": lambda: dict(zip(("shown", "unseen"), merge(incident, files), strict=True)),
+        "requests": lambda: _requests(incident, files, prompts=prompts),
+        "findings": lambda: {"shown": list(model.findings_of(incident))},
+        "environment": lambda: _environment(files),
     }
-    sections = {"ranks": "groups", "timeline": "events", "steps": "tables", "stacks": "trees", "requests": "rows"}
-    there = [name for name, key in sections.items() if parts[name].get(key)]
-    there += ["environment"] if parts["environment"] else []
-    return (
-        _environment()
-        .get_template("page.html.j2")
-        .render(
-            **parts,
-            csp=_policy(css, script),
-            # The kit's own files, to the byte that the policy names.
-            css=Markup(css),  # noqa: S704
-            js=Markup(script),  # noqa: S704
-            incident=incident,
-            folder=str(folder),
-            headline=_part(lambda: cut(first_screen(incident, wraps=False)[0], 300), str),
-            basis=_basis(incident),
-            facts=_facts(incident),
-            problem=problem,
-            nav=[(name, name) for name in [*there, "files"]],
-            state_words=_STATES,
-            files=_by_folder(_inlined(files, incident.first_failure, prompts=prompts)),
-            count=len(files.listed),
-            files_left_out=files.left_out,
-            kit=__version__,
-            markdown=visible(cut(markdown or "The incident cannot be read.\n", _MAX_MARKDOWN)),
-        )
-    )
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    parts = {name: _part(make) for name, make in makers.items()}
+    markdown = _part(lambda: format_summary(incident))
+    template = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,
         finalize=_finalize,
+    ).get_template("page.html.j2")
+    return template.render(
+        **parts,
+        csp=_policy(css, script),
+        # The kit's own files, to the byte that the policy names.
+        css=Markup(css),  # noqa: S704
+        js=Markup(script),  # noqa: S704
+        incident=incident,
+        folder=str(folder),
+        headline=cut(first_screen(incident, wraps=False)[0], 300),
+        basis=_basis(incident),
+        facts=[*model.facts(incident), ("reported by", f"{incident.trigger.event} of {incident.trigger.title}")],
+        problem=problem,
+        nav=[*(name for name, part in parts.items() if part.get("shown") or part.get("problem")), "files"],
+        state_words=model.STATES,
+        files=_by_folder(_inlined(files, incident.first_failure, prompts=prompts)),
+        count=len(files.listed),
+        files_left_out=files.left_out,
+        kit=__version__,
+        markdown=visible(cut(markdown if isinstance(markdown, str) else str(markdown), _MAX_MARKDOWN)),
     )
 
 
@@ -154,50 +140,133 @@ def _policy(style: str, script: str) -> str:
     )
 
 
-def _static(name: str) -> str:
-    return (_HERE / name).read_text()
-
-
-def _part(make: Callable[[], Any], otherwise: Callable[[], Any] | None = None) -> Any:
-    """Return what a part of the page is made of; in its place why it cannot be shown, or what stands for nothing."""
+def _part(make: Callable[[], Any]) -> Any:
+    """Return what a part of the page is made of; in its place why it cannot be shown."""
     try:
         return make()
     except _ODD as error:
-        return otherwise() if otherwise is not None else {"problem": cut(f"{type(error).__name__}: {error}", 300)}
-
-
-# -- the first screen
+        return {"problem": cut(f"{type(error).__name__}: {error}", 300)}
 
 
 def _basis(incident: Incident) -> list[str]:
     verdict = incident.verdict
     sentences = verdict.basis or [verdict.text] if verdict is not None else []
-    return [without_build_paths(sentence) for sentence in sentences if sentence]
+    return [words.without_build_paths(sentence) for sentence in sentences if sentence]
 
 
-def _facts(incident: Incident) -> list[tuple[str, str]]:
-    server, trigger, fault = incident.server, incident.trigger, incident.fault
-    facts = [
-        ("when", trigger.time),
-        ("where", server.hostname),
-        ("SGLang", f"{server.sglang_version}, main process {server.pid}"),
-        *(("run", line) for line in environment_in_words(incident.surroundings)),
-        ("requests", requests_in_words(incident.requests)),
-        ("reported by", f"{trigger.event} of {trigger.title}"),
+# -- the parts, each with what is ``shown``, and how much is ``left_out``
+
+
+def _processes(incident: Incident) -> dict[str, Any]:
+    """Return the groups, with what there is of each process alone, and a tile for each process."""
+    names, groups, tiles = Names(incident), model.groups_of(incident), []
+    details: dict[int, Any] = {}
+    for group in groups:
+        for one in group.members:
+            tiles.append((one.is_rank, names.short(one), group))
+            proc = ", ".join(f"{key} {value}" for key, value in (one.state or {}).items() if key != "SigCgt")
+            sign = f"last sign: {words.last_sign(one.last_sign)}" if one.last_sign is not None else ""
+            looks = (
+                f"{look.time[11:23]} {look.state} {look.cpu_secs} s of CPU time: {' < '.join(look.doing[:3])}"
+                for look in one.looks
+            )
+            told = [("", text) for text in (proc, sign, *looks) if text]
+            details[one.pid] = [*told, *model.evidence_of([one], names)]
+    tiles.sort(key=lambda tile: natural_order(tile[1]))
+    states = {group.state for group in groups}
+    return {
+        "shown": groups[:_MAX_GROUPS],
+        "left_out": max(0, len(groups) - _MAX_GROUPS),
+        "tiles": [tile for tile in tiles if tile[0]],
+        "others": [tile for tile in tiles if not tile[0]],
+        "states": [state for state in model.STATES if state in states],
+        "names": names,
+        "details": details,
+    }
+
+
+def _timeline(incident: Incident) -> dict[str, Any]:
+    """Return the events in lanes, each with its place from 0 to 100, and as a list; times are from the trigger on."""
+    runs = model.runs_of(incident)
+    timed = [(seconds, run) for run in runs if (seconds := run.first.seconds) is not None]
+    trigger = seconds_of(incident.trigger.time)
+    zero = trigger if trigger is not None else timed[0][0] if timed else 0.0
+    times = [*(seconds for seconds, _run in timed), zero]
+    begin, secs = min(times), max(times) - min(times)
+    events: list[dict[str, Any]] = [
+        {
+            "after": seconds - zero,
+            "place": round(100 * (seconds - begin) / secs, 3) if secs else 0,
+            "tone": "bad" if run.first.event in _BAD else "own" if run.first.event in _OWN else "other",
+            "event": run.first.event.replace("_", " "),
+            "who": run.who or run.first.title or "crash handler",
+            "words": cut(run.details, _MAX_DETAILS),
+        }
+        for seconds, run in timed[:_MAX_EVENTS]
     ]
-    if fault is not None:
-        facts.append(("seen", "for the first time" if fault.count == 1 else occurrence_in_words(fault)))
-    return [(name, value) for name, value in facts if value]
+    lanes: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        lane = event["who"]
+        lanes.setdefault(lane if lane in lanes or len(lanes) < _MAX_LANES else "others", []).append(event)
+    left_out = len(runs) - len(events)
+    return {"shown": events, "lanes": lanes, "seconds": secs, "begin": begin - zero, "left_out": left_out}
 
 
-# -- stacks and files
+def _steps(incident: Incident, files: IncidentFiles) -> dict[str, Any]:
+    """Return the last steps of each set of ranks that must agree side by side, the diverging one marked."""
+    marked = incident.divergence.step if incident.divergence is not None else None
+    groups = groups_of(last_steps(files, LAST, marked))
+    tables = [_table(group, marked) for group in groups[:_MAX_GROUPS]]
+    return {"shown": tables, "left_out": max(0, len(groups) - _MAX_GROUPS)}
 
 
-def _stacks(incident: Incident, files: IncidentFiles) -> dict[str, Any]:
-    first, ranks, stacks = incident.first_failure, ranks_by_pid(incident), list(read_stacks(incident, files))
-    unseen = RankSet({*ranks.values()} - {one.rank for one in stacks})
-    trees = merge(stacks, ranks[first.pid] if first is not None else None)
-    return {"trees": trees, "unseen": unseen and unseen.format()}
+def _table(group: Sequence[StoredSteps], marked: int | None) -> dict[str, Any]:
+    columns, chosen, about = side_by_side(group, marked)
+    shown = columns[:_MAX_COLUMNS]
+    rows = []
+    for number in chosen:
+        steps = [steps.get(number) for _name, steps in shown]
+        rows.append((number, number == marked, [(_look_of(step, steps[0]), words.step_done(step)) for step in steps]))
+    requests = [
+        (name, cut(one.rid, 80), one.tokens, one.length)
+        for name, steps in shown
+        for one in (steps[about].requests[:32] if about in steps else ())
+    ]
+    names = [words.cut(name, _MAX_COLUMNS) for name, _steps in shown]
+    left_out = len(columns) - len(shown)
+    return {"columns": names, "rows": rows, "about": about, "requests": requests[:160], "left_out": left_out}
+
+
+def _look_of(step: Step | None, other: Step | None) -> str:
+    """Return the classes of a cell: the mode, whether it differs from the first one, whether it is under way."""
+    if step is None:
+        return "none" if other is None else "none differs"
+    differs = other is None or (step.mode, step.size, step.tokens) != (other.mode, other.size, other.tokens)
+    mode = step.mode if step.mode in _MODES else "other"
+    return f"{mode}{' differs' if differs else ''}{' open' if step.ended is None else ''}"
+
+
+def _requests(incident: Incident, files: IncidentFiles, *, prompts: bool) -> dict[str, Any]:
+    rows, left_out = requests_of(incident, files, _MAX_REQUESTS, prompts=prompts)
+    return {
+        "shown": rows or incident.suspects,
+        "rows": rows,
+        "left_out": left_out,
+        "undecided": words.undecided(incident),
+        "prompts": prompts,
+    }
+
+
+def _environment(files: IncidentFiles) -> dict[str, Any]:
+    """Return the values of the environment by the first part of their names."""
+    parts = []
+    for name, inside in groupby(flat(files.read_object(ENVIRONMENT)), lambda pair: pair[0].partition(".")[0]):
+        values = [(full.removeprefix(f"{name}."), value) for full, value in inside]
+        parts.append((name, values[:_MAX_VALUES], max(0, len(values) - _MAX_VALUES)))
+    return {"shown": parts}
+
+
+# -- files
 
 
 def _inlined(files: IncidentFiles, first: ProcessReport | None, *, prompts: bool) -> list[dict[str, Any]]:
@@ -247,7 +316,7 @@ def _size(size: int) -> str:
 
 
 def _step_back() -> None:
-    """Give way to a server that may live on: in processor time, in memory, and where the kernel has to end somebody."""
+    """Give way to a server that may live on: in processor time, in memory, and where the kernel has to end one."""
     with contextlib.suppress(OSError):
         os.nice(19)
     with contextlib.suppress(OSError):

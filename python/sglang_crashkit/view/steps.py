@@ -8,6 +8,7 @@ from sglang_crashkit.analysis.divergence import group_in_step
 from sglang_crashkit.analysis.ranks import RankSet, rank_at
 from sglang_crashkit.incident.store import StoredSteps
 from sglang_crashkit.model.step import Step
+from sglang_crashkit.view import words
 
 #: How many of the last steps are shown.
 LAST = 20
@@ -23,7 +24,7 @@ def table_lines(shown: Sequence[StoredSteps], marked: int | None, last: int) -> 
         rows = [["step", *(name for name, _steps in columns)]]
         for number in chosen:
             mark = "> " if number == marked else "  "
-            rows.append([f"{mark}{number:,}", *(describe_step(steps.get(number)) for _name, steps in columns)])
+            rows.append([f"{mark}{number:,}", *(words.step_done(steps.get(number)) for _name, steps in columns)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -74,14 +75,3 @@ def _columns_of(
             alone or RankSet(rank_at(group[position].ranks) for position in positions).format(),
             by_number[positions[0]],
         )
-
-
-def describe_step(step: Step | None) -> str:
-    """Return what a rank did in a step; a dash where it is not known."""
-    if step is None:
-        return "-"
-    took = f"{(step.ended - step.began) * 1000:.1f} ms" if step.ended is not None else step.phase.replace("_", " ")
-    batch = [step.mode, f"{step.size} req", f"{step.tokens:,} tok"] if step.mode else []
-    # What they were about is a hash or a count, which only another rank's says something beside.
-    decided = sorted(name for name, number in step.decisions.items() if number)
-    return ", ".join([*batch, *decided, took])

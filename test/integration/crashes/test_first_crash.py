@@ -106,7 +106,7 @@ def test_what_surrounded_the_server_is_told(crash: Crash) -> None:
     assert environment["cgroup"]
     assert environment["shared_memory"]["total_bytes"] > 0
     assert crash.wreck.incident["environment"]["versions"] == versions
-    assert f"- model {environment['model']}, tp 2\n" in (crash.wreck.folder / "summary.md").read_text()
+    assert f"- model: {environment['model']}, tp 2\n" in (crash.wreck.folder / "summary.md").read_text()
 
 
 def test_every_process_of_the_server_left_its_log(crash: Crash) -> None:

@@ -109,7 +109,7 @@ def test_a_line_is_one_line_whatever_is_in_it(incident: Path, capsys: pytest.Cap
 
 def test_the_summary_and_the_page_show_what_is_hidden(incident: Path, tmp_path: Path) -> None:
     from sglang_crashkit.model.incident import Incident
-    from sglang_crashkit.view.summary import format_summary
+    from sglang_crashkit.view.markdown import format_summary
 
     texts = [format_summary(Incident.of(poisoned(GOLDEN)))]
     assert main(["show", str(incident), "--html", str(tmp_path / "x.html"), "--prompts"]) == 0

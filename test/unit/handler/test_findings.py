@@ -32,7 +32,7 @@ from sglang_crashkit.model.incident import (
 )
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.step import Step, StepRequest
-from sglang_crashkit.view.summary import format_summary
+from sglang_crashkit.view.markdown import format_summary
 from unit.analysis.test_suspects import incident, step
 from unit.support.stored import NOON
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler import recovery
 from sglang_crashkit.handler.recovery import REASON, finish_abandoned
-from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.store import find_incidents

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.model import lenient
-from sglang_crashkit.model.incident import Incident, Requests
+from sglang_crashkit.model.incident import Counts, Incident, Requests
 from sglang_crashkit.view import first_screen as screen
-from sglang_crashkit.view.first_screen import MAX_LINES, WIDTH, Counts
-from sglang_crashkit.view.summary import format_summary
+from sglang_crashkit.view.first_screen import MAX_LINES, WIDTH
+from sglang_crashkit.view.markdown import format_summary
 
 DATA = Path(__file__).parents[1] / "incident" / "data"
 #: Incidents of real servers, with other names of hosts and folders.
@@ -25,7 +25,7 @@ def first_screen(document: dict[str, Any], **how: Any) -> list[str]:
 
 
 def counts_of(document: dict[str, Any]) -> Counts | None:
-    return screen.counts_of(lenient.read(document, Requests))
+    return lenient.read(document, Requests).counts
 
 
 def load(name: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.incident.names import Names, without_own_numbers
+from sglang_crashkit.incident.names import without_own_numbers
 from sglang_crashkit.model import UNANSWERED
 from sglang_crashkit.model.incident import (
     CollectiveFinding,
@@ -22,15 +22,9 @@ from sglang_crashkit.model.incident import (
     Verdict,
 )
 from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, WaitingRequest
-from sglang_crashkit.view.summary import (
-    Run,
-    environment_in_words,
-    format_summary,
-    format_termination_message,
-    headline,
-    process_sections,
-    runs_of,
-)
+from sglang_crashkit.view.markdown import format_summary, format_termination_message
+from sglang_crashkit.view.model import headline, runs_of, surroundings
+from sglang_crashkit.view.words import details
 
 
 def make_incident() -> Incident:
@@ -74,8 +68,8 @@ next    sglang-crashkit bundle 0123abcd --no-prompts   # for a bug report
 
 **It was killed.** (established)
 
-- incident 0123abcd on host, 2023-11-14T22:13:20.000000Z
-- SGLang 0.5.23, server pid 7, crash kit 0.1.0
+- incident: 0123abcd on host, 2023-11-14T22:13:20.000000Z
+- SGLang: 0.5.23, main process 7, crash kit 0.1.0
 - requests: 3 finished and 1 unfinished in /crash/x.pkl
 
 ## Processes
@@ -93,7 +87,7 @@ next    sglang-crashkit bundle 0123abcd --no-prompts   # for a bug report
 ## Timeline
 
 - 1970-01-01T00:00:01.000000Z first
-- 1970-01-01T00:00:02.000000Z second: pid 8, seconds 1
+- 1970-01-01T00:00:02.000000Z second TP1: seconds 1
 """
     )
 
@@ -175,7 +169,7 @@ def test_collectives_are_told_with_missing_ranks() -> None:
 ### process group 0: behind (established)
 - One had not begun it.
 
-No flight recorder:
+### No flight recorder
 - sglang::scheduler_TP1 (pid 8): it was dead.
 
 ## Processes
@@ -206,16 +200,15 @@ def test_the_last_steps_of_the_first_failure_name_their_requests() -> None:
 ## Steps
 
 - TP1 went another way. (established)
-- sglang::scheduler_TP1 (pid 8) died in step 18,204: extend, 10 requests, forward begun, for 0.812 s
+- sglang::scheduler_TP1 (pid 8) died in step 18,204: extend of 10, forward begun, for 0.812 s
 - its requests: r0, r1, r2, r3, r4, r5, r6, r7 and 2 more
-- the last 2 of its steps:
-    - step 18,203: decode, 1 request, 1 token, 12.5 ms
-    - step 18,204: extend, 10 requests, 370 tokens (ab12 and 9 more), forward begun
+- its step 18,203: decode, 1 req, 1 tok, 12.5 ms
+- its step 18,204: extend, 10 req, 370 tok, forward begun (ab12 and 9 more)
 
 ## Processes
 """
     assert expected in text
-    assert "- in step 18,204: not yet scheduled, 10 requests, received, for 0.812 s" in text
+    assert "- in step 18,204: not yet scheduled, received, for 0.812 s" in text
     # Who was in no step, as between two requests, is said to be so.
     document["processes"][0]["steps"]["in_step"] = None
     assert "- sglang::scheduler_TP1 (pid 8) was in no step\n" in format_summary(Incident.of(document))
@@ -239,19 +232,20 @@ def test_the_last_steps_of_the_first_failure_name_their_requests() -> None:
                 "place": {"container": "0123456789abcdef", "slurm": {"job_id": "7", "node": "n1"}},
             },
             [
-                "model llama, tp 8, dp 2, nnodes 2",
-                "torch 2.9, cuda 12.8, driver 570.86",
-                "started 2026-01-01T00:00:00.000000Z, up 61 s",
-                "memory used 1.00 GiB, limit 2.00 GiB, shared memory used 0.00 GiB, of 4.00 GiB, OOM kills 1",
-                "container 0123456789ab, slurm job_id 7, slurm node n1",
-                "more of it in environment.json",
+                "model: llama, tp 8, dp 2, nnodes 2",
+                "versions: torch 2.9, cuda 12.8, driver 570.86",
+                "started: 2026-01-01T00:00:00.000000Z, up 61 s",
+                "memory: used 1.00 GiB, limit 2.00 GiB, shared memory used 0.00 GiB, of 4.00 GiB, OOM kills 1",
+                "where: container 0123456789ab, slurm job_id 7, slurm node n1",
+                "more: environment.json",
             ],
         ),
     ],
     ids=["nothing", "another form", "all"],
 )
 def test_what_surrounded_the_server_is_said_first(environment: dict[str, Any], lines: list[str]) -> None:
-    assert list(environment_in_words(Incident.of({"environment": environment}).surroundings)) == lines
+    found = surroundings(Incident.of({"environment": environment}).surroundings)
+    assert [f"{label}: {text}" for label, text in found] == lines
 
 
 def test_the_commands_of_a_summary_name_the_folder() -> None:
@@ -281,7 +275,8 @@ def rank(number: int, **fields: Any) -> dict[str, Any]:
 
 def text_of(*processes: dict[str, Any], first: int | None = None) -> str:
     document = {"processes": list(processes), "verdict": {"first_failure": {"pid": first}}}
-    return "\n".join(process_sections(Incident.of(document)))
+    text = format_summary(Incident.of(document))
+    return text.partition("## Processes\n")[2].partition("\n\n## Timeline")[0]
 
 
 def test_many_ranks_that_agree_are_one_section() -> None:
@@ -291,11 +286,11 @@ def test_many_ranks_that_agree_are_one_section() -> None:
     assert (
         text_of(*ranks)
         == """
-### sglang::scheduler_TP0-513 (514 processes): alive then
+### TP0-513 (514 processes): alive then
 - pids: TP0 1000, TP1 1001, TP2 1002, TP3 1003, TP4 1004, TP5 1005, TP6 1006, TP7 1007 and 506 more in incident.json
 - all_reduce (x.py:3)
 - last sign: batch 14, 5.0 to 6.0 s before
-- in step 14: decode, 3 requests, forward begun, for 9.500 to 10.013 s
+- in step 14: decode of 3, forward begun, for 9.500 to 10.013 s
 - GPU of TP0-256: kernel spin on GPU 0
 - GPU of TP257-513: kernel spin on GPU 1
 - stack: captured by py-spy (stacks/, 514 files, 0.100 to 0.151 s)
@@ -311,7 +306,7 @@ def test_who_failed_first_has_the_first_section() -> None:
     heads = [line for line in text.splitlines() if line.startswith("#")]
     assert heads == [
         "### sglang::scheduler_TP2 (pid 1002): alive then",
-        "### sglang::scheduler_TP0-1, sglang::scheduler_TP3 (3 processes): alive then",
+        "### TP0-1, TP3 (3 processes): alive then",
         "### sglang::detokenizer (pid 7): alive then",
     ]
 
@@ -331,7 +326,7 @@ def test_who_failed_first_has_the_first_section() -> None:
 def test_a_rank_that_differs_stands_apart(other: dict[str, Any]) -> None:
     heads = [line for line in text_of(rank(0), rank(1, **other), rank(2)).splitlines() if line.startswith("#")]
     assert len(heads) == 2
-    assert heads[0].startswith("### sglang::scheduler_TP0, sglang::scheduler_TP2 (2 processes)")
+    assert heads[0].startswith("### TP0, TP2 (2 processes)")
 
 
 def test_a_group_has_no_end_of_lines() -> None:
@@ -349,7 +344,7 @@ def event(number: int, name: str = "process_exited", **fields: Any) -> dict[str,
 
 def told(*events: dict[str, Any]) -> list[str]:
     incident = Incident.of({"server": {"pid": 7000}, "timeline": list(events)})
-    return [f"{run.who(Names(incident))}: {run.details()}" for run in runs_of(incident)]
+    return [f"{run.who}: {run.details}" for run in runs_of(incident)]
 
 
 def test_many_that_are_alike_are_one_line() -> None:
@@ -371,8 +366,7 @@ def test_the_one_number_that_tells_stands_apart(of_all: dict[str, Any], of_one: 
 
 def test_what_is_long_is_cut() -> None:
     segments = [{"name": f"s{number}", "bytes": 4096, "why": "it is held"} for number in range(9)]
-    run = Run([Entry(event="x", pids=list(range(512)), segments=segments, message="m" * 300)])
-    words = run.details()
+    words = details(Entry(event="x", pids=list(range(512)), segments=segments, message="m" * 300))
     assert words.startswith("pids 0, 1, 2, 3, 4, 5, 6, 7 and 504 more, 9 segments left, 37 kB: s0 (it is held), ")
     assert words.endswith(f"s7 (it is held) and 1 more, {'m' * 97}...")
 

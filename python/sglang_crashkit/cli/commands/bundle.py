@@ -58,13 +58,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Write it."""
     from sglang_crashkit.model.incident import Incident
-    from sglang_crashkit.view.text import report_of
+    from sglang_crashkit.view.files import IncidentFiles
+    from sglang_crashkit.view.markdown import format_report
 
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}
     if args.no_prompts:
         document = _without(document, sorted(set(_messages_in(document)), key=len, reverse=True))
-    report = report_of(incident.path, Incident.of(document), messages=not args.no_prompts).replace("\0", " ")
+    report = format_report(Incident.of(document), IncidentFiles(incident.path), messages=not args.no_prompts).replace(
+        "\0", " "
+    )
     if args.report:
         if args.json:
             say_json({"incident": incident.name[-8:], "report": report})

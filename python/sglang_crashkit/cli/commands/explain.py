@@ -112,7 +112,7 @@ def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> 
     from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.redact import redact_json, redact_text
     from sglang_crashkit.view.document import KIND, incident_of
-    from sglang_crashkit.view.summary import format_summary
+    from sglang_crashkit.view.markdown import format_summary
 
     now = time.time()
     told = redact_json(incident_of(verdict, case, now=now, kit=__version__).to_json())

@@ -143,7 +143,7 @@ def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None
 
 def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
     # A table needs no words of a whole incident.
-    from sglang_crashkit.view.summary import headline
+    from sglang_crashkit.view.model import headline
 
     document = incident.document or {}
     fields = {name: document.get(name) for name in ("id", "kind", "trigger", "server", "requests", "peers", "verdict")}
@@ -173,7 +173,7 @@ def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> list[str]:
 
 def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], columns: int) -> Iterator[str]:
     """Yield the head and a line for each incident; `totals` has how often the fault of each was seen, by its name."""
-    from sglang_crashkit.view.first_screen import cut
+    from sglang_crashkit.view.words import cut
 
     rows = [_HEAD, *(_row(one, totals.get(one.name), is_wide=columns >= _WIDE) for one in incidents)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(_HEAD))]
@@ -185,16 +185,13 @@ def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], colum
 
 
 def _row(incident: StoredIncident, total: int | None, *, is_wide: bool) -> tuple[str, ...]:
-    # A program needs none of these words.
-    from sglang_crashkit.view.first_screen import counts_of
-
     name = parse_name(incident.path.absolute().name)
     assert name is not None
     kind = name.kind if incident.finished else f"{name.kind} (not finished)"
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))[slice(0, 19) if is_wide else slice(5, 16)]
     if incident.document is None:
         return (name.id, moment, kind, "-", incident.problem, "-", "-")
-    counts = counts_of(incident.incident.requests)
+    counts = incident.incident.requests.counts
     lost = str(counts.unfinished) if counts is not None else "-"
     told = (_who(incident.incident), _cause_of(incident.incident, is_wide=is_wide), lost)
     return (name.id, moment, kind, *told, str(total) if total else "-")

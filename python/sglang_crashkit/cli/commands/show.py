@@ -67,16 +67,18 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_title(head)
         say(*rest)
         return ExitCode.DONE
-    from sglang_crashkit.view import text as parts
+    from sglang_crashkit.view import terminal
+    from sglang_crashkit.view.files import IncidentFiles
 
+    whole, files = incident.incident, IncidentFiles(incident.path)
     if args.stacks:
-        what, lines = "stacks", parts.stack_lines(incident.path, incident.incident)
+        what, lines = "stacks", terminal.stack_lines(whole, files)
     elif args.requests:
-        what, lines = "requests", parts.request_lines(incident.path, incident.incident)
+        what, lines = "requests", terminal.request_lines(whole, files)
     elif args.timeline:
-        what, lines = "events", parts.timeline_lines(incident.incident)
+        what, lines = "events", terminal.timeline_lines(whole)
     else:
-        what, lines = "environment", parts.environment_lines(incident.path, incident.incident)
+        what, lines = "environment", terminal.environment_lines(whole, files)
     if not (told := list(lines)):
         raise nothing_of(what, incident)
     say(*told)

@@ -147,7 +147,7 @@ def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.C
     first, *rest = shown(capsys, str(crash_dir), "--timeline").splitlines()
     assert first == "   +0.000 s  process_exited TP1: signal SIGKILL"
     assert rest[-1].endswith(
-        "shared_memory_left 2 segments left, 25 kB: sgl_shm_mq_27323_13bd8015 (what process 1 maps cannot be read), "
+        "shared_memory_left: 2 segments left, 25 kB: sgl_shm_mq_27323_13bd8015 (what process 1 maps cannot be read), "
         "sglang_loads_0448488d1936_01b7d292.shm (its name does not say whose it is)"
     )
     assert any("exception TP0: RuntimeError: Connection closed by peer" in line for line in rest)
@@ -155,7 +155,7 @@ def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.C
 
 def test_the_surroundings_are_shown_value_by_value(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, str(crash_dir), "--env")
-    assert text.startswith("model /models/tiny-model, tp 2\n")
+    assert text.startswith("model     /models/tiny-model, tp 2\n")
     assert "\ncgroup.memory.used_bytes  7\n" in text
 
 
@@ -182,7 +182,7 @@ def test_a_missing_part_is_said_to_be_missing_and_why(
 
 
 def test_without_its_file_the_environment_is_told_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, str(make_incident(tmp_path, environment={"model": "m"})), "--env") == "model m\n"
+    assert shown(capsys, str(make_incident(tmp_path, environment={"model": "m"})), "--env") == "model     m\n"
 
 
 def test_prompts_are_for_a_page_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,101 @@
+"""An incident as Markdown: ``summary.md``, the report for a bug tracker, and the little that a pod's status shows.
+
+Plain Python, as the crash handler's child renders it: the import of Jinja2 alone would take that child 80 ms of CPU.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.redact import redact_text
+from sglang_crashkit.view import model, terminal, words
+from sglang_crashkit.view.files import IncidentFiles
+from sglang_crashkit.view.first_screen import first_screen
+from sglang_crashkit.visible import visible
+
+_TICKS = re.compile(r"`{3,}")
+#: GitHub takes 65,536 characters.
+_MAX_FOLDED = 12_000
+
+
+def format_summary(incident: Incident, folder: Path | None = None) -> str:
+    """Return ``summary.md``: the first screen, and below it the whole of each text.
+
+    Args:
+        incident: as it is shown; see `Incident.shown`.
+        folder: its finished folder, by which commands name it: its id alone is found nowhere but where the server runs.
+    """
+    where = shlex.quote(str(folder.absolute())) if folder is not None else ""
+    return visible(redact_text("\n".join(_summary(incident, where)) + "\n"))
+
+
+def format_termination_message(incident: Incident, path: str) -> str:
+    """Return the little that a pod's status shows of a container that ended, with the path of the incident."""
+    verdict = incident.verdict
+    told = f"{verdict.text} ({verdict.level})" if verdict is not None else model.headline(incident)
+    where = f"incident {path}, {incident.trigger.time}, requests: {words.requests(incident.requests)}"
+    return visible(redact_text(f"{words.one_line(told)}\n{where}\n"))
+
+
+def _summary(incident: Incident, where: str) -> Iterator[str]:
+    yield f"# {model.headline(incident)}"
+    # A fence keeps the columns where it is rendered.
+    yield from ("", "```text", *first_screen(incident, where=where), "```", "")
+    if (verdict := incident.verdict) is not None:
+        yield f"**{words.without_build_paths(verdict.text or 'no verdict')}** ({verdict.level})"
+        yield ""
+    yield from (f"- {label}: {text}" for label, text in model.facts(incident))
+    for section in model.sections(incident):
+        yield from _section(section, "##")
+
+
+def _section(section: model.Section, level: str) -> Iterator[str]:
+    yield from ("", f"{level} {section.title}")
+    if section.lead:
+        yield from ("", section.lead)
+    yield from [""] * (level == "##" and bool(section.lines))
+    yield from (f"- {line}" for line in section.lines)
+    for part in section.parts:
+        yield from _section(part, f"{level}#")
+
+
+def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
+    """Return what goes into a bug report; without `messages` of exceptions of these only the frames."""
+    return visible("\n".join(_report(incident, files, messages)) + "\n")
+
+
+def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterator[str]:
+    verdict, cause = incident.verdict, incident.cause
+    yield f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}"
+    yield ""
+    # What to do next is for whoever runs the server; a command stands at the end.
+    screen = first_screen(incident)
+    ends = (place for place, line in enumerate(screen) if line.startswith("next    "))
+    yield from _fenced(screen[: next(ends, len(screen))])
+    if verdict is not None and verdict.text:
+        yield f"**Verdict** ({verdict.level})"
+        yield from _fenced([verdict.text])
+    if cause is not None:
+        yield f"**Cause** {cause.kind} ({cause.level})"
+        if cause.known_issues:
+            yield f"It looks like {', '.join(f'sgl-project/sglang#{one.issue}' for one in cause.known_issues)}."
+        yield ""
+    for title, lines in (
+        ("Environment", terminal.report_environment(incident, files)),
+        ("Stacks, innermost frame first", terminal.stack_lines(incident, files, messages=messages)),
+        ("Timeline", terminal.timeline_lines(incident)),
+    ):
+        if told := list(lines):
+            yield from (f"<details><summary>{title}</summary>", "", *_fenced(told), "</details>", "")
+
+
+def _fenced(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines that nothing in them can be Markdown or HTML: the fence is longer than any of theirs."""
+    text = words.without_build_paths("\n".join(lines))
+    text = text if len(text) <= _MAX_FOLDED else text[:_MAX_FOLDED] + "\n..."
+    fence = "`" * (1 + max([2, *map(len, _TICKS.findall(text))]))
+    yield from (f"{fence}text", text, fence, "")

@@ -1,0 +1,88 @@
+"""The parts of an incident as lines for a terminal: stacks, requests, timeline, environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from sglang_crashkit.incident.names import Names, join_names
+from sglang_crashkit.model.checked_json import seconds_of
+from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.view import model, words
+from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, flat, requests_of, stacks_of
+from sglang_crashkit.view.files import IncidentFiles
+
+#: Of the exception of the first failure.
+_MAX_BYTES = 1 << 20
+#: So many requests are told; the file has them all.
+_MAX_REQUESTS = 1000
+#: What is known of a request, and a line of the timeline, are no longer than this; the files have the whole.
+_MAX_KNOWN, _MAX_EVENT = 400, 200
+_FRAME = re.compile(r' +File "[^"]+", line \d+, in [\w<>.]+')
+
+
+def stack_lines(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> Iterator[str]:
+    """Yield the exception of the first failure, and the main threads, those that agree once; innermost frame first.
+
+    Without `messages` of the exception only its frames.
+    """
+    names, first = Names(incident), incident.first_failure
+    for path in files.listed if first is not None else ():
+        if first is not None and path.startswith("ranks/") and path.endswith(f"-{first.pid}.exception.txt"):
+            yield f"{names.short(first)} raised:"
+            lines = files.read(path, _MAX_BYTES).decode(errors="replace").splitlines()
+            yield from (f"    {line}" for line in lines if messages or _FRAME.fullmatch(line))
+            yield ""
+    groups: dict[tuple[bool, bool, str, tuple[str, ...]], list[str]] = {}
+    for process in incident.processes:
+        if process.role != "helper":
+            main = next((stack.frames for stack in stacks_of(process, files) if stack.main), ())
+            frames = tuple(str(frame) if frame.file else frame.function for frame in main)
+            key = (process is not first, not process.is_rank, words.state(process), frames)
+            groups.setdefault(key, []).append(names.short(process))
+    # Who failed first, then the ranks, of them those of which there are most.
+    for (*_order, state, frames), members in sorted(groups.items(), key=lambda item: (*item[0][:2], -len(item[1]))):
+        yield f"{join_names(members)}: {state}"
+        yield from (f"    {frame}" for frame in frames)
+    if groups:
+        yield f"other threads, and further samples: {files.folder / 'stacks'}"
+
+
+def request_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]:
+    """Yield a line for each request, the suspects first and marked, then those in flight; no prompt."""
+    rows, left_out = requests_of(incident, files, _MAX_REQUESTS, shortens=True)
+    if not rows:
+        return
+    yield "  state       arrived (UTC)  request                           prompt, parameters"
+    for one in rows:
+        known = words.cut(", ".join(one.known), _MAX_KNOWN)
+        yield f"{'*' if one.is_suspect else ' '} {one.state:<11} {one.arrived[11:23]:<14} {one.rid:<33} {known}"
+    mark = f"* {words.undecided(incident) or 'suspect'}; " if incident.suspects else ""
+    more = f"{left_out:,} more, and " if left_out else ""
+    yield f"{mark}{more}the whole of each, with its prompt: {files.folder / REQUESTS}"
+
+
+def timeline_lines(incident: Incident) -> Iterator[str]:
+    """Yield the events, with their seconds since the incident began; many that are alike are one line."""
+    began = seconds_of(incident.trigger.time) or 0.0
+    for run in model.runs_of(incident):
+        yield words.cut(f"{(run.first.seconds or 0.0) - began:+9.3f} s  {run}", _MAX_EVENT)
+
+
+def environment_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]:
+    """Yield what surrounded the server: in short, then every value with its name."""
+    short = [f"{label:<10}{text}" for label, text in model.surroundings(incident.surroundings)]
+    yield from short
+    if whole := files.read_object(ENVIRONMENT):
+        yield from [""] if short else []
+        yield from (f"{name}  {value}" for name, value in flat(whole))
+
+
+def report_environment(incident: Incident, files: IncidentFiles) -> Iterator[str]:
+    """Yield what a bug report tells of the environment: the command, the versions, the GPUs."""
+    whole = files.read_object(ENVIRONMENT)
+    if command := whole.get("command_line"):
+        yield str(command)
+    versions = whole.get("versions", {}) if whole else incident.surroundings.versions
+    yield from (f"{name} {version}" for name, version in (versions.items() if isinstance(versions, dict) else ()))
+    yield from incident.gpus.lines if incident.gpus is not None else ()

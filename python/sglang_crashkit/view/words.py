@@ -1,0 +1,192 @@
+"""What one fact of an incident is called: the phrases that its screens, its summary and its page have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from sglang_crashkit.incident.names import without_own_numbers
+from sglang_crashkit.model import IN_LAST, IN_SEVERAL, UNANSWERED
+from sglang_crashkit.model.incident import Entry, Evidence, Incident, InStep, LastSign, ProcessReport, Requests
+from sglang_crashkit.model.step import Step
+from sglang_crashkit.visible import visible
+
+#: A message of an event is no longer than this, and of a list so many entries are told.
+MAX_MESSAGE, _MAX_LIST = 100, 8
+#: Where a C++ library says that its own source raised an exception; a path on the machine that built it.
+_BUILD_PATH = re.compile(r"\[?/[^\s\]]{1,200}\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
+_SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
+_LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
+#: Where the requests of each reason of a suspicion are.
+_PLACES = {UNANSWERED: "under way", IN_SEVERAL: "in the unfinished steps", IN_LAST: "in the last step"}
+
+
+def cut(text: str, most: int) -> str:
+    """Return `text`, with an ellipsis at its end where it is longer than `most` characters."""
+    return text if len(text) <= most else text[: max(0, most - 3)].rstrip() + "..."
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line."""
+    return " ".join(visible(text).split())
+
+
+def without_build_paths(text: str) -> str:
+    """Return a text without the paths of who built a library, which say nothing of this machine."""
+    return _BUILD_PATH.sub("", text)
+
+
+def message(text: str) -> str:
+    """Return a message in one line of at most `MAX_MESSAGE` characters, without the path of who built a library."""
+    return cut(one_line(without_build_paths(text)), MAX_MESSAGE)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number of things: ``1 request``, ``3 requests``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def some(names: Sequence[object], number: int | None = None) -> str:
+    """Return the first few of so many names, all by default."""
+    number = len(names) if number is None else number
+    shown = names[:_MAX_LIST]
+    return ", ".join(map(str, shown)) + (f" and {number - len(shown):,} more" if number > len(shown) else "")
+
+
+def span(numbers: Sequence[float], before: str, behind: str, digits: int) -> str:
+    """Return the range of some numbers between two texts; empty where there is no number."""
+    told = dict.fromkeys(f"{number:.{digits}f}" for number in (min(numbers), max(numbers))) if numbers else ()
+    return f"{before}{' to '.join(told)}{behind}" if told else ""
+
+
+def moment(time: str) -> str:
+    """Return a time of the incident to the second as a person writes it."""
+    found = _SECONDS.match(time)
+    return f"{found[1]} {found[2]}" if found else time
+
+
+def duration(secs: float) -> str:
+    """Return seconds in the unit that a person would use."""
+    minutes = int(secs // 60)
+    if secs < 120:
+        return f"{secs:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 2880 else f"{minutes // 1440} days"
+
+
+# -- processes
+
+
+def state(process: ProcessReport) -> str:
+    """Return whether a process was alive when it was looked at, was stopped, or raised; and how it ended otherwise."""
+    end = process.exit
+    if end is None:
+        return process.stopped or ("raised an exception" if process.has("exception") else "alive then")
+    # That it was a signal goes without saying.
+    cause = "" if end.cause == "signal" else f"{end.cause}: "
+    return f"dead, {end.signal or f'exit status {end.code}'} ({cause}{end.detail})"
+
+
+def short_frame(frames: Sequence[str]) -> str:
+    """Return the innermost frame that is SGLang's own, with the last part of its path; any where there is none."""
+    own = next((text for text in frames if "(sglang/" in text), None)
+    # Older kits wrote paths of some of SGLang's own modules without its name.
+    told = own or next((text for text in frames if not _LIBRARY.search(text)), frames[0])
+    function, _, place = told.rpartition(" (")
+    return f"{function} ({place.rpartition('/')[2]}" if function else told
+
+
+def batch(step: InStep | Step) -> str:
+    """Return what a step runs: ``decode of 3``."""
+    return f"{step.mode} of {step.size:,}" if step.mode else "not yet scheduled"
+
+
+def in_step(*steps: InStep) -> str:
+    """Return the step that processes that agree are in: how far it had come, and how long it ran."""
+    ran = span([step.seconds for step in steps], ", for ", " s", 3)
+    return f"step {steps[0].number:,}: {batch(steps[0])}, {steps[0].phase.replace('_', ' ')}{ran}"
+
+
+def step_done(step: Step | None) -> str:
+    """Return what a rank did in a step; a dash where it is not known."""
+    if step is None:
+        return "-"
+    took = f"{(step.ended - step.began) * 1000:.1f} ms" if step.ended is not None else step.phase.replace("_", " ")
+    ran = [step.mode, f"{step.size} req", f"{step.tokens:,} tok"] if step.mode else []
+    # What they were about is a hash or a count, which only another rank's says something beside.
+    return ", ".join([*ran, *sorted(name for name, number in step.decisions.items() if number), took])
+
+
+def last_sign(*signs: LastSign) -> str:
+    """Return what schedulers that agree were about when their heartbeats were last written to, and when that was."""
+    return f"{signs[0].doing}{span([sign.seconds_before for sign in signs], ', ', ' s before', 1)}"
+
+
+def evidence(*pieces: Evidence, of: str = "") -> str:
+    """Return a piece of evidence, which several processes may have, and what became of it.
+
+    Args:
+        pieces: alike but for their files, times, and the numbers in their reasons.
+        of: whose they are, where not all of a group have one.
+    """
+    one = pieces[0]
+    paths = list(dict.fromkeys(piece.path for piece in pieces if piece.path))
+    reasons = list(dict.fromkeys(piece.reason for piece in pieces if piece.reason))
+    # Such as the pid in a path; whose it is, is no more than a number here.
+    why = reasons if len(reasons) < 2 else [without_own_numbers(reasons[0], "N")]
+    folder = [f"{paths[0].rpartition('/')[0]}/, {len(paths):,} files"] if len(paths) > 1 else paths
+    where = "; ".join([*folder, *why]) or "in incident.json"
+    by = f" by {one.source}" if one.source else ""
+    took = span([piece.seconds for piece in pieces if piece.seconds is not None], ", ", " s", 3)
+    return f"{one.kind}: {one.status}{f' of {of}' if of else ''}{by} ({where}{took})"
+
+
+def details(event: Entry) -> str:
+    """Return what is told of an event beside its time and its process."""
+    hidden = ("time", "event", "pid", "title")
+    return ", ".join(_detail(name, value) for name, value in event.items() if name not in hidden and value is not None)
+
+
+def _detail(name: str, value: object) -> str:
+    if name == "message":
+        # The whole of it stands in the verdict, or in the process's own record.
+        return message(str(value))
+    if name == "segments" and isinstance(value, list):
+        segments = [one for one in value if isinstance(one, dict)]
+        size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
+        told = some([f"{one.get('name')} ({one.get('why')})" for one in segments])
+        return f"{count(len(segments), 'segment')} left, {size / 1e3:,.0f} kB: {told}"
+    return f"{name} {some(value) if isinstance(value, list) else value}"
+
+
+# -- requests
+
+
+def undecided(incident: Incident) -> str:
+    """Return that nothing is between the several suspects of an incident; empty where there is, or there is one."""
+    suspects, number = incident.suspects, len(incident.suspects) + incident.suspects_left_out
+    if not suspects or suspects[0].level != "unknown" or number < 2:
+        return ""
+    reasons = " ".join(reason for one in suspects for reason in one.reasons)
+    where = next((words for reason, words in _PLACES.items() if reason in reasons), "in that step")
+    return f"none of the {number:,} requests {where} is likelier than the others"
+
+
+def requests(requests: Requests) -> str:
+    """Return what became of the requests."""
+    number, journal = requests.counts, requests.journal
+    finished, unfinished = (number.finished, number.unfinished) if number is not None else (None, None)
+    counts = f"{finished} finished and {unfinished} unfinished"
+    if requests.path is not None:
+        others = f", with {number.others} health checks and the like" if number is not None and number.others else ""
+        return f"{counts} in {requests.path}{others}"
+    if requests.source != "journal" or journal is None:
+        return f"not saved: {requests.reason}"
+    lost = f", {journal.lost} more found no room in it" if journal.lost else ""
+    return f"{counts}, from the journal, in {journal.path}{lost} (the server saved none: {requests.reason})"
+
+
+def sizes(parallel: Mapping[str, int]) -> Iterator[str]:
+    """Yield the parallel sizes that tell something; only the first one does where there is one rank."""
+    yield from (f"{name} {n}" for name, n in parallel.items() if name == "tp" or (name != "node_rank" and n != 1))
