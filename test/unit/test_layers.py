@@ -30,7 +30,7 @@ ALLOWED = {
     "memory": {"errors", "kernel", "model", "redact"},
     "analysis": {"model"},
     "judge": {"model"},
-    "view": {"analysis", "errors", "incident", "judge", "kernel", "model", "redact", "visible"},
+    "view": {"analysis", "capture", "errors", "incident", "judge", "kernel", "model", "redact", "visible"},
     "sources": {"errors", "kernel", "model", "redact"},
     "capture": {"errors", "kernel", "model", "settings"},
     "incident": {
@@ -75,7 +75,8 @@ ALLOWED = {
     },
     "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "view", "visible"},
     "installer": {"errors"},
-    "collect": {"analysis", "capture", "errors", "judge", "kernel", "memory", "model", "settings", "sources"},
+    "collect": {"analysis", "capture", "errors", "judge", "kernel", "memory", "model", "settings", "sources"}
+    | {"redact", "view"},
     "replay": {"errors", "incident", "kernel", "model", "redact", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},
     "cli": {

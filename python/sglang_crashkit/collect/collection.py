@@ -8,44 +8,41 @@ soon as there is something for them, whole at every moment.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pwd
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from sglang_crashkit.analysis.ranks import RankSet, rank_of
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
 from sglang_crashkit.collect.judging import judged
 from sglang_crashkit.collect.observing import divergence_of, is_python, observe, steps_of
+from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import clock
-from sglang_crashkit.kernel.discovery import FoundProcess
-from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
+from sglang_crashkit.kernel.discovery import Discovery, FoundProcess
+from sglang_crashkit.kernel.private_files import make_private_folder, read_regular, write_json, write_private
 from sglang_crashkit.kernel.server_arguments import side_of
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import AnyEvent, Arguments, Compared
 from sglang_crashkit.model.incident import Divergence, iso_time
-from sglang_crashkit.model.sample import Sample, format_threads
+from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.sources.text.facts import arguments_of
+from sglang_crashkit.view.collected import native_stacks, python_stacks, summary
+from sglang_crashkit.view.markdown import section_lines
 
 SUMMARY, VERDICT = "summary.md", "verdict.json"
 SCHEMA_VERSION = 2
-#: So many of the innermost frames are in the summary.
-_MAX_FRAMES = 4
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in uninterruptible sleep",
-    "T": "stopped",
-    "t": "stopped by its tracer",
-    "Z": "dead, not reaped",
-}
+#: What the text files that are printed may take together, in bytes: the snapshots beside them count for more.
+_MAX_TEXTS = 32 << 20
 #: The longest that one tool may take for one process, in seconds.
 TOOL_SECS = 60.0
 #: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
@@ -76,6 +73,19 @@ class Collected:
     def has_stacks(self) -> bool:
         """Whether there is any stack of it."""
         return any(moment.threads or moment.native for moment in self.moments)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, without its stacks."""
+        process, debugged = self.process, self.debugged
+        return {
+            **{name: getattr(process, name) for name in ("pid", "title", "role", "server", "user")},
+            "ranks": dict(process.ranks),
+            "found_by": process.way,
+            "states": [moment.state for moment in self.moments],
+            "problems": [moment.problem for moment in self.moments if moment.problem],
+            "debugger": debugged and {"tool": debugged.tool, "problem": debugged.problem, "secs": debugged.seconds},
+            "files": self.files,
+        }
 
 
 class Collection:
@@ -124,7 +134,8 @@ class Collection:
         times = [iso_time(one.time) for one in self.rounds]
         document = {"schema_version": SCHEMA_VERSION, "host": self.host, "times": times, **told}
         write_json(self._plan.output / VERDICT, document)
-        text = "".join(f"{line}\n" for line in format_summary(self.rounds, verdict, self.divergence))
+        report = summary(self.rounds, verdict, self.divergence, VERDICT)
+        text = "".join(f"{line}\n" for line in section_lines(report))
         write_private(self._plan.output / SUMMARY, text.encode(errors="backslashreplace"))
 
     def judged(self, pids: Container[int] | None = None) -> tuple[Verdict, Case]:
@@ -140,6 +151,37 @@ class Collection:
                 replace(one, processes=tuple(seen for seen in one.processes if seen.pid in pids)) for one in rounds
             ]
         return judged(rounds, known)
+
+    def to_json(self, status: ExitCode, found: Discovery, *, with_snapshots: bool, with_texts: bool) -> dict[str, Any]:
+        """Return it as JSON values; on request with the snapshots, and what is in the text files: see `gather`."""
+        return {
+            "exit_code": int(status),
+            "host": self.host,
+            "output_dir": str(self._plan.output.absolute()),
+            "snapshots": self.snapshot_files,
+            "missing": self.missing,
+            "processes": [one.to_json() for one in self.collected],
+            "verdict": msgspec.to_builtins(self.judged()[0]),
+            "divergence": msgspec.to_builtins(self.divergence),
+            "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
+            "other_jobs": [
+                {"job_id": place and place.job_id, "node": place and place.node, "pids": list(pids)}
+                for place, pids in found.elsewhere.items()
+            ],
+            **({"rounds": [one.to_json() for one in self.rounds]} if with_snapshots else {}),
+            **({"texts": self._texts()} if with_texts else {}),
+        }
+
+    def _texts(self) -> dict[str, str]:
+        """Return what is in each text file, by its name; one that is too long is left out."""
+        texts, left = dict[str, str](), _MAX_TEXTS
+        for name in [SUMMARY, VERDICT, *(name for one in self.collected for name in one.files)]:
+            # One that was interrupted has not all of them.
+            with contextlib.suppress(OSError):
+                text = read_regular(self._plan.output / name, left + 1)
+                if len(text) <= left:
+                    texts[name], left = text.decode(errors="replace"), left - len(text)
+        return texts
 
     def _read_steps(self) -> None:
         """Compare the steps of the ranks, and write them to files."""
@@ -259,78 +301,9 @@ def _why_spared(verdict: Verdict) -> str:
     return "the verdict is established without it" if verdict.level == "established" else ""
 
 
-def format_summary(rounds: Sequence[NodeSnapshot], verdict: Verdict, divergence: Divergence | None) -> Iterator[str]:
-    """Yield the lines of ``summary.md``: the verdict, where and when, and where the processes were at last."""
-    yield f"# {verdict.kind} ({verdict.level})"
-    yield ""
-    yield f"**{verdict.headline}**"
-    yield ""
-    times = (
-        f"{iso_time(rounds[0].time)} to {iso_time(rounds[-1].time)}" if len(rounds) > 1 else iso_time(rounds[0].time)
-    )
-    yield f"- {len(rounds)} snapshot{'' if len(rounds) == 1 else 's'} on {rounds[0].host}, {times}"
-    if verdict.first:
-        yield f"- to be looked at first: {verdict.first}"
-    if divergence is not None:
-        yield f"- {divergence.statement} ({divergence.level})"
-    yield from (f"- next: {step}" for step in verdict.next)
-    yield f"- more: {VERDICT}, and the stacks of each process in its own file"
-    yield ""
-    yield "## Processes"
-    groups: dict[tuple[str, tuple[str, ...]], list[Sample]] = {}
-    for sample in rounds[-1].processes:
-        thread = sample.main_thread
-        frames = tuple(str(frame) for frame in thread.frames[:_MAX_FRAMES]) if thread is not None else ()
-        groups.setdefault((sample.state, frames), []).append(sample)
-    for (_state, frames), samples in groups.items():
-        yield ""
-        yield f"### {_names(samples)}: {state_in_words(samples[0]).partition(',')[0]}"
-        yield from (f"- {frame}" for frame in frames)
-        if not frames:
-            yield f"- {samples[0].problem or 'no Python frame'}"
-
-
-def _names(samples: Sequence[Sample]) -> str:
-    ranks = [sample for sample in samples if sample.ranks]
-    told = RankSet(map(rank_of, ranks))
-    names = [told.format(hide=[place for place in told.places() if place[0] == "server"])] if ranks else []
-    return ", ".join([*names, *(f"{one.title} (pid {one.pid})" for one in samples if not one.ranks)])
-
-
-def python_stacks(process: FoundProcess, host: str, moments: Sequence[Sample]) -> str:
-    """Return the text of ``pyspy_*.txt``: the Python stacks of each moment."""
-    lines = [*_head(process, host)]
-    for number, moment in enumerate(moments, start=1):
-        lines += ["", f"== snapshot {number}, {iso_time(moment.time)}: {state_in_words(moment)}"]
-        if moment.threads:
-            lines += format_threads(process.title, process.pid, moment.threads)
-        else:
-            lines.append(f"no Python stacks: {moment.problem}")
-    return "\n".join(lines) + "\n"
-
-
-def native_stacks(process: FoundProcess, host: str, debugged: Debugged, missing: str) -> str:
-    """Return the text of ``cudagdb_*.txt``: what the debugger printed, and what of it is missing and why."""
-    lines = [*_head(process, host)]
-    if missing:
-        lines.append(f"# {missing}")
-    ran = f"# {debugged.tool}: {debugged.seconds:.1f} s" if debugged.seconds else f"# {debugged.tool}"
-    lines.append(f"{ran}: {debugged.problem}" if debugged.problem else ran)
-    return "\n".join([*lines, "", debugged.text]).rstrip() + "\n"
-
-
-def state_in_words(moment: Sample) -> str:
-    """Return the state of a process at a moment as a phrase."""
-    if not moment.state:
-        return "it had ended"
-    words = f"{_STATES.get(moment.state, 'state')} ({moment.state})"
-    if moment.wchan:
-        words += f" in {moment.wchan}"
-    if moment.tracer:
-        words += f", traced by process {moment.tracer}"
-    return f"{words}, {moment.cpu_secs:.2f} s of CPU time used"
-
-
-def _head(process: FoundProcess, host: str) -> Iterator[str]:
-    server = f", server {process.server}" if process.server is not None else ""
-    yield f"# {process.title} (pid {process.pid}) on {host}{server}"
+def name_of(user: int) -> str:
+    """Return the name of a user, the id where it has none."""
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)

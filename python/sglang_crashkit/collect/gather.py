@@ -11,19 +11,30 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.collect.collection import SCHEMA_VERSION, SUMMARY, VERDICT
 from sglang_crashkit.errors import CrashkitError, ExitCode
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.model import snapshot
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
+from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.redact import redact_text
+from sglang_crashkit.view.collected import node_lines, problem_lines, tree_lines, verdict_section
+from sglang_crashkit.view.markdown import section_lines
 
+#: The file with all that is told of all nodes, and the merged stacks of all ranks.
+EXPLANATION = "explanation.txt"
+#: Of so many nodes that gave no answer the summary says why.
+_MAX_SILENT = 100
 _WIDEST = 300
 #: The answer is the last line, or nearly: containers print as they end, and some print for ever.
 _MAX_LINES = 10_000
@@ -96,6 +107,25 @@ class NodeResult:
     #: What was seen of each process on it, in order of time; the processes in the order of their ranks.
     processes: list[list[Sample]] = field(default_factory=list)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, without its stacks."""
+        processes = [
+            {
+                **{name: getattr(samples[-1], name) for name in ("pid", "title", "role")},
+                "ranks": dict(samples[-1].ranks),
+                "states": [sample.state for sample in samples],
+            }
+            for samples in self.processes
+        ]
+        return {
+            "node": self.node,
+            "exit_code": self.status,
+            "folder": str(self.folder),
+            "files": list(self.files),
+            "processes": processes,
+            "problems": [vars(problem) for problem in self.problems],
+        }
+
 
 @dataclass(frozen=True)
 class Gathered:
@@ -105,6 +135,43 @@ class Gathered:
     nodes: tuple[NodeResult, ...]  # a result for each of them
     rounds: Sequence[NodeSnapshot]  # what all nodes saw
     interrupt: KeyboardInterrupt | None = None  # what ended it before all nodes had answered, None where nothing did
+
+    def lines(self) -> tuple[list[str], list[str]]:
+        """Return a line for each process of each node, and what could not be had."""
+        nodes = [(one.node, describe(one.status, len(one.processes)), one.processes) for one in self.nodes]
+        return [*node_lines(nodes)], [*problem_lines(problem for node in self.nodes for problem in node.problems)]
+
+    def write(self, verdict: Verdict, screen: Iterable[str], output: Path) -> None:
+        """Write what is reported of all nodes, with the merged stacks of all ranks.
+
+        Raises:
+            CrashkitError: the folder is no folder of this user.
+            OSError: it cannot be written to.
+        """
+        seen, missing = self.lines()
+        silent = [node for node in self.nodes if node.status is None]
+        more = f"{self.transport.title}; more: {EXPLANATION}, {VERDICT}, a folder each {self.transport.noun}"
+        why = [f"{one.what} gave no answer: {one.why}" for node in silent[:_MAX_SILENT] for one in node.problems]
+        head = map(redact_text, section_lines(verdict_section(verdict, [more, *why])))
+        make_private_folder(output)
+        for name, lines in (
+            (EXPLANATION, [*seen, *missing, "", *screen, *tree_lines(self.rounds)]),
+            (SUMMARY, head),
+        ):
+            write_private(output / name, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+        told = {"verdict": msgspec.to_builtins(verdict), "silent": [node.node for node in silent]}
+        write_json(output / VERDICT, {"schema_version": SCHEMA_VERSION, **self.transport.identity, **told})
+
+    def to_json(self, verdict: Verdict, output: Path, status: ExitCode) -> dict[str, Any]:
+        """Return it as JSON values, without the stacks."""
+        return {
+            "exit_code": int(status),
+            **self.transport.identity,
+            "output_dir": str(output),
+            "explanation": EXPLANATION,
+            "nodes": [node.to_json() for node in self.nodes],
+            "verdict": msgspec.to_builtins(verdict),
+        }
 
 
 def gather(

@@ -50,17 +50,21 @@ def _summary(incident: Incident, where: str) -> Iterator[str]:
         yield ""
     yield from (f"- {label}: {text}" for label, text in model.facts(incident))
     for section in model.sections(incident):
-        yield from _section(section, "##")
+        yield from ("", *section_lines(section, "##"))
 
 
-def _section(section: model.Section, level: str) -> Iterator[str]:
-    yield from ("", f"{level} {section.title}")
+def section_lines(section: model.Section, level: str = "#") -> Iterator[str]:
+    """Yield a section, and those below it, as Markdown."""
+    yield f"{level} {section.title}"
     if section.lead:
         yield from ("", section.lead)
-    yield from [""] * (level == "##" and bool(section.lines))
+    if section.lines and (section.parts or len(level) < 3):
+        yield ""
     yield from (f"- {line}" for line in section.lines)
+    if section.code:
+        yield from ("", *fenced(section.code))
     for part in section.parts:
-        yield from _section(part, f"{level}#")
+        yield from ("", *section_lines(part, f"{level}#"))
 
 
 def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
@@ -75,10 +79,10 @@ def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterato
     # What to do next is for whoever runs the server; a command stands at the end.
     screen = first_screen(incident)
     ends = (place for place, line in enumerate(screen) if line.startswith("next    "))
-    yield from _fenced(screen[: next(ends, len(screen))])
+    yield from (*fenced(screen[: next(ends, len(screen))]), "")
     if verdict is not None and verdict.text:
         yield f"**Verdict** ({verdict.level})"
-        yield from _fenced([verdict.text])
+        yield from (*fenced([verdict.text]), "")
     if cause is not None:
         yield f"**Cause** {cause.kind} ({cause.level})"
         if cause.known_issues:
@@ -90,12 +94,12 @@ def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterato
         ("Timeline", terminal.timeline_lines(incident)),
     ):
         if told := list(lines):
-            yield from (f"<details><summary>{title}</summary>", "", *_fenced(told), "</details>", "")
+            yield from (f"<details><summary>{title}</summary>", "", *fenced(told), "", "</details>", "")
 
 
-def _fenced(lines: Iterable[str]) -> Iterator[str]:
+def fenced(lines: Iterable[str]) -> Iterator[str]:
     """Yield lines that nothing in them can be Markdown or HTML: the fence is longer than any of theirs."""
     text = words.without_build_paths("\n".join(lines))
     text = text if len(text) <= _MAX_FOLDED else text[:_MAX_FOLDED] + "\n..."
     fence = "`" * (1 + max([2, *map(len, _TICKS.findall(text))]))
-    yield from (f"{fence}text", text, fence, "")
+    yield from (f"{fence}text", *text.split("\n"), fence)

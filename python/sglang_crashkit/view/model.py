@@ -39,6 +39,7 @@ class Section:
     lines: Sequence[str] = ()
     lead: str = ""  # what stands above the lines, and matters more
     parts: Sequence[Section] = ()
+    code: Sequence[str] = ()  # lines that are shown as they are
 
 
 def headline(incident: Incident) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.event import Dumped
 from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.view.model import Section
 from sglang_crashkit.visible import visible
 
 CLASSES_PAGE = "docs/classes.md"
@@ -27,7 +28,7 @@ _MAX_FRAMES, _MAX_QUOTES, _MAX_PROCESSES = 12, 6, 16
 
 def screen(verdict: Verdict, case: Case) -> Iterator[str]:
     """Yield the lines of a verdict for a terminal, the headline first."""
-    yield from textwrap.wrap(visible(verdict.headline, keep=""), _WIDTH, break_on_hyphens=False)
+    yield from textwrap.wrap(_plain(verdict.headline), _WIDTH, break_on_hyphens=False)
     yield ""
     rows: list[tuple[str, Iterable[str]]] = [
         ("class", [f"{verdict.kind}: {verdict.cause}"]),
@@ -42,36 +43,36 @@ def screen(verdict: Verdict, case: Case) -> Iterator[str]:
         ("known", [f"#{one.issue}: {one.title}" for one in verdict.known_issues]),
         ("more", [f"{CLASSES_PAGE}#{verdict.kind}"]),
     ]
+    wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * _LABEL, break_on_hyphens=False)
     for label, values in rows:
         head = f"{label:<{_LABEL}}"
         for value in values:
-            text = visible(value, keep="")
-            yield from textwrap.wrap(
-                text, _WIDTH, initial_indent=head, subsequent_indent=" " * _LABEL, break_on_hyphens=False
-            )
+            wrapper.initial_indent = head
+            yield from wrapper.wrap(_plain(value))
             head = " " * _LABEL
 
 
-def markdown(verdict: Verdict, case: Case) -> Iterator[str]:
-    """Yield the lines of what goes into an upstream issue: verdict, release, arguments, frames, words."""
-    yield f"### {visible(verdict.headline, keep='')}"
-    yield ""
-    yield f"- class: `{verdict.kind}` ({verdict.level}): {verdict.cause}"
-    for label, value in (("first", verdict.first), ("component", verdict.component), ("SGLang", case.release)):
-        if value:
-            yield f"- {label}: {value}"
-    if case.arguments:
-        told = [f"{name}={value!r}" for name, value in case.arguments.items() if value not in (None, False, "", "auto")]
-        yield from ("", "**Arguments**", "", "```", *_wrapped(", ".join(told[:_TOLD_ARGUMENTS])), "```")
-    if verdict.because:
-        yield from ("", "**Evidence**", "", "```", *(visible(line, keep="") for line in verdict.because), "```")
-    for process in [one for one in case.processes.values() if one.raised or one.stacks][:_MAX_PROCESSES]:
-        lines = _frames_of(process)
-        if lines:
-            yield from ("", f"**{process.who or 'a process'}**", "", "```", *lines, "```")
-    yield from ("", "**Next**", "", *(f"{number}. {step}" for number, step in enumerate(verdict.next, start=1)))
-    if verdict.known_issues:
-        yield from ("", *(f"- looks like #{one.issue}: {one.title}" for one in verdict.known_issues))
+def report(verdict: Verdict, case: Case) -> Section:
+    """Return what goes into an upstream issue: verdict, release, arguments, frames, words."""
+    known = (("first", verdict.first), ("component", verdict.component), ("SGLang", case.release))
+    told = [f"{name}={value!r}" for name, value in case.arguments.items() if value not in (None, False, "", "auto")]
+    arguments = textwrap.wrap(_plain(", ".join(told[:_TOLD_ARGUMENTS])), _WIDTH, break_on_hyphens=False)
+    seen = [one for one in case.processes.values() if one.raised or one.stacks][:_MAX_PROCESSES]
+    parts = [
+        Section("Arguments", code=arguments),
+        Section("Evidence", code=[_plain(line) for line in verdict.because]),
+        *(Section(one.who or "a process", code=_frames_of(one)) for one in seen),
+        Section("Next", verdict.next),
+        Section("Looks like", [f"#{one.issue}: {one.title}" for one in verdict.known_issues]),
+    ]
+    return Section(
+        _plain(verdict.headline),
+        [
+            f"class: `{verdict.kind}` ({verdict.level}): {verdict.cause}",
+            *(f"{label}: {value}" for label, value in known if value),
+        ],
+        parts=[part for part in parts if part.lines or part.code],
+    )
 
 
 def processes(case: Case) -> list[dict[str, Any]]:
@@ -99,13 +100,13 @@ def _frames_of(process: Process) -> list[str]:
     if process.raised:
         error = process.raised[0].error
         text = f"{error.type}: {error.text.splitlines()[0][:200]}" if error.text else error.type
-        return [visible(text, keep=""), *(f"  {frame}" for frame in error.frames[:_MAX_FRAMES])]
+        return [_plain(text), *(f"  {frame}" for frame in error.frames[:_MAX_FRAMES])]
     if process.stacks:
         sample = process.stacks[-1].sample
         thread = sample.main_thread or next(iter((*sample.threads, *sample.native)), None)
-        return [visible(str(frame), keep="") for frame in thread.frames[:_MAX_FRAMES]] if thread else []
+        return [_plain(str(frame)) for frame in thread.frames[:_MAX_FRAMES]] if thread else []
     return []
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(visible(text, keep=""), _WIDTH, break_on_hyphens=False)
+def _plain(text: str) -> str:
+    return visible(text, keep="")

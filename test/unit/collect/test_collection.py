@@ -11,12 +11,13 @@ from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.collect.collection import (
     Collection,
     Plan,
-    format_summary,
 )
 from sglang_crashkit.collect.judging import judged
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, parse
+from sglang_crashkit.view.collected import summary
+from sglang_crashkit.view.markdown import section_lines
 from unit.support.targets import (
     SLEEPER,
     TITLE,
@@ -166,7 +167,7 @@ def rounds() -> list[NodeSnapshot]:
 
 def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
     seen = rounds()
-    lines = list(format_summary(seen, judged(seen)[0], None))
+    lines = list(section_lines(summary(seen, judged(seen)[0], None, "verdict.json")))
     assert lines[0] == "# stopped_process (established)"
     assert lines[2].startswith("**TP2 is stopped (state T, until somebody sends SIGCONT)")
     assert lines[4] == "- 2 snapshots on node7, 2023-11-14T22:13:20.000000Z to 2023-11-14T22:13:25.000000Z"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import command, positive, seconds
-from sglang_crashkit.cli.output import say, say_json
+from sglang_crashkit.cli.output import say, say_json, say_title
 from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from sglang_crashkit.collect.collection import Collection
     from sglang_crashkit.collect.gather import Gathered, Transport
     from sglang_crashkit.kernel.discovery import Discovery
+    from sglang_crashkit.model.case import Case
+    from sglang_crashkit.model.verdict import Verdict
 
 #: Seconds between two lines of the overview while it waits.
 _REPEAT_SECS = 60.0
 _MAX_TITLES = 8
+#: More lines, of processes or of what is missing, are in the file only.
+_MAX_LINES = 100
 _STDOUT = 1
 #: A list of a hundred thousand hosts is shorter, in characters.
 _MAX_LIST = 16 << 20
@@ -172,7 +176,6 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
-    from sglang_crashkit.cli import collected
     from sglang_crashkit.collect.collection import Collection, Plan
     from sglang_crashkit.kernel.discovery import Place, find_processes
 
@@ -202,12 +205,14 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     if args.with_snapshots:
         output = _folder_or_substitute(output)
     collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), _say)
-    report = None if args.json else collected.TextReport(collection, output)
     interrupt: KeyboardInterrupt | None = None
+    is_said = args.json
     try:
         collection.take_snapshots()
-        if report is not None and args.native:
-            report.snapshots_taken()
+        if args.native and not is_said:
+            # The debuggers take minutes.
+            _say_snapshots(collection)
+            is_said = True
         limit = None
         if args.gathered_within is not None:
             limit = max(0.0, _SHARE * args.gathered_within - _END_SECS - (time.monotonic() - began))
@@ -216,19 +221,53 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
         interrupt = error
         _say("interrupted; what was collected until then is kept")
     status = _status_of(collection, interrupt)
-    if report is not None:
-        report.ended()
-    else:
-        document = collected.as_json(
-            collection,
-            output,
-            status,
-            found,
-            with_snapshots=args.with_snapshots,
-            with_texts=args.gathered_within is not None,
-        )
-        say_json(document, indent=None if args.with_snapshots else 2)
+    if args.json:
+        whole = {"with_snapshots": args.with_snapshots, "with_texts": args.gathered_within is not None}
+        say_json(collection.to_json(status, found, **whole), indent=None if args.with_snapshots else 2)
+        return status
+    if not is_said:
+        _say_snapshots(collection)
+    _say_end(collection, output)
     return status
+
+
+def _say_snapshots(collection: Collection) -> None:
+    """Print what the processes did, and in a sentence the verdict."""
+    from sglang_crashkit.view.collected import moment_lines
+
+    for one in collection.collected:
+        say(f"{one.process.title} (pid {one.process.pid})", *moment_lines(one.moments))
+    verdict, _case = collection.judged()
+    if collection.rounds:
+        found = collection.divergence
+        told = "; ".join([verdict.headline, *([found.statement] if found else [])])
+        say(f"by the snapshots ({verdict.level}): {told}")
+
+
+def _say_end(collection: Collection, output: Path) -> None:
+    """Print what the debuggers added, and the verdict where any stack was seen."""
+    from sglang_crashkit.view.collected import debugged_line
+
+    if collection.spared:
+        say(f"native stacks: not taken: {collection.spared}")
+    for one in collection.collected:
+        if one.debugged is not None and not collection.spared:
+            say(f"{one.process.title} (pid {one.process.pid}): {debugged_line(one.debugged)}")
+    say(*filter(None, [collection.missing]), f"files: {output}")
+    verdict, case = collection.judged()
+    if any(process.stacks for process in case.processes.values()):
+        _say_verdict(verdict, case)
+
+
+def _say_verdict(verdict: Verdict, case: Case) -> None:
+    """Print it as ``sglang-crashkit explain`` does."""
+    from sglang_crashkit.redact import redact_text
+    from sglang_crashkit.view.verdict import screen
+
+    head, *rest = screen(verdict, case)
+    say("")
+    say_title(redact_text(head))
+    say(*map(redact_text, rest))
 
 
 def _folder_or_substitute(output: Path) -> Path:
@@ -243,9 +282,10 @@ def _folder_or_substitute(output: Path) -> Path:
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # What one host needs starts without what many do.
-    from sglang_crashkit.cli import collected
-    from sglang_crashkit.collect.gather import Limits, gather
+    from sglang_crashkit.collect.gather import EXPLANATION, Limits, gather
     from sglang_crashkit.collect.judging import judged
+    from sglang_crashkit.redact import redact_text
+    from sglang_crashkit.view.verdict import screen
 
     if args.pid is not None:
         raise UsageError(
@@ -262,15 +302,22 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     names = ", ".join(transport.nodes[:_MAX_TITLES])
     _say(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
     result = gather(transport, command, output, _say, Limits(args.fan_out, args.node_timeout))
-    status, told = _status_of_nodes(result), judged(result.rounds)
+    status, (verdict, case) = _status_of_nodes(result), judged(result.rounds)
     try:
-        collected.write_explanation(result, told, output)
+        result.write(verdict, map(redact_text, screen(verdict, case)), output)
     except OSError as error:
-        _say(f"cannot write {output / collected.EXPLANATION}: {error.strerror or error}")
+        _say(f"cannot write {output / EXPLANATION}: {error.strerror or error}")
     if args.json:
-        say_json(collected.nodes_as_json(result, told[0], output, status), indent=2)
+        say_json(result.to_json(verdict, output, status), indent=2)
     else:
-        collected.say_nodes(result, told, output)
+        say(transport.title)
+        for lines in result.lines():
+            say(*lines[:_MAX_LINES])
+            if len(lines) > _MAX_LINES:
+                say(f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}")
+        say(f"files: {output}/<{transport.noun}>/, {output / EXPLANATION}")
+        if any(process.stacks for process in case.processes.values()):
+            _say_verdict(verdict, case)
     if result.interrupt is not None:
         _say("interrupted; what was collected until then is kept")
     return status
@@ -403,7 +450,7 @@ def _overview(found: Discovery) -> str:
 
 
 def _passed_over(found: Discovery) -> Iterator[str]:
-    from sglang_crashkit.cli.collected import name_of
+    from sglang_crashkit.collect.collection import name_of
 
     for user, pids in found.others.items():
         name = name_of(user)

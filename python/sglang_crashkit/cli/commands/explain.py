@@ -91,7 +91,9 @@ def run(args: argparse.Namespace) -> ExitCode:
             write_html(_save(verdict, case, texts, Path(temporary)), args.html)
         say(args.html)
     elif args.markdown:
-        say(*(redact_text(line) for line in view.markdown(verdict, case)))
+        from sglang_crashkit.view.markdown import section_lines
+
+        say(*map(redact_text, section_lines(view.report(verdict, case), "###")))
     else:
         head, *rest = view.screen(verdict, case)
         say_title(redact_text(head))
