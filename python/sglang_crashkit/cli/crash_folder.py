@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang_crashkit import settings
 from sglang_crashkit.cli.output import say
 from sglang_crashkit.errors import WHAT_DIR_IS, NothingToDoError, UsageError
-from sglang_crashkit.incident.store import StoredIncident, find_one, unreadable_in_words
+from sglang_crashkit.incident.store import StoredIncident, find_one, why_unreadable
 
 _HANDLER_LOG = "crash_handler.log"
 
@@ -90,7 +90,7 @@ def find_incident(text: str, folder: Path | None) -> StoredIncident:
 def tell_unreadable(errors: Sequence[OSError]) -> None:
     """Name on the standard error the folders that cannot be read, where others can."""
     for error in errors:
-        say(f"{unreadable_in_words(error, Path())}; what is in it is left out", error=True)
+        say(f"{why_unreadable(error, Path())}; what is in it is left out", error=True)
 
 
 def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:

@@ -12,6 +12,7 @@ import re
 import shlex
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -166,7 +167,7 @@ def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
         return []
 
 
-def unreadable_in_words(error: OSError, folder: Path) -> str:
+def why_unreadable(error: OSError, folder: Path) -> str:
     """Say of a folder that it cannot be read, and why."""
     return f"{error.filename or folder} cannot be read: {error.strerror or error}"
 
@@ -174,7 +175,7 @@ def unreadable_in_words(error: OSError, folder: Path) -> str:
 def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
     """Return what is reported of a folder that cannot be read."""
     return CrashkitError(
-        unreadable_in_words(error, folder),
+        why_unreadable(error, folder),
         next_step=f"ls -ld {shlex.quote(str(error.filename or folder))}{WHOSE_IT_IS}",
     )
 
@@ -205,7 +206,7 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     found = [one for one in meant if one.finished] or [one for one in meant if one.document is not None]
     if not found:
         named = f"incident {wanted}" if wanted else "finished incident"
-        told = "; ".join([f"no {named} below {place}", *(unreadable_in_words(error, place) for error in closed)])
+        told = "; ".join([f"no {named} below {place}", *(why_unreadable(error, place) for error in closed)])
         raise NothingToDoError(told, next_step=f"sglang-crashkit incidents {shlex.quote(str(place))}")
     if wanted and len({one.name for one in found}) > 1:
         raise UsageError(
@@ -307,32 +308,30 @@ class StoredSteps:
     unread: int = 0  # how many lines are no step, as the last one of a handler that was killed
 
 
-def read_steps(incident: Path, number: int | None = None) -> list[StoredSteps]:
+def read_steps(incident: Path, number: int | None = None, last: int | None = None) -> list[StoredSteps]:
     """Return the steps in an incident's folder, in the order of the ranks' titles.
 
     Args:
         incident: the folder.
         number: of the only step that is wanted; all when None.
+        last: so many of the last ones of each rank, and those around `number`.
 
     Raises:
         CrashkitError: a file cannot be read.
     """
     try:
-        return [_read_steps(path, number) for path in sorted(incident.glob(f"ranks/*{STEPS_SUFFIX}"))]
+        return [_read_steps(path, number, last) for path in sorted(incident.glob(f"ranks/*{STEPS_SUFFIX}"))]
     except OSError as error:
         raise CrashkitError(
             f"{incident} cannot be read: {error}", next_step=f"ls -l {shlex.quote(str(incident))}{WHOSE_IT_IS}"
         ) from error
 
 
-def _read_steps(path: Path, number: int | None) -> StoredSteps:
+def _read_steps(path: Path, number: int | None, last: int | None) -> StoredSteps:
     found, unread = {}, 0
-    wanted = b"" if number is None else f'{{"number": {number},'.encode()
-    # A line at a time: those of a thousand steps of hundreds of requests take tens of megabytes.
-    with open_regular(path) as lines:
-        for line in iter(lambda: lines.readline(_MAX_LINE), b""):
-            if not line.startswith(wanted):
-                continue
+    with open_regular(path) as file:
+        lines = iter(lambda: file.readline(_MAX_LINE), b"")
+        for line in lines if number is None and last is None else _chosen(lines, number, last or 0):
             try:
                 step = Step.from_json(json.loads(line))
             except (ValueError, RecursionError):
@@ -343,3 +342,18 @@ def _read_steps(path: Path, number: int | None) -> StoredSteps:
     title = f"sglang::{label or pid}"
     ordered = tuple(found[number] for number in sorted(found))
     return StoredSteps(title, int(pid) if pid.isdecimal() else 0, titles.rank_of(title), ordered, unread)
+
+
+def _chosen(lines: Iterator[bytes], number: int | None, last: int) -> Iterator[bytes]:
+    """Yield the line of a step, and of those beside it with the `last` ones.
+
+    A line at a time is read: those of a thousand steps of hundreds of requests take tens of megabytes.
+    """
+    near = () if number is None else range(number - (last > 0), number + 1 + (last > 0))
+    starts, kept = tuple(f'{{"number": {each},'.encode() for each in near), deque[bytes](maxlen=last)
+    for line in lines:
+        if line.startswith(starts):
+            yield line
+        else:
+            kept.append(line)
+    yield from kept

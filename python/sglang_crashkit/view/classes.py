@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_crashkit.view.markdown import section_lines
+from sglang_crashkit.view.model import Section
+
 _HEAD = """\
 # Classes of verdicts
 
@@ -18,17 +21,11 @@ def page(classes: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the page: all classes by name, as Markdown."""
     yield from _HEAD.splitlines()
     for kind in sorted(classes):
-        yield ""
-        yield from section(kind, classes[kind])
+        yield from ("", *section(kind, classes[kind]))
 
 
 def section(kind: str, row: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of one class: what it is, how it is known, what to do."""
-    yield f"## {kind}"
-    yield ""
-    words = row["words"]
-    yield f"{words[0].upper()}{words[1:]}."
-    yield ""
-    yield f"- known by: {row['known_by']}"
-    yield f"- a restart helps: {row['restart']}"
-    yield from (f"- next: {step}" for step in row["next"])
+    lines = [f"known by: {row['known_by']}", f"a restart helps: {row['restart']}"]
+    lines += [f"next: {step}" for step in row["next"]]
+    yield from section_lines(Section(kind, lines, f"{row['words'][0].upper()}{row['words'][1:]}."), "##")

@@ -1,22 +1,18 @@
-"""What the files of an incident hold, as rows: stacks, requests, environment, steps."""
+"""What the files of an incident hold, as rows: stacks, requests, environment."""
 
 from __future__ import annotations
 
 import heapq
 import json
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_crashkit.incident.requests import parameters_of, was_aborted_before
-from sglang_crashkit.incident.store import STEPS_SUFFIX, StoredSteps
-from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.checked_json import mappings_of, texts_of
 from sglang_crashkit.model.incident import Incident, ProcessReport
 from sglang_crashkit.model.sample import Frame
-from sglang_crashkit.model.step import Step
 from sglang_crashkit.view import words
 from sglang_crashkit.view.files import IncidentFiles, cut, object_of
 
@@ -27,7 +23,7 @@ _MAX_BYTES, _MAX_LINE = 64 << 20, 4 << 20
 _MAX_HEAD, _MAX_PARAMETER, _MAX_TEXT = 150, 60, 20_000
 #: Evidence with stacks, the one that tells most of a process that failed first.
 _KINDS = ("fault_stack", "stack")
-_KIT = "sglang_crashkit/"
+_KIT, _FRAME = "sglang_crashkit/", re.compile(r"(.*) \((.*):([0-9]{1,9})\)")
 _SAMPLING = "sampling_params."
 #: What SGLang takes where a request does not say; OpenAI's API writes these down.
 _DEFAULTS: Mapping[str, object] = {
@@ -35,7 +31,6 @@ _DEFAULTS: Mapping[str, object] = {
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
     **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
 }
-_NUMBER = re.compile(rb'\{"number": (\d{1,18}),')
 
 
 @dataclass(frozen=True)
@@ -69,11 +64,8 @@ def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[Stack]:
 
 
 def _frame_of(text: str) -> Frame:
-    function, between, place = text.rpartition(" (")
-    file, _, line = place.removesuffix(")").rpartition(":")
-    if not between or not (line.isascii() and line.isdigit() and len(line) < 10):
-        return Frame(text, "", 0)
-    return Frame(function, file, int(line))
+    found = _FRAME.fullmatch(text)
+    return Frame(found[1], found[2], int(found[3])) if found else Frame(text, "", 0)
 
 
 @dataclass(frozen=True)
@@ -157,30 +149,3 @@ def flat(value: object, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, value if isinstance(value, str) else json.dumps(value)
     for one in inner:
         yield from flat(one[1], one[0])
-
-
-def last_steps(files: IncidentFiles, last: int, marked: int | None) -> list[StoredSteps]:
-    """Return so many of the last steps of each rank, and those around `marked`."""
-    found, left = [], _MAX_BYTES
-    for name, file in files.listed.items():
-        if not name.startswith("ranks/") or not name.endswith(STEPS_SUFFIX) or left <= 0:
-            continue
-        data = files.read(name, min(left, file.size), from_end=True)
-        left -= len(data)
-        kept, around = deque[bytes](maxlen=last), list[bytes]()
-        for line in data.split(b"\n"):
-            if (number := _NUMBER.match(line)) is not None and len(line) <= _MAX_LINE:
-                kept.append(line)
-                around += [line] * (marked is not None and abs(int(number[1]) - marked) < 2)
-        steps = {step.number: step for line in [*around, *kept] if (step := _step_of(line)) is not None}
-        label, _, pid = name.removeprefix("ranks/").removesuffix(STEPS_SUFFIX).rpartition("-")
-        title, in_order = f"sglang::{label or pid}", tuple(steps[number] for number in sorted(steps))
-        found.append(StoredSteps(title, int(pid) if pid.isdecimal() else 0, titles.rank_of(title), in_order))
-    return found
-
-
-def _step_of(line: bytes) -> Step | None:
-    try:
-        return Step.from_json(json.loads(line))
-    except (ValueError, RecursionError):
-        return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +23,28 @@ _MAX_JSON = 32 << 20
 _MAX_TEXT, _MAX_ENTRIES, _MAX_LEVELS = 4000, 2000, 12
 
 
-@dataclass(frozen=True)
-class ListedFile:
-    """A file in an incident's folder."""
-
-    name: str  # relative to the folder
-    size: int  # in bytes
-
-
 class IncidentFiles:
     """The regular files below an incident's folder; no other is ever opened, whatever names one.
 
     Attributes:
         folder: the incident's.
-        listed: by name, in order of their names.
+        listed: the size of each file in bytes, by its name relative to the folder, in order of the names.
         left_out: how many entries there were beyond `MAX_FILES`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        found = list(_walk(folder, "", 0))
+        found = sorted(_walk(folder, "", 0))
         self.left_out = max(0, len(found) - MAX_FILES)
-        self.listed = {file.name: file for file in sorted(found, key=lambda file: file.name)[:MAX_FILES]}
+        self.listed = dict(found[:MAX_FILES])
 
     def read(self, name: str | None, most: int, *, from_end: bool = False) -> bytes:
         """Return at most so many bytes of a file, first or last ones; none where it is not listed or cannot be read."""
-        file = self.listed.get(name) if name is not None else None
-        if file is None:
+        if name is None or name not in self.listed:
             return b""
         try:
             # What was a file as it was listed may be something else by now.
-            return read_regular(self.folder / file.name, most, from_end=from_end)
+            return read_regular(self.folder / name, most, from_end=from_end)
         except OSError:
             return b""
 
@@ -82,7 +72,7 @@ class IncidentFiles:
             return {}
 
 
-def _walk(folder: Path, lead: str, depth: int) -> Iterator[ListedFile]:
+def _walk(folder: Path, lead: str, depth: int) -> Iterator[tuple[str, int]]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -91,7 +81,7 @@ def _walk(folder: Path, lead: str, depth: int) -> Iterator[ListedFile]:
         name = f"{lead}{entry.name}"
         try:
             if entry.is_file(follow_symlinks=False):
-                yield ListedFile(name, entry.stat(follow_symlinks=False).st_size)
+                yield name, entry.stat(follow_symlinks=False).st_size
             elif depth < _MAX_DEPTH and entry.is_dir(follow_symlinks=False):
                 yield from _walk(folder / entry.name, f"{name}/", depth + 1)
         except OSError:

@@ -15,7 +15,7 @@ import hashlib
 import os
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,26 +24,26 @@ import jinja2
 from markupsafe import Markup
 
 from sglang_crashkit import __version__
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.names import Names, natural_order
-from sglang_crashkit.incident.store import STEPS_SUFFIX, StoredSteps
+from sglang_crashkit.incident.store import STEPS_SUFFIX, read_steps
 from sglang_crashkit.kernel.private_files import write_named
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident, ProcessReport
-from sglang_crashkit.model.step import Step
 from sglang_crashkit.view import model, words
-from sglang_crashkit.view.evidence import ENVIRONMENT, flat, last_steps, requests_of
-from sglang_crashkit.view.files import IncidentFiles, ListedFile, cut
+from sglang_crashkit.view.evidence import ENVIRONMENT, flat, requests_of
+from sglang_crashkit.view.files import IncidentFiles, cut
 from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.view.icicle import merge
 from sglang_crashkit.view.markdown import format_summary
-from sglang_crashkit.view.steps import LAST, groups_of, side_by_side
+from sglang_crashkit.view.steps import LAST, tables_of
 from sglang_crashkit.visible import visible
 
 #: What a file may be to be shown in the page, and what all of them may be together, in bytes.
 _MAX_FILE, _MAX_FILES = 64 << 10, 3 << 19
 _MAX_LINE, _MAX_MARKDOWN, _MAX_DETAILS = 2000, 200_000, 400
-_MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS, _MAX_VALUES = 100, 1000, 24, 500, 40, 2000
+_MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_VALUES = 100, 1000, 24, 500, 2000
 #: Of more files the names are folded, too.
 _MAX_OPEN = 60
 #: As long as a crash handler makes room for.
@@ -51,11 +51,10 @@ _MAX_BYTES = 8 << 20
 #: A child of a crash handler that takes more memory has gone astray.
 _MAX_MEMORY = 1 << 30
 #: What a part of an incident raises that has another form than any kit version wrote.
-_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_ODD = (ArithmeticError, AttributeError, CrashkitError, LookupError, RecursionError, TypeError, ValueError)
 #: Events that tell of a failure, and of the crash handler's own work.
 _BAD = frozenset({"process_exited", "exception", "watchdog_timeout", "no_progress", "peer_lost", "server_exited"})
 _OWN = frozenset({"stacks_captured", "flight_recorders_asked", "native_stacks", "journal_read", "incident_finished"})
-_MODES = frozenset({"extend", "decode", "mixed", "idle"})
 _HERE = Path(__file__).parent
 
 
@@ -82,14 +81,16 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     incident = Incident.of(document)
     if problem and (logged := read_log(folder)) is not None:
         incident, problem = logged, ""
+    basis = incident.verdict.basis or [incident.verdict.text] if incident.verdict is not None else []
+    marked = incident.divergence.step if incident.divergence is not None else None
     css, script = ((_HERE / name).read_text() for name in ("page.css", "page.js"))
     makers: dict[str, Callable[[], Any]] = {
         "ranks": lambda: _processes(incident),
         "timeline": lambda: _timeline(incident),
-        "steps": lambda: _steps(incident, files),
-        "stacks": lambda: dict(zip(("shown", "unseen"), merge(incident, files), strict=True)),
-        "requests": lambda: _requests(incident, files, prompts=prompts),
-        "findings": lambda: {"shown": list(model.findings_of(incident))},
+        "steps": lambda: {"shown": [*tables_of(read_steps(folder, marked, LAST), marked)][:_MAX_GROUPS]},
+        "stacks": lambda: _pair(merge(incident, files)),
+        "requests": lambda: _pair(requests_of(incident, files, _MAX_REQUESTS, prompts=prompts)),
+        "findings": lambda: {"shown": [*model.findings_of(incident)]},
         "environment": lambda: _environment(files),
     }
     parts = {name: _part(make) for name, make in makers.items()}
@@ -110,13 +111,15 @@ def render(folder: Path, *, prompts: bool = False) -> str:
         incident=incident,
         folder=str(folder),
         headline=cut(first_screen(incident, wraps=False)[0], 300),
-        basis=_basis(incident),
+        basis=[words.without_build_paths(sentence) for sentence in basis if sentence],
+        undecided=words.undecided(incident),
+        prompts=prompts,
         facts=[*model.facts(incident), ("reported by", f"{incident.trigger.event} of {incident.trigger.title}")],
         problem=problem,
         nav=[*(name for name, part in parts.items() if part.get("shown") or part.get("problem")), "files"],
         state_words=model.STATES,
-        files=_by_folder(_inlined(files, incident.first_failure, prompts=prompts)),
-        count=len(files.listed),
+        files=_inlined(files, incident.first_failure, prompts=prompts),
+        max_open=_MAX_OPEN,
         files_left_out=files.left_out,
         kit=__version__,
         markdown=visible(cut(markdown if isinstance(markdown, str) else str(markdown), _MAX_MARKDOWN)),
@@ -148,10 +151,8 @@ def _part(make: Callable[[], Any]) -> Any:
         return {"problem": cut(f"{type(error).__name__}: {error}", 300)}
 
 
-def _basis(incident: Incident) -> list[str]:
-    verdict = incident.verdict
-    sentences = verdict.basis or [verdict.text] if verdict is not None else []
-    return [words.without_build_paths(sentence) for sentence in sentences if sentence]
+def _pair(made: tuple[Any, Any]) -> dict[str, Any]:
+    return {"shown": made[0], "left_out": made[1]}
 
 
 # -- the parts, each with what is ``shown``, and how much is ``left_out``
@@ -212,51 +213,6 @@ def _timeline(incident: Incident) -> dict[str, Any]:
     return {"shown": events, "lanes": lanes, "seconds": secs, "begin": begin - zero, "left_out": left_out}
 
 
-def _steps(incident: Incident, files: IncidentFiles) -> dict[str, Any]:
-    """Return the last steps of each set of ranks that must agree side by side, the diverging one marked."""
-    marked = incident.divergence.step if incident.divergence is not None else None
-    groups = groups_of(last_steps(files, LAST, marked))
-    tables = [_table(group, marked) for group in groups[:_MAX_GROUPS]]
-    return {"shown": tables, "left_out": max(0, len(groups) - _MAX_GROUPS)}
-
-
-def _table(group: Sequence[StoredSteps], marked: int | None) -> dict[str, Any]:
-    columns, chosen, about = side_by_side(group, marked)
-    shown = columns[:_MAX_COLUMNS]
-    rows = []
-    for number in chosen:
-        steps = [steps.get(number) for _name, steps in shown]
-        rows.append((number, number == marked, [(_look_of(step, steps[0]), words.step_done(step)) for step in steps]))
-    requests = [
-        (name, cut(one.rid, 80), one.tokens, one.length)
-        for name, steps in shown
-        for one in (steps[about].requests[:32] if about in steps else ())
-    ]
-    names = [words.cut(name, _MAX_COLUMNS) for name, _steps in shown]
-    left_out = len(columns) - len(shown)
-    return {"columns": names, "rows": rows, "about": about, "requests": requests[:160], "left_out": left_out}
-
-
-def _look_of(step: Step | None, other: Step | None) -> str:
-    """Return the classes of a cell: the mode, whether it differs from the first one, whether it is under way."""
-    if step is None:
-        return "none" if other is None else "none differs"
-    differs = other is None or (step.mode, step.size, step.tokens) != (other.mode, other.size, other.tokens)
-    mode = step.mode if step.mode in _MODES else "other"
-    return f"{mode}{' differs' if differs else ''}{' open' if step.ended is None else ''}"
-
-
-def _requests(incident: Incident, files: IncidentFiles, *, prompts: bool) -> dict[str, Any]:
-    rows, left_out = requests_of(incident, files, _MAX_REQUESTS, prompts=prompts)
-    return {
-        "shown": rows or incident.suspects,
-        "rows": rows,
-        "left_out": left_out,
-        "undecided": words.undecided(incident),
-        "prompts": prompts,
-    }
-
-
 def _environment(files: IncidentFiles) -> dict[str, Any]:
     """Return the values of the environment by the first part of their names."""
     parts = []
@@ -272,47 +228,30 @@ def _environment(files: IncidentFiles) -> dict[str, Any]:
 def _inlined(files: IncidentFiles, first: ProcessReport | None, *, prompts: bool) -> list[dict[str, Any]]:
     """Return the files with the text of those that are small, those of the first failure before others."""
     own = f"-{first.pid}." if first is not None else ""
-    left, texts = _MAX_FILES, {}
-    for file in sorted(
-        files.listed.values(), key=lambda file: (own not in file.name, file.name.endswith(STEPS_SUFFIX), file.size)
+    left, shown = _MAX_FILES, {}
+    for name, size in sorted(
+        files.listed.items(), key=lambda file: (own not in file[0], file[0].endswith(STEPS_SUFFIX), file[1])
     ):
-        shown = {"name": file.name, "size": _size(file.size), "text": None, "why": ""}
-        texts[file.name] = shown
-        if file.name.startswith("requests/") and not prompts:
-            shown["why"] = "not shown: it may hold prompts"
-        elif file.name.endswith(".html") or file.name == "incident.json":
-            shown["why"] = "not shown: it is what this page was made of or makes"
-        elif file.name.endswith(".json") and f"{file.name.removesuffix('.json')}.txt" in files.listed:
-            shown["why"] = "see its .txt"
-        elif min(file.size, _MAX_FILE) > left:
-            shown["why"] = "not shown: the page would be too long"
+        text = None
+        if name.startswith("requests/") and not prompts:
+            why = "not shown: it may hold prompts"
+        elif name.endswith(".html") or name == "incident.json":
+            why = "not shown: it is what this page was made of or makes"
+        elif name.endswith(".json") and f"{name.removesuffix('.json')}.txt" in files.listed:
+            why = "see its .txt"
+        elif min(size, _MAX_FILE) > left:
+            why = "not shown: the page would be too long"
         else:
-            shown["text"], shown["why"] = _text_of(files, file)
-            left -= len(shown["text"] or "")
-    return [texts[name] for name in files.listed]
-
-
-def _by_folder(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    folders: dict[str, list[dict[str, Any]]] = {}
-    for file in files:
-        folders.setdefault(file["name"].rpartition("/")[0], []).append(file)
-    return [{"name": name, "files": folders[name], "open": len(files) <= _MAX_OPEN} for name in sorted(folders)]
-
-
-def _text_of(files: IncidentFiles, file: ListedFile) -> tuple[str | None, str]:
-    from_end = file.name.startswith("logs/")
-    data = files.read(file.name, _MAX_FILE, from_end=from_end)
-    if b"\0" in data[:8192]:
-        return None, "not shown: it is binary"
-    text = "\n".join(cut(line, _MAX_LINE) for line in data.decode(errors="replace").split("\n"))
-    which = "its end" if from_end else "its beginning"
-    return text, f"{which} only" if file.size > len(data) else ""
-
-
-def _size(size: int) -> str:
-    return (
-        f"{size:,} bytes" if size < 10_000 else f"{size / 1024:,.0f} KiB" if size < 10 << 20 else f"{size >> 20:,} MiB"
-    )
+            from_end = name.startswith("logs/")
+            data = files.read(name, _MAX_FILE, from_end=from_end)
+            why = f"{'its end' if from_end else 'its beginning'} only" if size > len(data) else ""
+            if b"\0" in data[:8192]:
+                why = "not shown: it is binary"
+            else:
+                text = "\n".join(cut(line, _MAX_LINE) for line in data.decode(errors="replace").split("\n"))
+                left -= len(text)
+        shown[name] = {"name": name, "folder": name.rpartition("/")[0], "size": size, "text": text, "why": why}
+    return [shown[name] for name in files.listed]
 
 
 def _step_back() -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at, scope_of
 from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
-from sglang_crashkit.model.incident import Incident, ProcessReport
+from sglang_crashkit.incident.names import Names
+from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import words
 from sglang_crashkit.view.evidence import stacks_of
 from sglang_crashkit.view.files import IncidentFiles, cut
@@ -78,19 +79,13 @@ def merge(incident: Incident, files: IncidentFiles) -> tuple[list[Tree], str]:
 
 
 def _ranks_by_pid(incident: Incident) -> dict[int, Rank]:
-    found: dict[int, Rank] = {}
-    seen: dict[str, int] = {}
-
-    def place(process: ProcessReport) -> Rank:
-        if process.is_rank:
-            return rank_at({axis: number for axis, number in process.rank.items() if 0 <= number < 1 << 20})
-        role = process.role
-        number = seen[role] = seen.get(role, 0) + 1
-        return Rank(scope_of({"role": role if number == 1 else f"{role} {number}"}), "", 0)
-
-    for process in incident.processes:
-        found[process.pid] = place(process)
-    return found
+    names = Names(incident)
+    return {
+        one.pid: rank_at({axis: number for axis, number in one.rank.items() if 0 <= number < 1 << 20})
+        if one.is_rank
+        else Rank(scope_of({"role": names.short(one)}), "", 0)
+        for one in incident.processes
+    }
 
 
 def _cut_names(names: str) -> str:

@@ -187,7 +187,7 @@ class Group:
 
 
 def groups_of(incident: Incident) -> list[Group]:
-    """Return who failed first, the other ranks, and the rest."""
+    """Return who failed first, the other ranks, and the rest, of these those in the most telling state first."""
     first, names = incident.first_failure, Names(incident)
     alike: dict[object, list[ProcessReport]] = {}
     for process in incident.processes:
@@ -196,27 +196,26 @@ def groups_of(incident: Incident) -> list[Group]:
         gpu = [without_own_numbers(line) for line in process.gpu]
         did = (process is first, process.role, words.state(process), process.doing, sign and sign.doing, at, gpu)
         alike.setdefault(repr(did), []).append(process)
-    in_order = sorted(alike.values(), key=lambda its: (its[0] is not first, not its[0].is_rank))
-    return [_group(members, names, first, number) for number, members in enumerate(in_order)]
-
-
-def _group(members: Sequence[ProcessReport], names: Names, first: ProcessReport | None, number: int) -> Group:
-    one = members[0]
-    signs = [each.last_sign for each in members if each.last_sign is not None]
-    steps = [each.in_step for each in members if each.in_step is not None]
-    is_seen = "alive" if one.doing else "unseen"
-    alive = "stopped" if one.stopped else "raised" if one.has("exception") else is_seen
-    return Group(
-        names=words.cut(join_names(map(names.short, members)), _MAX_NAMES),
-        state="first" if one is first else "dead" if one.exit is not None else alive,
-        words=words.state(one),
-        doing=one.doing,
-        sign=words.last_sign(*signs) if signs else "",
-        step=words.in_step(*steps) if steps else "",
-        evidence=[*evidence_of(members, names)],
-        members=members,
-        number=number,
-    )
+    groups = []
+    for number, members in enumerate(alike.values()):
+        one = members[0]
+        signs = [each.last_sign for each in members if each.last_sign is not None]
+        steps = [each.in_step for each in members if each.in_step is not None]
+        alive = "stopped" if one.stopped else "raised" if one.has("exception") else "alive" if one.doing else "unseen"
+        group = Group(
+            names=words.cut(join_names(map(names.short, members)), _MAX_NAMES),
+            state="first" if one is first else "dead" if one.exit is not None else alive,
+            words=words.state(one),
+            doing=one.doing,
+            sign=words.last_sign(*signs) if signs else "",
+            step=words.in_step(*steps) if steps else "",
+            evidence=[*evidence_of(members, names)],
+            members=members,
+            number=number,
+        )
+        groups.append(group)
+    order = list(STATES)
+    return sorted(groups, key=lambda its: (its.state != "first", not its.members[0].is_rank, order.index(its.state)))
 
 
 def evidence_of(members: Sequence[ProcessReport], names: Names) -> Iterator[tuple[str, str]]:

@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from sglang_crashkit.analysis.divergence import group_in_step
 from sglang_crashkit.analysis.ranks import RankSet, rank_at
 from sglang_crashkit.incident.store import StoredSteps
-from sglang_crashkit.model.step import Step
+from sglang_crashkit.model.step import Step, StepRequest
 from sglang_crashkit.view import words
 
 #: How many of the last steps are shown.
 LAST = 20
 #: More ranks than these stand in a column with those that did the same.
 _MAX_COLUMNS = 4
+_MODES = frozenset({"extend", "decode", "mixed", "idle"})
 
 
-def table_lines(shown: Sequence[StoredSteps], marked: int | None, last: int) -> Iterator[str]:
-    """Yield a table for each set of ranks that must agree, a line a step."""
-    for group in groups_of(shown):
-        yield ""
-        columns, chosen, about = side_by_side(group, marked, last)
-        rows = [["step", *(name for name, _steps in columns)]]
-        for number in chosen:
-            mark = "> " if number == marked else "  "
-            rows.append([f"{mark}{number:,}", *(words.step_done(steps.get(number)) for _name, steps in columns)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for name, steps in columns:
-            step = steps.get(about)
-            for request in step.requests if step is not None else ():
-                told = f"request {request.rid}: {request.tokens:,} of {request.length:,} tokens"
-                yield f"step {about:,} of {name}: {told}"
+@dataclass(frozen=True)
+class Table:
+    """The steps of ranks that must agree."""
+
+    columns: list[str]  # ranks that did the same, by name
+    #: Each step, whether it is the diverging one, and of each column how it looks and what it did.
+    rows: list[tuple[int, bool, list[tuple[str, str]]]]
+    about: int  # the step whose requests are told
+    requests: list[tuple[str, StepRequest]]  # after the name of the column
 
 
-def groups_of(everyone: Iterable[StoredSteps]) -> list[list[StoredSteps]]:
-    """Return the sets of ranks that must agree."""
+def tables_of(everyone: Sequence[StoredSteps], marked: int | None, last: int = LAST) -> Iterator[Table]:
+    """Yield a table for each set of ranks that must agree: the last steps, and those around the marked one."""
     groups: dict[object, list[StoredSteps]] = {}
     for one in everyone:
         groups.setdefault(group_in_step(rank_at(one.ranks)), []).append(one)
-    return list(groups.values())
-
-
-def side_by_side(
-    group: Sequence[StoredSteps], marked: int | None, last: int = LAST
-) -> tuple[list[tuple[str, Mapping[int, Step]]], list[int], int]:
-    """Return the columns of a table, the steps in it (the last and those around the marked one), and whose requests.
-
-    Where there is no step, they are of step -1.
-    """
-    by_number = [{step.number: step for step in one.steps} for one in group]
-    numbers = sorted({number for steps in by_number for number in steps})
-    around = [number for number in numbers if marked is not None and abs(number - marked) < 2]
-    chosen = sorted({*around, *numbers[-last:]})
-    about = marked if marked is not None and marked in chosen else chosen[-1] if chosen else -1
-    return list(_columns_of(group, by_number, chosen)), chosen, about
+    for group in groups.values():
+        by_number = [{step.number: step for step in one.steps} for one in group]
+        numbers = sorted({number for steps in by_number for number in steps})
+        around = [number for number in numbers if marked is not None and abs(number - marked) < 2]
+        chosen = sorted({*around, *numbers[-last:]})
+        about = marked if marked is not None and marked in chosen else chosen[-1] if chosen else -1
+        columns = list(_columns_of(group, by_number, chosen))
+        rows = []
+        for number in chosen:
+            steps = [steps.get(number) for _name, steps in columns]
+            cells = [(_look_of(step, steps[0]), words.step_done(step)) for step in steps]
+            rows.append((number, number == marked, cells))
+        requests = [(name, one) for name, steps in columns if about in steps for one in steps[about].requests]
+        yield Table([name for name, _steps in columns], rows, about, requests)
 
 
 def _columns_of(
@@ -71,7 +63,13 @@ def _columns_of(
         first = group[positions[0]]
         # A server's only scheduler has no place among others.
         alone = "" if rank_at(first.ranks).axis else first.title.removeprefix("sglang::")
-        yield (
-            alone or RankSet(rank_at(group[position].ranks) for position in positions).format(),
-            by_number[positions[0]],
-        )
+        yield alone or str(RankSet(rank_at(group[one].ranks) for one in positions)), by_number[positions[0]]
+
+
+def _look_of(step: Step | None, other: Step | None) -> str:
+    """Return the mode of a step, whether it differs from that of the first column, whether it is under way."""
+    if step is None:
+        return "none" if other is None else "none differs"
+    differs = other is None or (step.mode, step.size, step.tokens) != (other.mode, other.size, other.tokens)
+    mode = step.mode if step.mode in _MODES else "other"
+    return f"{mode}{' differs' if differs else ''}{' open' if step.ended is None else ''}"

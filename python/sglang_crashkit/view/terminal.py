@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sglang_crashkit.incident.names import Names, join_names
+from sglang_crashkit.incident.store import StoredSteps
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import model, words
 from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, flat, requests_of, stacks_of
 from sglang_crashkit.view.files import IncidentFiles
+from sglang_crashkit.view.steps import tables_of
 
 #: Of the exception of the first failure.
 _MAX_BYTES = 1 << 20
@@ -60,6 +62,21 @@ def request_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]:
     mark = f"* {words.undecided(incident) or 'suspect'}; " if incident.suspects else ""
     more = f"{left_out:,} more, and " if left_out else ""
     yield f"{mark}{more}the whole of each, with its prompt: {files.folder / REQUESTS}"
+
+
+def step_lines(everyone: Sequence[StoredSteps], marked: int | None, last: int) -> Iterator[str]:
+    """Yield a table for each set of ranks that must agree, a line a step."""
+    for table in tables_of(everyone, marked, last):
+        yield ""
+        rows = [["step", *table.columns]]
+        rows += [
+            [f"{'> ' if is_marked else '  '}{n:,}", *(text for _, text in row)] for n, is_marked, row in table.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for name, one in table.requests:
+            yield f"step {table.about:,} of {name}: request {one.rid}: {one.tokens:,} of {one.length:,} tokens"
 
 
 def timeline_lines(incident: Incident) -> Iterator[str]:

@@ -60,9 +60,9 @@ def print_steps(
         return ExitCode.DONE
     if divergence is not None:
         say(f"{divergence.statement} ({divergence.level})")
-    from sglang_crashkit.view.steps import table_lines
+    from sglang_crashkit.view.terminal import step_lines
 
-    say(*table_lines(shown, divergence.step if divergence is not None else None, last))
+    say(*step_lines(shown, divergence.step if divergence is not None else None, last))
     return ExitCode.DONE
 
 
