@@ -73,7 +73,7 @@ def group_in_step(rank: Rank) -> Hashable:
     return rank.scope if rank.axis == "tp" else (rank.scope, rank.axis, rank.number)
 
 
-def step_in_words(step: Step, of: Sequence[StepRequest] = ()) -> str:
+def describe_step(step: Step, of: Sequence[StepRequest] = ()) -> str:
     """Return what a step ran, such as ``extend of request ab12 (37 tokens)``; it names all of its requests, or `of`."""
     mode = step.mode or "a batch"
     told = of or step.requests
@@ -227,7 +227,7 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
     """Return in what two steps of one number differ, in words, and of which request and by which decision."""
     in_step = f"in step {ours.number:,}"
     mine, other = _only(ours, theirs), _only(theirs, ours)
-    ran, them = step_in_words(ours, mine[:2]), step_in_words(theirs, other[:2])
+    ran, them = describe_step(ours, mine[:2]), describe_step(theirs, other[:2])
     whose = _exclusive(mine, odd, other, rest) if max(ours.size, theirs.size) > 1 else ""
     apart = f"{odd} ran {ran} {in_step} where {rest} ran {them}{whose}"
     # Of one that is taken in and one that goes on, the former is what the ranks differ about.
@@ -319,7 +319,7 @@ def _behind(
     request = step.requests[0].rid if len(step.requests) == step.size == 1 else None
     text = (
         f"{names_of_slow} ended earlier, with step {end:,} ({own.phase.replace('_', ' ')}), where {names.of([ahead])}"
-        f" went on and ran {step_in_words(step)} in step {number:,}{when}; up to then they did the same."
+        f" went on and ran {describe_step(step)} in step {number:,}{when}; up to then they did the same."
     )
     pids = tuple(one.pid for one, _step in slow)
     had = [(one, step) for one, _end in slow for step in one.steps if step.number == number and step.requests]
@@ -345,10 +345,10 @@ def _before(began: float, moment: Moment | None) -> tuple[float | None, str]:
     secs = moment.at - began if moment is not None else -1.0
     if moment is None or not 0 <= secs < float("inf"):
         return None, ""
-    return round(secs, 3), f"; {duration_in_words(secs)} before {moment.name}"
+    return round(secs, 3), f"; {describe_duration(secs)} before {moment.name}"
 
 
-def duration_in_words(secs: float) -> str:
+def describe_duration(secs: float) -> str:
     """Return a duration as a person would tell it, such as ``16 minutes``."""
     if secs < 120:
         return f"{secs:.1f} s" if secs < 10 else f"{secs:.0f} s"

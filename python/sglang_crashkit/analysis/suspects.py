@@ -139,7 +139,7 @@ def suspects_of(
             reasons.append(place)
         names, where = own.get(rid, []), _about(own.get(rid, []), frames)
         if where or (are_many and (names := names + odd.get(rid, []))):
-            reasons.append((_ABOUT if where else _UNUSUAL, _unusual_in_words(names, where)))
+            reasons.append((_ABOUT if where else _UNUSUAL, _unusual_request(names, where)))
         if are_all and finished and rid not in before and rid not in waiting:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         reasons.sort(key=lambda one: -one[0])
@@ -198,7 +198,7 @@ def _about(names: Sequence[str], frames: Sequence[str]) -> tuple[str, str] | Non
     return None
 
 
-def _unusual_in_words(names: Sequence[str], place: tuple[str, str] | None) -> str:
+def _unusual_request(names: Sequence[str], place: tuple[str, str] | None) -> str:
     if place is not None:
         return f"it alone asks for {place[0].rpartition('.')[2]}, which the rank was at ({place[1]})"
     # A request of OpenAI's API has a value for each parameter.

@@ -153,7 +153,7 @@ class HangDetector:
                 if run.finished:
                     for line in run.conclusion.lines if run.conclusion is not None else ():
                         self._say(line)
-                    self._say(self._hang.in_words())
+                    self._say(str(self._hang))
 
     @property
     def _last_look(self) -> float:
@@ -325,7 +325,7 @@ class Hang:
         verdict = self.run.incident.verdict
         return verdict is not None and verdict.kind == "busy"
 
-    def in_words(self) -> str:
+    def __str__(self) -> str:
         """Return in one line what is known of it and where."""
         run = self.run
         words = run.incident.verdict.text if run.incident.verdict is not None else "no progress."

@@ -231,12 +231,12 @@ def _tell_environment(*, ready: bool) -> None:
         "arguments": redacted_fields(resolve() if callable(resolve) else fields_of(_server_args)),
         "versions": _versions(),
     }
-    descriptor = write_blob(json.dumps(facts, default=_in_words).encode())
+    descriptor = write_blob(json.dumps(facts, default=_as_text).encode())
     try:
         notify("environment", descriptor=descriptor, ready=ready)
     finally:
         os.close(descriptor)
 
 
-def _in_words(value: object) -> str:
+def _as_text(value: object) -> str:
     return redact(str(value), _server_args)[:_MAX_WORDS]
