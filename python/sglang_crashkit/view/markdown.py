@@ -1,4 +1,4 @@
-"""An incident as Markdown: ``summary.md``, the report for a bug tracker, and the little that a pod's status shows.
+"""An incident as Markdown, ``summary.md``, and the little that a pod's status shows.
 
 Plain Python, as the crash handler's child renders it: the import of Jinja2 alone would take that child 80 ms of CPU.
 """
@@ -12,8 +12,7 @@ from pathlib import Path
 
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.redact import redact_text
-from sglang_crashkit.view import model, terminal, words
-from sglang_crashkit.view.files import IncidentFiles
+from sglang_crashkit.view import model, words
 from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.visible import visible
 
@@ -65,36 +64,6 @@ def section_lines(section: model.Section, level: str = "#") -> Iterator[str]:
         yield from ("", *fenced(section.code))
     for part in section.parts:
         yield from ("", *section_lines(part, f"{level}#"))
-
-
-def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
-    """Return what goes into a bug report; without `messages` of exceptions of these only the frames."""
-    return visible("\n".join(_report(incident, files, messages)) + "\n")
-
-
-def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterator[str]:
-    verdict, cause = incident.verdict, incident.cause
-    yield f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}"
-    yield ""
-    # What to do next is for whoever runs the server; a command stands at the end.
-    screen = first_screen(incident)
-    ends = (place for place, line in enumerate(screen) if line.startswith("next    "))
-    yield from (*fenced(screen[: next(ends, len(screen))]), "")
-    if verdict is not None and verdict.text:
-        yield f"**Verdict** ({verdict.level})"
-        yield from (*fenced([verdict.text]), "")
-    if cause is not None:
-        yield f"**Cause** {cause.kind} ({cause.level})"
-        if cause.known_issues:
-            yield f"It looks like {', '.join(f'sgl-project/sglang#{one.issue}' for one in cause.known_issues)}."
-        yield ""
-    for title, lines in (
-        ("Environment", terminal.report_environment(incident, files)),
-        ("Stacks, innermost frame first", terminal.stack_lines(incident, files, messages=messages)),
-        ("Timeline", terminal.timeline_lines(incident)),
-    ):
-        if told := list(lines):
-            yield from (f"<details><summary>{title}</summary>", "", *fenced(told), "", "</details>", "")
 
 
 def fenced(lines: Iterable[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The parts of an incident as lines for a terminal: stacks, requests, timeline, environment."""
+"""The parts of an incident as lines, for a terminal and for a bug report: stacks, requests, timeline, environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import model, words
 from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, flat, requests_of, stacks_of
 from sglang_crashkit.view.files import IncidentFiles
+from sglang_crashkit.view.first_screen import first_screen
+from sglang_crashkit.view.markdown import fenced
 from sglang_crashkit.view.steps import tables_of
+from sglang_crashkit.visible import visible
 
 #: Of the exception of the first failure.
 _MAX_BYTES = 1 << 20
@@ -95,7 +98,7 @@ def environment_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]
         yield from (f"{name}  {value}" for name, value in flat(whole))
 
 
-def report_environment(incident: Incident, files: IncidentFiles) -> Iterator[str]:
+def _report_environment(incident: Incident, files: IncidentFiles) -> Iterator[str]:
     """Yield what a bug report tells of the environment: the command, the versions, the GPUs."""
     whole = files.read_object(ENVIRONMENT)
     if command := whole.get("command_line"):
@@ -103,3 +106,33 @@ def report_environment(incident: Incident, files: IncidentFiles) -> Iterator[str
     versions = whole.get("versions", {}) if whole else incident.surroundings.versions
     yield from (f"{name} {version}" for name, version in (versions.items() if isinstance(versions, dict) else ()))
     yield from incident.gpus.lines if incident.gpus is not None else ()
+
+
+def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
+    """Return what goes into a bug report; without `messages` of exceptions of these only the frames."""
+    return visible("\n".join(_report(incident, files, messages)) + "\n")
+
+
+def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterator[str]:
+    verdict, cause = incident.verdict, incident.cause
+    yield f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}"
+    yield ""
+    # What to do next is for whoever runs the server; a command stands at the end.
+    screen = first_screen(incident)
+    ends = (place for place, line in enumerate(screen) if line.startswith("next    "))
+    yield from (*fenced(screen[: next(ends, len(screen))]), "")
+    if verdict is not None and verdict.text:
+        yield f"**Verdict** ({verdict.level})"
+        yield from (*fenced([verdict.text]), "")
+    if cause is not None:
+        yield f"**Cause** {cause.kind} ({cause.level})"
+        if cause.known_issues:
+            yield f"It looks like {', '.join(f'sgl-project/sglang#{one.issue}' for one in cause.known_issues)}."
+        yield ""
+    for title, lines in (
+        ("Environment", _report_environment(incident, files)),
+        ("Stacks, innermost frame first", stack_lines(incident, files, messages=messages)),
+        ("Timeline", timeline_lines(incident)),
+    ):
+        if told := list(lines):
+            yield from (f"<details><summary>{title}</summary>", "", *fenced(told), "", "</details>", "")

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Write it."""
     from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.view.files import IncidentFiles
-    from sglang_crashkit.view.markdown import format_report
+    from sglang_crashkit.view.terminal import format_report
 
     incident = find_incident(args.incident, args.folder)
     document = incident.document or {}

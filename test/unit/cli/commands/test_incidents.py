@@ -156,7 +156,7 @@ def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
 AS_NOBODY = """
 import os, sys
 import sglang_crashkit.kernel.guarded_read, sglang_crashkit.view.by_fault
-import sglang_crashkit.cli.crash_folder, sglang_crashkit.view.markdown, sglang_crashkit.view.steps
+import sglang_crashkit.cli.crash_folder, sglang_crashkit.view.terminal
 from sglang_crashkit.cli import main
 for name in ("incidents", "show", "bundle", "steps"):
     main.build_parser(name)
