@@ -302,11 +302,6 @@ def _give_up_stacks(incident: Incident) -> Iterator[str]:
                 piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
 
 
-def without_requests(steps: Sequence[Step]) -> list[Step]:
-    """Return steps without their requests, which of a thousand steps take tens of megabytes; the file has them."""
-    return [replace(step, requests=()) for step in steps]
-
-
 def divergence_of(
     incident: Incident, steps: Mapping[int, Sequence[Step]], folder: Path, opened: float, read_at: float
 ) -> Divergence | None:
@@ -323,7 +318,7 @@ def divergence_of(
     moment = Moment(opened, name, read_at)
     ranks = [
         RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid)
-        for report in incident.processes
+        for report in sorted(incident.processes, key=lambda report: report.pid)
         if report.is_rank
     ]
     if not any(one.steps for one in ranks):

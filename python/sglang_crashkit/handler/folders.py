@@ -302,6 +302,11 @@ class Place:
             return None
         return path if is_record else None
 
+    def drop_record(self, record: str | None) -> None:
+        """Remove the record that a rank left which ended as it was asked to."""
+        if (path := self.record_of(record)) is not None:
+            path.unlink(missing_ok=True)
+
     def remove_own(self) -> None:
         """Remove what is this server's alone; a record that nobody took in stays."""
         shutil.rmtree(self.runtime, ignore_errors=True)

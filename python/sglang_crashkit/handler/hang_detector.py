@@ -31,10 +31,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, by_last_sign
-from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.incident import IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
-from sglang_crashkit.handler.state import Seen
+from sglang_crashkit.handler.triage import Seen
 from sglang_crashkit.incident.judging import BUSY_TOO_LONG
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.titles import NEEDED
@@ -136,7 +136,7 @@ class HangDetector:
             # A look that comes late saw nothing of what it missed.
             self._look(min(now - last_look, 2 * self._interval_secs))
         if self._hang is not None and self._clock() >= self._hang.next_snapshot:
-            if self._session.gpus.writing_cores:
+            if self._session.writing_cores:
                 # A snapshot may signal the processes.
                 self._hang.next_snapshot = self._clock() + self._interval_secs
             elif not self._hang.run.is_open:
@@ -311,7 +311,7 @@ class Hang:
 
     def take_snapshot(self) -> bool:
         """Take the snapshot that is due, and say whether it was the last one."""
-        self.run.capture()
+        self.run.take(Moment.CAPTURE)
         self._snapshots += 1
         is_last = self._snapshots >= SNAPSHOTS
         if is_last:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,15 +20,13 @@ import msgspec
 
 from sglang_crashkit import __version__
 from sglang_crashkit.handler.collectors import process_evidence
-from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
+from sglang_crashkit.handler.collectors.requests import add, requests_of
 from sglang_crashkit.handler.findings import (
     Conclusion,
     Counting,
     conclude,
     conclude_plainly,
-    divergence_of,
     incident_with_core,
-    without_requests,
 )
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
@@ -36,12 +37,11 @@ from sglang_crashkit.kernel.forked import MAX_ANSWER, call_within
 from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
-    Collectives,
     Evidence,
+    EvidenceKind,
     FailureEvent,
     HandlerInfo,
     Incident,
-    JournaledRequests,
     LastSign,
     ProcessReport,
     Requests,
@@ -51,7 +51,6 @@ from sglang_crashkit.model.incident import (
 )
 from sglang_crashkit.model.log import LOG, IncidentLog
 from sglang_crashkit.model.peers import LostPeer
-from sglang_crashkit.model.step import PHASES, Step
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import Settings
 
@@ -64,11 +63,68 @@ _MAX_PEERS, _MAX_WAITING = 64, 1024
 #: The longest that an incident is judged and rendered, or only rendered, and that the judge is asked while others wait,
 #: in seconds; and what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
 _CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 20
-#: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
-_NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
-
 
 _Made = TypeVar("_Made", bound=msgspec.Struct)
+
+
+class Moment(Enum):
+    """When a kind of evidence is taken: what perishes first, first."""
+
+    CAPTURE = "as the incident begins, and again for each sample more"
+    ASK = "once the samples are there"
+    STOP = "as the incident ends, when all that was asked is answered: it stops the processes for a moment"
+    CORE = "after that: who writes a core does nothing else"
+    WRITE = "last: it is held in memory that outlives the processes"
+
+
+class Awaited:
+    """Evidence that comes while the crash handler goes on; the end of its incident waits for it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is waited for."""
+        raise NotImplementedError
+
+    @property
+    def look_secs(self) -> float:
+        """How often it is looked at."""
+        return 0.1
+
+    @property
+    def secs_left(self) -> float | None:
+        """How long it takes yet, where whoever waits for the incident is to be told; None where it is a moment."""
+        return None
+
+    def pids_of(self, _kind: EvidenceKind) -> Set[int]:
+        """Return the processes of which evidence of a kind is to come."""
+        return frozenset()
+
+    def look(self) -> None:
+        """Take in what is whole by now."""
+        raise NotImplementedError
+
+    def give_up(self, reason: str) -> None:
+        """Wait no longer for what is not whole yet, for a reason that is noted."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Collector:
+    """A kind of evidence.
+
+    Attributes:
+        name: what the log calls it where it fails.
+        moment: at which moment of an incident it is taken.
+        when: of which incidents it is taken.
+        take: takes it, or begins to.
+        deadline: until when it may take, by the monotonic clock, where its moment began at the second argument.
+    """
+
+    name: str
+    moment: Moment
+    when: Callable[[IncidentRun], bool]
+    take: Callable[[IncidentRun, float], Awaited | None]
+    deadline: Callable[[IncidentRun, float], float]
 
 
 class IncidentRun:
@@ -79,12 +135,16 @@ class IncidentRun:
             ``snapshot``. The first three are that of the event, and in the end that of the first failure, as is a
             ``child_failure``, which the main process reported, where the failure of a child was seen.
         runtime: where the server's processes say which stack hooks they have.
+        collectors: the table; see `handler.evidence`.
+        note_error: is told which of them failed, and why: one that fails costs no other.
 
     Attributes:
-        steps: the last steps of the schedulers without their requests, by pid, in order of their numbers; until it is
-            finished.
         opened: since when it is gathered, by the monotonic clock.
-        captured: what the living processes did was captured.
+        captures: by which means the living processes may be looked at.
+        rounds: how often their stacks were taken.
+        is_fatal_hang: upstream ends the server for the hang.
+        is_ending: the server ends for what happened.
+        begun: the requests that were in a step of a rank; until it is finished.
         finished: it is complete; what is added still is written anew.
         conclusion: what is made of it; None until it is finished.
     """
@@ -97,22 +157,20 @@ class IncidentRun:
         folder: IncidentFolder,
         runtime: Path,
         settings: Settings,
+        collectors: Sequence[Collector] = (),
+        note_error: Callable[[str, Exception], object] = lambda *_: None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.tree, self.runtime, self.settings = folder, tree, runtime, settings
         self.opened = time.monotonic()
-        self.captured = self.finished = self._discarded = False
+        self.captures, self.rounds = Capture.NONE, 0
+        self.is_fatal_hang = self.is_ending = self.finished = self._discarded = False
         self.conclusion: Conclusion | None = None
         self._is_stale = False
-        self.steps: dict[int, Sequence[Step]] = {}
-        self._begun: set[str] = set()
-        self._tree = tree
-        self._runtime = runtime
-        self._settings = settings
-        self._steps_at = 0.0
+        self.begun: set[str] = set()
+        self._collectors, self._note_error = collectors, note_error
+        self._moments: set[Moment] = set()
+        self._awaited: list[Awaited] = []
         self._log = IncidentLog()
-        self._is_fatal_hang = False
-        self._snapshots = 0
-        self._captures = Capture.NONE
         root, own = tree.root, procfs.read_stat(os.getpid())
         assert own is not None
         host, ticks = socket.gethostname(), root.handle.start_ticks
@@ -140,6 +198,70 @@ class IncidentRun:
         """Whether it is neither finished nor removed."""
         return not self.finished and not self._discarded
 
+    # -- evidence
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether evidence is waited for."""
+        return bool(self._awaited)
+
+    @property
+    def secs_left(self) -> float | None:
+        """How long that takes yet, as whoever waits for the incident is to know; see `Awaited.secs_left`."""
+        return max((secs for one in self._awaited if (secs := one.secs_left) is not None), default=None)
+
+    @property
+    def captured(self) -> bool:
+        """Whether what the living processes did was captured."""
+        return self.has_come_to(Moment.CAPTURE)
+
+    def has_come_to(self, moment: Moment) -> bool:
+        """Say whether anything of a moment was taken."""
+        return moment in self._moments
+
+    def take(self, moment: Moment) -> None:
+        """Take what is taken at a moment, all but samples once."""
+        if moment in self._moments and moment is not Moment.CAPTURE:
+            return
+        self._moments.add(moment)
+        began = time.monotonic()
+        for one in self._collectors:
+            if one.moment is moment and one.when(self):
+                try:
+                    if (awaited := one.take(self, one.deadline(self, began))) is not None:
+                        self._awaited.append(awaited)
+                except Exception as error:  # noqa: BLE001 - told in the log and the incident
+                    self._note_error(one.name, error)
+        self._awaited = [one for one in self._awaited if not one.is_done]
+
+    def pids_of(self, kind: EvidenceKind) -> Set[int]:
+        """Return the processes of which evidence of a kind is to come."""
+        return frozenset[int]().union(*(one.pids_of(kind) for one in self._awaited))
+
+    def next_look(self) -> float:
+        """Return when `look` has something to do, by the monotonic clock."""
+        return time.monotonic() + min((one.look_secs for one in self._awaited), default=float("inf"))
+
+    def look(self) -> None:
+        """Take in what is whole by now."""
+        self._each_awaited(lambda one: one.look())
+
+    def give_up(self, reason: str) -> None:
+        """Wait no longer for what is not whole yet, for a reason that is noted."""
+        self._each_awaited(lambda one: one.give_up(reason))
+
+    def _each_awaited(self, do: Callable[[Awaited], None]) -> None:
+        left = []
+        for one in self._awaited:
+            try:
+                do(one)
+                left += [] if one.is_done else [one]
+            except Exception as error:  # noqa: BLE001 - as above; nobody waits for it any more
+                self._note_error(f"the answer to {type(one).__name__}", error)
+        self._awaited = left
+
+    # -- what comes
+
     def add_remark(self, sentence: str) -> None:
         """Add a sentence to the verdict, also once the incident is finished."""
         self.incident.remarks.append(sentence)
@@ -160,6 +282,8 @@ class IncidentRun:
 
     def checkpoint(self) -> None:
         """Log what came: whatever kills this process next, it is on disk. A finished one is stale then."""
+        if self._discarded:
+            return
         try:
             self.folder.append(LOG, self._log.lines(self.incident))
             self._log.keep()
@@ -182,26 +306,18 @@ class IncidentRun:
 
     def _conclude(self, counting: Counting | None) -> Conclusion | None:
         """Have the incident judged and rendered in a child; None where that fails."""
-        return self._made_within(
-            _CONCLUDE_SECS,
-            Conclusion,
-            lambda: conclude(self.incident, self.folder, counting),
-            "judged",
-            most=_MAX_CONCLUSION,
-        )
+        make = functools.partial(conclude, self.incident, self.folder, counting)
+        return self._made_within(_CONCLUDE_SECS, Conclusion, make, "judged", _MAX_CONCLUSION)
 
     def _conclude_plainly(self) -> Conclusion:
         """Return who failed first, without the judge; where even that fails, that nothing can be told."""
-        made = self._made_within(
-            _PLAIN_SECS, Conclusion, lambda: conclude_plainly(self.incident, self.folder), "rendered"
-        )
-        if made is not None:
+        make = functools.partial(conclude_plainly, self.incident, self.folder)
+        if (made := self._made_within(_PLAIN_SECS, Conclusion, make, "rendered")) is not None:
             return made
         words = "The incident could not be judged: the crash handler's log says why."
         self.incident.verdict = Verdict("unknown", None, "unknown", words, [words])
-        return Conclusion(
-            self.incident.to_json(), f"# {self.incident.kind}\n\n{words}\n", None, [words], [words], words
-        )
+        summary = f"# {self.incident.kind}\n\n{words}\n"
+        return Conclusion(self.incident.to_json(), summary, None, [words], [words], words)
 
     def _made_within(
         self, secs: float, kind: type[_Made], make: Callable[[], _Made], done: str, most: int = MAX_ANSWER
@@ -254,64 +370,12 @@ class IncidentRun:
 
     def permit(self, captures: Capture) -> None:
         """Let the living processes be looked at by these means, too."""
-        self._captures = max(self._captures, captures, key=list(Capture).index)
-
-    def capture(self) -> None:
-        """Capture what the living processes are doing; the dead ones are told from them first.
-
-        May be called again: of a hang, each time is a snapshot of its own, for comparison.
-        """
-        started = clock.now()
-        for process in self._tree:
-            if not process.is_ignorable:
-                self.report(process)
-        living = self._tree.alive()
-        reports = {process.pid: self.report(process) for process in living}
-        if self._snapshots == 0:
-            for report in reports.values():
-                # Of one that was opened without stacks.
-                report.evidence = [piece for piece in report.evidence if piece.kind not in ("proc_state", "stack")]
-            process_evidence.capture_states(living, reports)
-        self._snapshots += 1
-        if self._captures is Capture.NONE:
-            _skip_stacks(reports, "nothing of this server failed")
-        elif self._settings.stacks:
-            number = self._snapshots if self.incident.kind == "hang" else None
-            secs, may_signal = self._settings.capture_secs, self._captures is Capture.FULL
-            process_evidence.capture_stacks(
-                living, reports, self.folder, self._runtime, secs, number, may_signal=may_signal
-            )
-        elif self._snapshots == 1:
-            _skip_stacks(reports, "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
-        self.captured = True
-        self.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - started, 4))
-        self.checkpoint()
+        self.captures = max(self.captures, captures, key=list(Capture).index)
 
     def ask(self) -> None:
         """Have the judge say in a child what is known by now, such as whether ranks are at work."""
         told = self._made_within(_ASK_SECS, Verdict, lambda: judge(self.incident, self.folder.path), "judged")
         self.incident.verdict = told or judge(self.incident, None)
-
-    def capture_native(self) -> None:
-        """Take the native stacks of the server's own processes that still live, where they are asked for.
-
-        It stops each of them for a moment, so by itself it is done only to a server that will end for what happened.
-        """
-        # What somebody set stands; by itself the kit does not stop a process that goes on.
-        wanted = self._settings.native
-        seconds = min(_NATIVE_SECS, self._left_secs() - _WRITING_SECS)
-        of_itself = self._is_fatal_hang and self._captures is Capture.FULL
-        if not (self._settings.stacks and (of_itself if wanted is None else wanted)) or seconds <= 0:
-            return
-        started = clock.now()
-        living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
-        reports = {process.pid: self.report(process) for process in living}
-        process_evidence.capture_native_stacks(living, reports, self.folder, seconds)
-        self.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - started, 4))
-        self.checkpoint()
-
-    def _left_secs(self) -> float:
-        return self.opened + self._settings.budget_secs - time.monotonic()
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
@@ -337,7 +401,7 @@ class IncidentRun:
         """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
         if self.finished or self.incident.failures:
             return
-        for process in self._tree:
+        for process in self.tree:
             if process.exited_at is not None and process.may_be_worker:
                 process.is_awaited = True
                 self.add_exit(process)
@@ -385,19 +449,11 @@ class IncidentRun:
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
         """Take in that a process's watchdog, which says ``name``, ``silent_secs`` and ``soft``, saw no progress."""
         said = {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
-        self._is_fatal_hang = self._is_fatal_hang or said["soft"] is not True
+        self.is_fatal_hang = self.is_fatal_hang or said["soft"] is not True
         how_long = f" for {said['silent_secs']:g} s" if said["silent_secs"] is not None else ""
         message = f"made no progress{how_long}: its watchdog timed out"
         self.incident.failures.append(FailureEvent(process.pid, seconds, "hang", message))
         self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **said)
-
-    def list_processes(self) -> None:
-        """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
-        living = [process for process in self._tree.alive() if not process.is_ignorable]
-        reports = {process.pid: self.report(process) for process in living}
-        process_evidence.capture_states(living, reports)
-        _skip_stacks(reports, "none are taken for what another server did")
-        self.checkpoint()
 
     def add_peer(self, seconds: float, peer: LostPeer) -> bool:
         """Take in that SGLang gave up another server of the pair, also once it is finished; say whether that is new."""
@@ -434,26 +490,6 @@ class IncidentRun:
         self.note(clock.now(), event, reason=told.reason, path=told.path)
         self.checkpoint()
 
-    def set_journal(self, told: JournaledRequests, checks: frozenset[str] = frozenset()) -> None:
-        """Take in what the journals told, which count where the server did not, and the ids of health checks."""
-        add_journal(self.incident.requests, told)
-        for report in self.incident.processes:
-            if report.steps is not None:
-                report.steps.checks = checks
-        self.note(clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
-        self.checkpoint()
-
-    def add_steps(self, process: TrackedProcess, steps: Sequence[Step]) -> None:
-        """Take in the last steps of a scheduler, by number."""
-        self._begun.update(one.rid for step in steps if step.phase != PHASES[0] for one in step.requests)
-        self.steps[process.pid] = without_requests(steps)
-        self._steps_at = self._steps_at or time.monotonic()
-
-    def set_collectives(self, told: Collectives) -> None:
-        """Take in what the flight recorders told."""
-        self.incident.collectives = told
-        self.checkpoint()
-
     def add_silence(self, process: TrackedProcess, sign: Heartbeat | None, secs: float, how: str = "") -> None:
         """Take in that a scheduler gave no sign for so many seconds, the last of which was `sign`.
 
@@ -463,7 +499,7 @@ class IncidentRun:
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
         message = f"{how} for {secs:.1f} s"
         if sign is not None:
-            self._note_last_sign(process, sign, secs)
+            self.set_last_sign(process, sign, secs)
             details |= {"doing": sign.doing, "batches": sign.batches}
             message = f"made no progress for {secs:.1f} s; the last sign was of {sign.doing}"
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
@@ -472,15 +508,8 @@ class IncidentRun:
         else:
             self.incident.failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
-    def add_last_signs(self, signs: Mapping[int, Heartbeat]) -> None:
-        """Take in what the heartbeats of the schedulers that died said last, by pid, which needs no stack."""
-        now, at = clock.now(), time.monotonic()
-        for process in self._tree:
-            if process.exited_at is not None and (sign := signs.get(process.pid)) is not None:
-                # The heartbeat is of the monotonic clock.
-                self._note_last_sign(process, sign, process.exited_at - now + at - sign.at)
-
-    def _note_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> None:
+    def set_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> None:
+        """Take in what the heartbeat of a scheduler said last, so many seconds before it died or was looked at."""
         before = round(max(0.0, secs), 3)
         last = LastSign(sign.doing, sign.batches, sign.requests, sign.mode, sign.tokens, before)
         self.report(process).last_sign = last
@@ -491,18 +520,16 @@ class IncidentRun:
         Raises:
             OSError: the disk is full or the folder is gone.
         """
-        for process in self._tree:
+        for process in self.tree:
             if process.exited_at is not None and not process.is_ignorable:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
-        self.incident.divergence = divergence_of(
-            self.incident, self.steps, self.folder.path, self.opened, self._steps_at
-        )
         self._take_kind()
         self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.checkpoint()
         self.incident.complete = True
-        counting = Counting(self._settings.full_per_fault, self._begun, self._left_secs())
+        left_secs = self.opened + self.settings.budget_secs - time.monotonic()
+        counting = Counting(self.settings.full_per_fault, self.begun, left_secs)
         made = self._conclude(counting) or self._conclude_plainly()
         self._take(made)
         with contextlib.suppress(OSError):
@@ -510,16 +537,14 @@ class IncidentRun:
                 self.folder.remove(name)
         path = self.folder.publish()
         self.finished = True
-        # Megabytes that only a running incident needs.
-        self.steps.clear()
-        self._begun.clear()
+        self.begun.clear()
         logger.info("incident %s: %s", path, self.incident.verdict.text if self.incident.verdict else "")
         return path
 
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
         self.incident.verdict = self.incident.verdict or judge(self.incident, None)
-        return incident_with_core(self.incident, self.folder, self._settings.full_per_fault)
+        return incident_with_core(self.incident, self.folder, self.settings.full_per_fault)
 
     def _take_kind(self) -> None:
         """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
@@ -537,13 +562,8 @@ class IncidentRun:
         report = self.report(process)
         raised = any(failure.pid == process.pid and failure.kind == "exception" for failure in self.incident.failures)
         process_evidence.note_exit(report, process, raised=raised)
-        if self._settings.stacks:
-            process_evidence.take_fault(process, report, self.folder, self._runtime)
-
-
-def _skip_stacks(reports: Mapping[int, ProcessReport], reason: str) -> None:
-    for report in reports.values():
-        report.evidence.append(Evidence("stack", "skipped", reason=reason))
+        if self.settings.stacks:
+            process_evidence.take_fault(process, report, self.folder, self.runtime)
 
 
 def _sglang_version() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
-from sglang_crashkit.handler.state import Seen
+from sglang_crashkit.handler.triage import Seen
 from sglang_crashkit.model.peers import LostPeer, describe
 from sglang_crashkit.policy import Event
 
@@ -61,6 +61,7 @@ class LostPeers:
         seen = Seen("observed", witness.pid, witness.role, secs=_OBSERVED_SECS, **its)  # type: ignore[arg-type]
         run = self._session.open_observed(seen, witness)
         if run is not None:
-            run.list_processes()
             self._run, self._began = run, now
+            # Who is there and in which state: what happened, happened elsewhere.
+            self._session.capture()
         return run

@@ -152,6 +152,10 @@ class TrackedProcess:
         parent = self.parent
         return parent is not None and parent.exited_at is not None and parent.exited_at <= self.exited_at
 
+    def mark_exited(self) -> None:
+        """Note when its exit was noticed, which is now, once."""
+        self.exited_at = self.exited_at or clock.now()
+
     def exit_status(self) -> ExitStatus:
         """How it ended; see `ProcessHandle.exit_status`."""
         return self.handle.exit_status()
@@ -325,8 +329,10 @@ class ProcessTree:
             if process.exited_at is not None and not process.is_root:
                 self.forget(process)
 
-    def forget_unknown(self) -> None:
-        """Of the children that died before they said what they are keep the latest."""
+    def keep(self, process: TrackedProcess) -> None:
+        """Keep a child that died before it said what it is; of such ones the latest are kept."""
+        # How it ended is known by now as well as it will be.
+        process.handle.close()
         kept = [process for process in self if process.exited_at is not None and process.is_unknown]
         for process in kept[:-_MAX_UNEXPLAINED]:
             self.forget(process)

@@ -19,7 +19,7 @@ from sglang_crashkit.handler.lost_peers import LostPeers
 from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
-from sglang_crashkit.handler.state import Seen
+from sglang_crashkit.handler.triage import Seen
 from sglang_crashkit.kernel import clock, forked, procfs
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.policy import Mode
@@ -79,7 +79,7 @@ class CrashHandler:
         logger.info("watching server %d, incidents go to %s", self.tree.root.pid, self._place.host_folder)
         next_scan = 0.0
         self._guard("the limit of open files", self.session.shortages.raise_limit)
-        self._guard("the watch for Xid events", self.session.gpus.watch)
+        self._guard("the watch for Xid events", self.session.driver.watch)
         try:
             while not self._done():
                 if time.monotonic() >= next_scan:

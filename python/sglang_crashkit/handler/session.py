@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.gpu import GpuEvidence
-from sglang_crashkit.handler.collectors.received import Received, secs_before
+from sglang_crashkit.handler.collectors.gpu import Driver
+from sglang_crashkit.handler.collectors.received import Received
+from sglang_crashkit.handler.evidence import collectors_of, secs_before_memory
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.incident import IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog
 from sglang_crashkit.handler.shortages import Shortages
-from sglang_crashkit.handler.state import Action, ActionKind, Seen
-from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
+from sglang_crashkit.handler.triage import Action, ActionKind, Seen, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_termination_message
 from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
@@ -35,11 +35,6 @@ logger = logging.getLogger(__name__)
 #: A scheduler whose server's health check failed is silent when it gave no sign for so long, in seconds: an idle one
 #: gives one every second.
 SILENT_SECS = 2.0
-#: One sample does not tell who stays where he is from who passes by. The second one is taken this much later, in
-#: seconds: upstream ends such a server within 5 s.
-_SECOND_SAMPLE_SECS = 0.7
-#: Whether a rank that raised has told what it alone can tell is looked at this often, in seconds.
-_RAISED_SECS = 0.03
 #: An incident that could not be finished so many times is left as its last checkpoint has it.
 _MAX_FINISHES = 3
 
@@ -52,6 +47,11 @@ class Subject:
     seconds: float
     message: Message | None = None
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What was said; empty where nothing was."""
+        return self.message.fields if self.message is not None else {}
+
 
 class Session:
     """The one incident that events of now belong to, if there is any.
@@ -61,7 +61,7 @@ class Session:
         run: what the incident gathered; None where nothing happened yet.
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
         begin_hang_at_end: looks for a hang, as the server is asked to end.
-        gpus: what `run` asks of the GPUs.
+        driver: of the server's GPUs.
         page: what makes a page of an incident that is whole.
         commands: runs the user's command for an incident that is whole.
         shortages: says what this process is short of.
@@ -74,13 +74,13 @@ class Session:
         place: Place,
         settings: Settings,
     ) -> None:
-        self.triage = Triage(tree.root.pid, secs_before(settings.budget_secs))
+        self.triage = Triage(tree.root.pid, secs_before_memory(settings.budget_secs))
         self.run: IncidentRun | None = None
         self.hang: IncidentRun | None = None
         self.begin_hang_at_end: Callable[[], None] = lambda: None
         self.log = ServerLog(tree.root, place.runtime)
         self.received = Received(tree, settings)
-        self.gpus = GpuEvidence(tree, place, settings)
+        self.driver = Driver(is_on=settings.gpu_facts)
         self.page = HtmlPage(settings.html)
         self.commands = Commands()
         self.shortages = Shortages(self.log)
@@ -92,9 +92,7 @@ class Session:
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
         self._exiting: list[Message] = []
         self._raised: list[Message] = []
-        self._sampled_again: IncidentRun | None = None
-        self._second_sample = float("inf")
-        self._finishes_after_it = False
+        self._collectors = collectors_of(self.received, self.driver)
         self._failed_finishes = 0
 
     # -- what happens, and what is decided
@@ -129,7 +127,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - as above
             self.note_error(f"the exit of process {process.pid}", error, "could not be taken in")
         finally:
-            process.exited_at = process.exited_at or clock.now()
+            process.mark_exited()
 
     def _take_exit(self, process: TrackedProcess) -> None:
         expected = self.triage.shutdown.expected
@@ -151,108 +149,60 @@ class Session:
         self.take(seen, Subject(process, clock.now()))
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
-        process, run, message = subject.process, self.run, subject.message
-        match action.do:
-            case ActionKind.OPEN:
-                self._open(action.kind, action.words, subject)
-            case ActionKind.MARK_EXITED:
-                process.exited_at = process.exited_at or clock.now()
-            case ActionKind.KEEP_PROCESS:
-                # How it ended is known by now as well as it will be.
-                process.handle.close()
-                self._tree.forget_unknown()
-            case ActionKind.FORGET_PROCESS:
-                self._tree.forget(process)
-            case ActionKind.CAPTURE:
-                self.capture()
-            case ActionKind.FINISH:
-                self.finish(after_second_sample=message is not None and message.event == "crash_dump_ended")
-            case ActionKind.FORGET:
-                self._forget()
-            case ActionKind.DISCARD:
-                self._discard()
-            case ActionKind.LEARN_RANKS if message is not None:
-                expected = self.triage.shutdown.expected
-                for rank, is_exit in learn_ranks(self._tree, message.fields, subject.seconds, expected):
-                    if run is not None and is_exit:
-                        run.add_exit(rank)
-                    elif run is not None and not run.finished:
-                        run.count_exit(rank)
-            case ActionKind.DROP_RECORD if message is not None:
-                if (record := self._place.record_of(message.fields.get("record"))) is not None:
-                    record.unlink(missing_ok=True)
-            case ActionKind.LOOK_FOR_SILENCE:
-                self.begin_hang_at_end()
-            case ActionKind.CLOSE_JOURNALS:
-                self.received.forget_requests()
-            case _:
-                if message is not None:
-                    self._answer_by(action, message)
-                if run is not None:
-                    self._add_to(run, action, subject)
+        process, message = subject.process, subject.message
+        steps: dict[ActionKind, Callable[[], object]] = {
+            ActionKind.OPEN: lambda: self._open(action.kind, action.words, subject),
+            ActionKind.CAPTURE: self.capture,
+            ActionKind.CAPTURE_AGAIN: self._sample_again,
+            ActionKind.TELL: self._tell_server,
+            ActionKind.FINISH: self.finish,
+            ActionKind.FORGET: self._forget,
+            ActionKind.DISCARD: self._discard,
+            ActionKind.MARK_EXITED: process.mark_exited,
+            ActionKind.KEEP_PROCESS: lambda: self._tree.keep(process),
+            ActionKind.FORGET_PROCESS: lambda: self._tree.forget(process),
+            ActionKind.LEARN_RANKS: lambda: self._learn_ranks(subject),
+            ActionKind.DROP_RECORD: lambda: self._place.drop_record(subject.fields.get("record")),
+            ActionKind.LOOK_FOR_SILENCE: lambda: self.begin_hang_at_end(),
+            ActionKind.CLOSE_JOURNALS: self.received.forget_requests,
+        }
+        if message is not None:
+            steps |= self._answers_to(message)
+        if self.run is not None:
+            steps |= self._additions_to(self.run, action, subject)
+        # What is to be added to an incident, or answered, is nothing without one.
+        steps.get(action.do, lambda: None)()
 
-    def _add_to(self, run: IncidentRun, action: Action, subject: Subject) -> None:
-        process, seconds = subject.process, subject.seconds
-        fields = subject.message.fields if subject.message is not None else {}
-        match action.do:
-            case ActionKind.PERMIT:
-                run.permit(action.captures)
-            case ActionKind.ADD_EXIT:
-                run.add_exit(process)
-            case ActionKind.ADD_EXCEPTION:
-                record = self._place.record_of(fields.get("record"))
-                run.add_exception(process, seconds, fields.get("message", ""), record)
-            case ActionKind.ADD_HANG:
-                run.add_hang(process, seconds, fields)
-            case ActionKind.ADD_REQUESTS:
-                run.add_requests(fields)
-            case ActionKind.SET_REQUESTS:
-                run.set_requests({"reason": action.words})
-            case ActionKind.ADD_SILENCE:
-                for heartbeat in self.received.heartbeats.silent(SILENT_SECS):
-                    run.add_silence(heartbeat.process, heartbeat.sign, heartbeat.silent_secs)
-            case ActionKind.NAME_UNKNOWN:
-                run.name_unknown()
-            case ActionKind.NOTE:
-                self._note(run, action.words, subject)
-            case ActionKind.CAPTURE_AGAIN:
-                self._sampled_again, self._second_sample = run, time.monotonic() + _SECOND_SAMPLE_SECS
-            case ActionKind.TELL:
-                self._tell_server(run)
-            case ActionKind.WRITE:
-                self._write(run)
+    def _additions_to(
+        self, run: IncidentRun, action: Action, subject: Subject
+    ) -> dict[ActionKind, Callable[[], object]]:
+        process, seconds, fields = subject.process, subject.seconds, subject.fields
+        return {
+            ActionKind.PERMIT: lambda: run.permit(action.captures),
+            ActionKind.NOTE: lambda: self._note(run, action.words, subject),
+            ActionKind.ADD_EXIT: lambda: run.add_exit(process),
+            ActionKind.ADD_EXCEPTION: lambda: run.add_exception(
+                process, seconds, fields.get("message", ""), self._place.record_of(fields.get("record"))
+            ),
+            ActionKind.ADD_HANG: lambda: run.add_hang(process, seconds, fields),
+            ActionKind.ADD_REQUESTS: lambda: run.add_requests(fields),
+            ActionKind.SET_REQUESTS: lambda: run.set_requests({"reason": action.words}),
+            ActionKind.ADD_SILENCE: lambda: self._add_silence(run),
+            ActionKind.NAME_UNKNOWN: run.name_unknown,
+            ActionKind.WRITE: lambda: self._write(run),
+        }
 
-    def _note(self, run: IncidentRun, event: str, subject: Subject) -> None:
-        message = subject.message
-        if message is None:
-            run.note(clock.now(), event, seconds=self._settings.budget_secs)
-            return
-        said = {}
-        if event == "teardown":
-            said = {"tree_of": message.fields.get("pid"), "by_server": message.pid == self._tree.root.pid}
-        elif "message" in message.fields:
-            said = {"message": message.fields["message"].encode(errors="backslashreplace").decode()}
-        run.note(subject.seconds, event, pid=message.pid, **said)
-
-    def _answer_by(self, action: Action, message: Message) -> None:
-        run, answer = self.run, functools.partial(self._mailbox.acknowledge, message)
-        match action.do:
-            case ActionKind.ANSWER:
-                self._answer(message)
-            case ActionKind.ANSWER_WHEN_FINISHED:
-                self._answers.add(message, self.gpus.cores_secs_left)
-            case ActionKind.ANSWER_CAPTURED:
-                self._raised.append(message)
-                self._release_raised()
-            case ActionKind.ANSWER_STACKS:
-                # Those of an incident that is over are not what the sender wants to know.
-                known = run if run is not None and not run.finished else None
-                answer(captured=known.stacks if known else 0, incident=known and known.incident.id)
-            case ActionKind.ANSWER_SAVED:
-                answer(ack="saved")
-            case ActionKind.ANSWER_ORDERLY:
-                logger.info("process %d saved its requests because other processes got SIGTERM, too", message.pid)
-                answer(ack="finished", path=None, orderly=True)
+    def _answers_to(self, message: Message) -> dict[ActionKind, Callable[[], object]]:
+        return {
+            ActionKind.ANSWER: lambda: self._answer(message),
+            ActionKind.ANSWER_WHEN_FINISHED: lambda: self._answers.add(message, self._secs_left),
+            ActionKind.ANSWER_CAPTURED: lambda: self._answer_captured(message),
+            ActionKind.ANSWER_STACKS: lambda: self._answer_stacks(message),
+            ActionKind.ANSWER_SAVED: lambda: self._mailbox.acknowledge(message, ack="saved"),
+            ActionKind.ANSWER_ORDERLY: lambda: self._mailbox.acknowledge(
+                message, ack="finished", path=None, orderly=True
+            ),
+        }
 
     # -- the incident
 
@@ -271,21 +221,19 @@ class Session:
         run = self.run
         if run is None or run.captured:
             return
-        try:
-            run.capture()
-            if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
-                self.gpus.ask(run)
-        except Exception as error:  # noqa: BLE001 - as above
-            run.captured = True
-            self.note_error("capture", error)
+        run.take(Moment.CAPTURE)
+        if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
+            run.take(Moment.ASK)
         # Whatever came of it: what is done to the server follows from the failure, and not from the stacks.
-        self.take(Seen("captured"))
+        self.triage.done(ActionKind.CAPTURE, time.monotonic())
 
-    def finish(self, *, after_second_sample: bool = False) -> None:
-        """Write the incident and answer those that wait for it; where a second sample is to come, after that."""
-        if after_second_sample and self._sampled_again is not None:
-            self._finishes_after_it = True
-            return
+    @property
+    def writing_cores(self) -> Set[int]:
+        """The processes that write a GPU core now, and are neither signalled nor stopped meanwhile."""
+        return self.run.pids_of("cuda_core") if self.run is not None else frozenset()
+
+    def finish(self) -> None:
+        """Take what is taken last, write the incident, and answer those that wait for it; once all has come."""
         run = self.run
         if run is None:
             # It could not be opened.
@@ -298,36 +246,32 @@ class Session:
                 self._failed_finishes += 1
                 self.note_error("finish", error)
                 if self._failed_finishes < _MAX_FINISHES:
-                    # The next tick tries again.
+                    # The next turn tries again.
                     return
                 # It stays as its last checkpoint has it, for recovery.
                 run.finished = True
-                self.take(Seen("finished"))
+                self.triage.done(ActionKind.FINISH, time.monotonic())
         self._answers.give(self._answer)
         if run is not None:
             self.page.begin(run)
 
     def _gather_the_rest(self, run: IncidentRun) -> bool:
-        """Take what is taken last, and write the incident; say whether it is written, or no more is to come."""
-        # Before what stops a process for a moment, and before its GPU is busy with a core.
-        if not self.gpus.have_answered(run):
-            return False
-        if not self.gpus.are_cores_asked:
-            # Least perishable of all that is taken from the living: whoever waits for the end waits for it. It stops
-            # them, so not while they write their cores.
-            run.capture_native()
-        self.collect_exits()
-        if not run.is_open:
-            # One of the exits was an incident of its own.
-            return False
-        is_ending = not self._is_observed
-        of_living = is_ending and self.triage.shutdown.gone_at is None
-        if not self.gpus.are_cores_done(run, of_living=of_living, of_dead=is_ending):
-            self._answers.ask_all_to_wait(self.gpus.cores_secs_left)
-            return False
+        """Take what is taken last, and write the incident; say whether it is written."""
+        if self.triage.stage is not None:
+            self.triage.stage.finishing = True
+        for moment in (Moment.ASK, Moment.STOP, Moment.CORE):
+            self.collect_exits()
+            if not run.is_open:
+                # One of the exits was an incident of its own.
+                return False
+            run.is_ending = not self._is_observed
+            run.take(moment)
+            if run.is_waiting:
+                self._answers.ask_all_to_wait(run.secs_left)
+                return False
         self._write(run)
-        self.take(Seen("finished"))
-        if is_ending:
+        self.triage.done(ActionKind.FINISH, time.monotonic())
+        if run.is_ending:
             write_termination_message(run.conclusion.message if run.conclusion is not None else "")
         return True
 
@@ -378,7 +322,9 @@ class Session:
             run.refresh()
             self.page.begin(run, again=True)
         self.received.close()
-        self.gpus.close()
+        if run is not None:
+            run.give_up("the server ended")
+        self.driver.close()
         self.commands.act_on_time()
 
     def on_exiting(self, message: Message) -> None:
@@ -395,29 +341,25 @@ class Session:
             self.finish()
         self._exiting.append(message)
         if self.triage.is_open:
-            self._answers.ask_to_wait(message, self.gpus.cores_secs_left or 0.0)
+            self._answers.ask_to_wait(message, self._secs_left or 0.0)
 
     # -- time
 
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
-        if self.gpus.are_awaited and self.triage.is_open:
-            return min(self.gpus.next_due(), self._second_sample)
         due = self.triage.next_due(workers_left=self._are_workers_left)
-        if self._raised:
-            due = min(due, time.monotonic() + _RAISED_SECS)
-        return min(due, self._second_sample, self.gpus.next_due() if self.triage.is_open else float("inf"))
+        if self.run is None or not self.triage.is_open:
+            return due
+        return time.monotonic() if self._may_finish else min(due, self.run.next_look())
 
     def act_on_time(self) -> None:
         """Do what is due by now."""
-        if self.triage.is_open and self.gpus.are_awaited:
-            self._await_gpus()
-        else:
-            if self.triage.is_open:
-                self.gpus.look()
-            self.take(Seen("tick", workers_left=self._are_workers_left, any_left=bool(self._tree.alive())))
-        if time.monotonic() >= self._second_sample:
-            self._sample_again()
+        if self.run is not None and self.triage.is_open:
+            self.run.look()
+            self._answers.ask_all_to_wait(self._secs_left)
+        self.take(Seen("tick", workers_left=self._are_workers_left, any_left=bool(self._tree.alive())))
+        if self._may_finish:
+            self.finish()
         self._release_raised()
         if self.run is not None:
             self.run.refresh()
@@ -431,33 +373,25 @@ class Session:
     def _release_raised(self) -> None:
         """Answer those that raised and wait for the capture of the others, once they have told of gloo."""
         incident = self.run and self.run.incident.id
-        for message in [one for one in self._raised if not self.gpus.awaits_gloo_of(one.pid)]:
+        awaited = self.run.pids_of("gloo_flight_recorder") if self.run is not None else ()
+        for message in [one for one in self._raised if one.pid not in awaited]:
             self._raised.remove(message)
             # Without a descriptor for the answer to one, the others are still told.
             with contextlib.suppress(OSError):
                 self._mailbox.acknowledge(message, ack="stacks_captured", incident=incident)
 
-    def _await_gpus(self) -> None:
-        # Until then nobody is told to end: a process that is killed leaves half a core.
-        gone_at = self.triage.shutdown.gone_at
-        if gone_at is not None and time.monotonic() >= gone_at + LAST_EXITS_SECS:
-            self.gpus.give_up_cores("the server ended")
-        self.gpus.look()
-        self._answers.ask_all_to_wait(self.gpus.cores_secs_left)
-        if not self.gpus.are_awaited:
-            self.finish()
-
-    def _sample_again(self) -> None:
-        run, self._sampled_again, self._second_sample = self._sampled_again, None, float("inf")
-        # While a core is written nobody is to be signalled, as a capture may.
-        is_over = self.triage.shutdown.gone_at is not None or self.gpus.are_cores_asked
-        if run is not None and run.is_open and not is_over:
-            run.capture()
-        if self._finishes_after_it:
-            self._finishes_after_it = False
-            self.finish()
-
     # -- carried out
+
+    @property
+    def _may_finish(self) -> bool:
+        """Whether the end of the incident waits for nothing more."""
+        stage = self.triage.stage
+        is_finishing = stage is not None and stage.finishing and not stage.finished
+        return is_finishing and self.run is not None and not self.run.is_waiting
+
+    @property
+    def _secs_left(self) -> float | None:
+        return self.run.secs_left if self.run is not None else None
 
     @property
     def _is_observed(self) -> bool:
@@ -472,7 +406,8 @@ class Session:
         self.shortages.look()
         folder = self._place.make_folder(kind, subject.seconds, self._settings.disk)
         its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
-        self.run = run = IncidentRun(kind, its, self._tree, folder, self._place.runtime, self._settings)
+        more = (self._place.runtime, self._settings, self._collectors, self.note_error)
+        self.run = run = IncidentRun(kind, its, self._tree, folder, *more)
         for dead in self._tree.recent_unexplained():
             # The caller adds the exit that opened the incident. Once the server is ready, all ranks have titles.
             if dead is not subject.process and not self.received.environment.is_ready:
@@ -481,10 +416,39 @@ class Session:
             run.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)
             run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")
 
-    def _tell_server(self, run: IncidentRun) -> None:
+    def _sample_again(self) -> None:
+        # While a core is written nobody is to be signalled, as a sample may.
+        if self.run is not None and self.run.is_open and not self.run.has_come_to(Moment.CORE):
+            self.run.take(Moment.CAPTURE)
+
+    def _learn_ranks(self, subject: Subject) -> None:
+        run, expected = self.run, self.triage.shutdown.expected
+        for rank, is_exit in learn_ranks(self._tree, subject.fields, subject.seconds, expected):
+            if run is not None and is_exit:
+                run.add_exit(rank)
+            elif run is not None and not run.finished:
+                run.count_exit(rank)
+
+    def _add_silence(self, run: IncidentRun) -> None:
+        for heartbeat in self.received.heartbeats.silent(SILENT_SECS):
+            run.add_silence(heartbeat.process, heartbeat.sign, heartbeat.silent_secs)
+
+    def _note(self, run: IncidentRun, event: str, subject: Subject) -> None:
+        message = subject.message
+        if message is None:
+            run.note(clock.now(), event, seconds=self._settings.budget_secs)
+            return
+        said = {}
+        if event == "teardown":
+            said = {"tree_of": message.fields.get("pid"), "by_server": message.pid == self._tree.root.pid}
+        elif "message" in message.fields:
+            said = {"message": message.fields["message"].encode(errors="backslashreplace").decode()}
+        run.note(subject.seconds, event, pid=message.pid, **said)
+
+    def _tell_server(self) -> None:
         """Tell the server of a death that it may not have noticed, as its own children would."""
-        root = self._tree.root
-        if root.exited_at is not None:
+        root, run = self._tree.root, self.run
+        if root.exited_at is not None or run is None:
             return
         if not procfs.catches_signal(root.pid, signal.SIGQUIT):
             run.set_requests({"reason": "the server has no handler for SIGQUIT"})
@@ -493,7 +457,16 @@ class Session:
         seconds = clock.now()
         if signals.tell(root.handle):
             run.note(seconds, "sigquit_sent", pid=root.pid)
-        self.take(Seen("told"))
+        self.triage.done(ActionKind.TELL, time.monotonic())
+
+    def _answer_captured(self, message: Message) -> None:
+        self._raised.append(message)
+        self._release_raised()
+
+    def _answer_stacks(self, message: Message) -> None:
+        # Those of an incident that is over are not what the sender wants to know.
+        known = self.run if self.run is not None and not self.run.finished else None
+        self._mailbox.acknowledge(message, captured=known.stacks if known else 0, incident=known and known.incident.id)
 
     def _answer(self, message: Message) -> None:
         """Acknowledge a message with the incident at hand, if there is one that is finished."""
@@ -514,8 +487,8 @@ class Session:
     def _write(self, run: IncidentRun) -> None:
         if run.finished:
             return
-        self.gpus.give_up_answers("the incident was finished before")
-        self.received.add_to(run, self.note_error)
+        run.give_up("the incident was finished before")
+        run.take(Moment.WRITE)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
@@ -535,6 +508,7 @@ class Session:
         self._answers.give(self._answer)
 
     def _forget(self) -> None:
+        if self.run is not None:
+            self.run.give_up("it is over")
         self.run, self._failed_finishes = None, 0
-        self.gpus.forget()
         self._tree.forget_dead()

@@ -13,10 +13,14 @@ All times are by the monotonic clock, in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Set
+from dataclasses import dataclass, field
+from enum import Enum
+
 from sglang_crashkit import policy
-from sglang_crashkit.handler.state import OBSERVED_SECS, Action, ActionKind, Seen, Shutdown, Stage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
 from sglang_crashkit.incident.judging import UNHEALTHY
+from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.incident import NOT_SERVING
 from sglang_crashkit.policy import Capture, Event, Mode
 
@@ -26,8 +30,13 @@ SOFT_SECS = 1.0
 EXCEPTION_GRACE_SECS = 0.5
 #: The server answers SIGQUIT by saving its requests; this long is waited for it to begin.
 ANSWER_SECS = 5.0
+#: What a server that goes on reported, such as a soft watchdog, is whole after this time.
+OBSERVED_SECS = 5.0
 #: A server that lives on this long after an incident may have another one.
 NEXT_INCIDENT_SECS = 60.0
+#: One sample does not tell who stays where he is from who passes by. The second one is taken this much later, as
+#: upstream ends such a server within 5 s.
+SECOND_SAMPLE_SECS = 0.7
 #: What dies with the server is waited for this long; its own workers, which write their stacks then and on a busy
 #: machine take seconds to give their memory back, until those that live on were killed.
 LAST_EXITS_SECS, LAST_WORKERS_SECS = 0.5, 4.0
@@ -35,6 +44,171 @@ LAST_EXITS_SECS, LAST_WORKERS_SECS = 0.5, 4.0
 #: For what of this upstream may end a server that the kit would let live.
 _ENDS_A_SERVER = frozenset({Event.DIED, Event.RAISED, Event.FAILED, Event.TIMED_OUT})
 _WORKER = "tokenizer_worker"
+_UNKNOWN = ExitStatus()
+
+
+class ActionKind(str, Enum):
+    """What is to be done; each of them concerns the incident at hand, and is nothing where there is none."""
+
+    OPEN = "open"
+    PERMIT = "permit"
+    CAPTURE = "capture"
+    CAPTURE_AGAIN = "capture_again"
+    WRITE = "write"
+    FORGET = "forget"
+    DISCARD = "discard"
+    FINISH = "finish"
+    TELL = "tell"
+    NOTE = "note"
+    SET_REQUESTS = "set_requests"
+    ADD_REQUESTS = "add_requests"
+    ADD_EXIT = "add_exit"
+    ADD_EXCEPTION = "add_exception"
+    ADD_HANG = "add_hang"
+    DROP_RECORD = "drop_record"
+    ADD_SILENCE = "add_silence"
+    LEARN_RANKS = "learn_ranks"
+    NAME_UNKNOWN = "name_unknown"
+    #: These concern the process whose exit was seen.
+    MARK_EXITED = "mark_exited"
+    KEEP_PROCESS = "keep_process"
+    FORGET_PROCESS = "forget_process"
+    #: These answer the message at hand.
+    ANSWER = "answer"
+    ANSWER_WHEN_FINISHED = "answer_when_finished"
+    ANSWER_CAPTURED = "answer_captured"
+    ANSWER_STACKS = "answer_stacks"
+    ANSWER_SAVED = "answer_saved"
+    ANSWER_ORDERLY = "answer_orderly"
+    LOOK_FOR_SILENCE = "look_for_silence"
+    CLOSE_JOURNALS = "close_journals"
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something to be done; the words are a trigger, the event that is noted, or why no requests were saved."""
+
+    do: ActionKind
+    kind: str = ""
+    words: str = ""
+    captures: Capture = Capture.NONE
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Something that happened, with all that it is judged by.
+
+    Attributes:
+        what: a message's event, or ``exited``, ``observed`` (the handler itself saw a hang or a loss) or ``tick``.
+        pid: whom it concerns, or who says so.
+        matters: it is the server's own, so that its end concerns it.
+        is_unknown: it ended before it said what it is.
+        is_foreign: it is of another server that this one started.
+        others_serve: processes of the server are there whose end was not announced.
+        soft: the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``.
+        silent: a scheduler gave no sign for a while.
+        names_ranks: the message names ranks that failed.
+        tree_of: the process whose tree is ended.
+        members: processes whose end is announced, or, of a launch, those that are there.
+        kind, trigger, event: of the incident that is to be opened for what was observed, whole after `secs`.
+        withdrawable: it is no incident where the server goes on or ends in good order.
+        workers_left: its own processes live; `any_left`: any does.
+    """
+
+    what: str
+    pid: int = 0
+    role: str = ""
+    status: ExitStatus = _UNKNOWN
+    matters: bool = True
+    is_unknown: bool = False
+    is_foreign: bool = False
+    others_serve: bool = True
+    soft: bool = False
+    unhealthy: bool = False
+    silent: bool = False
+    names_ranks: bool = False
+    tree_of: int = 0
+    members: Set[int] = frozenset()
+    mode: Mode = Mode.LIBRARY
+    kind: str = ""
+    trigger: str = ""
+    event: Event = Event.HUNG
+    secs: float = OBSERVED_SECS
+    withdrawable: bool = False
+    workers_left: bool = True
+    any_left: bool = True
+
+
+@dataclass
+class Shutdown:
+    """What is known of the server's end.
+
+    Attributes:
+        mode: until the program that launched it says so, the one in which nothing is ended.
+        expected: the processes whose end was announced.
+        draining: it was asked to end and finishes its requests; `has_left`: a process of it ended for that, too.
+        ended_well: its main process ended with status 0.
+        gone_at: when the end of its main process was noticed; None while it lives.
+    """
+
+    mode: Mode = Mode.LIBRARY
+    expected: set[int] = field(default_factory=set)
+    draining: bool = False
+    has_left: bool = False
+    ended_well: bool = False
+    gone_at: float | None = None
+
+
+@dataclass
+class Stage:
+    """How far the incident at hand is.
+
+    Attributes:
+        first: what opened it.
+        captured_at: when what the living did was captured.
+        sample_again: there is to be a second sample, at `sample_again_at`, and where it `finishes_then` after that the
+            incident is finished.
+        finishing: nothing more is to come but evidence that is waited for.
+        finished: it is written; what is added still is written anew.
+        observed: the server goes on, so that what comes next is another incident; whole at `observed_until`.
+        may_end: upstream may end it for what happened, which would then belong to the same incident.
+        withdrawable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
+        soft_until: nothing but exits was seen that an announcement would explain, which may come until then.
+        tell_secs: so long after the capture the server is sent SIGQUIT; None where it is not, or was.
+        answer_by: when the server, which was told, should have begun to save its requests.
+        dumping: who saves its requests; `dump_begun`: somebody did.
+        exits: how those ended that count.
+    """
+
+    kind: str
+    first: Seen
+    opened: float
+    captured_at: float | None = None
+    sample_again: bool = False
+    sample_again_at: float | None = None
+    finishes_then: bool = False
+    finishing: bool = False
+    finished: bool = False
+    observed: bool = False
+    observed_until: float | None = None
+    may_end: bool = False
+    withdrawable: bool = False
+    soft_until: float | None = None
+    tell_secs: float | None = None
+    answer_by: float | None = None
+    dump_begun: bool = False
+    dumping: set[int] = field(default_factory=set)
+    exits: list[Seen] = field(default_factory=list)
+
+    @property
+    def may_be_shutdown(self) -> bool:
+        """Whether nothing but exits that an announcement would explain was seen."""
+        return self.soft_until is not None and not self.dump_begun
+
+    @property
+    def tell_at(self) -> float | None:
+        """When the server is sent SIGQUIT; None where it is not, or not before the capture."""
+        return None if self.tell_secs is None or self.captured_at is None else self.captured_at + self.tell_secs
 
 
 class Triage:
@@ -73,7 +247,9 @@ class Triage:
         stage = self.stage
         if stage is None or stage.finished:
             return float("inf")
-        dues = [stage.tell_at, stage.answer_by, stage.observed_until, stage.soft_until]
+        if stage.finishing:
+            return stage.sample_again_at or float("inf")
+        dues = [stage.tell_at, stage.answer_by, stage.observed_until, stage.soft_until, stage.sample_again_at]
         return min([stage.opened + self._budget_secs, self._last_exits(workers_left), *(due for due in dues if due)])
 
     # -- exits
@@ -209,7 +385,9 @@ class Triage:
         # The HTTP server starts a worker anew that ended by itself.
         stage.observed = seen.role == _WORKER
         self._add(ActionKind.ANSWER_WHEN_FINISHED)
-        self._add(ActionKind.FINISH)
+        stage.finishes_then = stage.sample_again_at is not None
+        if not stage.finishes_then:
+            self._add(ActionKind.FINISH)
 
     def _is_orderly_end(self) -> bool:
         return self.stage is None and self.shutdown.draining and self.shutdown.has_left
@@ -349,33 +527,32 @@ class Triage:
         stage = self.stage or self._open("hang", trigger, seen, now)
         self._apply(stage, Event.HUNG_AT_END)
         if is_new:
+            stage.sample_again = True
             self._add(ActionKind.ADD_SILENCE)
         if stage.captured_at is None:
             self._add(ActionKind.CAPTURE)
-        if is_new:
-            self._add(ActionKind.CAPTURE_AGAIN)
         return stage
 
     # -- what was done, and time
 
-    def _on_captured(self, _seen: Seen, now: float) -> None:
+    def done(self, do: ActionKind, now: float) -> None:
+        """Take in that an action was carried out, which may take a while: what follows from it counts from `now`."""
         stage = self.stage
         if stage is None:
             return
-        stage.captured_at = now
-        if stage.soft_until is not None:
-            stage.soft_until = now + SOFT_SECS
-        if stage.observed and stage.observed_until is None:
-            stage.observed_until = now + OBSERVED_SECS
-
-    def _on_told(self, _seen: Seen, now: float) -> None:
-        if self.stage is not None:
-            self.stage.answer_by = now + ANSWER_SECS
-
-    def _on_finished(self, _seen: Seen, _now: float) -> None:
-        if self.stage is not None:
+        if do is ActionKind.CAPTURE:
+            stage.captured_at = now
+            if stage.soft_until is not None:
+                stage.soft_until = now + SOFT_SECS
+            if stage.observed and stage.observed_until is None:
+                stage.observed_until = now + OBSERVED_SECS
+            if stage.sample_again:
+                stage.sample_again_at = now + SECOND_SAMPLE_SECS
+        elif do is ActionKind.TELL:
+            stage.answer_by = now + ANSWER_SECS
+        elif do is ActionKind.FINISH:
             # Once it is whole, others were told of it.
-            self.stage.finished, self.stage.withdrawable = True, False
+            stage.finished, stage.withdrawable = True, False
 
     def _on_tick(self, seen: Seen, now: float) -> None:
         stage, gone_at = self.stage, self.shutdown.gone_at
@@ -384,6 +561,15 @@ class Triage:
         if stage.finished:
             if gone_at is None and now >= stage.opened + self._budget_secs + NEXT_INCIDENT_SECS:
                 self._forget()
+            return
+        if stage.sample_again_at is not None and now >= stage.sample_again_at:
+            stage.sample_again_at = None
+            if gone_at is None:
+                self._add(ActionKind.CAPTURE_AGAIN)
+            if stage.finishes_then:
+                self._add(ActionKind.FINISH)
+                return
+        if stage.finishing:
             return
         if stage.soft_until is not None and now >= stage.soft_until:
             stage.soft_until = None

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import findings
-from sglang_crashkit.handler.findings import count_repeat, divergence_of, incident_with_core, without_requests
+from sglang_crashkit.handler.findings import count_repeat, divergence_of, incident_with_core
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.judge import verdict
@@ -210,7 +211,7 @@ def told(kind: str, steps: dict[int, list[Step]], folder: Path) -> dict[str, Any
     for pid, its in steps.items():
         text = "".join(json.dumps(one.to_json()) + "\n" for one in its)
         (folder / f"ranks/scheduler_TP{pid - 10}-{pid}.steps.jsonl").write_text(text)
-    in_memory = {pid: without_requests(its) for pid, its in steps.items()}
+    in_memory = {pid: [replace(one, requests=()) for one in its] for pid, its in steps.items()}
     found = divergence_of(of_ranks(kind), in_memory, folder, 5.0, 4.5)
     assert found is not None
     return found

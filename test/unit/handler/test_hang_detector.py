@@ -16,7 +16,8 @@ from sglang_crashkit.handler import hang_detector, heartbeats
 from sglang_crashkit.handler.findings import render
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
 from sglang_crashkit.handler.heartbeats import Heartbeats
-from sglang_crashkit.handler.state import Seen, Shutdown
+from sglang_crashkit.handler.incident import Moment
+from sglang_crashkit.handler.triage import Seen, Shutdown
 from sglang_crashkit.incident.folder import NullFolder
 from sglang_crashkit.memory.heartbeat import BEAT_SECS, Heartbeat, NotAHeartbeatError
 from sglang_crashkit.model.incident import Incident, Verdict
@@ -71,7 +72,7 @@ class Run:
         self.silent.append(process.pid)
         self.hows.append(how)
 
-    def capture(self) -> None:
+    def take(self, _moment: Moment) -> None:
         self.captures += 1
 
     def add_remark(self, sentence: str) -> None:
@@ -91,7 +92,7 @@ class Current:
         self.received = SimpleNamespace(heartbeats=None)
         self.begin_hang_at_end: Any = None
         self.discarded: list[Run] = []
-        self.gpus = SimpleNamespace(writing_cores=frozenset())
+        self.writing_cores: frozenset[int] = frozenset()
         self.pages: list[Run] = []
         self.page = SimpleNamespace(begin=lambda run, again: self.pages.append(run))
         self.withdrawable = False
@@ -116,7 +117,7 @@ class Current:
             self.run.finished = True
             self.run = Run()
             return
-        self.run.capture()
+        self.run.take(Moment.CAPTURE)
 
     def is_withdrawable(self, run: Run) -> bool:
         return self.run is run and self.withdrawable
@@ -401,10 +402,10 @@ def test_snapshots_end_with_the_incident(world: World) -> None:
 
 def test_no_snapshot_is_taken_while_a_gpu_core_is_written(world: World) -> None:
     world.pass_time(6.1)
-    world.current.gpus.writing_cores = frozenset({10})
+    world.current.writing_cores = frozenset({10})
     world.pass_time(10)
     assert world.hangs[0].captures == 1
-    world.current.gpus.writing_cores = frozenset()
+    world.current.writing_cores = frozenset()
     world.pass_time(10)
     assert world.hangs[0].captures == 3
 

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler import incident as handler_incident
-from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.collectors.gpu import Driver
+from sglang_crashkit.handler.collectors.received import Received
+from sglang_crashkit.handler.evidence import collectors_of
+from sglang_crashkit.handler.incident import Awaited, Collector, IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident import recovery
@@ -49,10 +52,12 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     reached("before anything")
     folder = IncidentFolder(incidents, "exception", new_id(), time.time())
     trigger = Trigger("exception", iso_time(time.time()), root_pid, tree.root.title)
-    run = IncidentRun("exception", trigger, tree, folder, incidents, Settings.from_environ({}))
+    settings = Settings.from_environ({})
+    collectors = collectors_of(Received(tree, settings), Driver(is_on=False))
+    run = IncidentRun("exception", trigger, tree, folder, incidents, settings, collectors)
     reached("opened")
     run.permit(Capture.OBSERVE)
-    run.capture()
+    run.take(Moment.CAPTURE)
     reached("stacks_captured")
     run.add_exception(tree.root, time.time(), "ValueError: x", record)
     reached("told of an exception")
@@ -255,13 +260,14 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
     max_use = MB
     limits = DiskLimits(max_use=max_use, keep_free=0)
     settings = replace(Settings.from_environ({}), disk=limits, capture_secs=LONG)
+    collectors = collectors_of(Received(tree, settings), Driver(is_on=False))
     made = []
     for _ in range(100):
         with one_that_died(tree) as rank:
             folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits, server=tree.root.pid)
             trigger = Trigger("process_exited", iso_time(time.time()), rank.pid, rank.title)
-            run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings)
-            run.capture()
+            run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings, collectors)
+            run.take(Moment.CAPTURE)
             run.add_exit(rank)
             made.append(run.finish())
             assert made[-1].is_dir()
@@ -338,3 +344,57 @@ def test_an_incident_that_cannot_be_judged_says_who_failed_first(
     # A judgement that was reached stands.
     assert (stored.incident.cause is not None) == again
     assert "It went on." in (stored.path / "events.jsonl").read_text() or not again
+
+
+class Late(Awaited):
+    """Evidence that comes at the second look, or breaks."""
+
+    def __init__(self, breaks: bool) -> None:
+        self._breaks, self._looks = breaks, 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._looks == 2
+
+    def look(self) -> None:
+        self._looks += 1
+        if self._breaks:
+            raise KeyError(7)
+
+
+def test_a_kind_of_evidence_is_one_row(tmp_path: Path) -> None:
+    taken: list[tuple[str, float]] = []
+    failed: list[str] = []
+
+    def take(name: str) -> Callable[[IncidentRun, float], Awaited | None]:
+        return lambda _run, deadline: taken.append((name, deadline)) or Late(breaks=name == "broken")
+
+    def collector(name: str, moment: Moment, *, is_wanted: bool = True) -> Collector:
+        return Collector(name, moment, lambda _run: is_wanted, take(name), lambda _run, _began: 7.0)
+
+    table = (
+        collector("last", Moment.WRITE),
+        Collector("failing", Moment.ASK, lambda _run: True, lambda *_: 1 / 0, lambda *_: 0.0),
+        collector("late", Moment.ASK),
+        collector("broken", Moment.ASK),
+        collector("unwanted", Moment.ASK, is_wanted=False),
+        collector("sample", Moment.CAPTURE),
+    )
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        tree, settings = ProcessTree(process.pid), Settings.from_environ({})
+        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
+        trigger = Trigger("process_exited", iso_time(time.time()), process.pid, tree.root.title)
+        more = (tmp_path, settings, table, lambda name, _error: failed.append(name))
+        run = IncidentRun("killed", trigger, tree, folder, *more)
+        for _ in range(2):
+            run.take(Moment.ASK)
+        assert (taken, failed) == ([("late", 7.0), ("broken", 7.0)], ["failing"])
+        # Who breaks as it is looked at is not waited for any more.
+        run.look()
+        assert (run.is_waiting, failed) == (True, ["failing", "the answer to Late"])
+        run.look()
+        assert not run.is_waiting
+        for _ in range(2):
+            run.take(Moment.CAPTURE)
+        assert taken[2:] == [("sample", 7.0)] * 2
+        run.discard()

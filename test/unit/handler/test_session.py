@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Message
 from unit.support.launching import LAUNCHER, Case, handling
@@ -56,19 +57,23 @@ def test_an_exit_that_fails_does_not_end_the_handler(
 
 
 @pytest.mark.parametrize(("mode", "is_observed"), [(Mode.SERVER, False), (Mode.ELASTIC, True)])
-def test_a_capture_that_fails_changes_nothing_for_the_server(
-    launching: Case, monkeypatch: pytest.MonkeyPatch, mode: Mode, is_observed: bool
+def test_evidence_that_fails_changes_nothing_for_the_server_and_costs_no_other(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode, is_observed: bool
 ) -> None:
-    session, asked = launching.handler.session, []
-    launching.handler.session.triage.shutdown.mode = mode
-    monkeypatch.setattr(IncidentRun, "capture", lambda _run: 1 / 0)
-    monkeypatch.setattr(session.gpus, "are_cores_done", lambda _run, **of: asked.append(of) or True)
+    session = launching.handler.session
+    session.triage.shutdown.mode = mode
+    monkeypatch.setattr(procfs, "read_wchan", lambda _pid: 1 / 0)
+    monkeypatch.setattr(received, "write_piece", lambda *_: 1 / 0)
     launching.kill(launching.titled)
-    stage = launching.handler.session.triage.stage
+    stage = session.triage.stage
     assert (stage.observed, stage.tell_at is not None) == (is_observed, not is_observed)
     session.finish()
-    assert asked == [{"of_living": not is_observed, "of_dead": not is_observed}]
-    assert launching.verdict().kind == "signal"
+    (stored,) = find_incidents(tmp_path)
+    failed = [entry["what"] for entry in stored.document["timeline"] if entry["event"] == "handler_error"]
+    assert failed == ["process states", "environment"]
+    assert stored.document["verdict"]["kind"] == "signal"
+    kinds = {piece["kind"] for process in stored.document["processes"] for piece in process["evidence"]}
+    assert {"stack", "gpu_facts", "steps", "log"} <= kinds
 
 
 def test_an_incident_that_cannot_be_finished_is_left(

@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,16 +20,14 @@ from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, 
 from sglang_crashkit.capture.debugger import find_cuda_gdb, max_at_once
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
-from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.incident import Awaited, IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.kernel import clock, procfs, titles
-from sglang_crashkit.model.incident import Evidence, ProcessReport
-from sglang_crashkit.settings import MAX_CORE, MB, Settings
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport
+from sglang_crashkit.settings import MAX_CORE, MB
 
 logger = logging.getLogger(__name__)
 
-#: A core under way is looked at this often, in seconds.
-_LOOK_SECS = 0.1
 #: The longest that reading a core may take, in seconds; of a GPU full of warps cuda-gdb takes about 2.
 READ_SECS = 15.0
 #: So many kernels of a core are in an incident.
@@ -38,72 +36,60 @@ _MAX_KERNELS = 4
 _CORE_BYTES = 256 << 20
 #: When its core is written, the driver ends the process whose GPU failed; so long may it take to, in seconds.
 _LAST_CORE_SECS = 60.0
-#: Of the time that the server's end has, the share that is left when the cores are read, and the one for reading them.
-_LAST_SHARE, _READING_SHARE = 0.1, 0.25
+#: Of the time that the server's end has, the share for reading the cores.
+_READING_SHARE = 0.25
+#: Once the server's main process is gone, its ranks write for so long yet, in seconds.
+_ORPHAN_SECS = 0.5
 
 
-class Cores:
+class Cores(Awaited):
     """The cores of one incident, and what cuda-gdb says of them.
 
     While one is written, whoever waits for the incident is told to wait on: the end of the server would cut it short.
+    The living schedulers are asked for one; the dead may have left one, as the driver writes by itself when the GPU
+    fails.
 
     Args:
         run: the incident; evidence goes into its reports.
-        living: the schedulers that are asked for a core.
-        dead: those that may have left one, as the driver writes by itself when the GPU fails.
-        settings: what the server was started with.
-        temporary: where cuda-gdb gets a folder for its own files.
+        deadline: when the server's end waits no longer, by the monotonic clock.
     """
 
-    def __init__(
-        self,
-        run: IncidentRun,
-        living: Sequence[TrackedProcess],
-        dead: Sequence[TrackedProcess],
-        settings: Settings,
-        temporary: Path,
-    ) -> None:
-        self._run = run
-        self._began = time.monotonic()
-        self._wait_secs, self._exit_secs = settings.core_wait_secs, settings.exit_secs
-        self._max_bytes = settings.disk.max_core
-        # All that the server's end waits for began with the incident.
-        self._end_at = run.opened + (1 - _LAST_SHARE) * self._exit_secs
-        self._last_write = self._end_at - min(READ_SECS, _READING_SHARE * self._exit_secs)
-        self._grown_at = self._began
+    def __init__(self, run: IncidentRun, deadline: float) -> None:
+        self._run, self._settings, self._end_at = run, run.settings, deadline
+        self._began = self._grown_at = time.monotonic()
+        self._last_write = deadline - min(READ_SECS, _READING_SHARE * self._settings.exit_secs)
         self._written: dict[int, int] = {}
-        self._temporary = temporary
         self._cuda_gdb = find_cuda_gdb()
         self._pool = ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
         self._readings: list[tuple[Future[CudaCore], Path, ProcessReport, float]] = []
         self._under_way: dict[int, tuple[TrackedProcess, CoreRequest, ProcessReport]] = {}
         self._expected_bytes = 0
-        self._earlier = run.incident_with_core() if living and settings.cores else None
+        schedulers = [process for process in run.tree if process.role == "scheduler"]
+        # One that had not got so far as to use its GPUs has nothing to tell.
+        is_asked = run.incident.kind != "failed_start" and run.tree.root.exited_at is None
+        living = [process for process in schedulers if is_asked and process.exited_at is None]
+        self._earlier = run.incident_with_core() if living and self._settings.cores else None
         for process in living:
-            self._ask(process, run.report(process), settings)
+            self._ask(process, run.report(process))
         if self._under_way:
             run.note(clock.now(), "cuda_cores_asked", pids=sorted(self._under_way))
-        for process in dead:
-            self._take_left_behind(process, CoreRequest(process.pid), run.report(process))
+        for process in schedulers:
+            if process.exited_at is not None:
+                self._take_left_behind(process, CoreRequest(process.pid), run.report(process))
 
     @property
-    def are_done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether nothing is waited for."""
         return not self._under_way and not self._readings
 
     @property
-    def writing(self) -> frozenset[int]:
-        """The processes of which a core is written now: a signal may spoil it."""
-        return frozenset(self._under_way)
+    def secs_left(self) -> float:
+        """How long it takes yet, unless a core grows on, in seconds."""
+        return max(0.0, min(self._wait_end + READ_SECS, self._end_at) - time.monotonic())
 
-    @property
-    def deadline(self) -> float:
-        """When the wait ends, unless a core grows on, by the monotonic clock."""
-        return min(self._wait_end + READ_SECS, self._end_at)
-
-    def next_due(self) -> float:
-        """Return when `look` has something to do, by the monotonic clock."""
-        return float("inf") if self.are_done else time.monotonic() + _LOOK_SECS
+    def pids_of(self, kind: EvidenceKind) -> Set[int]:
+        """Return the processes that write a core now, which a signal may spoil."""
+        return self._under_way.keys() if kind == "cuda_core" else frozenset()
 
     def look(self) -> None:
         """See which cores are whole by now, give up those whose time is over, and take in what was read."""
@@ -131,6 +117,9 @@ class Cores:
             if reason:
                 self._end(pid, report, Evidence("cuda_core", "failed", reason=reason))
         self._see_to_the_disk()
+        gone_at = self._run.tree.root.exited_at
+        if gone_at is not None and clock.now() >= gone_at + _ORPHAN_SECS:
+            self.give_up("the server ended")
         for reading in [one for one in self._readings if one[0].done()]:
             self._readings.remove(reading)
             self._take(*reading)
@@ -142,7 +131,7 @@ class Cores:
 
     @property
     def _wait_end(self) -> float:
-        return min(self._grown_at + self._wait_secs, self._last_write)
+        return min(self._grown_at + self._settings.core_wait_secs, self._last_write)
 
     def _see_to_the_disk(self) -> None:
         """Give all of them up where one takes more of the disk than it may: only the server's end ends its writing."""
@@ -150,8 +139,9 @@ class Cores:
         longest = max(sizes, key=lambda pid: sizes[pid], default=None)
         if longest is None:
             return
-        if sizes[longest] > self._max_bytes:
-            which = f"that of process {longest} takes more than {MAX_CORE} ({self._max_bytes / MB:g} MB)"
+        most = self._settings.disk.max_core
+        if sizes[longest] > most:
+            which = f"that of process {longest} takes more than {MAX_CORE} ({most / MB:g} MB)"
         else:
             which = self._run.why_no_longer(self._under_way[longest][1].folder)
         if which:
@@ -160,12 +150,13 @@ class Cores:
             self.give_up(f"cut short, {which}")
 
     def _how_long(self) -> str:
-        if self._grown_at + self._wait_secs <= self._last_write:
-            return f"not whole, and nothing was written for {self._wait_secs:g} s"
-        return f"cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS ({self._exit_secs:g} s)"
+        wait_secs, exit_secs = self._settings.core_wait_secs, self._settings.exit_secs
+        if self._grown_at + wait_secs <= self._last_write:
+            return f"not whole, and nothing was written for {wait_secs:g} s"
+        return f"cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS ({exit_secs:g} s)"
 
-    def _ask(self, process: TrackedProcess, report: ProcessReport, settings: Settings) -> None:
-        stat, request = procfs.read_stat(process.pid), CoreRequest(process.pid)
+    def _ask(self, process: TrackedProcess, report: ProcessReport) -> None:
+        settings, stat, request = self._settings, procfs.read_stat(process.pid), CoreRequest(process.pid)
         if self._expects_own(process, request, report):
             return
         if not settings.cores:
@@ -179,7 +170,7 @@ class Cores:
         elif settings.core_wait_secs <= 0:
             reason = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS leaves no time for it"
         elif time.monotonic() >= self._last_write:
-            reason = f"SGLANG_CRASHKIT_EXIT_SECS ({self._exit_secs:g} s) leaves no time for it"
+            reason = f"SGLANG_CRASHKIT_EXIT_SECS ({settings.exit_secs:g} s) leaves no time for it"
         else:
             reason = self._trigger(request)
             if not reason:
@@ -257,7 +248,7 @@ class Cores:
 
         def read() -> CudaCore:
             seconds = min(READ_SECS, self._end_at - time.monotonic())
-            return read_cuda_core(path, seconds, with_threads=False, folder=self._temporary)
+            return read_cuda_core(path, seconds, with_threads=False, folder=self._run.runtime)
 
         try:
             self._readings.append((self._pool.submit(read), path, report, began))

@@ -6,10 +6,11 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sglang_crashkit.capture.ladder import capture_all, parse_faulthandler
 from sglang_crashkit.capture.pyspy import capture_native
@@ -22,6 +23,10 @@ from sglang_crashkit.kernel.private_files import read_json, read_regular
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_stack_hooks
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Exit, ProcessReport, iso_time
 from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
+from sglang_crashkit.policy import Capture
+
+if TYPE_CHECKING:
+    from sglang_crashkit.handler.incident import IncidentRun
 
 Content = TypeVar("Content")
 
@@ -67,11 +72,6 @@ def write_piece(
         return Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds)
 
 
-def set_piece(report: ProcessReport, piece: Evidence) -> None:
-    """Put a piece into a report, in place of that of an attempt to finish the incident which failed."""
-    report.evidence = [*(one for one in report.evidence if one.kind != piece.kind), piece]
-
-
 def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -> None:
     """Put a dead process's exit into its report, once; `raised` says that it had reported an exception before."""
     if report.exit is not None and report.exit.cause != "unknown":
@@ -110,10 +110,15 @@ def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
     return Exit(status.code, None, "exit_status", "no Python exception was reported", noticed)
 
 
-def capture_states(processes: Sequence[TrackedProcess], reports: Mapping[int, ProcessReport]) -> None:
+def take_states(run: IncidentRun, _deadline: float) -> None:
     """Note what ``/proc`` says of each living process."""
-    for process in processes:
-        report, status = reports[process.pid], procfs.read_status(process.pid)
+    for process in run.tree:
+        if not process.is_ignorable:
+            run.report(process)
+    for process in run.tree.alive():
+        report, status = run.report(process), procfs.read_status(process.pid)
+        # The incident may have been opened without stacks.
+        report.evidence = [piece for piece in report.evidence if piece.kind not in ("proc_state", "stack")]
         if not status:
             report.evidence.append(Evidence("proc_state", "failed", reason="the process was gone"))
             continue
@@ -150,57 +155,73 @@ def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) ->
     return [str(frame) for frame in reversed(frames[-_MAX_FRAMES:])]
 
 
-def capture_stacks(
-    processes: Sequence[TrackedProcess],
-    reports: dict[int, ProcessReport],
-    folder: IncidentFolder,
-    runtime: Path,
-    deadline_secs: float,
-    snapshot: int | None,
-    *,
-    may_signal: bool,
-) -> None:
+def take_stacks(run: IncidentRun, deadline: float) -> None:
     """Take the stacks of the living processes side by side, and write them; see `capture_all`.
 
-    `snapshot` is the number of this one, from 1, where several are taken.
+    Of a hang each time is a snapshot of its own, for comparison.
     """
-    if snapshot is not None:
-        for process in processes:
+    began, living = clock.now(), run.tree.alive()
+    run.rounds += 1
+    reason = ""
+    if run.captures is Capture.NONE:
+        reason = "nothing of this server failed"
+    elif not run.settings.stacks:
+        reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
+    else:
+        _sample_all(run, living, deadline, run.rounds if run.incident.kind == "hang" else None)
+    if reason and run.rounds == 1:
+        for process in living:
+            run.report(process).evidence.append(Evidence("stack", "skipped", reason=reason))
+    if run.captures is not Capture.NONE:
+        run.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - began, 4))
+    run.checkpoint()
+
+
+def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: float, snapshot: int | None) -> None:
+    """Take the stacks; `snapshot` is the number of this one, from 1, where several are taken."""
+    reports = {process.pid: run.report(process) for process in living}
+    for process in living:
+        if snapshot is not None:
             reports[process.pid].samples.append(_sample_of(process.pid))
-    for process in processes:
         if not process.is_python:
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
-    wanted = {process.pid: process for process in processes if process.is_python}
+    wanted = {process.pid: process for process in living if process.is_python}
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
-    for sample in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
+    secs, may_signal = max(0.0, deadline - time.monotonic()), run.captures is Capture.FULL
+    for sample in capture_all(start_ticks, run.runtime, secs, may_signal=may_signal):
         process, report = wanted[sample.pid], reports[sample.pid]
         doing = innermost(sample.threads, report.pid)
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
-        _keep("stack", sample, process, report, folder, snapshot, report.doing if raised else doing)
+        _keep("stack", sample, process, run, snapshot, report.doing if raised else doing)
         if snapshot is not None:
             report.samples[-1] = _with_stack(report.samples[-1], sample, doing)
-        if not sample.threads:
-            continue
-        if (_is_first(snapshot) or not report.doing) and not raised:
+        if sample.threads and not raised and (_is_first(snapshot) or not report.doing):
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
             # where there was no room to write all of it. A round that gave nothing does not count as the first one.
             report.doing = doing
 
 
-def capture_native_stacks(
-    processes: Sequence[TrackedProcess],
-    reports: dict[int, ProcessReport],
-    folder: IncidentFolder,
-    deadline_secs: float,
-) -> None:
-    """Take the native stacks of those living processes that may be stopped for it; see `capture_stacks`."""
-    wanted = {process.pid: process for process in processes if process.is_python}
-    start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
-    samples, obstacles = capture_native(start_ticks, deadline_secs)
+def wants_native(run: IncidentRun) -> bool:
+    """Say whether native stacks are taken: it stops a process for a moment, which is to end for what happened."""
+    # What somebody set stands; by itself the kit does not stop a process that goes on.
+    wanted, of_itself = run.settings.native, run.is_fatal_hang and run.captures is Capture.FULL
+    return run.settings.stacks and (of_itself if wanted is None else wanted)
+
+
+def take_native_stacks(run: IncidentRun, deadline: float) -> None:
+    """Take the native stacks of the server's own living processes, as far as there is time."""
+    began, secs = clock.now(), deadline - time.monotonic()
+    if secs <= 0:
+        return
+    living = [process for process in run.tree.alive() if process.matters and not process.handle.has_exited()]
+    wanted = {process.pid: process for process in living if process.is_python}
+    samples, obstacles = capture_native({pid: one.handle.start_ticks for pid, one in wanted.items()}, secs)
     for sample in samples:
-        _keep("native_stack", sample, wanted[sample.pid], reports[sample.pid], folder)
+        _keep("native_stack", sample, wanted[sample.pid], run)
     for pid, obstacle in obstacles.items():
-        reports[pid].evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
+        run.report(wanted[pid]).evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
+    run.note(clock.now(), "native_stacks", processes=len(living), seconds=round(clock.now() - began, 4))
+    run.checkpoint()
 
 
 def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
@@ -294,13 +315,12 @@ def _keep(
     kind: EvidenceKind,
     sample: Sample,
     process: TrackedProcess,
-    report: ProcessReport,
-    folder: IncidentFolder,
+    run: IncidentRun,
     snapshot: int | None = None,
     doing: Sequence[str] = (),
 ) -> None:
     """Write the stacks of a process, or why there are none; the file begins with what it was doing."""
-    seconds, source = sample.seconds, sample.source
+    report, seconds, source = run.report(process), sample.seconds, sample.source
     if not sample.threads:
         reason = sample.problem
         if process.handle.has_exited():
@@ -309,8 +329,13 @@ def _keep(
         return
     suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
     name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
-    threads = [thread for thread in sample.threads if not _is_responder(thread)]
-    write = functools.partial(_write, report=report, folder=folder, doing=doing)
+    function, file = _RESPONDER
+    threads = [
+        thread
+        for thread in sample.threads
+        if not any(frame.function == function and frame.file.endswith(file) for frame in thread.frames)
+    ]
+    write = functools.partial(_write, report=report, folder=run.folder, doing=doing)
     piece = write_piece(kind, write, name, threads, reason=sample.problem or None, seconds=seconds, source=source)
     report.evidence.append(piece)
 
@@ -339,8 +364,3 @@ def _read(path: Path) -> str:
         return read_regular(path, _MAX_FAULT_BYTES).decode(errors="replace")
     except OSError:
         return ""
-
-
-def _is_responder(thread: Thread) -> bool:
-    function, file = _RESPONDER
-    return any(frame.function == function and frame.file.endswith(file) for frame in thread.frames)

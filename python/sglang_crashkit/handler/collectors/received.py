@@ -8,7 +8,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.process_evidence import set_piece, write_piece
-from sglang_crashkit.handler.collectors.requests import export_requests
+from sglang_crashkit.handler.collectors.process_evidence import write_piece
+from sglang_crashkit.handler.collectors.requests import add_journal, export_requests
+from sglang_crashkit.handler.findings import divergence_of
 from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -28,18 +29,13 @@ from sglang_crashkit.memory.ring import LogRecord, RingError, is_ring, read_blob
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
 from sglang_crashkit.model import incident, lenient
 from sglang_crashkit.model.incident import MAX_RIDS, Evidence, EvidenceKind, InStep, iso_time
-from sglang_crashkit.model.step import Step
+from sglang_crashkit.model.step import PHASES, Step
 from sglang_crashkit.protocol import Message
 from sglang_crashkit.redact import redact_prompts, redact_text, secrets_of_arguments
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: The longest that all of it may take as an incident is finished, in seconds, where the incident has that much left;
-#: eight ranks take about one.
-_MAX_SECS = 6.0
-#: So much of an incident's time is kept for it, in seconds, and at most such a share.
-_KEPT_SECS, _KEPT_SHARE = 3.0, 0.25
 OFF = "switched off by SGLANG_CRASHKIT_LOG_RECORDS"
 _WITHHELD = "<withheld: it could not be searched for secrets in time>"
 #: As many prompts as are compared, and so much of the file with them is read for each, in bytes.
@@ -54,80 +50,46 @@ ENVIRONMENT = "environment.json"
 _SIZES = ("tp", "pp", "dp", "attn_dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
 
 
-def secs_before(budget_secs: float) -> float:
-    """Return how long an incident that may take `budget_secs` may wait before it gathers what is held in memory."""
-    return budget_secs - _kept_secs(budget_secs)
-
-
-def gathering_deadline(opened: float, budget_secs: float, now: float) -> float:
-    """Return until when all of it is to be there, by the monotonic clock as are `opened` and `now`."""
-    left_secs = max(opened + budget_secs - now, _kept_secs(budget_secs))
-    return now + min(left_secs, _MAX_SECS)
-
-
-def share_of(deadline: float, now: float) -> float:
-    """Return until when one part of it may take, so that as much is left for the others; by the monotonic clock."""
-    return now + max(0.0, deadline - now) / 2
-
-
-def _kept_secs(budget_secs: float) -> float:
-    return min(_KEPT_SECS, _KEPT_SHARE * budget_secs)
-
-
 class Received:
     """What the processes of one server passed on."""
 
     def __init__(self, tree: ProcessTree, settings: Settings) -> None:
         self.heartbeats = Heartbeats(tree, is_on=settings.hang_secs > 0)
         self.environment = ServerEnvironment()
-        self._journals = RequestJournals()
-        self._steps = StepRecords()
-        self._logs = ProcessLogs(settings.log_records)
-        self._tree = tree
-        self._budget_secs = settings.budget_secs
+        self.journals = RequestJournals()
+        self.steps = StepRecords()
+        self.logs = ProcessLogs(settings.log_records)
+        self._of_event: dict[str, Heartbeats | HeldMemory] = {"heartbeat": self.heartbeats, "journal": self.journals}
+        self._of_event |= {"steps": self.steps, "log": self.logs}
 
     def take(self, message: Message, sender: TrackedProcess, seconds: float) -> None:
         """Take in what came with a message, said at `seconds` since the epoch; other messages mean nothing here."""
-        descriptor, fields = message.descriptor, message.fields
-        match message.event:
-            case "heartbeat":
-                self.heartbeats.follow(sender, descriptor, fields.get("modes"))
-            case "journal":
-                self._journals.follow(sender, descriptor)
-            case "steps":
-                self._steps.follow(sender, descriptor, fields.get("modes"))
-            case "log":
-                self._logs.follow(sender, descriptor)
-            case "environment" if sender.is_root:
-                self.environment.take(descriptor, seconds, ready=fields.get("ready") is True)
+        if (held := self._of_event.get(message.event)) is not None:
+            held.follow(sender, message.descriptor, message.fields.get("modes"))
+        elif message.event == "environment" and sender.is_root:
+            self.environment.hold(message.descriptor, seconds, ready=message.fields.get("ready") is True)
 
-    def add_to(self, run: IncidentRun, note_error: Callable[[str, Exception], Any]) -> None:
-        """Put all of it into an incident that is about to be finished.
-
-        One that fails costs no other: `note_error` is called with what failed and why.
-        """
-        run.add_last_signs(self.heartbeats.last_signs())
-        deadline = gathering_deadline(run.opened, self._budget_secs, time.monotonic())
-        # The logs are searched for the prompts of the requests.
-        for part in (self._steps, self._journals, self._logs, self.environment):
-            try:
-                part.add_to(run, self._tree, share_of(deadline, time.monotonic()))
-            except Exception as error:  # noqa: BLE001 - told in the log and the incident
-                note_error("what was kept in memory", error)
+    def take_last_signs(self, run: IncidentRun, _deadline: float) -> None:
+        """Take in what the heartbeats of the schedulers that died said last, which needs no stack."""
+        now, at, signs = clock.now(), time.monotonic(), self.heartbeats.last_signs()
+        for process in run.tree:
+            if process.exited_at is not None and (sign := signs.get(process.pid)) is not None:
+                # The heartbeat is of the monotonic clock.
+                run.set_last_sign(process, sign, process.exited_at - now + at - sign.at)
 
     def release(self, *, is_written: bool) -> None:
         """Give back what dead processes left, where an incident that is on the disk has it."""
-        self._journals.release(is_written=is_written)
-        self._logs.release(is_written=is_written)
+        self.journals.release(is_written=is_written)
+        self.logs.release(is_written=is_written)
 
     def forget_requests(self) -> None:
         """Give back what an earlier server of the same program was asked."""
-        self._journals.close()
-        self._steps.close()
+        self.journals.close()
+        self.steps.close()
 
     def close(self) -> None:
         """Give all of it back."""
-        for part in (self._journals, self._steps, self._logs, self.environment):
+        for part in (self.journals, self.steps, self.logs, self.environment):
             part.close()
 
 
@@ -229,7 +191,7 @@ class RequestJournals(HeldMemory):
 
     what = "request journal"
 
-    def add_to(self, run: IncidentRun, _tree: object, deadline: float) -> None:
+    def take(self, run: IncidentRun, deadline: float) -> None:
         """Put what the journals hold now into an incident.
 
         `deadline` is when the rest is left out, by the monotonic clock; a full one of 32 MiB takes about a second.
@@ -242,13 +204,17 @@ class RequestJournals(HeldMemory):
         journals = [(held.process.pid, held.descriptor) for held in self.held]
         secs = max(0.0, deadline - time.monotonic())
         checks: dict[str, bool] = {}
-        with contextlib.suppress(OSError):
-            run.folder.remove(REQUESTS)
         told = export_requests(journals, run.folder.opened, secs, run.folder.charge, began, checks)
         if self.dropped:
             words = f"the journals of {self.dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words
-        run.set_journal(told, frozenset(rid for rid, are_all in checks.items() if are_all))
+        add_journal(run.incident.requests, told)
+        own = frozenset(rid for rid, are_all in checks.items() if are_all)
+        for report in run.incident.processes:
+            if report.steps is not None:
+                report.steps.checks = own
+        run.note(clock.now(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
+        run.checkpoint()
         self.taken = dead
 
 
@@ -260,16 +226,18 @@ class StepRecords(HeldMemory):
     max_of_dead = 32
     max_of_one = 1
 
-    def add_to(self, run: IncidentRun, processes: Iterable[TrackedProcess], deadline: float) -> None:
+    def take(self, run: IncidentRun, deadline: float) -> None:
         """Put what the schedulers noted of their steps into an incident.
 
         No other rank is begun with after `deadline`, by the monotonic clock; one takes about 0.1 s.
         """
-        for process in processes:
+        read_at, steps = time.monotonic(), dict[int, Sequence[Step]]()
+        for process in run.tree:
             held = self._of(process)
             if held is not None or process.role == "scheduler":
-                piece = _guarded("steps", self._piece_of, process, held, run, deadline)
-                set_piece(run.report(process), piece)
+                piece = _guarded("steps", self._piece_of, process, held, run, deadline, steps)
+                run.report(process).evidence.append(piece)
+        run.incident.divergence = divergence_of(run.incident, steps, run.path, run.opened, read_at)
 
     def _problem_of(self, descriptor: int) -> str:
         try:
@@ -278,7 +246,14 @@ class StepRecords(HeldMemory):
             return str(error)
         return ""
 
-    def _piece_of(self, process: TrackedProcess, held: Held | None, run: IncidentRun, deadline: float) -> Evidence:
+    def _piece_of(
+        self,
+        process: TrackedProcess,
+        held: Held | None,
+        run: IncidentRun,
+        deadline: float,
+        steps: dict[int, Sequence[Step]],
+    ) -> Evidence:
         if held is None:
             reason = "it noted none: it had not begun its event loop, or SGLANG_CRASHKIT_STEPS is off"
             return Evidence("steps", "skipped", reason=reason)
@@ -289,7 +264,9 @@ class StepRecords(HeldMemory):
             found = StepReader(held.descriptor, held.modes).read()
         except (OSError, NotStepsError) as error:
             return Evidence("steps", "failed", reason=f"{name}: {error}")
-        run.add_steps(process, found.steps)
+        run.begun.update(one.rid for step in found.steps if step.phase != PHASES[0] for one in step.requests)
+        # Without the requests, which of a thousand steps take tens of megabytes; the file has them.
+        steps[process.pid] = [replace(step, requests=()) for step in found.steps]
         # When it died, or now where it lives, by the monotonic clock.
         seen_at = time.monotonic() - (0.0 if process.exited_at is None else clock.now() - process.exited_at)
         run.report(process).steps = incident.LastSteps(
@@ -317,17 +294,17 @@ class ProcessLogs(HeldMemory):
         super().__init__()
         self._most = most
 
-    def add_to(self, run: IncidentRun, tree: Iterable[TrackedProcess], deadline: float) -> None:
+    def take(self, run: IncidentRun, deadline: float) -> None:
         """Put the logs of the server's own processes into an incident, whose requests are there already.
 
         What is not searched for secrets and prompts before `deadline`, by the monotonic clock, is withheld; a full log
         takes about 0.1 s.
         """
         prompts = _prompts_in(run.path / REQUESTS)
-        for process in tree:
+        for process in run.tree:
             if process.matters:
                 piece = _guarded("log", self._piece_of, process, run, prompts, deadline)
-                set_piece(run.report(process), piece)
+                run.report(process).evidence.append(piece)
         self.taken = [held for held in self.held if held.is_of_dead]
 
     def _piece_of(self, process: TrackedProcess, run: IncidentRun, prompts: Sequence[str], deadline: float) -> Evidence:
@@ -337,9 +314,9 @@ class ProcessLogs(HeldMemory):
             return Evidence("log", "skipped", reason=reason)
         name = f"logs/{titles.label_of(process.title, process.pid)}.log"
         try:
-            lines = format_log(
-                read_log(held.descriptor, self._most, share_of(deadline, time.monotonic())), prompts, deadline
-            )
+            # As much time is left for the search.
+            middle = (deadline + time.monotonic()) / 2
+            lines = format_log(read_log(held.descriptor, self._most, middle), prompts, deadline)
         except (OSError, CrashkitError) as error:
             return Evidence("log", "failed", reason=f"{name}: {error}")
         if not lines:
@@ -426,7 +403,7 @@ class ServerEnvironment:
         """Whether the server's main process said that all ranks are ready."""
         return self._ready_at is not None
 
-    def take(self, descriptor: int | None, seconds: float, *, ready: bool) -> None:
+    def hold(self, descriptor: int | None, seconds: float, *, ready: bool) -> None:
         """Hold what the main process told as `descriptor`, which stays open; `ready`: the ranks are, at `seconds`."""
         self.close()
         self._descriptor = os.dup(descriptor) if descriptor is not None else None
@@ -437,14 +414,15 @@ class ServerEnvironment:
         arguments = self._told().get("arguments")
         return arguments if isinstance(arguments, dict) else {}
 
-    def add_to(self, run: IncidentRun, tree: ProcessTree, deadline: float) -> None:
+    def take(self, run: IncidentRun, deadline: float) -> None:
         """Put ``environment.json`` into an incident that is about to be finished.
 
         What is not read before `deadline`, by the monotonic clock, is left out; ten processes take about 0.05 s.
         """
-        document = self._gather(tree, deadline)
+        document = self._gather(run.tree, deadline)
         run.incident.environment = lenient.read(_environment_in_short(document), incident.Surroundings)
-        set_piece(run.report(tree.root), write_piece("environment", run.folder.write_json, ENVIRONMENT, document))
+        piece = write_piece("environment", run.folder.write_json, ENVIRONMENT, document)
+        run.report(run.tree.root).evidence.append(piece)
 
     def close(self) -> None:
         """Give back what is held."""
@@ -458,14 +436,18 @@ class ServerEnvironment:
 
         root, now, told = tree.root, clock.now(), self._told()
         arguments = self.arguments()
+        words = procfs.read_cmdline(root.pid)
+        sizes = {name: arguments.get(f"{name}_size", arguments.get(name)) for name in _SIZES}
         # This process is in the same cgroups and the same container, and has the same environment.
         pid = root.pid if root.exited_at is None else os.getpid()
         started = procfs.started_at(root.handle.start_ticks)
         living = [process for process in tree.alive() if process.matters]
         pieces: dict[str, Callable[[], Any]] = {
-            "command_line": lambda: told.get("command_line") or _command_line(root),
+            "command_line": lambda: (
+                told.get("command_line") or redact_text(shlex.join(words), secrets_of_arguments(words))
+            ),
             "model": lambda: arguments.get("model_path"),
-            "parallel": lambda: _sizes_in(arguments),
+            "parallel": lambda: {name: value for name, value in sizes.items() if type(value) is int},
             "versions": lambda: _versions(told, environment.read_driver()),
             "place": lambda: environment.read_place(pid, os.environ),
             "cgroup": lambda: environment.read_cgroups(pid),
@@ -505,20 +487,10 @@ class ServerEnvironment:
         return told if isinstance(told, dict) else {}
 
 
-def _command_line(root: TrackedProcess) -> str:
-    words = procfs.read_cmdline(root.pid)
-    return redact_text(shlex.join(words), secrets_of_arguments(words))
-
-
 def _versions(told: Mapping[str, Any], driver: str | None) -> dict[str, str]:
     versions = told.get("versions")
     known = {"sglang-crashkit": __version__} | (versions if isinstance(versions, dict) else {})
     return known | ({"driver": driver} if driver else {})
-
-
-def _sizes_in(arguments: Mapping[str, Any]) -> dict[str, int]:
-    sizes = {name: arguments.get(f"{name}_size", arguments.get(name)) for name in _SIZES}
-    return {name: value for name, value in sizes.items() if type(value) is int}
 
 
 def _environment_in_short(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import StepRecords, format_log
 from sglang_crashkit.memory.ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS, LastSteps, StepReader, StepWriter
-from sglang_crashkit.model.incident import Evidence, ProcessReport
+from sglang_crashkit.model.incident import Evidence, Incident, ProcessReport
 from unit.support.server_driver import Server, document_of, piece_of, report_of
 from unit.support.waiting import descriptors, wait_until
 
@@ -163,11 +163,15 @@ def test_a_rank_whose_steps_cannot_be_read_costs_no_other_its_own(odd: int, monk
         writer.schedule(1, 1.0, 1, ["ab12"], [5], None, 1, {}, 0)
         records.follow(rank, writer.fd, {"1": OddReader.odd if rank.pid == odd else "decode"})
     run: Any = SimpleNamespace(
+        tree=ranks,
         report=lambda process: reports[process.pid],
-        add_steps=lambda _process, _steps: None,
+        begun=set(),
+        incident=Incident.of({"id": "one", "kind": "killed"}),
+        path=Path(),
+        opened=0.0,
         folder=SimpleNamespace(write_text=lambda name, _text: name),
     )
-    records.add_to(run, ranks, math.inf)
+    records.take(run, math.inf)
     records.close()
     for writer in writers:
         writer.close()

@@ -21,7 +21,7 @@ from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.memory import journal
 from sglang_crashkit.memory.journal import KEPT_SECS, JournalWriter
-from sglang_crashkit.model.incident import JournaledRequests
+from sglang_crashkit.model.incident import Incident, JournaledRequests
 from unit.support.server_driver import Server
 from unit.support.waiting import wait_until
 
@@ -100,13 +100,16 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.folder = SimpleNamespace(opened=path, charge=lambda _growth: None, remove=lambda _name: None)
+        self.folder = SimpleNamespace(opened=path, charge=lambda _growth: None)
         self.opened = time.monotonic()
         self.problem = ""
-        self.told: JournaledRequests | None = None
+        self.incident = Incident.of({"id": "one", "kind": "killed"})
 
-    def set_journal(self, told: JournaledRequests, _checks: frozenset[str]) -> None:
-        self.told = told
+    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
+        self.incident.note(seconds, event, **fields)
+
+    def checkpoint(self) -> None:
+        """There is no folder."""
 
     def rids(self) -> set[str]:
         return {json.loads(line)["rid"] for line in (self.path / "requests/requests.jsonl").read_text().splitlines()}
@@ -136,9 +139,9 @@ def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
         passed_on(journals, process(pid, exited_at=1.0)).close()
         assert descriptors() <= before + 3 + 4
     run = Run(tmp_path)
-    journals.add_to(run, (), math.inf)  # type: ignore[arg-type]
+    journals.take(run, math.inf)  # type: ignore[arg-type]
     assert run.rids() == {"1", "56", "57", "58", "59"}
-    assert run.told.reason == "the journals of 46 processes that had ended before were dropped"
+    assert run.incident.requests.journal.reason == "the journals of 46 processes that had ended before were dropped"
     for _ in range(20):
         passed_on(journals, living).close()
     assert descriptors() <= before + 4 + 4
