@@ -28,6 +28,8 @@ MAX_USE, KEEP_FREE, MAX_INCIDENT, MAX_CORE = (
 #: The folder, in the fallback folder, of all runtime folders.
 RUN = "run"
 SOCKET = "handler.sock"
+#: Beside it: a server that had lost its crash handler ended in good order.
+ENDED = "ended"
 #: The longest name of a socket in the folder: a pid of 7 digits, a start time, a suffix.
 _LONGEST_SOCKET = "4194304-123456789012.sock"
 _MAX_SOCKET_PATH = 107

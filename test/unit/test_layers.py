@@ -42,6 +42,7 @@ ALLOWED = {
         "redact",
         "settings",
         "sources",
+        "visible",
     },
     "handler": {
         "redact",

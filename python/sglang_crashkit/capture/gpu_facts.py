@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
+from sglang_crashkit.kernel.kernel_log import KERNEL_LOG
 
 Library = Literal["pynvml", "amdsmi"]
 
 _CHILD = "sglang_crashkit.capture.gpu_facts_child"
-_KERNEL_LOG = "/dev/kmsg"
 #: What the drivers make where there is a GPU; the second is that of WSL.
 _NVIDIA, _AMD = ("/dev/nvidiactl", "/dev/dxg"), ("/dev/kfd",)
 _NVML = "libnvidia-ml.so.1"
@@ -61,7 +61,7 @@ class GpuFactsReader(BackgroundTool[GpuFacts]):
         RuntimeError: the system gives no thread.
     """
 
-    def __init__(self, library: Library, seconds: float, since: float, kernel_log: str = _KERNEL_LOG) -> None:
+    def __init__(self, library: Library, seconds: float, since: float, kernel_log: str = KERNEL_LOG) -> None:
         command = _command("facts", library, kernel_log, str(since))
         super().__init__("GPU facts", command, seconds, _facts_of, _MAX_OUTPUT)
 

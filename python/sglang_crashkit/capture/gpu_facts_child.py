@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from sglang_crashkit.kernel.kernel_log import lines_since
+
 _PR_SET_PDEATHSIG = 1
 #: After this number of events nobody learns anything from another one, and the pipe is nearly full.
 _MAX_EVENTS = 128
@@ -41,7 +43,7 @@ _REASONS = (
 _LINK_COUNTERS = ("replay", "recovery", "crc_flit", "crc_data")
 #: ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python3, GPU has fallen off the bus.``
 _XID_LINE = re.compile(
-    rb"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)(?:, pid='?(\d+))?"
+    r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)(?:, pid='?(\d+))?"
 )
 
 
@@ -200,38 +202,15 @@ def _amd_process(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernel_xids(path: str, since: float) -> dict[str, Any]:
-    """Return the Xid lines of the kernel's log `since` a time as ``xids``, or as ``problem`` why they cannot be read.
-
-    Each read of ``/dev/kmsg`` gives a record, ``priority,number,microseconds since boot,flags;text``.
-    """
+    """Return the Xid lines of the kernel's log `since` a time as ``xids``, or as ``problem`` why it cannot be read."""
+    xids = []
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        for seconds, line in lines_since(since, path):
+            if (found := _XID_LINE.search(line)) is not None:
+                address, number, pid = found.groups()
+                xids.append({"xid": int(number), "bus_id": bus_id(address), "time": seconds, "pid": pid and int(pid)})
     except OSError as error:
         return {"problem": f"{path}: {error.strerror}"}
-    booted, text = time.time() - time.monotonic(), bytearray()
-    while True:
-        try:
-            record = os.read(descriptor, 1 << 13)
-        except BrokenPipeError:
-            # It was overwritten before it was read.
-            continue
-        except BlockingIOError:
-            break
-        except OSError as error:
-            return {"problem": f"{path}: {error.strerror}"}
-        if not record:
-            break
-        text += record if b"NVRM: Xid" in record else b""
-    os.close(descriptor)
-    xids = []
-    for line in text.splitlines():
-        found, head = _XID_LINE.search(line), line.split(b",", 3)
-        if found is None or len(head) < 4 or not head[2].isdigit():
-            continue
-        seconds = booted + int(head[2]) / 1e6
-        address, number, pid = (group and group.decode() for group in found.groups())
-        if seconds >= since and address and number:
-            xids.append({"xid": int(number), "bus_id": bus_id(address), "time": seconds, "pid": pid and int(pid)})
     return {"xids": xids[-_MAX_EVENTS:]}
 
 

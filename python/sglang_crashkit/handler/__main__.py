@@ -32,6 +32,8 @@ from sglang_crashkit.handler.folders import (
 from sglang_crashkit.handler.recovery import finish_abandoned
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.fingerprint import recent_crashes
+from sglang_crashkit.incident.marker import VANISHED
+from sglang_crashkit.incident.store import parse_name
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.kernel.private_files import FolderLock, write_private
@@ -111,17 +113,23 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
     undo.callback(folders.spool.rmdir)
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
     guard_reads(GuardedReader())
-    handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
+    settings = Settings.from_environ()
+    handler = CrashHandler(args.server_pid, mailbox, place, settings)
     if not _say_ready(folders):
         logger.info("server %d did not wait for its crash handler", args.server_pid)
         return 0
+    vanished = ""
     for folder in place.earlier():
-        for path in finish_abandoned(folder / "incidents"):
+        for path in finish_abandoned(folder / "incidents", args.runtime.parent, settings.disk):
             logger.info("incident %s of a killed crash handler is finished", path)
+            if (name := parse_name(path.name)) is not None and name.kind == VANISHED:
+                vanished = f"an earlier server of this host ended without a word: incident {path}"
         remove_empty_spools(folder / "incidents")
         handler.session.commands.catch_up(folder / "incidents")
     remove_runtime_folders(args.runtime.parent)
-    handler.history = [line for line in (recent_crashes(place.host_folder / "incidents"), left_by_others()) if line]
+    handler.history = [
+        line for line in (vanished, recent_crashes(place.host_folder / "incidents"), left_by_others()) if line
+    ]
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
     undo.pop_all()
     handler.run()

@@ -53,6 +53,7 @@ def collectors_of(received: Received, driver: Driver) -> tuple[Collector, ...]:
         Collector("last signs", write, _always, received.take_last_signs, _memory_end),
         Collector("steps", write, _always, received.steps.take, _memory_end),
         Collector("request journals", write, _always, received.journals.take, _memory_end),
+        Collector("pauses", write, _always, lambda run, _: received.pauses.add_to(run.note), _memory_end),
         # They are searched for the prompts of the requests.
         Collector("logs", write, _always, received.logs.take, _memory_end),
         Collector("environment", write, _always, received.environment.take, _memory_end),

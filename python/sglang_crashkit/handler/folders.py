@@ -30,6 +30,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.recovery import SPOOL
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
+from sglang_crashkit.incident.marker import MARKER
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.forked import ForkedCall
 from sglang_crashkit.kernel.private_files import FolderLock, make_private_folder
@@ -307,9 +308,15 @@ class Place:
         if (path := self.record_of(record)) is not None:
             path.unlink(missing_ok=True)
 
+    def remove_marker(self) -> None:
+        """Remove the server's marker: its end is known."""
+        with contextlib.suppress(OSError):
+            (self.spool / MARKER).unlink()
+
     def remove_own(self) -> None:
         """Remove what is this server's alone; a record that nobody took in stays."""
         shutil.rmtree(self.runtime, ignore_errors=True)
+        self.remove_marker()
         with contextlib.suppress(OSError):
             self.spool.rmdir()
 

@@ -41,11 +41,10 @@ class FollowedHeartbeat:
 
     def look(self, seen_secs: float) -> None:
         """Take in what it says now, so many seconds that the handler saw pass after the last look."""
-        sign = self._reader.read()
-        if sign == self.sign:
+        before, self.sign = self.sign, self._reader.read()
+        if self.sign == before:
             self.silent_secs += seen_secs
         else:
-            self.sign = sign
             self.silent_secs = 0.0
             self.signs += 1
 

@@ -7,18 +7,15 @@ import functools
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from sglang_crashkit import __version__
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, requests_of
 from sglang_crashkit.handler.findings import (
@@ -32,10 +29,10 @@ from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.judging import judge, order_failures
+from sglang_crashkit.incident.marker import server_info
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.forked import MAX_ANSWER, call_within
-from sglang_crashkit.kernel.procfs import own_namespace
-from sglang_crashkit.memory.heartbeat import Heartbeat
+from sglang_crashkit.memory.heartbeat import LONG_SECS, Heartbeat
 from sglang_crashkit.model.incident import (
     Evidence,
     EvidenceKind,
@@ -45,7 +42,6 @@ from sglang_crashkit.model.incident import (
     LastSign,
     ProcessReport,
     Requests,
-    ServerInfo,
     Trigger,
     Verdict,
 )
@@ -173,8 +169,7 @@ class IncidentRun:
         self._log = IncidentLog()
         root, own = tree.root, procfs.read_stat(os.getpid())
         assert own is not None
-        host, ticks = socket.gethostname(), root.handle.start_ticks
-        server = ServerInfo(root.pid, _sglang_version(), __version__, host, ticks, own_namespace())
+        server = server_info(root.pid, root.handle.start_ticks)
         handler = HandlerInfo(own.pid, own.start_ticks)
         self.incident = Incident(id=folder.id, kind=kind, trigger=trigger, server=server, handler=handler)
         self.checkpoint()
@@ -499,20 +494,27 @@ class IncidentRun:
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
         message = f"{how} for {secs:.1f} s"
         if sign is not None:
-            self.set_last_sign(process, sign, secs)
+            last = self.set_last_sign(process, sign, secs)
             details |= {"doing": sign.doing, "batches": sign.batches}
             message = f"made no progress for {secs:.1f} s; the last sign was of {sign.doing}"
+            if last.collecting_secs:
+                message += f", in a garbage collection for {last.collecting_secs:.0f} s"
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
         if self.finished:
             self.checkpoint()
         else:
             self.incident.failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
-    def set_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> None:
+    def set_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> LastSign:
         """Take in what the heartbeat of a scheduler said last, so many seconds before it died or was looked at."""
         before = round(max(0.0, secs), 3)
-        last = LastSign(sign.doing, sign.batches, sign.requests, sign.mode, sign.tokens, before)
+        # At its end, or now; the heartbeat is of the monotonic clock.
+        ended = time.monotonic() - (clock.now() - process.exited_at if process.exited_at is not None else 0.0)
+        secs = ended - sign.collecting_since if sign.collecting_since else 0.0
+        collecting = round(secs, 3) if secs > LONG_SECS else 0.0
+        last = LastSign(sign.doing, sign.batches, sign.requests, sign.mode, sign.tokens, before, collecting)
         self.report(process).last_sign = last
+        return last
 
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.
@@ -564,10 +566,3 @@ class IncidentRun:
         process_evidence.note_exit(report, process, raised=raised)
         if self.settings.stacks:
             process_evidence.take_fault(process, report, self.folder, self.runtime)
-
-
-def _sglang_version() -> str:
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -58,6 +58,7 @@ class Measured:
     is_up: bool  # the handler lives
     seconds: float  # when it was measured, since the epoch
     signs: Mapping[str, float] = field(default_factory=dict)  # when each rank gave its last sign, since the epoch
+    pauses: Mapping[tuple[str, str], int] = field(default_factory=dict)  # how many, by rank and kind; see `Pauses`
 
 
 def gauges_of(measured: Measured, causes: Mapping[str, str] | None) -> list[Gauge]:
@@ -71,6 +72,7 @@ def gauges_of(measured: Measured, causes: Mapping[str, str] | None) -> list[Gaug
     latest = max((parsed.seconds for parsed in names.values()), default=0.0)
     incidents = [(own | {"kind": kind, "cause": cause}, float(n)) for (kind, cause), n in sorted(counts.items())]
     signs = [(own | {"rank": rank}, at) for rank, at in sorted(measured.signs.items())]
+    pauses = [(own | {"rank": rank, "kind": kind}, float(n)) for (rank, kind), n in sorted(measured.pauses.items())]
     told: list[Gauge] = [
         ("handler_up", "Whether the crash handler is at work.", [(own, float(measured.is_up))]),
         ("updated_timestamp_seconds", "When the crash handler said so last.", [(own, measured.seconds)]),
@@ -81,8 +83,13 @@ def gauges_of(measured: Measured, causes: Mapping[str, str] | None) -> list[Gaug
             [] if causes is None else [(own, latest)],
         ),
         ("rank_last_sign_timestamp_seconds", "When the rank's event loop last went round.", signs),
+        ("rank_pauses", "How often the rank stood still, by kind: long_collection, slow_step.", pauses),
     ]
     return [(_PREFIX + name, words, samples) for name, words, samples in told]
+
+
+def _rank_of(title: str) -> str:
+    return title.removeprefix("sglang::scheduler").strip("_") or "TP0"
 
 
 def causes_in(incidents: Path, known: Mapping[str, str]) -> dict[str, str] | None:
@@ -192,9 +199,11 @@ class MetricsPublisher:
         for pid, sign in self._session.received.heartbeats.last_signs().items():
             process = self._tree.get(pid)
             if process is not None and process.exited_at is None and not sign.is_off:
-                rank = process.title.removeprefix("sglang::scheduler").strip("_") or "TP0"
-                signs[rank] = now - clock + sign.at
-        return Measured(self._port, True, now, signs)
+                signs[_rank_of(process.title)] = now - clock + sign.at
+        pauses = {
+            (_rank_of(title), kind): count for (title, kind), count in self._session.received.pauses.counts.items()
+        }
+        return Measured(self._port, True, now, signs, pauses)
 
     def _publish(self, measured: Measured, *, is_shown: bool) -> bytes:
         """Look at the disk, show the gauges and write the file, in a child; return the causes that are new."""

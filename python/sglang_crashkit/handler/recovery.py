@@ -1,6 +1,7 @@
-"""Finish the incidents that a killed crash handler left half-written, from their logs.
+"""Finish the incidents that a killed crash handler left half-written, from their logs; make those that it could not.
 
-What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name.
+What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name. A
+server that was killed as a whole left its marker alone, of which an incident is made; see `marker`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.folder import RESERVE
+from sglang_crashkit.incident.folder import RESERVE, IncidentFolder, new_id
 from sglang_crashkit.incident.judging import explain, judge, read_log
+from sglang_crashkit.incident.marker import MARKER, VANISHED, Marker, incident_of, read_marker
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import (
@@ -29,6 +31,8 @@ from sglang_crashkit.kernel.private_files import (
 )
 from sglang_crashkit.model import SCHEMA_VERSION
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
+from sglang_crashkit.model.log import LOG, IncidentLog
+from sglang_crashkit.settings import ENDED, DiskLimits
 from sglang_crashkit.view.markdown import format_summary
 
 logger = logging.getLogger(__name__)
@@ -44,13 +48,20 @@ _AGE_SECS = 10.0
 #: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
 _AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
 MAX_FINISHED = 100
+#: More servers of one host than ever vanish together; of older ones nothing is told.
+_MAX_VANISHED = 16
 
 
-def finish_abandoned(incidents: Path) -> list[Path]:
+def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimits | None = None) -> list[Path]:
     """Finish the incidents in folder `incidents` whose writer died, and return the folders' final names.
 
     An incident that cannot be finished is named in the log and left as it is. Those that another process writes are
     left alone, and so is what is not this user's.
+
+    Args:
+        incidents: the folder of all incidents of this host.
+        run: the runtime folders of servers on this host.
+        limits: what a new incident may take of the disk.
     """
     finished = []
     for torn in incidents.glob(".*.new"):
@@ -70,7 +81,55 @@ def finish_abandoned(incidents: Path) -> list[Path]:
                 finished.append(final)
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("the unfinished incident %s stays as it is: %s", incidents / folder.name, error)
-    return finished
+    return finished + (list(_take_markers(incidents, opened.path, run, limits)) if opened is not None else [])
+
+
+def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskLimits | None) -> Iterator[Path]:
+    """Write an incident for each server that vanished, and yield its folder; its marker is removed then."""
+    ages = {}
+    for path in opened.glob(f"{SPOOL}*/{MARKER}"):
+        with contextlib.suppress(OSError):
+            if path.parent.lstat().st_uid == os.geteuid():
+                ages[path.parent] = path.lstat().st_mtime
+    for number, spool in enumerate(sorted(ages, key=ages.__getitem__, reverse=True)):
+        lock = FolderLock(spool)
+        try:
+            state = lock.acquire()
+            # Where there are no locks, its handler may be on another machine.
+            if state == "taken" or (state == "unsupported" and time.time() - ages[spool] < _AGE_WITHOUT_LOCKS_SECS):
+                continue
+            marker = read_marker(spool)
+            if marker is not None and _is_running(marker.server):
+                # Its handler alone was killed.
+                continue
+            has_ended = run is not None and (run / spool.name.removeprefix(SPOOL) / ENDED).exists()
+            if marker is None or has_ended or number >= _MAX_VANISHED:
+                (spool / MARKER).unlink()
+            else:
+                yield _write_vanished(incidents, spool, marker, limits)
+            with contextlib.suppress(OSError):
+                # The record of an exception may be in it.
+                spool.rmdir()
+        except (OSError, CrashkitError, ValueError, RecursionError) as error:
+            logger.warning("of the server whose marker is in %s there is no incident: %s", spool.name, error)
+        finally:
+            lock.release()
+
+
+def _write_vanished(incidents: Path, spool: Path, marker: Marker, limits: DiskLimits | None) -> Path:
+    folder = IncidentFolder(incidents, VANISHED, new_id(), marker.touched, limits, marker.server.pid)
+    try:
+        incident = incident_of(marker, folder.id)
+        folder.append(LOG, IncidentLog().lines(incident))
+        incident.verdict = judge(incident, None)
+        incident.cause = explain(incident, folder.opened)
+        folder.save(incident.to_json(), format_summary(incident.shown(), folder.final_path), sync=True)
+    except BaseException:
+        folder.discard()
+        raise
+    # Whatever kills this process next, there is one incident.
+    (spool / MARKER).unlink()
+    return folder.publish()
 
 
 def _own_folders(incidents: Path) -> Iterator[Path]:
@@ -94,6 +153,12 @@ def _finish(folder: Path, final: Path) -> bool:
         incident = _read(folder)
         if state == "taken" or not _is_abandoned(folder, incident, has_locks=state == "held"):
             return False
+        name = parse_name(folder.name)
+        is_of_marker = name is not None and name.kind == VANISHED
+        if is_of_marker and (incident is None or (_spool_of(incident, folder) / MARKER).exists()):
+            # It is made of that anew.
+            shutil.rmtree(folder)
+            return False
         (folder / RESERVE).unlink(missing_ok=True)
         for torn in folder.rglob(".*.new"):
             torn.unlink(missing_ok=True)
@@ -103,6 +168,8 @@ def _finish(folder: Path, final: Path) -> bool:
             write_json(folder / "incident.json", incident.to_json(), sync=True)
             summary = format_summary(incident.shown(), final)
             write_private(folder / "summary.md", summary.encode(errors="backslashreplace"))
+            # This incident is of the server's end.
+            (_spool_of(incident, folder) / MARKER).unlink(missing_ok=True)
         folder.rename(folder.with_name(final.name))
         sync_folder(folder.parent)
     finally:
@@ -169,8 +236,7 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
 
 def _adopt_records(incident: Incident, folder: Path) -> None:
     """Move in what failing ranks of that server wrote of themselves and nobody took in."""
-    server = incident.server
-    spool = folder.parent / f"{SPOOL}{server.pid}-{server.start_ticks}-{server.pid_namespace}"
+    spool = _spool_of(incident, folder)
     for pid in [process.pid for process in incident.processes]:
         record = spool / f"exception-{pid}.json"
         if record.is_symlink() or not record.is_file():
@@ -181,3 +247,13 @@ def _adopt_records(incident: Incident, folder: Path) -> None:
         else:
             (folder / "ranks").mkdir(mode=0o700, exist_ok=True)
             record.replace(folder / "ranks" / f"rank-{pid}.exception.json")
+
+
+def _is_running(server: ServerInfo) -> bool:
+    is_seen = server.pid_namespace == procfs.own_namespace()
+    return is_seen and procfs.is_running(server.pid, server.start_ticks or 0)
+
+
+def _spool_of(incident: Incident, folder: Path) -> Path:
+    server = incident.server
+    return folder.parent / f"{SPOOL}{server.pid}-{server.start_ticks}-{server.pid_namespace}"

@@ -20,6 +20,7 @@ from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.triage import Seen
+from sglang_crashkit.incident.marker import ServerMarker
 from sglang_crashkit.kernel import clock, forked, procfs
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.policy import Mode
@@ -66,6 +67,9 @@ class CrashHandler:
         self._kept = KeptFolder(place.runtime)
         self._lost_peers = LostPeers(self.tree, self.session)
         self._shared_memory = SharedMemory(self.tree)
+        self._marker = ServerMarker(place.spool, self.session.log.say)
+        self._pauses = self.session.received.pauses
+        self._pauses.say = self.session.log.say
         #: Pids of senders that a look did not find among the server's processes.
         self._foreign: set[int] = set()
         self._ignored = 0
@@ -78,6 +82,7 @@ class CrashHandler:
         """Work until the server is gone and its incident is whole; then leave nothing but evidence behind."""
         logger.info("watching server %d, incidents go to %s", self.tree.root.pid, self._place.host_folder)
         next_scan = 0.0
+        self._marker.create()
         self._guard("the limit of open files", self.session.shortages.raise_limit)
         self._guard("the watch for Xid events", self.session.driver.watch)
         try:
@@ -101,6 +106,7 @@ class CrashHandler:
         finally:
             removed, left = self._shared_memory.clear()
             self.session.close(removed=removed, left=left)
+            self._place.remove_marker()
             if self.session.triage.shutdown.gone_at is not None:
                 # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
                 self._place.clean_up([server_key(each.pid, each.handle.start_ticks) for each in self.tree])
@@ -188,6 +194,8 @@ class CrashHandler:
 
     def _judge(self, message: Message, sender: TrackedProcess) -> None:
         event, fields, triage = message.event, message.fields, self.session.triage
+        if event == "draining":
+            self._marker.ask_to_end(_time_of(message))
         if event in ("launch_failed", "startup_timeout"):
             # Before what the message says of them: its ranks may have hardly begun to run.
             self.tree.refresh()
@@ -211,6 +219,8 @@ class CrashHandler:
         serves = any(process.is_own and process.pid in others for process in self.tree)
         known = Mode(mode) if mode in tuple(Mode) else Mode.LIBRARY
         self.session.take(Seen("launch", members=alive, mode=known, others_serve=serves))
+        if known is not Mode.LIBRARY:
+            self._marker.begin(self.tree.root.pid, self.tree.root.handle.start_ticks)
 
     def _on_teardown(self, message: Message, sender: TrackedProcess | None) -> None:
         pid = message.fields.get("pid", 0)
@@ -242,7 +252,7 @@ class CrashHandler:
     def _act_on_time(self) -> None:
         if time.monotonic() < self._retry_at:
             return
-        session, others = self.session, (self._hangs, self._shared_memory, self._metrics)
+        session, others = self.session, (self._hangs, self._shared_memory, self._metrics, self._marker, self._pauses)
         parts = (session, *others, session.page, session.commands)
         # All of them, whichever fails.
         went_well = [self._guard(f"what is due of {type(part).__name__}", part.act_on_time) for part in parts]
@@ -253,7 +263,7 @@ class CrashHandler:
         triage = self.session.triage
         if not triage.is_open and triage.shutdown.gone_at is not None:
             return triage.shutdown.gone_at + _LINGER_SECS
-        return min(part.next_due() for part in (self.session, self._hangs, self._metrics))
+        return min(part.next_due() for part in (self.session, self._hangs, self._metrics, self._marker, self._pauses))
 
     def _done(self) -> bool:
         gone_at = self.session.triage.shutdown.gone_at

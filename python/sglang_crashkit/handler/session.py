@@ -272,6 +272,7 @@ class Session:
         self._write(run)
         self.triage.done(ActionKind.FINISH, time.monotonic())
         if run.is_ending:
+            self._place.remove_marker()
             write_termination_message(run.conclusion.message if run.conclusion is not None else "")
         return True
 

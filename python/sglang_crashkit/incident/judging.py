@@ -156,6 +156,13 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
         return Verdict("peer_lost", None, "supported", " ".join(lost), lost)
     if (not ordered and incident.trigger.event == UNHEALTHY) or (ordered and ordered[0].kind == "hang"):
         return _judge_hang(incident, ordered, lost, folder)
+    gone = next((one for one in incident.timeline if one.event == "found_gone"), None)
+    if not ordered and gone is not None:
+        text = (
+            f"{incident.trigger.title} (pid {incident.trigger.pid}) and its crash handler ended without a word, after "
+            f"{incident.trigger.time} and before {gone.time}."
+        )
+        return Verdict("vanished", None, "established" if gone.get("is_seen") is True else "supported", text, [text])
     if not ordered:
         text = f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail."
         return Verdict("unknown", None, "unknown", text)

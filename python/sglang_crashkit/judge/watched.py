@@ -93,11 +93,12 @@ def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
         row = "role_hangs" if kind else "hangs"
     elif waited_in_vain(case):
         row = "given_up"
-    elif seen.kind in ("startup_timeout", "peer_lost", "failed_transfer", "busy"):
+    elif seen.kind in ("startup_timeout", "peer_lost", "failed_transfer", "busy", "vanished"):
         row = f"watched_{seen.kind}"
     else:
         return []
-    level = row == "watched_peer_lost" and seen.level == "established" and "established"
+    is_sure = row in ("watched_peer_lost", "watched_vanished") and seen.level == "established"
+    level = is_sure and "established"
     return [finding_of(row, where, [text], kind=kind, level=level, who=seen.who, text=text)]
 
 

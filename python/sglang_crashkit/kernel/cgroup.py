@@ -23,7 +23,7 @@ class OomCounter:
 
     def grown_by(self) -> int | None:
         """Return how many processes of the cgroup the OOM killer has ended since, None where it cannot be told."""
-        now = _read_kills(self.path)
+        now = read_count(self.path, "oom_kill")
         return None if now is None else now - self.kills
 
 
@@ -40,7 +40,7 @@ def find_counter(pid: int) -> OomCounter | None:
     """Return the OOM counter of the memory cgroup of `pid`, None where there is none to be read."""
     for group in _groups(pid, "memory"):
         path = group.folder / ("memory.oom_control" if group.version == 1 else "memory.events")
-        if (kills := _read_kills(path)) is not None:
+        if (kills := read_count(path, "oom_kill")) is not None:
             return OomCounter(path, kills)
     return None
 
@@ -81,9 +81,10 @@ def _mount_points(fs_type: str, option: str | None) -> Iterator[Path]:
             yield Path(mount_point.replace("\\040", " "))
 
 
-def _read_kills(path: Path) -> int | None:
+def read_count(path: Path, name: str) -> int | None:
+    """Return what a file of a cgroup, such as ``memory.events``, counts under a name; None where it cannot be told."""
     try:
         pairs = (line.partition(" ") for line in path.read_text().splitlines())
     except OSError:
         return None
-    return next((int(value) for key, _, value in pairs if key == "oom_kill" and value.isdigit()), None)
+    return next((int(value) for key, _, value in pairs if key == name and value.isdigit()), None)

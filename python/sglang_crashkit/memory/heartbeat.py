@@ -17,6 +17,10 @@ shrinking, so that reading it never ends in SIGBUS.
     word 5   how many requests the last one holds
     word 6   its forward mode, a number that the release gives it
     word 7   how many tokens it takes in, where it is an extend
+    word 8   when a garbage collection of Python began, in seconds, 0 between two
+    word 9   how many took longer than `LONG_SECS`
+    word 10  how long the last one of these took, in seconds
+    word 11  when that ended, in seconds
 
 Words from 1 on are floating-point numbers of 64 bits, which Python makes and stores faster than integers of that size.
 Each is stored and loaded by a single instruction and means something by itself, so a reader needs no lock and never
@@ -31,13 +35,16 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_crashkit.memory.ring import create_sealed, is_ring, leave_to_parent
 
 NAME = "sglang-crashkit-heartbeat"
 
 FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = 1, 2, 3, 4, 5, 6, 7
+COLLECTING_SINCE, LONG_COLLECTIONS, COLLECTION_SECS, COLLECTION_ENDED = 8, 9, 10, 11
+#: A garbage collection that takes longer is told, in seconds.
+LONG_SECS = 1.0
 #: Between two beats of the event loop of a process beside the schedulers, in seconds.
 BEAT_SECS = 1.0
 #: The engine was paused by a request.
@@ -49,9 +56,9 @@ OFF = 4
 #: It waits for the next message, which may take any time.
 WAITING = 8
 
-_VERSION = 2
+_VERSION = 3
 _MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
-_BYTES = 64
+_BYTES = 96
 #: In these a batch takes in tokens; of others the number is that of a batch before.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
 
@@ -69,6 +76,9 @@ class Heartbeat:
         is_off: the process beats no more, which says nothing of how it is.
         is_waiting: it waits for the next message, which may take any time.
         mode: such as ``extend`` or ``decode``; empty where it is not known.
+        collecting_since: when a garbage collection began, by the monotonic clock; 0 between two. Other threads
+            collect too, so that this and what follows is no sign.
+        long_collections: how many were long; the last one took `collection_secs` until `collection_ended`.
     """
 
     loop_at: float
@@ -81,6 +91,10 @@ class Heartbeat:
     mode: str = ""
     tokens: int = 0
     is_waiting: bool = False
+    collecting_since: float = field(default=0.0, compare=False)
+    long_collections: int = field(default=0, compare=False)
+    collection_secs: float = field(default=0.0, compare=False)
+    collection_ended: float = field(default=0.0, compare=False)
 
     @property
     def in_batch(self) -> bool:
@@ -165,6 +179,10 @@ class HeartbeatReader:
             is_busy=bool(flags & BUSY),
             is_off=bool(flags & OFF),
             is_waiting=bool(flags & WAITING),
+            collecting_since=time_or_zero(words[COLLECTING_SINCE]),
+            long_collections=_whole(words[LONG_COLLECTIONS]),
+            collection_secs=time_or_zero(words[COLLECTION_SECS]),
+            collection_ended=time_or_zero(words[COLLECTION_ENDED]),
             mode=mode,
             tokens=_whole(words[TOKENS]) if mode in _EXTENDS else 0,
         )

@@ -76,6 +76,7 @@ class LastSign(msgspec.Struct):
     mode: str  # forward mode of the last batch, such as ``decode``; empty where it is not known
     tokens: int  # how many tokens the last batch takes in, 0 where it is no extend
     seconds_before: float  # how long before its end, or before it was looked at, that was, in seconds
+    collecting_secs: float = 0.0  # for how long Python had collected garbage then, in seconds; 0 where it did not
 
 
 class InStep(msgspec.Struct):

@@ -226,7 +226,12 @@ class _Incident:
             is_starting=self._incident.kind == "failed_start"
             or any(one.event in _FAILED_STARTS for one in self._incident.timeline)
             or any(_STARTING.match(str(frame)) for one in self._errors.values() for frame in one.frames),
-            notes=(*self._control(), *self._step()),
+            notes=(
+                *(self._incident.remarks if kind == "vanished" else ()),
+                *self._control(),
+                *self._step(),
+                *self._collecting(),
+            ),
         )
 
     def _control(self) -> Iterator[str]:
@@ -235,6 +240,13 @@ class _Incident:
         some = [self._first] if self._first else ranks if self._is_hang else []
         for name, rank in {rank.control: rank for rank in reversed(some) if rank.control}.items():
             yield f"{rank.title} (pid {rank.pid}) worked on {name}, a control request."
+
+    def _collecting(self) -> Iterator[str]:
+        """Yield which ranks stood still as Python collected garbage."""
+        for rank in self._incident.processes:
+            secs = rank.last_sign.collecting_secs if rank.last_sign is not None else 0.0
+            if secs > 0:
+                yield f"{rank.title} (pid {rank.pid}) was in a garbage collection for {secs:.0f} s."
 
     def _step(self) -> Iterator[str]:
         """Yield in which step the first failure was, with which requests."""

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from multiprocessing import util
 from pathlib import Path
@@ -31,8 +31,9 @@ _MAX_PRINTED = 16_000
 _MAX_PROMPTS = 64
 #: What a request calls its text.
 _TEXTS = ("text", "input_text", "origin_input_text")
-#: Where a ``Scheduler`` has the batch that it works on: up to 0.5.15.post1, from 0.5.16 on, and between two batches.
-_BATCHES = ("cur_batch", "cur_batch_for_debug", "running_batch")
+#: Where a ``Scheduler`` has the batch that it works on, up to 0.5.15.post1 and from 0.5.16 on; what its functions call
+#: it; and where it has that which it decodes.
+_AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", ("running_batch",)
 
 
 #: The exception that this process told of last.
@@ -161,9 +162,21 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
 def find_batch(trace: TracebackType | None) -> tuple[Any, Any]:
     """Return the first object that has a batch and that batch, twice None where there is none."""
     for owner in _owners(trace):
-        batch = _batch_of(owner)
-        if batch is not None:
+        if (batch := _first_of(owner, _AT_WORK)) is not None:
             return owner, batch
+    owner, batch = _find_local(trace)
+    if batch is not None:
+        return owner, batch
+    for owner in _owners(trace):
+        if (batch := _first_of(owner, _DECODED)) is not None:
+            return owner, batch
+    return None, None
+
+
+def _find_local(trace: TracebackType | None) -> tuple[Any, Any]:
+    for frame in reversed(list(_frames(trace))):
+        if getattr(frame.get(_LOCAL), "reqs", None):
+            return frame.get("self"), frame[_LOCAL]
     return None, None
 
 
@@ -182,20 +195,26 @@ def find_prompts(trace: TracebackType | None) -> list[str]:
     At hand are the requests in the frames' own variables, in a process that has no list of them.
     """
     of_owners = (prompt for owner in _owners(trace) for prompt in prompts_of(owner))
-    return list(islice(chain(_at_hand(trace), of_owners), _MAX_PROMPTS))
+    of_batch = _prompts_in(_find_local(trace)[1])
+    return list(islice(chain(_at_hand(trace), of_batch, of_owners), _MAX_PROMPTS))
 
 
 def prompts_of(owner: Any) -> Iterator[str]:
     """Yield the texts of the requests that a ``Scheduler`` or a ``TokenizerManager`` works on."""
-    batch = _batch_of(owner)
-    for each in [*(getattr(batch, "reqs", None) or ()), *(getattr(owner, "waiting_queue", None) or ())]:
+    yield from _prompts_in(_first_of(owner, (*_AT_WORK, *_DECODED)))
+    for each in getattr(owner, "waiting_queue", None) or ():
         yield from _texts(getattr(each, "origin_input_text", None))
     for state in list((getattr(owner, "rid_to_state", None) or {}).values()):
         yield from _texts(getattr(getattr(state, "obj", None), "text", None))
 
 
-def _batch_of(owner: Any) -> Any:
-    batches = (getattr(owner, name, None) for name in _BATCHES)
+def _prompts_in(batch: Any) -> Iterator[str]:
+    for each in getattr(batch, "reqs", None) or ():
+        yield from _texts(getattr(each, "origin_input_text", None))
+
+
+def _first_of(owner: Any, names: Iterable[str]) -> Any:
+    batches = (getattr(owner, name, None) for name in names)
     return next((batch for batch in batches if batch is not None), None)
 
 

@@ -103,8 +103,11 @@ def announce_exit() -> None:
     own, such as a worker.
     """
     path = settings.socket_of(os.getpid())
-    if path is not None and os.environ.get(settings.SOCKET_VARIABLE) == str(path) and path.exists():
-        request("exiting", _EXIT_SECS)
+    if path is None or os.environ.get(settings.SOCKET_VARIABLE) != str(path) or not path.exists():
+        return
+    if request("exiting", _EXIT_SECS) is None:
+        # Its marker is left, and this end is to pass for none that nothing tells of.
+        (path.parent / settings.ENDED).touch(0o600)
 
 
 @never_raises

@@ -53,6 +53,18 @@ def note_failure(hook: Function) -> None:
         logger.warning("crash kit: %s failed", hook.__qualname__, exc_info=True)
 
 
+_gone: set[str] = set()
+
+
+def note_gone(error: AttributeError, instead: Result) -> Result:
+    """Return what stands for an attribute that SGLang's scheduler does not have in this release, and say so once."""
+    name = error.name or str(error)
+    if name not in _gone:
+        _gone.add(name)
+        logger.warning("crash kit: the scheduler of this SGLang has no %s, and the kit does without it", name)
+    return instead
+
+
 def in_place_of(function: Function, action: Function, *, meant: type[Exception] | tuple[()] = ()) -> Function:
     """Wrap `function`: ``action(function, ...)`` runs in its place, with the same arguments.
 

@@ -47,6 +47,8 @@ def headline(incident: Incident) -> str:
     kind, who = incident.kind or "incident", incident.trigger.title
     if incident.verdict is not None and (first := incident.verdict.first_failure) is not None:
         return f"{kind}: {first.title} (pid {first.pid})"
+    if kind == "vanished":
+        return f"{kind}: {who} (pid {incident.trigger.pid})"
     if kind == "peer_lost" and incident.peers:
         return f"{kind}: " + ", ".join(f"{peer.role} server {peer.address}" for peer in incident.peers)
     return f"{kind}: who failed first is not known" + (f" (reported by {who})" if who not in ("", "unknown") else "")

@@ -120,7 +120,8 @@ def step_done(step: Step | None) -> str:
 
 def last_sign(*signs: LastSign) -> str:
     """Return what schedulers that agree were about when their heartbeats were last written to, and when that was."""
-    return f"{signs[0].doing}{span([sign.seconds_before for sign in signs], ', ', ' s before', 1)}"
+    collecting = ", in a garbage collection" if signs[0].collecting_secs else ""
+    return f"{signs[0].doing}{collecting}{span([sign.seconds_before for sign in signs], ', ', ' s before', 1)}"
 
 
 def evidence(*pieces: Evidence, of: str = "") -> str:

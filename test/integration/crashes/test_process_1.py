@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import tree_of
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.model.checked_json import seconds_of
 from unit.support.server_driver import Server as StandIn
 
 pytestmark = [
@@ -139,15 +142,28 @@ def test_a_crash_of_process_1_leaves_a_whole_incident_only(lane: Lane, host: Hos
     assert [found.path for found in host.next_start_reports()] == [incident.path]
 
 
-@pytest.mark.matrix
-def test_a_killed_container_is_no_crash_of_the_next(host: Host) -> None:
-    with host.start(ensure_lane("0.5.23")) as server:
+def test_a_killed_container_has_vanished_at_the_next_start(lane: Lane, host: Host) -> None:
+    with host.start(lane) as server:
         server.wait_ready()
+        before = time.time()
+        # The kernel kills all that is in it, the crash handler included, as with `docker kill`.
         os.kill(first_process_of(server), signal.SIGKILL)
         server.popen.wait(EXIT_S)
-    # Nothing could remove it; the next one on this host does. It does not know whether a process of another namespace
-    # lives, so the runtime folder stays in the temporary folder, which goes with the container.
-    assert host.next_start_reports() == []
+    assert host.incidents == []
+    (incident,) = host.next_start_reports()
+    assert incident.document is not None
+    document = incident.document
+    assert (incident.finished, document["complete"], document["kind"]) == (True, True, "vanished")
+    cause = document["cause"]
+    assert (cause["class"], cause["level"]) == ("vanished", "supported")
+    assert document["verdict"]["first_failure"] is None
+    assert document["server"]["sglang_version"] == lane.release
+    last, found = (seconds_of(document["trigger"]["time"]), seconds_of(document["timeline"][-1]["time"]))
+    assert before - TOUCH_SECS - 1 <= last <= found <= time.time()
+    # It is told once. What is left is a runtime folder, which goes with the container: whether a process of another
+    # namespace lives cannot be seen.
+    assert [each.path for each in host.next_start_reports()] == [incident.path]
+    assert [path for path in host.left if MARKER in path] == []
     assert [place for place in host.places if Path(place).parent.name != "run"] == []
 
 

@@ -36,7 +36,7 @@ CHUNK = 64
 LONG_ANSWER = 100
 #: Whoever waits for an answer waits for the end of a hang first, in seconds.
 ANSWER_S = 400.0
-WAYS = ("spin", "hold_gil", "sleep_in_kernel")
+WAYS = ("spin", "hold_gil", "sleep_in_kernel", "collect")
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Story:
         hung: what came of each way to hang.
         second: the incident of the rank stopped in the middle of a batch.
         killed: the incident of that rank killed then.
+        log: what the server printed.
     """
 
     folder: Path
@@ -81,6 +82,7 @@ class Story:
     hung: dict[str, Hung] = field(default_factory=dict)
     second: dict[str, Any] = field(default_factory=dict)
     killed: dict[str, Any] = field(default_factory=dict)
+    log: str = ""
 
     def report_on(self, title: str, document: dict[str, Any]) -> dict[str, Any]:
         """Return what an incident reports of a rank."""
@@ -217,6 +219,7 @@ def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
         hang_by(server, told, stuck, way)
     told.answers.append(answers_of(server))
     hang_in_a_batch_and_die(server, told)
+    told.log = server.log_path.read_text(errors="replace")
 
 
 def await_hang(told: Story, began: float) -> Hung:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 #: Runs in every Python process of the server; two of the ways are by no bytecode, so nothing of Python ends them.
 _SITECUSTOMIZE = """
+import gc
 import os
 import signal
+import time
 
 FOLDER = os.path.dirname(__file__)
 released = False
@@ -35,13 +37,29 @@ def sleep_in_kernel():
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=[fifo]), 0)
 
 
+class Garbage:
+    def __del__(self):
+        # Python collects for as long as this takes.
+        while not released:
+            time.sleep(0.05)
+
+
+def collect():
+    global released
+    released = False
+    garbage = Garbage()
+    garbage.itself = garbage
+    del garbage
+    gc.collect()
+
+
 def on_stick(number, frame):
     if "sglang_crashkit" in frame.f_code.co_filename:
         # What runs in a hook is not what the rank does: a moment later.
         return os.kill(os.getpid(), number)
     with open(os.path.join(FOLDER, "way")) as file:
         way = file.read()
-    {"spin": spin, "hold_gil": hold_gil, "sleep_in_kernel": sleep_in_kernel}[way]()
+    {"spin": spin, "hold_gil": hold_gil, "sleep_in_kernel": sleep_in_kernel, "collect": collect}[way]()
 
 
 def on_release(_signal, _frame):
@@ -68,7 +86,7 @@ class StuckRank:
         self.environ = {"PYTHONPATH": str(folder)}
 
     def stick(self, pid: int, way: str) -> None:
-        """Let the main thread of process `pid` ``spin``, ``hold_gil`` or ``sleep_in_kernel``."""
+        """Let the main thread of process `pid` ``spin``, ``hold_gil``, ``sleep_in_kernel`` or ``collect`` garbage."""
         (self._folder / "way").write_text(way)
         os.kill(pid, signal.SIGUSR1)
 

@@ -120,6 +120,28 @@ def test_the_rank_waited_for_is_named_with_the_reason(
     assert how in verdict["text"]
 
 
+def test_a_rank_in_a_garbage_collection_says_so(story: Story) -> None:
+    hang = story.hung["collect"].document
+    victim = story.report_on(VICTIM, hang)
+    assert victim["last_sign"]["collecting_secs"] > HANG_SECS / 2
+    words = f"{VICTIM} (pid {victim['pid']}) was in a garbage collection for "
+    assert any(reason.startswith(words) for reason in hang["cause"]["reasons"]), hang["cause"]["reasons"]
+    assert ", in a garbage collection for " in hang["verdict"]["text"]
+    # It was over, and another incident tells of it, as the server's log did.
+    (told,) = [entry for entry in story.second["timeline"] if entry["event"] == "long_collection"]
+    assert told["pid"] == victim["pid"]
+    assert told["seconds"] > HANG_SECS
+    assert re.search(rf"{VICTIM} \(pid \d+\) stood still for [\d.]+ s in a garbage collection of Python", story.log)
+
+
+def test_a_step_that_was_slow_is_told_later(story: Story) -> None:
+    told = [entry for entry in story.second["timeline"] if entry["event"] == "slow_step"]
+    assert {entry["pid"] for entry in told} == set(story.pids.values())
+    for entry in told:
+        assert entry["seconds"] > max(5.0, 20 * entry["median"])
+    assert re.search(r"scheduler_TP[01] \(pid \d+\) was in step \d+ \(\w+, \d+ requests\) for ", story.log)
+
+
 def _is_torn(looks: list[dict[str, Any]]) -> bool:
     """Say whether one that does the same at each look was seen in different functions."""
     return len({tuple(frame.partition(" (")[0] for frame in look["doing"]) for look in looks}) > 1

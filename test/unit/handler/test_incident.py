@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler import incident as handler_incident
+from sglang_crashkit.handler import recovery
 from sglang_crashkit.handler.collectors.gpu import Driver
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.evidence import collectors_of
 from sglang_crashkit.handler.incident import Awaited, Collector, IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.recovery import REASON, finish_abandoned
-from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.judging import read_log

@@ -80,6 +80,7 @@ def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         received = SimpleNamespace(
             environment=SimpleNamespace(arguments=lambda: arguments),
             heartbeats=SimpleNamespace(last_signs=lambda: signs),
+            pauses=SimpleNamespace(counts={("sglang::scheduler_TP2", "slow_step"): 3}),
         )
         for name in (FILE, SHARED):
             monkeypatch.setenv(name, environ.get(name, ""))
@@ -106,6 +107,7 @@ def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
         (("cause", "unknown"), ("kind", "hang")): 1,
     }
     assert found["last_incident_timestamp_seconds"] == {(): 1_800_000_000.0}
+    assert found["rank_pauses"] == {(("kind", "slow_step"), ("rank", "TP2")): 3.0}
     ((rank, at),) = found["rank_last_sign_timestamp_seconds"].items()
     assert rank == (("rank", "DP0_TP1"),)
     assert 59 < time.time() - at < 60 + LONG
@@ -131,7 +133,7 @@ def test_the_server_shows_them_where_its_metrics_are_on(publisher: Make, tmp_pat
     publish(publisher({"port": 1, "enable_metrics": is_enabled}, **{SHARED: str(tmp_path)}))
     assert (tmp_path / "shown").exists() is is_enabled
     if is_enabled:
-        assert len(json.loads((tmp_path / "shown").read_text())) == 5
+        assert len(json.loads((tmp_path / "shown").read_text())) == 6
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(

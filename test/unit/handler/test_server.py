@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.incident.exit_status import TERMINATION_LOG, ServerExit
+from sglang_crashkit.incident.marker import MARKER
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.protocol import notify
 from unit.support.server_driver import HOST, Server, document_of, events_of, finished, piece_of, report_of
@@ -74,6 +75,29 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     assert [event for event in events_of(document) if event in wanted] == wanted
     assert verdict["text"] in (folder / "summary.md").read_text()
     assert f"sglang-crashkit show {folder} --stacks\n" in (folder / "summary.md").read_text()
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("mode", ["server", "library"])
+def test_a_server_that_is_killed_with_its_handler_is_told_at_the_next_start(start_server: Start, mode: str) -> None:
+    server = start_server(mode=mode)
+    marker = server.spool / MARKER
+    is_program = mode == "server"
+    wait_until(lambda: marker.stat().st_size or not is_program, "the marker names the server")
+    pids = (server.handler.pid, server.pid, *server.ranks.values())
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, signum)
+    wait_until(lambda: not procfs.is_running(server.handler.pid), "the handler is gone")
+    after = start_server(mode=mode)
+    wait_until(lambda: not marker.exists(), "the next handler has looked")
+    causes = [(found.document or {})["cause"] for found in after.incidents()]
+    assert [(each["class"], each["level"]) for each in causes] == [("vanished", "established")] * is_program
+    after.say("teardown")
+    after.process.wait(LONG)
+    after.wait_for_handler()
+    assert not after.spool.exists()
+    assert len(after.incidents()) == is_program
 
 
 @pytest.mark.story

@@ -531,6 +531,14 @@ def test_a_control_request_that_it_failed_at_is_a_reason(document: dict[str, Any
     assert told == [f"{name} (pid {PEOPLE[name][0]}) worked on flush_cache, a control request." for name in names]
 
 
+def test_a_rank_that_hangs_in_a_garbage_collection_says_so() -> None:
+    sign = {"doing": "x", "batches": 1, "requests": 1, "mode": "", "tokens": 0, "seconds_before": 12.0}
+    document = but(hung(), TP1, last_sign=sign | {"collecting_secs": 12.3})
+    assert f"{TP1} (pid {PEOPLE[TP1][0]}) was in a garbage collection for 12 s." in verdict_of(document).because
+    document = but(hung(), TP1, last_sign=sign)
+    assert not any("garbage" in one for one in verdict_of(document).because)
+
+
 def test_the_record_of_a_rank_tells_more_than_the_timeline() -> None:
     document = raised("torch.AcceleratorError: CUDA error: an illegal")
     record = {

@@ -266,6 +266,24 @@ def test_the_batch_at_work_comes_before_the_decoded(name: str) -> None:
     assert find_batch(trace_of(idle.work)) == (idle, decode)
 
 
+def test_without_these_it_is_the_one_that_the_function_was_given() -> None:
+    given, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
+
+    class Running(Worker):
+        def event_loop(self) -> None:
+            batch = decode
+            assert batch
+            self.run_batch(given)
+
+        def run_batch(self, batch: Any) -> None:
+            assert batch
+            self.work()
+
+    scheduler = Running(running_batch=decode)
+    assert find_batch(trace_of(scheduler.event_loop)) == (scheduler, given)
+    assert find_prompts(trace_of(scheduler.event_loop)) == ["new", "old"]
+
+
 def test_prompts_are_of_batch_queue_and_tokenizer() -> None:
     scheduler = Worker(
         cur_batch=SimpleNamespace(reqs=[request("one"), request(None), SimpleNamespace()]),

@@ -21,6 +21,7 @@ from sglang_crashkit.handler.collectors.requests import add_journal, export_requ
 from sglang_crashkit.handler.findings import divergence_of
 from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
 from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.pauses import Pauses
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.kernel import clock, procfs, titles
@@ -59,6 +60,7 @@ class Received:
         self.journals = RequestJournals()
         self.steps = StepRecords()
         self.logs = ProcessLogs(settings.log_records)
+        self.pauses = Pauses(self.heartbeats, self.steps.of)
         self._of_event: dict[str, Heartbeats | HeldMemory] = {"heartbeat": self.heartbeats, "journal": self.journals}
         self._of_event |= {"steps": self.steps, "log": self.logs}
 
@@ -238,6 +240,14 @@ class StepRecords(HeldMemory):
                 piece = _guarded("steps", self._piece_of, process, held, run, deadline, steps)
                 run.report(process).evidence.append(piece)
         run.incident.divergence = divergence_of(run.incident, steps, run.path, run.opened, read_at)
+
+    def of(self, process: TrackedProcess) -> tuple[Step, ...]:
+        """Return the last steps of a scheduler that are on record."""
+        held = self._of(process)
+        try:
+            return () if held is None else StepReader(held.descriptor, held.modes).read().steps
+        except (OSError, NotStepsError):
+            return ()
 
     def _problem_of(self, descriptor: int) -> str:
         try:

@@ -6,7 +6,10 @@ more for each new request. Whatever goes wrong in them switches the beat off and
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from time import monotonic
@@ -16,7 +19,12 @@ from sglang_crashkit.memory.heartbeat import (
     BATCH_TIME,
     BATCHES,
     BUSY,
+    COLLECTING_SINCE,
+    COLLECTION_ENDED,
+    COLLECTION_SECS,
     FLAGS,
+    LONG_COLLECTIONS,
+    LONG_SECS,
     LOOP_TIME,
     MODE,
     OFF,
@@ -25,6 +33,7 @@ from sglang_crashkit.memory.heartbeat import (
     TOKENS,
     HeartbeatWriter,
 )
+from sglang_crashkit.srt.hooks import note_gone
 from sglang_crashkit.srt.managers.loop_heartbeat import open_heartbeat
 
 logger = logging.getLogger(__name__)
@@ -40,7 +49,7 @@ _OFF_WARNING = "crash kit: hangs of this scheduler are not noticed any more"
 
 _writer: HeartbeatWriter | None = None
 _words: memoryview[float] | None = None
-_is_off = False
+_is_off = _is_timing = False
 #: See `own_gpu`, as it was when the scheduler began to beat.
 _gpu: str | None = None
 #: The classes that are known to be quick.
@@ -61,7 +70,10 @@ def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
             words = _begin()
             if words is None:
                 return
-        flags = PAUSED if scheduler._engine_paused else 0
+        try:
+            flags = PAUSED if scheduler._engine_paused else 0
+        except AttributeError as error:
+            flags = note_gone(error, 0)
         # Several tokenizers send what they have: what may take any time is anywhere among the others.
         if requests and not _quick.issuperset(map(type, requests)):
             for kind in set(map(type, requests)) - _quick:
@@ -79,7 +91,10 @@ def on_batch(scheduler: Any, batch: Any) -> None:
     if words is None:
         return
     try:
-        words[BATCHES] = scheduler.forward_ct
+        try:
+            words[BATCHES] = scheduler.forward_ct
+        except AttributeError as error:
+            words[BATCHES] = note_gone(error, words[BATCHES] + 1)
         words[REQUESTS] = len(batch.reqs)
         words[MODE] = batch.forward_mode or 0
         words[TOKENS] = batch.extend_num_tokens or 0
@@ -124,7 +139,52 @@ def _begin() -> memoryview[float] | None:
     if writer is None:
         return None
     _writer, _words, _is_off = writer, writer.words, False
+    _time_collections()
     return _words
+
+
+def _time_collections() -> None:
+    """Note from now on since when Python collects garbage, and how long a long collection took.
+
+    A child that is forked does not have the memory: while one is, nothing is noted.
+    """
+    global _is_timing
+    if not _is_timing:
+        _is_timing = True
+        os.register_at_fork(before=_stop_timing, after_in_parent=_begin_timing)
+        _begin_timing()
+
+
+def _begin_timing() -> None:
+    if _words is not None:
+        # One that ended meanwhile was not seen to.
+        _words[COLLECTING_SINCE] = 0.0
+    gc.callbacks.append(_on_collection)
+
+
+def _stop_timing() -> None:
+    with contextlib.suppress(ValueError):
+        gc.callbacks.remove(_on_collection)
+
+
+def _on_collection(phase: str, _about: object) -> None:
+    words = _words
+    if words is None:
+        return
+    try:
+        if phase == "start":
+            words[COLLECTING_SINCE] = monotonic()
+            return
+        began = words[COLLECTING_SINCE]
+        words[COLLECTING_SINCE] = 0.0
+        now = monotonic()
+        # Of one that began before this was noted, nothing is known.
+        if began and now - began > LONG_SECS:
+            words[COLLECTION_SECS], words[COLLECTION_ENDED] = now - began, now
+            words[LONG_COLLECTIONS] += 1
+    except ValueError:
+        # The memory was given back.
+        return
 
 
 def _describe() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 from sglang_crashkit.memory.steps import StepWriter
 from sglang_crashkit.model.step import short_rid
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import hand_over
+from sglang_crashkit.srt.hooks import hand_over, note_gone
 from sglang_crashkit.srt.managers.scheduler_heartbeat import forward_modes
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class StepRecorder:
             and hasattr(getattr(scheduler, "tree_cache", None), attribute)
         ]
         self._began = monotonic()
+        #: How many batches began, and whether one did in this round.
+        self._batches, self._has_begun = 0, False
         #: Steps whose results may not be processed yet; the one whose results are; the last one whose results were.
         self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
         self._processing = self._processed = 0
@@ -98,7 +100,8 @@ class StepRecorder:
     def receive(self, scheduler: Any, requests: Sequence[Any]) -> None:
         """Note that a round of the event loop begins with these new requests."""
         self._began = now = monotonic()
-        number = scheduler.forward_ct + 1
+        number = self._number_of(scheduler) + 1
+        has_begun, self._has_begun = self._has_begun, False
         if requests:
             self._has_received = True
             for request in islice(requests, _MAX_RECEIVED):
@@ -110,12 +113,19 @@ class StepRecorder:
             self.writer.receive(number, now, list(self._rids), self._lengths)
             if not self._no_controls.issuperset(map(type, requests)):
                 self._note_control(requests)
-        elif self._has_received or scheduler.waiting_queue or scheduler.last_batch is not None:
+        elif self._has_received or _is_at_work(scheduler, has_begun=has_begun):
             self.writer.begin_round(number, now)
         else:
             if not self._is_staged:
                 self._pending.clear()
             self.writer.begin_round(0, now)
+
+    def _number_of(self, scheduler: Any) -> int:
+        try:
+            number: int = scheduler.forward_ct
+        except AttributeError as error:
+            number = note_gone(error, self._batches)
+        return number
 
     def _note_control(self, requests: Sequence[Any]) -> None:
         """Note the first control request among new ones; classes that are no such are remembered."""
@@ -156,7 +166,8 @@ class StepRecorder:
 
     def schedule(self, scheduler: Any, batch: Any) -> None:
         """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
-        number, reqs, mode = scheduler.forward_ct, batch.reqs, int(batch.forward_mode or 0)
+        self._batches, self._has_begun = self._batches + 1, True
+        number, reqs, mode = self._number_of(scheduler), batch.reqs, int(batch.forward_mode or 0)
         is_extend = mode in self._extends
         tokens: Sequence[int] | None = None
         lengths: Sequence[int]
@@ -325,6 +336,14 @@ def name_of_control(kind: str) -> str:
     words = "_".join(word.lower() for word in _WORDS.findall(_END_OF_NAME.sub("", kind)))
     # What the route and the scheduler's function say.
     return words.replace("update_weight_", "update_weights_") or kind
+
+
+def _is_at_work(scheduler: Any, *, has_begun: bool) -> bool:
+    """Say whether the scheduler has something to do in a round; `has_begun` is whether a batch began in the last."""
+    try:
+        return bool(scheduler.waiting_queue) or scheduler.last_batch is not None
+    except AttributeError as error:
+        return note_gone(error, has_begun)
 
 
 def _has_arrived(result: Any) -> bool:

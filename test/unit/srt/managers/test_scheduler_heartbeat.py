@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader
 from sglang_crashkit.settings import SOCKET_VARIABLE
+from sglang_crashkit.srt import hooks
 from sglang_crashkit.srt.managers import scheduler_heartbeat
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_heartbeat import on_batch, on_iteration
@@ -37,6 +39,7 @@ class Scheduler:
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("_writer", None), ("_words", None), ("_is_off", False)):
         monkeypatch.setattr(scheduler_heartbeat, name, value)
+    monkeypatch.setattr(hooks, "_gone", set())
     yield
     if scheduler_heartbeat._writer is not None:
         scheduler_heartbeat._writer.close()
@@ -98,6 +101,75 @@ def test_what_a_round_is_about_is_told(
     assert (found.is_busy, found.is_off, found.paused) == (False, False, False)
 
 
+def test_a_long_collection_is_told_and_no_other(
+    listener: Listener, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = beating(listener, scheduler)
+    before = reader.read()
+    now = 5000.0
+    monkeypatch.setattr(scheduler_heartbeat, "monotonic", lambda: now)
+
+    class Garbage:
+        def __init__(self, secs: float) -> None:
+            self.itself, self.secs = self, secs
+
+        def __del__(self) -> None:
+            nonlocal now
+            assert reader.read().collecting_since == now
+            # What collects is no sign of life.
+            assert reader.read() == before
+            now += self.secs
+
+    for secs, count in ((0.9, 0), (1.5, 1), (0.5, 1), (12.0, 2)):
+        Garbage(secs)
+        gc.collect()
+        assert (reader.read().collecting_since, reader.read().long_collections) == (0.0, count)
+    found = read(reader)
+    assert (found.collection_secs, found.collection_ended) == (12.0, now)
+
+
+def test_a_forked_child_collects_without_the_memory(listener: Listener, scheduler: Scheduler) -> None:
+    reader = beating(listener, scheduler)
+    pid = os.fork()
+    if pid == 0:
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    seen: list[float] = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            seen.append(reader.read().collecting_since)
+
+    Garbage()
+    gc.collect()
+    # The parent goes on to tell.
+    assert seen
+    assert seen[0] > 0
+    reader.close()
+
+
+def test_attributes_that_are_gone_are_told_once_and_the_rest_is_as_before(
+    listener: Listener, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    del scheduler._engine_paused
+    reader = beating(listener, scheduler)
+    del scheduler.forward_ct
+    for number in (1, 2, 3):
+        scheduler.process_input_requests([])
+        on_batch(scheduler, SimpleNamespace(reqs=["a"], forward_mode=1, extend_num_tokens=0))
+        found = reader.read()
+        assert (found.batches, found.in_batch, found.paused, found.is_off) == (number, True, False, False)
+    reader.close()
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        f"crash kit: the scheduler of this SGLang has no {name}, and the kit does without it"
+        for name in ("_engine_paused", "forward_ct")
+    ]
+
+
 class Mode(IntEnum):
     """Stands for ``ForwardMode``."""
 
@@ -152,8 +224,7 @@ def test_an_unknown_schedulers_silence_is_no_hang(
 ) -> None:
     reader = beating(listener, scheduler)
     if broken == "round":
-        del scheduler._engine_paused
-        scheduler.process_input_requests([])
+        scheduler.process_input_requests(object())  # type: ignore[arg-type]
     else:
         scheduler.run_batch(object())
     scheduler.process_input_requests([])

@@ -11,6 +11,7 @@ import pytest
 from sglang_crashkit.memory.steps import LastSteps, StepReader
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import SOCKET_VARIABLE
+from sglang_crashkit.srt import hooks
 from sglang_crashkit.srt.managers import step_recorder
 from unit.srt.conftest import Listener
 from unit.srt.managers.stepping import (
@@ -39,6 +40,7 @@ A, B = Req("a", 4), Req("b", 7)
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(step_recorder, "forward_modes", lambda: MODES)
+    monkeypatch.setattr(hooks, "_gone", set())
     forget_recorder()
     yield
     forget_recorder()
@@ -59,6 +61,32 @@ def phases() -> list[tuple[int, str]]:
 @pytest.fixture
 def scheduler(listener: Listener) -> Scheduler:
     return Scheduler()
+
+
+@pytest.mark.parametrize("gone", [("last_batch",), ("waiting_queue", "forward_ct")])
+def test_attributes_that_are_gone_change_nothing(
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture, gone: tuple[str, ...]
+) -> None:
+    batch = batch_of(DECODE, [A])
+    for name in gone:
+        delattr(scheduler, name)
+    for number in range(1, 4):
+        scheduler.process_input_requests()
+        # The batch before was the last thing that it did.
+        assert number == 1 or phases()[-1] == (number, "received")
+        if "forward_ct" not in gone:
+            scheduler.forward_ct += 1
+        step_recorder.on_scheduled(scheduler, batch)
+        scheduler.process_batch_result(batch)
+        assert phases()[-1] == (number, "processed")
+    for _ in range(2):
+        scheduler.process_input_requests()
+    # It has nothing to do.
+    assert read().current is None
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sorted(told) == sorted(
+        f"crash kit: the scheduler of this SGLang has no {name}, and the kit does without it" for name in gone
+    )
 
 
 def test_a_step_goes_through_its_phases(scheduler: Scheduler) -> None:

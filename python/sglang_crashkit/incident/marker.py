@@ -1,0 +1,285 @@
+"""The marker of a server program: a file in its spool, which its crash handler touches, and removes at its end.
+
+Where all processes of a server are killed at once, the handler among them, nothing else is left of it: with a
+container, by a cgroup's kill, or with its node. `recovery` makes an incident of such a marker at the next start. Whose
+handler is alive is told by the lock on the spool.
+
+The file has a JSON object a line. It is empty until it is known that the server is a program of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import setproctitle
+
+from sglang_crashkit import __version__
+from sglang_crashkit.kernel import cgroup, procfs
+from sglang_crashkit.kernel.forked import ForkedCall, is_reaped
+from sglang_crashkit.kernel.kernel_log import KERNEL_LOG, lines_since
+from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.kernel.procfs import own_namespace
+from sglang_crashkit.model import lenient
+from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, iso_time
+from sglang_crashkit.redact import redact_text
+from sglang_crashkit.visible import visible
+
+logger = logging.getLogger(__name__)
+
+MARKER = "serving.jsonl"
+#: The kind of the incident that is made of one, and its trigger.
+VANISHED = "vanished"
+#: A marker is touched this often, in seconds.
+TOUCH_SECS = 30.0
+#: Whether a child that has not ended yet has, is looked at this often, in seconds.
+_LOOK_SECS = 0.5
+#: What a child answers where there is no marker.
+_GONE = -1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MAX_BYTES, _MAX_WORDS, _MAX_KERNEL_LINES = 1 << 16, 200, 3
+#: What the kernel says of processes that it ends, and of a machine that fails; of so many lines at most.
+_TELLING = re.compile(
+    r"oom-kill:|[Oo]ut of memory|Killed process|segfault at|NVRM: Xid|Hardware Error|blocked for more than|BUG:|panic"
+)
+_MAX_READ = 100_000
+
+
+class Count(msgspec.Struct):
+    """What a file of a cgroup counted when the server was launched."""
+
+    path: str
+    name: str  # what is counted: ``oom_kill``, ``max``
+    inode: int  # of the cgroup's folder, which tells it from another one at the same path
+    count: int
+
+
+class Marker(msgspec.Struct):
+    """A server at work, by its marker; times are in seconds since the epoch."""
+
+    server: ServerInfo
+    title: str
+    started: float
+    boot_id: str
+    arguments: str  # a hash of them, by which two starts are compared
+    counts: list[Count] = []
+    asked_to_end: float = 0.0  # when; 0.0 where it was not
+    touched: float = 0.0  # when its handler gave the last sign; not in the file
+
+
+def server_info(pid: int, start_ticks: int) -> ServerInfo:
+    """Return what tells a server from others."""
+    try:
+        release = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        release = "unknown"
+    return ServerInfo(pid, release, __version__, socket.gethostname(), start_ticks, own_namespace())
+
+
+class ServerMarker:
+    """Keeps the marker of one server.
+
+    The crash folder may be on a disk that does not answer, so that a child touches it, one at a time. It never makes
+    the file: one that comes late must not bring it back.
+
+    Args:
+        spool: the server's.
+        say: writes a line to the server's own log.
+        now: a monotonic clock, in seconds.
+    """
+
+    def __init__(self, spool: Path, say: Callable[[str], object], now: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._say, self._now = spool / MARKER, say, now
+        self._due = float("inf")
+        self._lines: list[Callable[[], Any]] = []
+        self._written = 0
+        self._call: ForkedCall | None = None
+        self._pid, self._begun = 0, 0.0
+        self._is_told = False
+
+    def create(self) -> None:
+        """Make the file, which says nothing yet."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            os.close(os.open(self._path, flags, 0o600))
+        except OSError as error:
+            self._fail(error)
+
+    def begin(self, pid: int, start_ticks: int) -> None:
+        """Say that a server program is at work."""
+        if not self._lines:
+            self._add(lambda: msgspec.to_builtins(_describe(pid, start_ticks)))
+
+    def ask_to_end(self, seconds: float) -> None:
+        """Say that it was asked to end, at `seconds` since the epoch."""
+        if self._lines:
+            self._add(lambda: {"asked_to_end": seconds})
+
+    def next_due(self) -> float:
+        """Return when `act_on_time` has something to do, by the monotonic clock."""
+        return self._due
+
+    def act_on_time(self) -> None:
+        """Touch it, where that is due."""
+        if self._now() < self._due:
+            return
+        if self._call is not None and self._now() < self._begun + TOUCH_SECS and not is_reaped(self._pid):
+            self._due = self._now() + _LOOK_SECS
+            return
+        self._due = self._now() + TOUCH_SECS
+        if self._call is not None:
+            call, self._call = self._call, None
+            try:
+                written = int(call.wait(0.0))
+            except OSError as error:
+                self._fail(error)
+            else:
+                if written == _GONE and self._written:
+                    # The server's end is known, or somebody has cleaned up.
+                    logger.info("the marker %s is gone", self._path)
+                    self._due = float("inf")
+                    return
+                if written == _GONE:
+                    self._fail(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+                self._written = max(written, self._written)
+        # One that not even SIGKILL ends stands still on that disk, as the next one would.
+        if self._pid and not is_reaped(self._pid):
+            return
+        lines, written = self._lines[self._written :], len(self._lines)
+        try:
+            self._call = ForkedCall(lambda: _touch(self._path, [line() for line in lines], written))
+            self._pid, self._begun = self._call.pid, self._now()
+        except OSError as error:
+            self._fail(error)
+
+    def _add(self, line: Callable[[], Any]) -> None:
+        self._lines.append(line)
+        self._due = self._now()
+
+    def _fail(self, error: OSError) -> None:
+        if not self._is_told:
+            self._is_told = True
+            why = error.strerror or str(error)
+            words = "should all processes of this server be killed at once, the next start will not know"
+            self._say(f"the marker {self._path} cannot be kept ({why}): {words}")
+
+
+def _touch(path: Path, lines: list[Any], written: int) -> bytes:
+    # One that stands still on a disk is not to pass for a crash handler.
+    setproctitle.setproctitle("crashkit_marker")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return str(_GONE).encode()
+    # What is cut off spoils its own line only.
+    data = "".join(f"\n{json.dumps(line)}\n" for line in lines).encode()
+    if os.write(descriptor, data) < len(data):
+        raise OSError("no space left on the disk")
+    os.utime(descriptor)
+    return str(written).encode()
+
+
+def _describe(pid: int, start_ticks: int) -> Marker:
+    cmdline = procfs.read_cmdline(pid)
+    arguments = hashlib.sha256(redact_text("\0".join(cmdline)).encode(errors="replace")).hexdigest()[:16]
+    server, started = server_info(pid, start_ticks), procfs.started_at(start_ticks)
+    title = procfs.title_of(cmdline, f"process {pid}")
+    return Marker(server, title, started, _BOOT_ID.read_text().strip(), arguments, list(_counts(pid)))
+
+
+def _counts(pid: int) -> Iterator[Count]:
+    for controller, files, name in (
+        ("memory", ("memory.oom_control", "memory.events"), "oom_kill"),
+        ("pids", ("pids.events", "pids.events"), "max"),
+    ):
+        group = cgroup.find_group(pid, controller, files)
+        if group is not None:
+            path = group.folder / files[group.version - 1]
+            if (count := cgroup.read_count(path, name)) is not None:
+                yield Count(str(path), name, group.folder.stat().st_ino, count)
+
+
+def read_marker(spool: Path) -> Marker | None:
+    """Return what the marker in a spool says; None without one, or where it is empty.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        data, touched = read_regular(spool / MARKER, _MAX_BYTES), (spool / MARKER).lstat().st_mtime
+    except FileNotFoundError:
+        return None
+    told: dict[str, Any] = {}
+    for line in filter(None, data.splitlines()):
+        with contextlib.suppress(ValueError, RecursionError):
+            told |= value if isinstance(value := json.loads(line), dict) else {}
+    return lenient.read(told | {"touched": touched}, Marker) if told.get("server") else None
+
+
+def incident_of(marker: Marker, incident_id: str, kernel_log: str = KERNEL_LOG) -> Incident:
+    """Return the incident of a server that is gone with its crash handler, which is not judged."""
+    server, now = marker.server, time.time()
+    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    is_same_boot = marker.boot_id == _BOOT_ID.read_text().strip()
+    gone_by = now if is_same_boot else max(marker.touched, now - since_boot)
+    trigger = Trigger(VANISHED, iso_time(marker.touched), server.pid, visible(marker.title)[:_MAX_WORDS])
+    incident = Incident(incident_id, VANISHED, trigger, server, complete=True)
+    incident.requests.reason = "what the server worked on was in the memory of its processes"
+    about = {"boot_id": marker.boot_id, "arguments": marker.arguments}
+    incident.note(marker.started, "server_started", pid=server.pid, **about)
+    # Of another PID namespace nothing but the handler's lock tells.
+    is_seen = not is_same_boot or server.pid_namespace == own_namespace()
+    incident.note(gone_by, "found_gone", pid=server.pid, is_seen=is_seen)
+    if marker.asked_to_end:
+        secs = max(0.0, marker.touched - marker.asked_to_end)
+        asked = iso_time(marker.asked_to_end)
+        incident.remarks.append(f"It had been asked to end (SIGTERM) at {asked}, {secs:.0f} s or more before.")
+    if is_same_boot:
+        incident.remarks.append("The machine has run on since.")
+        incident.remarks += [*_counted(marker), *_of_kernel(marker.touched - TOUCH_SECS, kernel_log)]
+    else:
+        incident.remarks.append(f"The machine was started anew at {iso_time(now - since_boot)}.")
+    return incident
+
+
+def _counted(marker: Marker) -> Iterator[str]:
+    what = {"oom_kill": "OOM kills", "max": "processes refused for its limit"}
+    for one in marker.counts[: len(what)]:
+        path = Path(one.path)
+        try:
+            is_same = path.parent.stat().st_ino == one.inode
+        except OSError:
+            is_same = False
+        count = cgroup.read_count(path, one.name) if is_same and one.name in what else None
+        if count is not None:
+            yield f"Its cgroup counts {count - one.count} {what[one.name]} since it was launched ({path})."
+    if not marker.counts:
+        yield "No count of its cgroup could be read."
+
+
+def _of_kernel(since: float, path: str) -> Iterator[str]:
+    try:
+        lines = [text for _seconds, text in islice(lines_since(since, path), _MAX_READ) if _TELLING.search(text)]
+    except OSError as error:
+        yield f"The kernel's log cannot be read here ({path}: {error.strerror})."
+        return
+    yield (
+        "The kernel's log says nothing of it."
+        if not lines
+        else "The kernel's log has from then on: "
+        + "; ".join(f'"{visible(redact_text(text))[:_MAX_WORDS]}"' for text in lines[:_MAX_KERNEL_LINES])
+        + "."
+    )
