@@ -254,6 +254,15 @@ def kill_process_tree(parent_pid, include_parent=True, skip_pid=None):
 def any_function(*args, **kwargs):
     return "upstream's"
 
+async def launcher(server_args):
+    return hooks.on_configure_logger(any_function)(server_args)
+
+def ended(coroutine):
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+
 class Router:
     def __init__(self, *args):
         self.upstreams = True
@@ -269,6 +278,8 @@ def call(name, hook, kind):
         arguments = [999999999] if name == "on_kill_process_tree" else [Hostile()]
         arguments = [[Hostile()], [Hostile()]] if name == "on_wait_for_scheduler_ready" else arguments
         arguments = [[Hostile()], 0.1] if name == "on_wait_for_reap" else arguments
+        if name == "on_grpc_program":
+            return ended(hook(launcher)(*arguments)) == "upstream's"
         return hook(function)(*arguments) in ("upstream's", None)
     if kind == "_unchanged":
         return hook(Hostile(), given := ["upstream's"]) == given or "upstream's"

@@ -65,7 +65,7 @@ class Target:
     Attributes:
         pid: the first server's main process, or this one, whose surroundings count.
         servers: the processes of each by its main process.
-        handlers: the crash handler of a worker, None where it has none, and why it has none, by the worker's pid.
+        handlers: the crash handler of a server, None where it has none, and why it has none, by a pid of the server's.
         environ, arguments: those of the first server; this shell's where there is none.
         crash_folder: where incidents go; None where no folder was given.
         python: the interpreter or environment whose SGLang is meant; None for this one.
@@ -114,7 +114,8 @@ def _servers(target: Target) -> Iterator[Result]:
     if not target.servers:
         yield Result(True, "no server of this user runs here: the settings are those of this shell")
     for pid, members in target.servers.items():
-        known = next((target.handlers[one.pid] for one in members if one.pid in target.handlers), None)
+        pids = [pid, *(one.pid for one in members)]
+        known = next((target.handlers[one] for one in pids if one in target.handlers), None)
         handler, problem = known or (None, "it was started without the kit, or switched it off")
         if handler is not None and not problem:
             yield Result(True, f"server {pid} is watched by crash handler {handler}")

@@ -47,6 +47,8 @@ class State:
         started: the ranks were ready at some time: from then on no crash is a failed start.
         launching: it waits for the ranks of a server, the first one or another; deaths are told to whoever waits.
         draining: the server was asked to end, and may do so without a crash.
+        launch: called with the ``ServerArgs`` where a program configures its logger that launches its ranks without an
+            ``Engine``; None in any other process.
         has_failed: looks whether there was a crash that nobody noted yet, and notes it; asked before this process ends
             its children or itself.
         status: what this process ends with; None while there was no crash.
@@ -60,6 +62,7 @@ class State:
     started: bool = False
     launching: bool = False
     draining: bool = False
+    launch: Callable[[Any], object] | None = None
     has_failed: Callable[[], bool] | None = None
     status: int | None = None
     deadline: float = math.inf

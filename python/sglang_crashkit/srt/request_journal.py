@@ -11,10 +11,13 @@ import logging
 import operator
 import os
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import compress
 from typing import Any
+
+import msgspec.structs
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, weigh
@@ -42,7 +45,7 @@ _KEPT = frozenset(
 #: What the server itself adds, or no answer depends on, of no use to anybody else.
 _INTERNAL = frozenset(
     (  # noqa: SIM905 - as above
-        "text input_ids is_single batch_size parallel_sample_num http_worker_ipc lora_id received_time "
+        "text input_text input_ids is_single batch_size parallel_sample_num http_worker_ipc lora_id received_time "
         "validation_time external_trace_header need_wait_for_image need_wait_for_mm_inputs num_items_assigned "
         "encoder_urls received_time_perf custom_labels cache_salt"
     ).split()
@@ -54,6 +57,8 @@ _TOKENS = frozenset({"token_ids_logprob"})
 _PROGRAM, _MAX_PROGRAM = "custom_logit_processor", 4096
 _SCALARS = frozenset({bool, int, float})
 _EMPTIABLE = frozenset({str, list, dict})
+#: What SGLang works out of the other sampling parameters.
+_DERIVED = frozenset({"stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant"})
 _WITHHELD = "withheld: the request asks for no logs"
 _WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
 
@@ -225,11 +230,15 @@ class JournaledStates(dict[str, Any]):
 def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any], object, object]:
     """Return what is kept of one request, a ``GenerateReqInput`` or ``EmbeddingReqInput``, its text, and its token ids.
 
+    The ``Tokenized`` classes, which schedulers are sent, are as good; their sampling parameters are an object.
+
     Fields with their default value are left out. Images and other large inputs, and fields that this release has and
     the kit does not know, are described below ``omitted``, and so is what `prompts` keeps back. Nothing is searched for
     secrets here, where a client could make that long: the crash handler does so before it writes anything to a disk.
     """
-    kind, values = type(request), vars(request)
+    kind, values = type(request), _values_of(request)
+    if (sampling := values.get("sampling_params")) is not None and type(sampling) is not dict:
+        values = values | {"sampling_params": _sampling_of(sampling)}
     fields: dict[str, Any] = {"kind": kind.__name__}
     omitted: dict[str, str] = {}
     room = MAX_WEIGHT
@@ -258,7 +267,9 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
             else:
                 room -= weight
                 fields[name] = value
-    text, input_ids = values.get("text"), values.get("input_ids")
+    text, input_ids = values.get("text", values.get("input_text")), values.get("input_ids")
+    if isinstance(input_ids, array):
+        input_ids = input_ids.tolist()
     if values.get("no_logs"):
         omitted |= {name: _WITHHELD for name in ("text", "input_ids") if values.get(name) is not None}
         text = input_ids = None
@@ -273,9 +284,27 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
     return fields, text, input_ids
 
 
+def _values_of(request: Any) -> dict[str, Any]:
+    names = getattr(request, "__struct_fields__", None)
+    return vars(request) if names is None else {name: getattr(request, name) for name in names}
+
+
+def _sampling_of(sampling: Any) -> dict[str, Any]:
+    """Return what ``SamplingParams`` have beside their defaults, by the names that a client gives them."""
+    kind = type(sampling)
+    if kind not in _defaults:
+        _defaults[kind] = _values_of(kind())
+    defaults = _defaults[kind]
+    said = {name: value for name, value in _values_of(sampling).items() if value != defaults.get(name)}
+    kept = {name.removesuffix("_strs"): value for name, value in said.items() if name not in _DERIVED}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in kept.items()}
+
+
 def _defaults_of(kind: type) -> dict[str, Any]:
     """Return the default values of a class's fields by name; None is that of any other."""
     found = _defaults.get(kind)
+    if found is None and hasattr(kind, "__struct_fields__"):
+        found = _defaults[kind] = {one.name: one.default for one in msgspec.structs.fields(kind)}
     if found is None:
         bases = reversed(kind.__mro__)
         found = {name: value for base in bases for name, value in vars(base).items() if value is not None}

@@ -51,6 +51,7 @@ from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_fl
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.managers.loop_heartbeat import start_detokenizer_heartbeat, start_loop_heartbeat
+from sglang_crashkit.srt.managers.rust_server import journal_rust_server
 from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
 from sglang_crashkit.srt.metrics import show_gauges
 
@@ -87,12 +88,16 @@ _reported: set[Path] = set()
 
 
 def on_configure_logger(configure: Function) -> Function:
-    """Wrap ``configure_logger``, which every worker calls once it has its title, and install its hooks then."""
+    """Wrap ``configure_logger``, which every worker calls once it has its title, and install its hooks then.
+
+    Each launcher calls it, too, before it starts its first process; see `crash_exit.State.launch`.
+    """
 
     @functools.wraps(configure)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = configure(*args, **kwargs)
-        install_in_worker(args[0] if args else kwargs.get("server_args"))
+        server_args = args[0] if args else kwargs.get("server_args")
+        (crash_exit.state.launch or install_in_worker)(server_args)
         return result
 
     return wrapper
@@ -124,8 +129,11 @@ def install_in_worker(server_args: Any = None) -> None:
         keep_log_records(server_args, of_all=True)
         supervisor.join()
         prepare_flight_recorder()
-        if titles.role_of(title) == "detokenizer":
+        role = titles.role_of(title)
+        if role == "detokenizer":
             start_detokenizer_heartbeat()
+        elif role == "scheduler":
+            journal_rust_server(server_args)
         _install(takes_over=True)
 
 

@@ -16,7 +16,7 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from stat import S_ISFIFO
 from typing import Any
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 #: Where a worker says to the main process that it is there: a pipe's path below ``/proc``, a space, its inode.
 MEMBERS_VARIABLE = "SGLANG_CRASHKIT_MEMBERS"
 
+#: What a scheduler says in the place of its title once it goes round its event loop.
+_READY = "ready"
 #: Whoever killed a worker may be about to kill the main process as well; it has this long for that, in seconds.
 _HARD_HOLD_SECS = 0.05
 #: An exit with a status may belong to a shutdown that is announced within this time, in seconds.
@@ -51,6 +53,8 @@ class Serving(Supervisor):
 
     Attributes:
         excused: the start times of those that this process ends on purpose, by pid; see `procfs.ProcStat`.
+        when_ready: called once, in the thread that watches, when each scheduler that said that it is there goes round
+            its event loop; None where somebody else waits for the ranks, as from `begin` on.
 
     Raises:
         OSError: no descriptor is left.
@@ -66,6 +70,8 @@ class Serving(Supervisor):
         #: The `multiprocessing.Process` of each registered child, while the server holds it.
         self.started: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.excused: dict[int, int] = {}
+        self.when_ready: Callable[[], object] | None = None
+        self._ready: set[int] = set()
         # A signal may interrupt whoever holds it.
         self._lock = threading.RLock()
         counter = cgroup.find_counter(self.pid)
@@ -84,6 +90,7 @@ class Serving(Supervisor):
         child = Child("", handler)
         child.hold()
         self._has_begun, self._follows, self._next_handler = True, follows, child
+        self.when_ready = None
         self._invite()
         # Whoever waits is woken; where the pipe is full it is awake.
         with contextlib.suppress(BlockingIOError):
@@ -101,6 +108,10 @@ class Serving(Supervisor):
     def turn(self) -> None:
         """Look at the processes, and wait until there is something to look at."""
         self.read_registered()
+        schedulers = {pid for pid, its in list(self._registered.items()) if titles.role_of(its.title) == "scheduler"}
+        if self.when_ready is not None and schedulers and schedulers <= self._ready:
+            call, self.when_ready = self.when_ready, None
+            call()
         # A launch in another thread may name the next one meanwhile.
         if (handler := self._next_handler) is not None and handler is not self._handler:
             self._handler.close()
@@ -136,7 +147,9 @@ class Serving(Supervisor):
         with self._lock, contextlib.suppress(BlockingIOError):
             for line in os.read(self._reader, _PIPE_BYTES).decode(errors="replace").splitlines():
                 pid, _space, title = line.partition(" ")
-                if pid.isdecimal():
+                if pid.isdecimal() and title == _READY:
+                    self._ready.add(int(pid))
+                elif pid.isdecimal():
                     self.register(int(pid), title)
 
     def _invite(self) -> None:
@@ -269,8 +282,8 @@ def wait_status(child: int) -> int:
 
 
 @never_raises
-def join() -> None:
-    """Say to the server's main process that this process is there, and what its title is."""
+def join(*, is_ready: bool = False) -> None:
+    """Say to the server's main process that this process is there, and what its title is; or that it `is_ready`."""
     path, _space, inode = os.environ.get(MEMBERS_VARIABLE, "").partition(" ")
     # The process may be gone, and its pid another one's.
     try:
@@ -286,7 +299,8 @@ def join() -> None:
         if S_ISFIFO(found.st_mode) and str(found.st_ino) == inode:
             pipe = os.open(f"/proc/self/fd/{place}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                os.write(pipe, f"{os.getpid()} {procfs.read_title(os.getpid())}\n".encode()[: select.PIPE_BUF])
+                words = _READY if is_ready else procfs.read_title(os.getpid())
+                os.write(pipe, f"{os.getpid()} {words}\n".encode()[: select.PIPE_BUF])
             finally:
                 os.close(pipe)
     except OSError:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_crashkit.memory.journal import JournalReader, JournalWriter
@@ -51,6 +53,46 @@ class State:
     finished: bool = False
 
 
+class SamplingParams(msgspec.Struct):
+    """Of a request for a scheduler."""
+
+    max_new_tokens: int | None = 128
+    stop_strs: list[str] | None = None
+    stop_token_ids: set[int] | None = None
+    is_normalized: bool = False
+
+
+class OldSamplingParams:
+    """As releases before 0.5.20 or so have it."""
+
+    def __init__(self, max_new_tokens: int = 128, stop: list[str] | None = None, stop_token_ids: Any = None) -> None:
+        self.max_new_tokens, self.stop_strs = max_new_tokens, stop
+        self.stop_token_ids = set(stop_token_ids) if stop_token_ids else None
+
+
+class TokenizedGenerateReqInput(msgspec.Struct, kw_only=True):
+    """What a scheduler is sent."""
+
+    rid: str | None = None
+    input_text: str | None
+    input_ids: Any
+    sampling_params: Any
+    stream: bool
+    no_logs: bool = False
+    brand_new: Any = None
+
+
+@dataclass
+class OldTokenizedGenerateReqInput:
+    """The same, of an older release."""
+
+    input_text: str
+    input_ids: Any
+    sampling_params: Any
+    stream: bool
+    rid: str | None = None
+
+
 def state(rid: str, **fields: Any) -> SimpleNamespace:
     return SimpleNamespace(finished=False, obj=GenerateReqInput(rid=rid, **fields))
 
@@ -77,6 +119,21 @@ def told(journal: JournalWriter) -> dict[str, str]:
         else "dropped"
         for request in reader.requests
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "ids"),
+    [
+        (TokenizedGenerateReqInput, SamplingParams(7, ["."], {9, 8}, is_normalized=True), array("q", [1, 2])),
+        (OldTokenizedGenerateReqInput, OldSamplingParams(7, ["."], [9, 8]), [1, 2]),
+    ],
+)
+def test_a_request_for_a_scheduler_is_kept_by_the_names_that_a_client_gives(kind: Any, sampling: Any, ids: Any) -> None:
+    request = kind(rid="a", input_text="Hello", input_ids=ids, sampling_params=sampling, stream=True)
+    fields, text, input_ids = read_request(request)
+    assert (text, input_ids) == ("Hello", [1, 2])
+    sampling_params = {"max_new_tokens": 7, "stop": ["."], "stop_token_ids": [8, 9]}
+    assert fields == {"kind": kind.__name__, "rid": "a", "sampling_params": sampling_params, "stream": True}
 
 
 def test_an_engine_kept_after_its_end_has_no_journal(caplog: pytest.LogCaptureFixture) -> None:

@@ -130,6 +130,20 @@ def test_who_joins_below_the_server_is_known(serving: Serving, code: str, title:
         assert known(serving) == titles
 
 
+def test_it_is_told_once_when_all_schedulers_are_ready(serving: Serving, clock: FakeClock) -> None:
+    told: list[str] = []
+    serving.when_ready = lambda: told.append("ready")
+    ready = JOIN + "ready(); sys.stdin.readline(); join(is_ready=True); ready(); pause()"
+    with child(ready, title=TITLE) as one, child(ready, title="sglang::scheduler_TP0") as other:
+        for process, expected in ((one, []), (other, ["ready"])):
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"ready\n"
+            with contextlib.suppress(WaitsForEverError):
+                serving.turn()
+            assert told == expected
+
+
 class StandIn:
     """What a launcher of another kind has for a process; it allows no weak reference."""
 

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     pid = next(iter(servers), os.getpid())
     arguments = servers[pid][0].server_arguments if servers else ()
     folder = args.crash_dump_folder or value_of(arguments, "--crash-dump-folder")
-    handlers = {server.pid: (server.handler, server.problem) for server in find_running_servers()}
+    known = [server for server in find_running_servers() if server.runtime or server.problem]
+    handlers = {server.pid: (server.handler, server.problem) for server in known}
     environ = (procfs.read_environ(pid) if servers else {}) or os.environ
     crash_folder = Path(folder) if folder else None
     target = Target(pid, servers, handlers, environ, arguments, crash_folder, args.python, args.grace_secs)

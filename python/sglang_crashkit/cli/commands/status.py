@@ -12,6 +12,7 @@ from sglang_crashkit import protocol
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_handler_pid
 from sglang_crashkit.settings import SOCKET
 
@@ -54,31 +55,49 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server, by one of its workers."""
+    """A server, by one of its processes."""
 
-    pid: int  # the worker; one below the main process where there are several
-    title: str  # the worker's
-    runtime: str  # the runtime folder of its crash handler
-    handler: int | None  # the crash handler's pid; None where nobody knows it any more
+    pid: int  # a worker's; the main process's where no worker is known
+    title: str  # the process's
+    runtime: str  # the runtime folder of its crash handler; empty where it has none
+    handler: int | None  # the crash handler's pid; None where nobody knows it
     problem: str  # why the handler does not hear of a crash; empty where it does
 
 
 def find_running_servers() -> list[RunningServer]:
-    """Return the servers of this user, or of all where this is root, one for each crash handler that was started.
+    """Return the servers of this user, or of all where this is root: one for each crash handler that was started.
+
+    Those that never had one come last.
 
     A worker holds a file open in the runtime folder of its crash handler, which names that folder even when it was
     removed. Its environment would too, but setproctitle writes over what the kernel shows of it. A server whose runtime
     folder was removed, or whose handler was killed, serves on; but a crash of it leaves no incident.
     """
     found: dict[str, RunningServer] = {}
+    hooked: set[int] = set()
     for pid in sorted(int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()):
         title = procfs.read_title(pid)
         if not title.startswith("sglang::") or titles.role_of(title) == "helper":
             continue
-        runtime = _runtime_of(pid)
-        if runtime and runtime not in found:
-            found[runtime] = _look(pid, title, runtime)
+        if runtime := _runtime_of(pid):
+            hooked.add(pid)
+            found.setdefault(runtime, _look(pid, title, runtime))
+    servers: dict[int, list[FoundProcess]] = {}
+    for one in find_processes(user=os.geteuid() or None).processes:
+        servers.setdefault(one.server or one.pid, []).append(one)
+    for main, members in servers.items():
+        if hooked.isdisjoint(one.pid for one in members):
+            found.setdefault(_runtime_of(main) or f"none of {main}", _look_at_main(main, members[0]))
     return list(found.values())
+
+
+def _look_at_main(main: int, worker: FoundProcess) -> RunningServer:
+    """Look at a server none of whose workers has hooks, such as one that has no workers."""
+    if runtime := _runtime_of(main):
+        return _look(main, procfs.read_title(main), runtime)
+    # Its ranks have no titles yet, or get none.
+    problem = "" if worker.way == "command line" else "it was started without the kit, or by a launch that has none"
+    return RunningServer(worker.pid, worker.title, "", None, problem)
 
 
 def _look(pid: int, title: str, folder_path: str) -> RunningServer:
@@ -99,7 +118,7 @@ def _look(pid: int, title: str, folder_path: str) -> RunningServer:
 
 
 def _runtime_of(pid: int) -> str:
-    """Return the runtime folder in which a worker has its hooks; empty where it has none, or may not be read."""
+    """Return the runtime folder in which a process has its hooks; empty where it has none, or may not be read."""
     stat = procfs.read_stat(pid)
     if stat is None:
         return ""
@@ -118,5 +137,5 @@ def format_server(server: RunningServer) -> str:
     """Return a line for a person."""
     name = f"running: the server of {server.title} (pid {server.pid})"
     if not server.problem:
-        return f"{name} is watched by crash handler {server.handler}"
+        return f"{name} is watched by crash handler {server.handler}" if server.runtime else f"{name} is still starting"
     return f"{name} has no crash handler: {server.problem}; a crash of it leaves no incident; next: restart it"

@@ -99,15 +99,20 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
             # The ranks have been started, whatever became of them.
             if not crash_exit.state.is_program:
                 withdraw_crash_dump_env()
-        crash_exit.note_started()
-        if _server_args is not None:
-            # Some arguments are resolved only meanwhile.
-            _tell_environment(ready=True)
+        on_ranks_ready()
         if _follows and can_watch:
             _follow(scheduler_procs)
         return infos
 
     return in_place_of(wait, watch, meant=StartupError)
+
+
+def on_ranks_ready() -> None:
+    """Note that all ranks that this process launched are ready."""
+    crash_exit.note_started()
+    if _server_args is not None:
+        # Some arguments are resolved only meanwhile.
+        _tell_environment(ready=True)
 
 
 def _watch_start(children: Sequence[Child]) -> list[Any] | None:

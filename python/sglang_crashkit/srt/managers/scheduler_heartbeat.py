@@ -33,6 +33,7 @@ from sglang_crashkit.memory.heartbeat import (
     TOKENS,
     HeartbeatWriter,
 )
+from sglang_crashkit.srt import supervisor
 from sglang_crashkit.srt.hooks import note_gone
 from sglang_crashkit.srt.managers.loop_heartbeat import open_heartbeat
 
@@ -135,6 +136,7 @@ def _begin() -> memoryview[float] | None:
     """Tell the crash handler where the beat is; None where nobody wants to know."""
     global _writer, _words, _is_off
     _is_off = True
+    supervisor.join(is_ready=True)
     writer = open_heartbeat("scheduler", _describe)
     if writer is None:
         return None

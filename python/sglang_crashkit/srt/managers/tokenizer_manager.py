@@ -94,14 +94,17 @@ def on_crash_dump(dump: Function) -> Function:
 def on_request_states(manager: Any) -> None:
     """Note the requests of a ``TokenizerManager`` in the journal from now on, and have its loop beat.
 
-    The journal has what enters and leaves ``TokenizerManager.rid_to_state``.
+    The journal has what enters and leaves its ``rid_to_state``. A ``GrpcRequestManager`` is as good.
 
     Without ``--crash-dump-folder`` or a crash handler, or where ``SGLANG_CRASHKIT_JOURNAL`` is false, there is no
     journal.
     """
     if crash_exit.state.is_program:
         start_loop_heartbeat(manager)
-    journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
+    # A request manager of the gRPC server has no attribute of its own for it.
+    arguments = getattr(manager, "server_args", None)
+    folder = getattr(manager, "crash_dump_folder", None) or getattr(arguments, "crash_dump_folder", None)
+    journal = open_journal() if folder else None
     if journal is not None:
         states = JournaledStates(manager.rid_to_state, journal, Settings.from_environ().prompts)
         manager.rid_to_state = states

@@ -99,7 +99,7 @@ def _prepare_kill(pid: int | None, arguments: dict[str, Any]) -> None:
             end_after_crash(arguments.get("skip_pid"))
         if not whole and threading.current_thread() is threading.main_thread():
             _tell_own_exception()
-    _announce_teardown(pid, whole=whole)
+    announce_teardown(pid, whole=whole)
     if is_own and not whole:
         retire_journals()
     elif is_own:
@@ -109,7 +109,7 @@ def _prepare_kill(pid: int | None, arguments: dict[str, Any]) -> None:
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
     """End this process's children, but the one to be skipped, and then itself, with the status of the crash."""
     report_faults()
-    _announce_teardown(os.getpid(), whole=True)
+    announce_teardown(os.getpid(), whole=True)
     spared = handler_process.pid_below()
     handler_process.announce_exit()
     crash_exit.end(functools.partial(_kill_own_children, skip_pid, spared))
@@ -265,7 +265,11 @@ def _tell_own_exception() -> None:
 
 
 @never_raises
-def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
+def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
+    """Tell that this process is about to end a process tree, or, where it is not `whole`, all below its root.
+
+    The root is this process itself where there is no pid.
+    """
     pid = os.getpid() if parent_pid is None else parent_pid
     notify("teardown", pid=pid, whole=whole)
     supervisor.excuse(pid)

@@ -64,3 +64,10 @@ def test_a_runtime_folder_that_a_cleaner_removed_is_said(runtime: Path) -> None:
         (server,) = found(runtime)
         assert server.handler is None
         assert "runtime folder is gone (No such file or directory)" in server.problem
+
+
+def test_a_server_that_never_had_a_handler_is_listed_as_well() -> None:
+    with child("ready(); pause()", title=TITLE) as process:
+        (server,) = [server for server in find_running_servers() if server.pid == process.pid]
+        assert (server.title, server.handler) == (TITLE, None)
+        assert "has no crash handler: it was started without the kit" in format_server(server)

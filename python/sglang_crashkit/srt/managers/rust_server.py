@@ -1,0 +1,91 @@
+"""The requests of a scheduler that takes them from its own Rust server, in place of a tokenizer manager.
+
+No patch calls this: what SGLang's own ``RustServer`` has is wrapped as the scheduler's process begins. Where a release
+has it under another name, an incident has no requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_crashkit.settings import Settings
+from sglang_crashkit.srt.hooks import Function, before, never_raises
+from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+#: A busy scheduler answers a health check by the requests that it has, and this one never.
+_HEALTH_CHECK = "HEALTH_CHECK"
+#: More are not under way: the oldest of so many ended without a word.
+_MAX_UNDER_WAY = 1 << 16
+
+
+@never_raises
+def journal_rust_server(server_args: Any) -> None:
+    """Note the requests of a ``RustServer`` of this process in a journal, from when it hands over the first ones.
+
+    Without ``--crash-dump-folder`` there is no journal, as for a tokenizer manager.
+    """
+    kind = getattr(sys.modules.get(_SCHEDULER), "RustServer", None)
+    if not isinstance(kind, type) or not getattr(server_args, "crash_dump_folder", None):
+        return
+    intake = _Intake()
+    drain: Function = kind.drain  # type: ignore[attr-defined]
+
+    @functools.wraps(drain)
+    def drain_and_note(server: Any, *args: Any, **kwargs: Any) -> Any:
+        requests = drain(server, *args, **kwargs)
+        if requests:
+            intake.receive(requests)
+        return requests
+
+    kind.drain = drain_and_note  # type: ignore[attr-defined]
+    for name, note in (("push_generation", intake.answer), ("push_abort", intake.drop)):
+        if push := getattr(kind, name, None):
+            setattr(kind, name, before(push, note))
+
+
+class _Intake:
+    """The requests between what the Rust server hands over and what it is given back."""
+
+    def __init__(self) -> None:
+        self._states: JournaledStates | None = None
+        self._is_open = False
+
+    @never_raises
+    def receive(self, requests: list[Any]) -> None:
+        """Note what the scheduler takes in."""
+        if not self._is_open:
+            self._is_open = True
+            if (journal := open_journal()) is not None:
+                self._states = JournaledStates({}, journal, Settings.from_environ().prompts)
+        states = self._states
+        if states is None:
+            return
+        for request in requests:
+            rid, name = str(request.rid), type(request).__name__
+            if name.startswith("Tokenized") and not rid.startswith(_HEALTH_CHECK):
+                states[rid] = state = SimpleNamespace(obj=request, finished=False)
+                # An image is not kept for longer than the scheduler keeps it.
+                state.obj = None
+                if len(states) > _MAX_UNDER_WAY:
+                    states.pop(next(iter(states)))
+            elif name == "AbortReq":
+                for one in list(states) if request.abort_all else [rid]:
+                    states.abort(one)
+
+    def answer(self, _server: Any, payload: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Note which requests are answered to the end."""
+        states = self._states
+        if states is not None:
+            for rid, reason in zip(payload.rids, payload.finished_reasons, strict=False):
+                if reason is not None and rid in states:
+                    states[rid].finished = True
+                    del states[rid]
+
+    def drop(self, _server: Any, abort: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Note a request that ends without an answer."""
+        if self._states is not None:
+            self._states.pop(abort.rid, None)
