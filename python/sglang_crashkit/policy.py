@@ -44,6 +44,8 @@ class Event(str, Enum):
     TIMED_OUT = "timed_out"
     #: A process makes no progress, or a watchdog that ends nothing says so.
     HUNG = "hung"
+    #: A thread of one of its processes ended by an exception, and the process goes on.
+    THREAD_DIED = "thread_died"
     #: Another server of a prefill and decode pair is gone.
     PEER_LOST = "peer_lost"
     #: Somebody asks for the stacks.

@@ -34,7 +34,7 @@ def test_the_table_in_the_documents_is_that_of_the_function() -> None:
     }
 
 
-GOES_ON = {Event.HUNG, Event.PEER_LOST, Event.STACKS_WANTED, Event.WORKER_DIED, Event.LEFT}
+GOES_ON = {Event.HUNG, Event.THREAD_DIED, Event.PEER_LOST, Event.STACKS_WANTED, Event.WORKER_DIED, Event.LEFT}
 
 
 @pytest.mark.parametrize("event", Event)

@@ -206,6 +206,20 @@ def _unusual_request(names: Sequence[str], place: tuple[str, str] | None) -> str
     return f"no other one of the step asks for {', '.join(names[:_MAX_NAMES])}{more}"
 
 
+def is_of_no_request(incident: Incident) -> bool:
+    """Say whether no request did it, by what failed first: a consequence, a death from outside, or a divergence."""
+    first, verdict, divergence = incident.first_failure, incident.verdict, incident.divergence
+    if first is None or verdict is None:
+        return False
+    is_consequence = verdict.kind == "parent_ended" or (
+        # One that others waited for in vain did not raise.
+        verdict.kind == "lost_peer" and bool(_exceptions(incident, first.pid))
+    )
+    is_outside = verdict.kind == "oom_kill" or is_by_others(incident)
+    is_diverged = divergence is not None and divergence.is_one
+    return is_consequence or is_outside or is_diverged or verdict.kind == "thread_died"
+
+
 def is_by_others(incident: Incident) -> bool:
     """Say whether somebody else ended or stopped the process that failed first, so that no request did."""
     process = incident.first_failure

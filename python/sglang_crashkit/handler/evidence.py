@@ -71,7 +71,7 @@ def _always(_run: IncidentRun) -> bool:
 
 def _concerns_gpus(run: IncidentRun) -> bool:
     # In these the server's own GPUs and collectives are none of the matter.
-    return run.incident.kind not in ("peer_lost", "snapshot")
+    return run.incident.kind not in ("peer_lost", "snapshot", "thread_died")
 
 
 def _capture_end(run: IncidentRun, _began: float) -> float:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_crashkit.analysis.consensus import disagreement, events_in
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.analysis.suspects import (
@@ -27,6 +28,7 @@ from sglang_crashkit.analysis.suspects import (
     Asked,
     control_of,
     is_by_others,
+    is_of_no_request,
     suspects_of,
 )
 from sglang_crashkit.incident import fingerprint
@@ -36,11 +38,12 @@ from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.judging import explain, judge
 from sglang_crashkit.incident.requests import fingerprint_of, parameters_of, was_aborted_before
 from sglang_crashkit.incident.store import read_steps
-from sglang_crashkit.kernel.private_files import open_regular
+from sglang_crashkit.kernel.private_files import open_regular, read_regular
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.model.incident import Divergence, Incident, Suspect
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.redact import redact_json, redact_text
+from sglang_crashkit.sources.incident import name_of
 from sglang_crashkit.view.first_screen import LOG_LINES, first_screen
 from sglang_crashkit.view.markdown import format_summary, format_termination_message
 
@@ -55,6 +58,8 @@ _LOOK_SECS, _MAX_VALUE = 1.0, 24
 _MAX_PROBLEM = 8000
 #: Of a request's line, with its prompt.
 _MAX_LINE = 4 << 20
+#: Of a process's log.
+_MAX_LOG = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
@@ -91,6 +96,7 @@ def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | No
     problems = Problems()
     # Those of the parent write to files that are closed here.
     logging.getLogger().handlers = [problems]
+    incident.divergence = _disagreement(incident, folder.path) or incident.divergence
     incident.verdict, spare = judge(incident, folder.path), list[str]()
     if counting is not None:
         name_suspects(incident)
@@ -223,7 +229,12 @@ def name_suspects(
     """
     judged = _judged(incident, seen, asked, unanswered, MAX_SUSPECTS)
     if judged is not None:
-        incident.suspects, incident.suspects_left_out = judged
+        suspects, left_out = judged
+        if is_of_no_request(incident):
+            # But one whose like was there before, where each time too much memory was asked for.
+            is_memory = incident.verdict is not None and incident.verdict.kind == "oom_kill"
+            suspects, left_out = [one for one in suspects if is_memory and one.rid in (seen or {})], 0
+        incident.suspects, incident.suspects_left_out = suspects, left_out
 
 
 def _judged(
@@ -300,6 +311,19 @@ def _give_up_stacks(incident: Incident) -> Iterator[str]:
                 yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
                 piece.status, piece.path, piece.source = "skipped", None, None
                 piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
+
+
+def _disagreement(incident: Incident, folder: Path) -> Divergence | None:
+    """Return what SGLang's own checker found, by the logs of ranks that it ended; None where it ended none."""
+    told = {}
+    for one in incident.processes:
+        path = next((piece.path for piece in one.evidence if piece.kind == "log" and piece.path), None)
+        if path and one.is_rank and one.exit is not None and one.exit.cause != "exception":
+            with contextlib.suppress(OSError):
+                events = events_in(read_regular(folder / path, _MAX_LOG).decode(errors="replace"))
+                if events is not None:
+                    told[one.pid] = (name_of(one), events)
+    return disagreement(told)
 
 
 def divergence_of(

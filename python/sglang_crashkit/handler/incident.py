@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: An incident names at most this many lost peers, and of all so many requests that wait.
 _MAX_PEERS, _MAX_WAITING = 64, 1024
+#: So many of the innermost frames of a thread that ended are told.
+_MAX_THREAD_FRAMES = 16
 #: The longest that an incident is judged and rendered, or only rendered, and that the judge is asked while others wait,
 #: in seconds; and what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
 _CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 20
@@ -440,6 +442,31 @@ class IncidentRun:
             process_evidence.quote_anew(report, self.folder)
         if self.captured:
             self.checkpoint()
+
+    def add_dead_thread(
+        self, process: TrackedProcess, seconds: float, thread: str, message: str, record: Path | None
+    ) -> list[str]:
+        """Take in that a process goes on without a thread, of a name, that an exception ended; return its frames.
+
+        `record`, the file that the process wrote of it, is moved into the incident.
+        """
+        report, frames = self.report(process), list[str]()
+        message, thread = (text.encode(errors="backslashreplace").decode() for text in (message, thread))
+        if record is not None:
+            frames = process_evidence.adopt_record(record, report, self.folder, "thread_exception")
+        self.recall_dead_thread(process, seconds, thread, message, frames)
+        return frames
+
+    def recall_dead_thread(
+        self, process: TrackedProcess, seconds: float, thread: str, message: str, frames: Sequence[str]
+    ) -> None:
+        """Take in that a process has gone on without a thread, whose record an earlier incident may have."""
+        its = {"thread": thread, "message": message, "frames": frames[:_MAX_THREAD_FRAMES]}
+        self.note(seconds, "thread_died", pid=process.pid, title=process.title, **its)
+        if not self.finished:
+            words = f"its thread {thread or '?'}, which raised {message}"
+            self.incident.failures.append(FailureEvent(process.pid, seconds, "thread", words))
+        self.checkpoint()
 
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
         """Take in that a process's watchdog, which says ``name``, ``silent_secs`` and ``soft``, saw no progress."""

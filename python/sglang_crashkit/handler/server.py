@@ -40,8 +40,16 @@ _RETRY_SECS = 1.0
 _MAX_MEMBERS = 4096
 #: Messages that `triage` judges, beside those that anybody may send or the main process alone.
 _JUDGED = frozenset(
-    {"exception", "crash_dump_begun", "crash_dump_ended", "launch_failed", "startup_timeout", "child_failed"}
-    | {"await_incident", "watchdog_timeout", "stacks_wanted", "draining"}
+    {
+        "exception",
+        "thread_died",
+        "crash_dump_begun",
+        "crash_dump_ended",
+        "launch_failed",
+        "startup_timeout",
+        "child_failed",
+    }
+    | {"await_incident", "watchdog_timeout", "stacks_wanted", "draining", "thread_died"}
 )
 
 
@@ -205,6 +213,7 @@ class CrashHandler:
             event,
             sender.pid,
             sender.role,
+            matters=sender.matters,
             soft=fields.get("soft") is True,
             unhealthy=fields.get("unhealthy") is True,
             silent=may_be_silent and bool(self.session.received.heartbeats.silent(SILENT_SECS)),

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 SILENT_SECS = 2.0
 #: An incident that could not be finished so many times is left as its last checkpoint has it.
 _MAX_FINISHES = 3
+#: So many threads that ended are remembered; and kinds of incidents that have nothing to do with those before.
+_MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapshot"})
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class Session:
         self._place = place
         self._settings = settings
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
+        #: Whose, when, their names, exceptions and frames: what fails later may have waited for them.
+        self._dead_threads: deque[tuple[TrackedProcess, float, str, str, Sequence[str]]] = deque(maxlen=_MAX_THREADS)
         self._exiting: list[Message] = []
         self._raised: list[Message] = []
         self._collectors = collectors_of(self.received, self.driver)
@@ -184,6 +189,7 @@ class Session:
             ActionKind.ADD_EXCEPTION: lambda: run.add_exception(
                 process, seconds, fields.get("message", ""), self._place.record_of(fields.get("record"))
             ),
+            ActionKind.ADD_DEAD_THREAD: lambda: self._add_dead_thread(run, subject),
             ActionKind.ADD_HANG: lambda: run.add_hang(process, seconds, fields),
             ActionKind.ADD_REQUESTS: lambda: run.add_requests(fields),
             ActionKind.SET_REQUESTS: lambda: run.set_requests({"reason": action.words}),
@@ -191,6 +197,11 @@ class Session:
             ActionKind.NAME_UNKNOWN: run.name_unknown,
             ActionKind.WRITE: lambda: self._write(run),
         }
+
+    def _add_dead_thread(self, run: IncidentRun, subject: Subject) -> None:
+        fields, record = subject.fields, self._place.record_of(subject.fields.get("record"))
+        told = subject.process, subject.seconds, fields.get("thread", ""), fields.get("message", "")
+        self._dead_threads.append((*told, run.add_dead_thread(*told, record)))
 
     def _answers_to(self, message: Message) -> dict[ActionKind, Callable[[], object]]:
         return {
@@ -413,6 +424,9 @@ class Session:
             # The caller adds the exit that opened the incident. Once the server is ready, all ranks have titles.
             if dead is not subject.process and not self.received.environment.is_ready:
                 run.add_exit(dead)
+        for thread in self._dead_threads if kind not in _OF_NO_THREAD else ():
+            if self._tree.get(thread[0].pid) is thread[0]:
+                run.recall_dead_thread(*thread)
         if self.hang is not None:
             run.note(clock.now(), "hang_not_over", incident=self.hang.incident.id)
             run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")

@@ -64,6 +64,7 @@ class ActionKind(str, Enum):
     ADD_REQUESTS = "add_requests"
     ADD_EXIT = "add_exit"
     ADD_EXCEPTION = "add_exception"
+    ADD_DEAD_THREAD = "add_dead_thread"
     ADD_HANG = "add_hang"
     DROP_RECORD = "drop_record"
     ADD_SILENCE = "add_silence"
@@ -353,6 +354,22 @@ class Triage:
                 stage.tell_secs = EXCEPTION_GRACE_SECS
             self._add(ActionKind.CAPTURE)
         self._add(ActionKind.ANSWER_CAPTURED)
+
+    def _on_thread_died(self, seen: Seen, now: float) -> None:
+        """Take in that a process goes on without one of its threads; as the server ends, threads end for that."""
+        if not seen.matters or self.shutdown.draining or {seen.pid, self._root_pid} & self.shutdown.expected:
+            self._add(ActionKind.DROP_RECORD)
+            return
+        if self.stage is not None and self.stage.finished:
+            self._make_room()
+        is_new = self.stage is None
+        if is_new:
+            stage = self._open("thread_died", seen.what, seen, now)
+            stage.observed = True
+            self._apply(stage, Event.THREAD_DIED)
+        self._add(ActionKind.ADD_DEAD_THREAD)
+        if is_new:
+            self._add(ActionKind.CAPTURE)
 
     def _on_crash_dump_begun(self, seen: Seen, now: float) -> None:
         self._make_room()

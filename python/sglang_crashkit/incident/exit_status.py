@@ -65,6 +65,7 @@ _BY_KIND = {
     "exception": ServerExit.RAISED,
     "lost_peer": ServerExit.LOST_PEER,
     "exit_status": ServerExit.EXITED,
+    "consensus_check": ServerExit.EXITED,
     "parent_ended": ServerExit.EXITED,
     "hang": ServerExit.HUNG,
 }

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.incident.store import PARTIAL, parse_name
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_json
-from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of
+from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of, texts_of
 
 if TYPE_CHECKING:
     from sglang_crashkit.model.incident import Incident, Occurrence, ProcessReport
@@ -51,7 +51,7 @@ _HUNG_FRAMES = 2
 #: How far a server that starts looks back, in seconds.
 RECENT_SECS = 3600.0
 #: Kinds of incidents of servers that went on.
-_OBSERVED = frozenset({"hang", "peer_lost", "snapshot"})
+_OBSERVED = frozenset({"hang", "peer_lost", "snapshot", "thread_died"})
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,10 @@ def fault_of(incident: Incident) -> Fault | None:
     if first is None or verdict is None:
         return None
     frames = first.doing[:_MAX_FRAMES]
+    if verdict.kind == "thread_died":
+        # What its main thread was about is of another matter.
+        dead = (one for one in incident.timeline if one.event == verdict.kind and one.pid == first.pid)
+        frames = next((texts_of(one.get("frames"))[:_MAX_FRAMES] for one in dead), frames)
     if not frames and any(entry.event in _FAILED_STARTS for entry in incident.timeline):
         frames = [_STARTING]
     elif not frames:
@@ -106,7 +110,7 @@ def _who(process: ProcessReport, incident: Incident) -> str:
 
 def _what_happened_to(process: ProcessReport, incident: Incident) -> str:
     for entry in incident.timeline:
-        if entry.event == "exception" and entry.pid == process.pid:
+        if entry.event in ("exception", "thread_died") and entry.pid == process.pid:
             # The rest of the message holds addresses and sizes.
             return entry.message.partition(":")[0]
     if end := process.exit:

@@ -62,6 +62,8 @@ _LOST_PEER = re.compile(
 _MAX_LOOKED = 4096
 #: A rank may report the connection that it lost so much sooner than the end of who closed it is seen, in seconds.
 _TELLS_FIRST_SECS = 1.0
+#: What fails in a process so soon after one of its threads, in seconds, may be for want of it.
+_LEADS_SECS = 10.0
 #: What one says whose collective took longer than its time limit.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure|Watchdog caught")
 #: How exceptions begin that a library of collectives raises; behind another beginning the words may be a prompt's.
@@ -149,7 +151,7 @@ def judge(incident: Incident, folder: Path | None) -> Verdict:
 
 
 def _judge(incident: Incident, folder: Path | None) -> Verdict:
-    ordered = order_failures(incident.failures)
+    ordered = order_failures([one for one in incident.failures if one.kind != "thread" or _counts(one, incident)])
     lost = describe_peers(incident.peers)
     if lost and not ordered:
         # That SGLang gave a server up is its word: a network that is broken looks the same.
@@ -163,6 +165,12 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
             f"{incident.trigger.time} and before {gone.time}."
         )
         return Verdict("vanished", None, "established" if gone.get("is_seen") is True else "supported", text, [text])
+    checked = incident.divergence
+    if checked is not None and checked.kind == "consensus":
+        # Each rank ends for it, and the first of them is as likely a healthy one.
+        odd = incident.process(checked.pids[0]) if checked.against and len(checked.pids) == 1 else None
+        told = [_consequence(event, other) for event in ordered if (other := incident.process(event.pid)) is not None]
+        return _verdict("consensus_check", "established", [checked.statement, *_in_steps(incident), *told, *lost], odd)
     if not ordered:
         text = f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail."
         return Verdict("unknown", None, "unknown", text)
@@ -182,16 +190,39 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
     basis += [
         f"{_name(other)} was in {other.doing[0]}."
         for other in incident.processes
-        if other.pid != failure.pid and other.is_rank and other.doing
+        # One that goes on without a thread may wait for it.
+        if (other.pid != failure.pid or kind == "thread_died") and other.is_rank and other.doing
     ]
     basis += [*_compared(incident), *_on_gpus(incident), *lost]
-    if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
+    is_for_thread = kind == "thread_died" and any(event.kind != "thread" for event in later)
+    if len(ordered) > 1 and level == "established" and (is_for_thread or not _clearly_first(ordered)):
         level = "supported"
     return Verdict(kind, failure, level, " ".join(basis), basis)
 
 
+def _in_steps(incident: Incident) -> Iterator[str]:
+    """Yield in which step a rank was, with which requests."""
+    for one in incident.processes:
+        if one.is_rank and (step := one.in_step) is not None:
+            yield f"{_name(one)} was in step {step.number}, with {step.size} requests: {name_some(step.rids)}."
+
+
 def _name(process: ProcessReport) -> str:
     return f"{process.title} (pid {process.pid})"
+
+
+def _counts(thread: FailureEvent, incident: Incident) -> bool:
+    """Say whether a thread that ended may have led to what failed later in its process, where anything did."""
+    if incident.trigger.event == "thread_died":
+        return True
+    own = [one for one in incident.failures if one.pid == thread.pid and one.kind != "thread"]
+    hung = any(one.kind == "hang" for one in own)
+    if hung and (process := incident.process(thread.pid)) is not None:
+        from sglang_crashkit.judge.activity import of_frames
+        from sglang_crashkit.sources.incident import frames_in
+
+        hung = of_frames(frames_in(process.doing)).kind == "lock"
+    return hung or any(-_SAME_MOMENT_SECS < one.seconds - thread.seconds < _LEADS_SECS for one in own)
 
 
 def _awaited_peer(incident: Incident, ordered: Sequence[FailureEvent]) -> tuple[ProcessReport, str] | None:
@@ -390,6 +421,13 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
 
 def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:
     name = f"{title} (pid {event.pid})"
+    if event.kind == "thread":
+        from sglang_crashkit.judge.knowledge import rows
+
+        thread = event.message.partition(", which raised ")[0]
+        stopped = (row["stops"] for row in rows("failures", "threads") if row["pattern"].search(thread))
+        words = "; ".join([f"{name} goes on without {event.message}", *itertools.islice(stopped, 1)])
+        return f"{words}.", "thread_died", "established"
     if event.kind == "exception":
         if _is_of_collectives(event.message) and not _OF_SYSTEM.search(event.message, 0, _MAX_LOOKED):
             # Nothing of this server was seen to fail before: with several nodes, it was another node's.
@@ -410,6 +448,8 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
 def _consequence(event: FailureEvent, process: ProcessReport) -> str:
     if event.kind == "exception":
         return f"{_name(process)} then raised {event.message}."
+    if event.kind == "thread":
+        return f"{_name(process)} then lost {event.message}."
     if event.kind == "hang":
         return f"{_name(process)} then {event.message}."
     if event.with_parent:

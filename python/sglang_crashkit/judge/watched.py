@@ -93,7 +93,7 @@ def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
         row = "role_hangs" if kind else "hangs"
     elif waited_in_vain(case):
         row = "given_up"
-    elif seen.kind in ("startup_timeout", "peer_lost", "failed_transfer", "busy", "vanished"):
+    elif seen.kind in ("startup_timeout", "peer_lost", "failed_transfer", "busy", "vanished", "consensus_check"):
         row = f"watched_{seen.kind}"
     else:
         return []
@@ -106,6 +106,11 @@ def refine(case: Case, chosen: Finding) -> Finding:
     """Return the finding that another node, or one request, did it, where that explains more than what was found."""
     seen, raised = case.watched, _raised(case)
     if seen is None:
+        return chosen
+    if seen.kind in ("thread_died", "consensus_check"):
+        # What the thread raised, and how the ranks ended, only follow from it.
+        chosen.kind, chosen.restart = seen.kind, None
+        chosen.level = "established" if seen.level == "established" else "supported"
         return chosen
     has_nodes = case.arguments.get("nnodes") not in (None, 1, "1")
     is_lost = seen.kind == "lost_peer" and (has_nodes or not seen.is_starting)

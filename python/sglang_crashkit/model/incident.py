@@ -29,6 +29,7 @@ EvidenceKind = Literal[
     "native_stack",
     "fault_stack",
     "exception",
+    "thread_exception",
     "cuda_core",
     "gpu_kernels",
     "flight_recorder",
@@ -264,9 +265,10 @@ class FailureEvent(msgspec.Struct, frozen=True):
 
     pid: int
     seconds: float  # when, since the epoch, in the order of the monotonic clock
-    #: It exited, it reported an exception, or its watchdog saw no progress.
-    kind: Literal["exit", "exception", "hang"]
-    message: str = ""  # the exception, or what the watchdog saw, in one line; empty for an exit
+    #: It exited, it reported an exception, a thread of it ended by one, or its watchdog saw no progress.
+    kind: Literal["exit", "exception", "thread", "hang"]
+    #: The exception, which thread raised which one, or what the watchdog saw, in one line; empty for an exit.
+    message: str = ""
     fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`
     before_capture: bool = True  # it was seen before the server's own clean-up could begin
     with_parent: bool = False  # the exit came of the end of the process that had started it

@@ -21,9 +21,11 @@ _RID_START, _RID_END = 96, 16
 #: What differs where ranks are compared. A decision explains a batch that differs with it, so it comes first; ``hash``
 #: is that of all that must agree, where nothing else tells. ``ended_earlier`` is one that stopped where others went on,
 #: and no divergence.
-DivergenceKind = Literal["decision", "mode", "requests", "lengths", "hash", "ended_earlier", "unknown", "none"]
+DivergenceKind = Literal[
+    "consensus", "decision", "mode", "requests", "lengths", "hash", "ended_earlier", "unknown", "none"
+]
 #: The kinds that are a divergence.
-DIVERGED: tuple[DivergenceKind, ...] = ("decision", "mode", "requests", "lengths", "hash")
+DIVERGED: tuple[DivergenceKind, ...] = ("consensus", "decision", "mode", "requests", "lengths", "hash")
 
 
 def short_rid(rid: object) -> str:

@@ -275,6 +275,10 @@ class _Incident:
                 yield Exit(at=at, who=who, code=code, signal=signal or "", follows=follows)
             elif kind == "exception" and pid is not None:
                 yield Raised(at=at, who="" if who == "server" else who, chain=(self._errors[pid],), follows=follows)
+            elif kind == "thread_died" and who and self._verdict.kind == kind:
+                name, _, text = entry.message.partition(": ")
+                chain = (Error(type=name.strip(), text=text, frames=frames_in(texts_of(entry.get("frames")))),)
+                yield Raised(at=at, who=who, chain=chain, thread=str(entry.get("thread") or "?"), follows=follows)
             elif kind in ("asked_to_end", "draining") and first is None and not self._is_hang:
                 yield Stop(at=at, by="signal", text="the server was asked to end")
         for process in self._incident.processes:

@@ -82,24 +82,26 @@ def tell_exception(gpu: str | None = None) -> None:
         error = error.__context__
     if error is None:
         return
+    request("exception", CAPTURE_WAIT_SECS, gpu=gpu, soft=is_exit, **write_record(error, "exception"))
+
+
+def write_record(error: BaseException, name: str) -> dict[str, Any]:
+    """Write down an exception of this process as ``<name>-<pid>.json``, and return what a message says of it.
+
+    Returns:
+        ``message``, one line, and ``record``, the file; None where it could not be written.
+    """
     trace = error.__traceback__
     message = _redacted("".join(traceback.format_exception_only(error)).strip()[:_MAX_MESSAGE], trace)
-    record = _write_record(message, trace, _printed(error, trace) or message)
-    request(
-        "exception",
-        CAPTURE_WAIT_SECS,
-        message=message.splitlines()[0][:300],
-        record=str(record) if record else None,
-        gpu=gpu,
-        soft=is_exit,
-    )
+    path = _write(f"{name}-{os.getpid()}.json", message, trace, _printed(error, trace) or message)
+    return {"message": message.splitlines()[0][:300], "record": str(path) if path else None}
 
 
-def _write_record(message: str, trace: TracebackType | None, printed: str) -> Path | None:
+def _write(name: str, message: str, trace: TracebackType | None, printed: str) -> Path | None:
     spool = os.environ.get(SPOOL_VARIABLE)
     if not spool or not Path(spool).parent.is_dir():
         return None
-    path = Path(spool) / f"exception-{os.getpid()}.json"
+    path = Path(spool) / name
     record = {
         "pid": os.getpid(),
         "title": setproctitle.getproctitle(),

@@ -46,6 +46,7 @@ from sglang_crashkit.kernel.stack_hooks import (
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, socket_of
 from sglang_crashkit.srt import crash_exit, supervisor
+from sglang_crashkit.srt.dead_threads import watch_threads
 from sglang_crashkit.srt.exception_record import tell_uncaught
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
@@ -126,6 +127,7 @@ def install_in_worker(server_args: Any = None) -> None:
     if title.startswith(_WORKER) and Settings.from_environ().enabled:
         notify("member")
         tell_uncaught(known_gpu)
+        watch_threads(of_all=True)
         keep_log_records(server_args, of_all=True)
         supervisor.join()
         prepare_flight_recorder()
@@ -140,6 +142,7 @@ def install_in_worker(server_args: Any = None) -> None:
 @never_raises
 def install_in_server() -> None:
     """Install the hooks of the server's main process, maybe a user's program: its use of faulthandler stays."""
+    watch_threads(of_all=crash_exit.state.is_program)
     _install(takes_over=False)
 
 

@@ -14,12 +14,13 @@ import pytest
 
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import findings
-from sglang_crashkit.handler.findings import count_repeat, divergence_of, incident_with_core
+from sglang_crashkit.handler.findings import count_repeat, divergence_of, incident_with_core, name_suspects
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.judge import verdict
 from sglang_crashkit.model import ABORTED, ALONE
 from sglang_crashkit.model.incident import (
+    Divergence,
     Evidence,
     Exit,
     Failure,
@@ -109,6 +110,42 @@ def test_a_suspect_says_that_it_was_aborted_before(
     made.note(NOON + 60, event[0], pid=event[1], **event[2])
     keep(made, tmp_path, line_of("0", {"text": "x", "aborted": iso_time(aborted)}))
     assert made.suspects[0].reasons == [ALONE, *([ABORTED] if is_before else [])]
+
+
+LOST = "RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:31107"
+KILLED = Exit(None, "SIGKILL", "signal", "its memory cgroup counts no OOM kill", "t")
+OUT_OF_MEMORY = Exit(None, "SIGKILL", "oom_kill", "memory.events counts 1 OOM kill more", "t")
+DIVERGED = Divergence("decision", "established", "The ranks went different ways at step 9.", step=9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "end", "divergence"),
+    [
+        ("lost_peer", LOST, None, None),
+        ("signal", "", KILLED, None),
+        ("oom_kill", "", OUT_OF_MEMORY, None),
+        ("exception", "RuntimeError: shapes differ", None, DIVERGED),
+        ("thread_died", "", None, None),
+    ],
+)
+def test_what_came_from_elsewhere_is_no_requests_doing(
+    kind: str, message: str, end: Exit | None, divergence: Divergence | None
+) -> None:
+    made = incident("only-one", message=message)
+    name_suspects(made)
+    assert made.suspects, "an exception of its own may be of a request"
+    made.processes[0].exit, made.divergence = end, divergence
+    made.verdict = Verdict(kind, Failure(7, "sglang::scheduler_TP0"), "supported", "It failed.")
+    name_suspects(made, {} if kind == "oom_kill" else {"only-one": 1})
+    assert (made.suspects, made.suspects_left_out) == ([], 0)
+
+
+def test_one_that_was_there_each_time_of_an_oom_kill_is_named() -> None:
+    made = incident("again", "new")
+    made.processes[0].exit = OUT_OF_MEMORY
+    made.verdict = Verdict("oom_kill", Failure(7, "sglang::scheduler_TP0"), "established", "It was killed.")
+    name_suspects(made, {"again": 1})
+    assert [one.rid for one in made.suspects] == ["again"]
 
 
 @pytest.mark.parametrize(("secs", "is_before"), [(59, True), (61, False)])

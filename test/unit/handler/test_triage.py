@@ -184,6 +184,20 @@ STORIES: dict[str, list[Step]] = {
         (1.4, TICK, ""),
         (1.5, TICK, "tell"),
     ],
+    "a rank goes on without its thread, and nobody is told": [
+        (1.0, told("thread_died", RANK), "open:thread_died permit:observe add_dead_thread capture"),
+        (1.1, told("thread_died", OTHER), "add_dead_thread"),
+        (6.0, TICK, f"{WENT_ON} finish"),
+        (7.0, told("thread_died", RANK), "write forget open:thread_died permit:observe add_dead_thread capture"),
+        (8.0, ended(RANK, "SIGKILL"), f"write forget {KILLED}"),
+    ],
+    "threads end with a server that ends, and those of its helpers are of no account": [
+        (1.0, told("thread_died", HELPER, matters=False), "drop_record"),
+        (2.0, torn_down(RANK, tree_of=RANK), ""),
+        (2.1, told("thread_died", RANK), "drop_record"),
+        (3.0, told("draining"), "look_for_silence note:draining"),
+        (3.1, told("thread_died", OTHER), "drop_record"),
+    ],
     "its later exit joins it": [
         (1.0, told("exception", RANK), RAISED),
         (1.1, ended(RANK, 1), "mark_exited add_exit"),

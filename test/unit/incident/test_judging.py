@@ -80,6 +80,41 @@ def first(verdict: Verdict) -> int | None:
 
 # -- who failed first
 
+DEAD = FailureEvent(10, 1.0, "thread", "its thread Thread-5 (decode_thread), which raised ValueError: no such page")
+GOES_ON = (
+    "sglang::scheduler_TP0 (pid 10) goes on without its thread Thread-5 (decode_thread), which raised ValueError: no "
+    "such page; what prefill servers say of KV transfers is not taken in any more, and their requests hang."
+)
+WAITS_FOR_IT, ELSEWHERE = "wait (threading.py:320)", "all_reduce (torch/distributed/distributed_c10d.py:3000)"
+
+
+def test_a_process_that_goes_on_without_a_thread_has_lost_it() -> None:
+    verdict = judge(msgspec.structs.replace(ended(None), trigger=Trigger("thread_died", "t", 10, "x")), [DEAD])
+    assert (verdict.kind, verdict.level, first(verdict)) == ("thread_died", "established", 10)
+    assert verdict.text == GOES_ON
+
+
+@pytest.mark.parametrize(
+    ("doing", "later", "is_first"),
+    [
+        (WAITS_FOR_IT, [FailureEvent(10, 5000.0, "hang", "made no progress for 60.0 s")], True),
+        (ELSEWHERE, [FailureEvent(10, 5000.0, "hang", "made no progress for 60.0 s")], False),
+        (ELSEWHERE, [FailureEvent(10, 2.0, "hang", "made no progress for 60.0 s")], True),
+        (ELSEWHERE, [raised(10, 2.0)], True),
+        (WAITS_FOR_IT, [raised(10, 5000.0)], False),
+        (WAITS_FOR_IT, [FailureEvent(11, 2.0, "hang", "made no progress for 60.0 s")], False),
+    ],
+)
+def test_a_thread_comes_first_of_what_its_process_then_waits_for(
+    doing: str, later: list[FailureEvent], is_first: bool
+) -> None:
+    incident = ended(None, None)
+    incident.processes[0].doing = [doing]
+    verdict = judge(incident, [DEAD, *later])
+    assert (verdict.kind == "thread_died") is is_first
+    assert (GOES_ON in verdict.basis) is is_first
+    assert not is_first or (verdict.level, first(verdict)) == ("supported", 10)
+
 
 @pytest.mark.parametrize(
     ("ends", "events", "expected", "words"),

@@ -213,6 +213,15 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.abort()
             elif verb == "raise":
                 forward_one_batch(argument)
+            elif verb == "diverge":
+                # As upstream's rank consensus checker does, in a thread of its own.
+                words = (
+                    f"Found rank divergence for 2 events(s)! local hash: {'ab' * 20}, events = {json.loads(argument)}"
+                )
+                logging.getLogger("sglang.srt.utils.rank_consensus_checker").critical(words)
+                os._exit(1)
+            elif verb == "lose_thread":
+                threading.Thread(target=sample, args=(argument,), name="Thread-7 (transfer_worker)").start()
             elif verb == "watchdog":
                 os.write(answers, f"{time_out(argument)}\n".encode())
                 if argument == "hard":

@@ -128,8 +128,10 @@ def take_states(run: IncidentRun, _deadline: float) -> None:
         report.evidence.append(Evidence("proc_state", "captured"))
 
 
-def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) -> list[str]:
-    """Move the record that a failing rank wrote of itself into the incident, and beside it what Python prints.
+def adopt_record(
+    source: Path, report: ProcessReport, folder: IncidentFolder, kind: EvidenceKind = "exception"
+) -> list[str]:
+    """Move the record that a failing rank, or thread, wrote of itself into the incident, and what Python prints.
 
     Returns:
         The frames of its traceback, innermost first.
@@ -139,13 +141,15 @@ def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) ->
     except (OSError, ValueError, RecursionError):
         record = None
     record = record if isinstance(record, dict) else {}
-    name = f"ranks/{titles.label_of(report.title, report.pid)}.exception"
+    # A process raises once; of its threads any number may.
+    others = sum(piece.kind == kind == "thread_exception" for piece in report.evidence)
+    name = f"ranks/{titles.label_of(report.title, report.pid)}.{kind}{others or ''}"
     try:
         path = folder.adopt(source, f"{name}.json")
     except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence("exception", status_of(error), reason=f"{source}: {error}"))
+        report.evidence.append(Evidence(kind, status_of(error), reason=f"{source}: {error}"))
     else:
-        report.evidence.append(Evidence("exception", "captured", path=path))
+        report.evidence.append(Evidence(kind, "captured", path=path))
         if isinstance(record.get("printed"), str):
             # The record says the same, for whom there is no room for another file.
             with contextlib.suppress(OSError, CrashkitError):

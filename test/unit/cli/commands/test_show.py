@@ -13,10 +13,12 @@ from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view.first_screen import first_screen
 from unit.support.stored import NOON, make_incident
 
+SUSPECT = "bbb2806ce0da4c099796b96369187b3e"
 GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
+GOLDEN["suspects"] = [{"rid": SUSPECT, "level": "unknown", "reasons": ["it was in the step"]}]
 SECRET = "a prompt that nobody else may read"
 REQUESTS = [
-    {"rid": GOLDEN["suspects"][0]["rid"], "state": "unfinished", "arrived": "2026-11-23T04:57:27.805000Z"}
+    {"rid": SUSPECT, "state": "unfinished", "arrived": "2026-11-23T04:57:27.805000Z"}
     | {"text": SECRET, "sampling_params": {"max_new_tokens": 2000}},
     {"rid": "done", "state": "finished", "arrived": "2026-11-23T04:57:27.000000Z", "input_ids": [1, 2, 3]},
 ]
