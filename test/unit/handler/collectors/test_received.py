@@ -238,7 +238,7 @@ def test_a_killed_rank_leaves_its_log_and_the_servers_environment(start_server: 
     open_files = {one["title"]: one["open_files"] for one in environment["processes"]}
     assert open_files["sglang::scheduler_TP0"] > 0
     assert document["environment"]["path"] == "environment.json"
-    assert "- model tiny, tp 2\n" in (folder / "summary.md").read_text()
+    assert "- model: tiny, tp 2\n" in (folder / "summary.md").read_text()
     written = [path.read_text() for path in folder.rglob("*") if path.is_file()]
     assert not any("canary-api-key" in text for text in written)
 
