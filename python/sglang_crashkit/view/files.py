@@ -1,6 +1,6 @@
 """The files of an incident as a page shows them: listed, read within bounds, and made harmless to look at.
 
-Whoever wrote them is not trusted: a link may lead out of the folder, a pipe may never end, a line may be as long as the
+They are not trusted: a link may lead out of the folder, a pipe may never end, a line may be as long as the
 file, and a character may turn around the text beside it.
 """
 
@@ -105,7 +105,7 @@ def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
 
 
 def object_of(data: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in `data`; an empty one where there is none."""
+    """Return the JSON object in `data`; an empty one otherwise."""
     try:
         return mapping_of(json.loads(data))
     except (ValueError, RecursionError):

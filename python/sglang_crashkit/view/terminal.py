@@ -99,7 +99,7 @@ def environment_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]
 
 
 def _report_environment(incident: Incident, files: IncidentFiles) -> Iterator[str]:
-    """Yield what a bug report tells of the environment: the command, the versions, the GPUs."""
+    """Yield the environment for a bug report: the command, the versions, the GPUs."""
     whole = files.read_object(ENVIRONMENT)
     if command := whole.get("command_line"):
         yield str(command)
@@ -117,7 +117,7 @@ def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterato
     verdict, cause = incident.verdict, incident.cause
     yield f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}"
     yield ""
-    # What to do next is for whoever runs the server; a command stands at the end.
+    # What to do next is for the operator of the server; these rows stand at the end.
     screen = first_screen(incident)
     ends = (place for place, line in enumerate(screen) if line.startswith("next    "))
     yield from (*fenced(screen[: next(ends, len(screen))]), "")
