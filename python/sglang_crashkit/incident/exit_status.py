@@ -66,6 +66,7 @@ _BY_KIND = {
     "lost_peer": ServerExit.LOST_PEER,
     "exit_status": ServerExit.EXITED,
     "consensus_check": ServerExit.EXITED,
+    "thread_died": ServerExit.RAISED,
     "parent_ended": ServerExit.EXITED,
     "hang": ServerExit.HUNG,
 }

@@ -45,6 +45,8 @@ def incident(kind: str, signal_name: str | None = None) -> Incident:
         ("parent_ended", "SIGKILL", 84),
         ("hang", None, 85),
         ("lost_peer", None, 87),
+        ("thread_died", None, 83),
+        ("consensus_check", None, 84),
         ("unknown", None, None),
     ],
 )
