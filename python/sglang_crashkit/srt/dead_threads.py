@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from itertools import count
+from pathlib import Path
 
 from sglang_crashkit.srt.exception_record import write_record
 from sglang_crashkit.srt.hooks import never_raises, notify
@@ -55,7 +56,9 @@ def _tell(args: threading.ExceptHookArgs, of_all: bool) -> None:
     is_sglangs = any("/sglang/" in place for place in places)
     if (of_all or is_sglangs) and threading.main_thread().is_alive() and _is_news((type(error), *places)):
         name = args.thread.name if args.thread is not None else ""
-        notify("thread_died", thread=name[:_MAX_NAME], **write_record(error, f"thread_exception-{next(_numbers)}"))
+        told = write_record(error, f"thread_exception-{next(_numbers)}")
+        if not notify("thread_died", thread=name[:_MAX_NAME], **told) and told["record"] is not None:
+            Path(told["record"]).unlink(missing_ok=True)
 
 
 def _is_news(way: tuple[object, ...]) -> bool:

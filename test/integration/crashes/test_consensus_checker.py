@@ -1,0 +1,51 @@
+"""SGLang's rank consensus checker, which releases from 0.5.19 on have, ends a real server whose ranks diverge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration.import_hook import write_site
+from integration.scenario import PATIENCE, Wreck, wreck
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(600)]
+
+CODE = """
+import os
+
+
+def change(module):
+    check = module.assert_same
+
+    def changed(words, *args):
+        with open("/proc/self/cmdline") as file:
+            is_odd = "_TP1" in file.read() and os.path.exists(os.path.join(os.path.dirname(__file__), "diverge"))
+        check(words + (" (odd)" if is_odd else ""), *args)
+
+    module.assert_same = changed
+"""
+
+
+@pytest.fixture(scope="module")
+def wrecked(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
+    folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
+    environ = write_site(site, CODE, "sglang.srt.utils.rank_consensus_checker") | PATIENCE
+    environ["SGLANG_ENABLE_RANK_CONSENSUS_CHECKER"] = "1"
+    arguments = ["--crash-dump-folder", str(folder)]
+    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environ) as server:
+        server.wait_ready()
+        return wreck(server, folder, lambda _server: Path(site / "diverge").touch())
+
+
+def test_its_events_are_the_divergence_and_no_request_is_suspected(wrecked: Wreck) -> None:
+    incident = wrecked.incident
+    assert (incident["verdict"]["kind"], incident["verdict"]["level"]) == ("consensus_check", "established")
+    assert incident["verdict"]["first_failure"] is None, "either rank may end first"
+    assert incident["divergence"]["kind"] == "consensus"
+    assert " (odd)" in incident["divergence"]["statement"]
+    assert incident["cause"]["class"] == "consensus_check"
+    assert incident["suspects"] == []
+    assert any("was in step" in one for one in incident["verdict"]["basis"])
