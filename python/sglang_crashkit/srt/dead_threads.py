@@ -63,8 +63,10 @@ def _tell(args: threading.ExceptHookArgs, of_all: bool) -> None:
 
 def _is_news(way: tuple[object, ...]) -> bool:
     now = time.monotonic()
-    for known in [known for known, until in _quiet_until.items() if until <= now]:
-        _quiet_until.pop(known, None)
+    # Several threads may end at once.
+    for known, until in list(_quiet_until.items()):
+        if until <= now:
+            _quiet_until.pop(known, None)
     if way in _quiet_until or len(_quiet_until) >= _MAX_WAYS:
         return False
     _quiet_until[way] = now + _AGAIN_SECS
