@@ -79,7 +79,8 @@ class GrpcServer(Server):
 def serving(release: str, folder: Path, env: Mapping[str, str] | None = None) -> Iterator[GrpcServer]:
     """A gRPC server of two ranks; that it is ready is not waited for."""
     lane = ensure_lane(release)
-    imported = subprocess.run([lane.python, "-c", "import smg_grpc_proto"], capture_output=True, text=True, check=False)
+    command = [str(lane.python), "-c", "import smg_grpc_proto"]
+    imported = subprocess.run(command, capture_output=True, text=True, timeout=EXIT_TIMEOUT_S, check=False)
     if imported.returncode:
         # The packages of the release's day do not fit each other.
         pytest.skip(f"gRPC does not work in lane {lane.name}: {imported.stderr.strip().splitlines()[-1]}")
@@ -130,7 +131,7 @@ def test_a_rank_that_raises_is_told_before_the_server_ends(release: str, tmp_pat
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("release", LAUNCHES)
-def test_a_rank_that_dies_at_start_is_a_failed_start(release: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_at_the_start_is_named(release: str, tmp_path: Path) -> None:
     with serving(release, tmp_path) as server:
         wait_until(lambda: any(title == TP1 for _pid, title in server.processes()), "the rank starts", EXIT_TIMEOUT_S)
         os.kill(server.pid_of(TP1), signal.SIGKILL)
