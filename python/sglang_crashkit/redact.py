@@ -102,12 +102,12 @@ _LINE = re.compile(r"digest\s[^\n]+|[^\n\"'\\]+", re.IGNORECASE)
 _NUMBERS = re.compile(r"(?<!\d)\d{1,20}(?:,\s?\d{1,20}){15,}")
 
 #: What is secret by its value in this process; see `learn`.
-_learned: set[str] = set()
+learned: set[str] = set()
 
 
 def learn(values: Iterable[str]) -> None:
     """Have `redact_text` take these values out from now on wherever they stand; those that are too short are not."""
-    _learned.update(_telling(values))
+    learned.update(_telling(values))
 
 
 def is_secret_name(name: str) -> bool:
@@ -150,7 +150,7 @@ def _telling(values: Iterable[str]) -> set[str]:
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Return `text`, such as a message, JSON or a command line, without secrets; `secrets` wherever they stand."""
-    for value in sorted({*secrets, *_learned}, key=len, reverse=True):
+    for value in sorted({*secrets, *learned}, key=len, reverse=True):
         text = text.replace(value, REDACTED)
     for needle, pattern, instead in FORMS:
         if needle in text:

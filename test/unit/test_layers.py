@@ -171,6 +171,33 @@ def test_importing_all_of_a_part_loads_neither_sglang_nor_torch(part: str) -> No
     assert ("jinja2" in loaded) is (part == "view")
 
 
+def private_names_in(path: Path) -> set[str]:
+    """Return the private names of the kit's modules that a test imports, reads or replaces."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = [node for node in imports if (node.module or "").split(".")[0] == "sglang_crashkit"]
+    bound = {name.asname or name.name for node in own for name in node.names}
+    found = {name.name for node in own for name in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bound:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            target, *names = node.args[:2]
+            if isinstance(target, ast.Constant) and str(target.value).startswith("sglang_crashkit."):
+                found.add(target.value.rpartition(".")[2])
+            elif ast.unparse(target) in bound:
+                found |= {name.value for name in names if isinstance(name, ast.Constant)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_test_reaches_for_a_private_name_of_the_kit() -> None:
+    tests = Path(__file__).parents[1]
+    found = {path.relative_to(tests): private_names_in(path) for path in sorted(tests.rglob("*.py"))}
+    upstreams = {"_resolve_cuda_coredump_pipe_path", "_handle_crash_dump_env"}
+    upstreams |= {"_wait_for_reap_or_raise", "_still_holding_resources", "_wait_for_scheduler_ready"}
+    assert {path: names - upstreams for path, names in found.items() if names - upstreams} == {}
+
+
 IMPORTED = {
     "the protocol": "import sglang_crashkit.protocol",
     "the hooks": "import sglang_crashkit.srt.managers.scheduler",

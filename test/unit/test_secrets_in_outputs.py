@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import pickle
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.srt.redaction import redact_dump
 from sglang_crashkit.view.markdown import format_summary, format_termination_message
 from unit.secret_forms import FORMS, PLANTED, holds_secret
-from unit.support.stored import NOON
+from unit.support.stored import NOON, handler_log
 
 GOLDEN = json.loads((Path(__file__).parent / "incident" / "data" / "exception.json").read_text())
 ALL = "\n".join(FORMS)
@@ -118,21 +117,15 @@ def test_neither_page_report_nor_bundle_holds_one(
         assert [name for name, file in texts.items() if file and holds_secret(file.read().decode())] == []
 
 
-def test_neither_the_pods_status_nor_the_crash_handlers_log_holds_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang_crashkit.handler.__main__ import LogFile
-
+def test_neither_the_pods_status_nor_the_crash_handlers_log_holds_one(tmp_path: Path) -> None:
     path = tmp_path / "termination-log"
     path.touch()
     message = format_termination_message(Incident.of(planted()), "/x")
     write_termination_message(message, {"SGLANG_CRASHKIT_TERMINATION_LOG": str(path)})
     assert not holds_secret(message + path.read_text())
-    monkeypatch.setattr(sys, "stderr", written := io.StringIO())
-    monkeypatch.setattr(LogFile, "_begin", lambda self: setattr(self, "_written", 0))
-    LogFile(path).emit(logging.LogRecord("x", logging.INFO, "x.py", 1, "it said %s", (ALL,), None))
-    assert redact.REDACTED in written.getvalue()
-    assert not holds_secret(written.getvalue())
+    log = handler_log(tmp_path, ALL)
+    assert redact.REDACTED in log
+    assert not holds_secret(log)
 
 
 def test_the_configuration_in_the_dump_of_the_requests_holds_none() -> None:
@@ -146,7 +139,7 @@ def test_the_configuration_in_the_dump_of_the_requests_holds_none() -> None:
 def test_what_cannot_be_searched_is_withheld(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_crashkit.incident import folder as module
 
-    monkeypatch.setattr(module, "_SEARCH_SECS", 0.05)
+    monkeypatch.setattr(module, "SEARCH_SECS", 0.05)
     monkeypatch.setattr(module, "redact_text", lambda _text: time.sleep(60))
     folder = IncidentFolder(tmp_path, "hang", new_id(), NOON)
     began = time.monotonic()
@@ -157,7 +150,7 @@ def test_what_cannot_be_searched_is_withheld(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_secret_of_the_server_is_found_by_its_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redact, "_learned", set())
+    monkeypatch.setattr(redact, "learned", set())
     redact.learn(redact.secrets_of_arguments(["x", "--api-key", "plain words"]) | {"short"})
     folder = IncidentFolder(tmp_path, "hang", new_id(), NOON)
     folder.write_text("x.txt", "it said plain words, short")

@@ -32,7 +32,7 @@ from sglang_crashkit.model.sample import Frame, Thread, format_threads
 Name = Literal["cuda-gdb", "gdb"]
 
 #: Where the CUDA toolkit puts it without adding it to PATH.
-_TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 #: Nothing of the target's or the user's is run or asked for, and no server of symbols is waited for. Arguments of
 #: functions may be prompts or keys.
 _BEFORE = (
@@ -102,7 +102,7 @@ def find_debugger(environ: Mapping[str, str] | None = None) -> tuple[Debugger | 
     """
     environ = os.environ if environ is None else environ
     homes = [f"{environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    search = os.pathsep.join([environ.get("PATH", ""), *homes, *_TOOLKITS])
+    search = os.pathsep.join([environ.get("PATH", ""), *homes, *TOOLKITS])
     gdb = shutil.which("gdb", path=search)
     if cuda_gdb := shutil.which("cuda-gdb", path=search):
         return Debugger("cuda-gdb", cuda_gdb, gdb or ""), ""

@@ -23,7 +23,7 @@ from sglang_crashkit.kernel.cgroup import Group, find_group
 from sglang_crashkit.kernel.guarded_read import read_guarded
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
-_PROC = Path("/proc")
+PROC = Path("/proc")
 _DISTRIBUTIONS = (
     *("sglang", "sglang-crashkit", "torch", "transformers", "triton", "sgl-kernel", "sglang-kernel"),
     *("flashinfer-python", "mooncake-transfer-engine", "xgrammar"),
@@ -85,19 +85,19 @@ def read_versions() -> dict[str, str]:
 
 def read_driver() -> str | None:
     """Return the version of NVIDIA's driver, None where there is none."""
-    match = _DRIVER.search(_text_of(_PROC / "driver/nvidia/version"))
+    match = _DRIVER.search(_text_of(PROC / "driver/nvidia/version"))
     return match[1] if match else None
 
 
 def read_host() -> dict[str, Any]:
     """Return processors, load, memory in bytes, and pressure of the host."""
-    memory = dict(re.findall(r"^(\w+): +(\d+) kB$", _text_of(_PROC / "meminfo"), re.MULTILINE))
+    memory = dict(re.findall(r"^(\w+): +(\d+) kB$", _text_of(PROC / "meminfo"), re.MULTILINE))
     named = {"total_bytes": "MemTotal", "available_bytes": "MemAvailable", "swap_free_bytes": "SwapFree"}
-    texts = {name: _text_of(_PROC / "pressure" / name) for name in ("cpu", "memory", "io")}
+    texts = {name: _text_of(PROC / "pressure" / name) for name in ("cpu", "memory", "io")}
     return _without_gaps(
         {
             "processors": os.cpu_count(),
-            "load": [float(number) for number in _text_of(_PROC / "loadavg").split()[:3]],
+            "load": [float(number) for number in _text_of(PROC / "loadavg").split()[:3]],
             "memory": {name: int(memory[field]) << 10 for name, field in named.items() if field in memory},
             "pressure": _without_gaps({name: _parse_pressure(text) for name, text in texts.items()}),
         }
@@ -154,15 +154,15 @@ def read_process(pid: int) -> dict[str, Any]:
     """Return how many files a process has open, and its limits; a limit is missing where there is none."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError):
-        found["open_files"] = len(os.listdir(_PROC / str(pid) / "fd"))  # noqa: PTH208
+        found["open_files"] = len(os.listdir(PROC / str(pid) / "fd"))  # noqa: PTH208
     limits = {}
-    for line in _text_of(_PROC / str(pid) / "limits").splitlines():
+    for line in _text_of(PROC / str(pid) / "limits").splitlines():
         # Columns of 25 and 20 characters, each with a space behind it.
         name = _LIMITS.get(line[:25].strip())
         if name is not None:
             soft, hard = (_parse_number(column) for column in (line[26:46], line[47:67]))
             limits[name] = _without_gaps({"soft": soft, "hard": hard})
-    adjusted = _text_of(_PROC / str(pid) / "oom_score_adj").strip()
+    adjusted = _text_of(PROC / str(pid) / "oom_score_adj").strip()
     if adjusted.lstrip("-").isdigit():
         found["oom_score_adj"] = int(adjusted)
     return _without_gaps(found | {"limits": _without_gaps(limits)})
@@ -204,7 +204,7 @@ def read_shared_memory(pids: Iterable[int], timeout_secs: float) -> dict[str, An
 
 def read_place(pid: int, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return in which container, pod and Slurm job a process with this environment runs, as far as anything tells."""
-    paths = _text_of(_PROC / str(pid) / "cgroup") + _text_of(_PROC / str(pid) / "mountinfo")
+    paths = _text_of(PROC / str(pid) / "cgroup") + _text_of(PROC / str(pid) / "mountinfo")
     container, pod = _CONTAINER.search(paths), _POD.search(paths)
     kubernetes = {name.lower(): environ[name] for name in _KUBERNETES if environ.get(name)}
     if pod is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 #: How often it is looked whether anybody still reads the answer, in seconds.
-_LOOK_SECS = 1.0
+LOOK_SECS = 1.0
 
 
 class Terminated(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def ends_with_reader(descriptor: int, secs: float) -> Iterator[None]:
             raise Terminated
 
     before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECS, _LOOK_SECS)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_SECS, LOOK_SECS)
     try:
         yield
     finally:

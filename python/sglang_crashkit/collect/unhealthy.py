@@ -17,7 +17,7 @@ from sglang_crashkit.kernel.server_address import Address, holders_of, listening
 _PATH = "/health_generate"
 #: All in seconds: how long an answer may take, more than the server takes to give up; from an answer to the next
 #: question; and an answer that comes sooner is of a server that starts or ends.
-ASK_SECS, _PAUSE_SECS, _AT_ONCE_SECS = 30.0, 5.0, 2.0
+ASK_SECS, PAUSE_SECS, AT_ONCE_SECS = 30.0, 5.0, 2.0
 #: A check that fails once, as one connection may, is repeated.
 _FAILURES = 2
 
@@ -36,7 +36,7 @@ def wait_until_unhealthy(address: Address, most_secs: float, say: Callable[[str]
         try:
             status = address.ask(_PATH, ASK_SECS)
             problem = f"its health check is answered with status {status}" if status != 200 else ""
-            is_start = status >= 500 and time.monotonic() < began + _AT_ONCE_SECS
+            is_start = status >= 500 and time.monotonic() < began + AT_ONCE_SECS
         except TimeoutError:
             # It was asked for longer than a failing check takes.
             return f"its health check is not answered within {ASK_SECS:g} s"
@@ -52,7 +52,7 @@ def wait_until_unhealthy(address: Address, most_secs: float, say: Callable[[str]
         if state != said:
             say(f"{address}: {state}{'' if is_ready or failures else '; waiting until it is ready'}")
             said = state
-        time.sleep(max(0.0, min(_PAUSE_SECS, deadline - time.monotonic())))
+        time.sleep(max(0.0, min(PAUSE_SECS, deadline - time.monotonic())))
     return ""
 
 

@@ -34,7 +34,7 @@ from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.settings import VARIABLES, DiskLimits, Settings, fallback_folder, unknown_variables
 
 _MB = 1 << 20
-_TOOL_SECS, _GPU_SECS, _FOLDER_SECS = 3.0, 5.0, 5.0
+_TOOL_SECS, _GPU_SECS, FOLDER_SECS = 3.0, 5.0, 5.0
 #: What an incident of a few ranks takes with little evidence, in bytes; what Docker gives a container of ``/dev/shm``.
 _LEAST_INCIDENT, _DOCKER_SHM = 4 * _MB, 64 * _MB
 #: What a server's end takes beside the evidence, and SGLang's own default of ``--watchdog-timeout``, in seconds.
@@ -204,7 +204,7 @@ def _crash_folder(target: Target) -> Iterator[Result]:
         yield Result(None, words, _OPTION)
     try:
         # In a child, as the disk may not answer.
-        said = call_within(_FOLDER_SECS, lambda: json.dumps(list(look_at_folder(path, target.settings.disk))).encode())
+        said = call_within(FOLDER_SECS, lambda: json.dumps(list(look_at_folder(path, target.settings.disk))).encode())
         yield from (Result(*one) for one in json.loads(said))
     except OSError as error:
         words = f"incidents of {path} go to the temporary folder: {error.strerror}"

@@ -165,7 +165,7 @@ class HangDetector:
         everybody: list[Followed] = [*heartbeats, *others]
         longest = max((one.silent_secs for one in everybody), default=0.0)
         if longest > 2 * self._interval_secs:
-            states = {heartbeat.process.pid: _state_of(heartbeat.process) for heartbeat in heartbeats}
+            states = {heartbeat.process.pid: state_of(heartbeat.process) for heartbeat in heartbeats}
             if self._is_excused(states):
                 for one in everybody:
                     one.hold(seen_secs)
@@ -203,8 +203,8 @@ class HangDetector:
         for one in self._others.values():
             said = self._heartbeats.said_by(one.process)
             # That of the others does not tell anything.
-            cpu_secs = _cpu_secs_of(one.process) if said is not None and said.is_waiting else 0.0
-            one.look(_state_of(one.process), said, cpu_secs, seen_secs, self._looked_at)
+            cpu_secs = cpu_secs_of(one.process) if said is not None and said.is_waiting else 0.0
+            one.look(state_of(one.process), said, cpu_secs, seen_secs, self._looked_at)
         return [*self._others.values()]
 
     def _end(self, hang: Hang) -> None:
@@ -228,7 +228,7 @@ class HangDetector:
         root, shutdown = self._tree.root, self._session.triage.shutdown
         if shutdown.gone_at is not None or shutdown.expected & {root.pid, *states} or self._is_starting():
             return True
-        stopped_as_a_whole = set(states.values()) <= {"T"} and _state_of(root) in "Tt"
+        stopped_as_a_whole = set(states.values()) <= {"T"} and state_of(root) in "Tt"
         return stopped_as_a_whole or "t" in states.values()
 
     def _is_starting(self) -> bool:
@@ -354,12 +354,14 @@ def _is_together(one: Followed, longest: float) -> bool:
     return one.silent_secs >= _TOGETHER * longest and not is_between
 
 
-def _state_of(process: TrackedProcess) -> str:
+def state_of(process: TrackedProcess) -> str:
+    """Return the kernel's state of a process, X where it is gone."""
     stat = procfs.read_stat(process.pid)
     return stat.state if stat is not None else "X"
 
 
-def _cpu_secs_of(process: TrackedProcess) -> float:
+def cpu_secs_of(process: TrackedProcess) -> float:
+    """Return how much CPU time its main thread has used."""
     return procfs.main_thread_cpu_secs(process.pid)
 
 

@@ -37,7 +37,7 @@ FILE = "SGLANG_CRASHKIT_METRICS_FILE"
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 #: Prometheus asks every 15 to 60 s.
 INTERVAL_SECS = 15.0
-_FIRST_SECS = 2.0
+FIRST_SECS = 2.0
 #: At its end the handler waits so long for the last file, in seconds.
 _LAST_SECS = 3.0
 #: So many incidents are read for their cause at a time; the rest follow.
@@ -162,9 +162,9 @@ class MetricsPublisher:
         self._causes: dict[str, str] = {}
         self._call: ForkedCall | None = None
         self._problem = ""  # why the last one failed
-        self._late = 0  # the pid of one that did not answer in time, until it has ended
+        self.late = 0  # the pid of one that did not answer in time, until it has ended
         # The server tells of its arguments, by which it is named, within this time.
-        self._due = time.monotonic() + _FIRST_SECS if self._file or os.environ.get(SHARED) else float("inf")
+        self._due = time.monotonic() + FIRST_SECS if self._file or os.environ.get(SHARED) else float("inf")
 
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
@@ -175,8 +175,8 @@ class MetricsPublisher:
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + INTERVAL_SECS
-        self._take_answer(0.0)
-        if self._late and not is_reaped(self._late):
+        self.take_answer(0.0)
+        if self.late and not is_reaped(self.late):
             return
         arguments = self._session.received.environment.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
@@ -187,11 +187,11 @@ class MetricsPublisher:
 
     def close(self) -> None:
         """Say in the file that the handler is at work no more; nobody asks the server itself by now."""
-        self._take_answer(0.0)
+        self.take_answer(0.0)
         if self._file and self._port:
             gone = Measured(self._port, False, time.time())
             self._call = ForkedCall(functools.partial(self._publish, gone, is_shown=False))
-            self._take_answer(_LAST_SECS)
+            self.take_answer(_LAST_SECS)
 
     def _measure(self) -> Measured:
         now, clock = time.time(), time.monotonic()
@@ -219,7 +219,7 @@ class MetricsPublisher:
         new = {name: cause for name, cause in (causes or {}).items() if name not in self._causes and cause != _UNREAD}
         return json.dumps(new).encode()
 
-    def _take_answer(self, wait_secs: float) -> None:
+    def take_answer(self, wait_secs: float) -> None:
         """Take in what the child said; one that did not answer by now, as its disk does not, is killed."""
         call, self._call = self._call, None
         if call is None:
@@ -231,7 +231,7 @@ class MetricsPublisher:
             if words != self._problem:
                 logger.warning("metrics could not be published: %s", words)
             self._problem = words
-            self._late = call.pid if isinstance(error, TimeoutError) else 0
+            self.late = call.pid if isinstance(error, TimeoutError) else 0
         else:
-            self._late, self._problem = 0, ""
+            self.late, self._problem = 0, ""
             self._causes = dict(list((self._causes | causes).items())[-_MAX_KNOWN:])

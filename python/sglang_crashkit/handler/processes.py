@@ -19,7 +19,7 @@ from sglang_crashkit.kernel.stack_hooks import HookFiles
 
 logger = logging.getLogger(__name__)
 
-_OOM_AGE_SECS = 30.0
+OOM_AGE_SECS = 30.0
 #: A process has its title within this time mostly; whether an older one got one is looked at this often. Seconds.
 _YOUNG_SECS, _REREAD_SECS = 60.0, 4.0
 #: A server has started where no process came for so long, or none of its own, in seconds.
@@ -43,7 +43,7 @@ _LAST_THREAD_SECS = 0.2
 #: A process that was sent SIGKILL is gone within this time, in seconds.
 _KILLED_SECS = 1.0
 #: A process that can tell at all how its child ended does it within this time, in seconds.
-_ASK_SECS = 0.3
+ASK_SECS = 0.3
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class ProcessTree:
     """
 
     def __init__(self, root_pid: int) -> None:
-        self._scanner = procfs.TreeScanner(root_pid, without=os.getpid())
+        self.scanner = procfs.TreeScanner(root_pid, without=os.getpid())
         self._epoll = select.epoll()
         self._processes: dict[int, TrackedProcess] = {}
         self._unwatched: set[int] = set()
@@ -222,7 +222,7 @@ class ProcessTree:
     def refresh(self) -> list[TrackedProcess]:
         """Look for new processes and new titles; return the new processes."""
         new = []
-        present = self._scanner.scan()
+        present = self.scanner.scan()
         self._forgotten = {pid: start for pid, start in self._forgotten.items() if pid in present}
         self._unwatched &= present
         for pid in present:
@@ -368,7 +368,7 @@ class ProcessTree:
         An older one would blame a kill of today on another process that was killed last week; a newer one may already
         hold the kill in question, because a large process takes seconds to die.
         """
-        if time.monotonic() < self._aged_at + _OOM_AGE_SECS:
+        if time.monotonic() < self._aged_at + OOM_AGE_SECS:
             return
         self._aged_at = time.monotonic()
         for process in self.alive():
@@ -451,12 +451,12 @@ def learn_exit_status(process: TrackedProcess, runtime: Path) -> None:
         return
     socket = HookFiles.of(runtime, parent.pid, parent.handle.start_ticks).socket
     began = time.monotonic()
-    status = ask_exit(socket, parent.pid, process.pid, _ASK_SECS)
+    status = ask_exit(socket, parent.pid, process.pid, ASK_SECS)
     if status is not None:
         process.handle.take_exit_status(status)
     else:
         # The exits of a hundred ranks are not each to wait for a parent that is stuck.
-        parent.is_stuck = time.monotonic() >= began + _ASK_SECS
+        parent.is_stuck = time.monotonic() >= began + ASK_SECS
 
 
 def _has_ended(process: TrackedProcess) -> bool:

@@ -44,7 +44,7 @@ SPOOL = ".spool-"
 _PIECES: dict[EvidenceKind, str] = {"stack": "stacks/*-{}.txt", "exception": "ranks/*-{}.exception.json"}
 _WORDS = "The crash handler was killed before it was done."
 #: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
-_AGE_SECS = 10.0
+AGE_SECS = 10.0
 #: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
 _AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
 MAX_FINISHED = 100
@@ -66,7 +66,7 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
     finished = []
     for torn in incidents.glob(".*.new"):
         with contextlib.suppress(OSError):
-            if time.time() - torn.lstat().st_mtime > _AGE_SECS:
+            if time.time() - torn.lstat().st_mtime > AGE_SECS:
                 torn.unlink()
     try:
         opened = OwnFolder(incidents, 2) if incidents.is_dir() else None
@@ -190,7 +190,7 @@ def _read(folder: Path) -> Incident | None:
 def _is_abandoned(folder: Path, incident: Incident | None, *, has_locks: bool) -> bool:
     age = time.time() - folder.lstat().st_mtime
     if incident is None:
-        return age > _AGE_SECS
+        return age > AGE_SECS
     if has_locks:
         return True
     if incident.server.pid_namespace not in (None, procfs.own_namespace()):

@@ -35,19 +35,19 @@ _MAX_LINE = 3000
 #: How far back it looks for incidents without a command, in seconds.
 _RECENT_SECS = 3600.0
 #: A server in a crash loop, and commands that hang.
-_MAX_AT_ONCE = 4
+MAX_AT_ONCE = 4
 #: What comes before the command and after it takes no longer than this, in seconds, also on a busy machine.
 _AROUND_COMMAND_SECS = 30.0
 #: A child that is killed is gone a moment later, in seconds; one in uninterruptible sleep is left alone.
 _REAP_SECS, _LOOK_SECS = 1.0, 0.02
 PAGE = "incident.html"
 #: Makes a page of the folder that comes behind it, in the file behind that.
-_PROGRAM = (sys.executable, "-m", "sglang_crashkit.view.html")
+PROGRAM = (sys.executable, "-m", "sglang_crashkit.view.html")
 #: The longest page that it writes, in bytes, and with 512 ranks twice what one takes.
 _MAX_BYTES = 8 << 20
 #: Of 512 ranks it takes two seconds of processor time. It gives way to all others: where two processes for each core
 #: keep a machine busy, each of those seconds takes two minutes.
-_PAGE_SECS = 300.0
+PAGE_SECS = 300.0
 #: What these programs print is a line or two, in bytes.
 _MAX_OUTPUT = 1 << 20
 
@@ -145,7 +145,7 @@ class Commands:
                 self._running.append((folder, tool))
             elif run.reason:
                 logger.error("%s for incident %s: %s", on_incident.COMMAND, folder, _words_of(run))
-        while self._waiting and len(self._running) < _MAX_AT_ONCE:
+        while self._waiting and len(self._running) < MAX_AT_ONCE:
             folder = self._waiting[0]
             argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
             # It has a deadline of its own for the command, and none for a disk that does not answer.
@@ -188,8 +188,8 @@ class HtmlPage:
         except (OSError, CrashkitError) as error:
             logger.warning("no page of incident %s: %s", run.path, error)
             return
-        argv = [*_PROGRAM, str(run.path), str(run.path / PAGE)]
-        self._maker = BackgroundTool("crashkit-page", argv, _PAGE_SECS, _as_it_is, _MAX_OUTPUT)
+        argv = [*PROGRAM, str(run.path), str(run.path / PAGE)]
+        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, _as_it_is, _MAX_OUTPUT)
 
     def act_on_time(self) -> None:
         """Take in that the page is made, or that the time for it is over."""

@@ -66,7 +66,7 @@ class CrashHandler:
     def __init__(self, server_pid: int, mailbox: Mailbox, place: Place, settings: Settings) -> None:
         self.tree = ProcessTree(server_pid)
         self.session = Session(self.tree, mailbox, place, settings)
-        self._mailbox = mailbox
+        self.mailbox = mailbox
         self._place = place
         self._hangs = HangDetector(self.tree, self.session, settings, self.session.log.say)
         self.history: list[str] = []
@@ -105,11 +105,11 @@ class CrashHandler:
                 self._selector.select(max(0.0, due - time.monotonic()))
                 # Before the exits: an announcement was sent before the processes that it speaks of were ended.
                 ended = self.tree.ended()
-                self._take_messages()
+                self.take_messages()
                 for process in ended:
                     self.session.take_exit(process)
                 # What a process said before it ended is there by now, and counts before its end does.
-                self._take_messages()
+                self.take_messages()
                 self._act_on_time()
         finally:
             removed, left = self._shared_memory.clear()
@@ -179,9 +179,10 @@ class CrashHandler:
 
     # -- messages
 
-    def _take_messages(self) -> None:
+    def take_messages(self) -> None:
+        """Take in what has come, each message guarded by itself."""
         with contextlib.ExitStack() as descriptors:
-            messages = self._mailbox.receive(descriptors=True)
+            messages = self.mailbox.receive(descriptors=True)
             for message in messages:
                 descriptors.callback(message.close)
             for message in messages:

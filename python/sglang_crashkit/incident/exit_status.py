@@ -36,7 +36,7 @@ from sglang_crashkit.model.incident import Incident
 
 #: Names another file than Kubernetes' default, or switches the termination message off.
 TERMINATION_LOG = "SGLANG_CRASHKIT_TERMINATION_LOG"
-_DEFAULT_LOG = "/dev/termination-log"
+DEFAULT_LOG = "/dev/termination-log"
 MAX_MESSAGE_BYTES = 4096
 _OFF = {"", "0", "false", "no", "n"}
 #: 128 and SIGKILL, as the kernel's own out-of-memory kill of a container's first process reads.
@@ -117,7 +117,7 @@ def while_starting(status: int | None) -> int:
 
 def termination_log(environ: Mapping[str, str] = os.environ) -> str:
     """Return the file of the container's termination message; empty where it is switched off."""
-    path = environ.get(TERMINATION_LOG, _DEFAULT_LOG).strip()
+    path = environ.get(TERMINATION_LOG, DEFAULT_LOG).strip()
     return "" if path.lower() in _OFF else path
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 INDEX = "faults.json"
 _SCHEMA_VERSION = 1
 #: An incident is finished without being counted rather than later.
-_LOCK_SECS = 0.2
+LOCK_SECS = 0.2
 #: An incident kept in full counts for this long, in seconds: evidence of another day is worth its room.
 _DAY_SECS = 86400.0
 _MAX_FAULTS, _MAX_INDEX = 200, 64 << 20
@@ -140,7 +140,7 @@ def count_fault(
 
     lock = FolderLock(incidents)
     try:
-        if lock.acquire(_LOCK_SECS) != "held":
+        if lock.acquire(LOCK_SECS) != "held":
             logger.warning("the index of faults in %s could not be locked", incidents)
             return None
         index = read_faults(incidents)

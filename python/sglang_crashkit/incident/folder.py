@@ -58,7 +58,7 @@ _LEAST_RESERVE_BYTES = 16 * 1024
 #: What a failing rank wrote of itself, or a flight recorder.
 _MAX_ADOPTED = 256 << 20
 #: So many characters are searched for secrets in 30 ms; longer texts in a child, within so many seconds.
-_AT_ONCE, _SEARCH_SECS = 256 * 1024, 10.0
+_AT_ONCE, SEARCH_SECS = 256 * 1024, 10.0
 WITHHELD = "<withheld: it could not be searched for secrets: {}>\n"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -108,8 +108,8 @@ class IncidentFolder:
         self._retention = Retention(*place, incident_id, limits or DiskLimits(), server)
         self._folder = OwnFolder(self.path, within=self._incidents)
         self.opened = self._folder.path
-        self._ownership = FolderLock(self._incidents.path / self.path.name)
-        self._ownership.acquire()
+        self.ownership = FolderLock(self._incidents.path / self.path.name)
+        self.ownership.acquire()
         if not self._hold_reserve():
             self._retention.make_room(_LEAST_RESERVE_BYTES)
             if not self._hold_reserve():
@@ -242,7 +242,7 @@ class IncidentFolder:
             (self._incidents.path / self.path.name).rename(self._incidents.path / self.final_path.name)
             self.path = self.final_path
             sync_folder(self._incidents.path)
-            self._ownership.release()
+            self.ownership.release()
             # For what the essential files took beyond the limits.
             self._retention.make_room(0)
         return self.path
@@ -251,7 +251,7 @@ class IncidentFolder:
         """Remove the folder and what is in it."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._incidents.path / self.path.name)
-        self._ownership.release()
+        self.ownership.release()
 
     def _size_of(self, name: str) -> int:
         with contextlib.suppress(OSError):
@@ -364,7 +364,7 @@ def _searched(size: int, search: Callable[[], str]) -> str:
         except (ValueError, RecursionError) as error:
             raise OSError(errno.EIO, f"it cannot be searched: {error}") from error
     most = 2 * size + _AT_ONCE
-    found = call_within(_SEARCH_SECS, lambda: search().encode(errors="surrogatepass"), most)
+    found = call_within(SEARCH_SECS, lambda: search().encode(errors="surrogatepass"), most)
     return found.decode(errors="surrogatepass")
 
 

@@ -33,7 +33,7 @@ _DEFAULT_KEEP_FREE, _FREE_SHARE = 1024 * MB, 0.05
 #: Room is made for at least this much at a time, so that not every file of an incident needs some of its own.
 _AT_A_TIME = 256 * 1024
 BLOCK = 4096
-_LOCK_SECS = 0.5
+LOCK_SECS = 0.5
 #: What changed within so many seconds may be written still; twice the time that a server's end has. A server in another
 #: container cannot be seen: an incident of one stays for the longer time.
 _SETTLED_SECS, _UNSEEN_SECS = 120.0, 3600.0
@@ -118,7 +118,7 @@ class Retention:
         oldest = time.time() - (self._limits.max_age_secs or time.time())
         lock = FolderLock(self._incidents, follow=True)
         # Two at a time would remove twice as much as they need.
-        is_alone = lock.acquire(_LOCK_SECS) != "taken"
+        is_alone = lock.acquire(LOCK_SECS) != "taken"
         for number, path in enumerate(finished if is_alone else ()):
             name, (size, files) = parse_name(path.name), found[path]
             is_due = number < excess or (name is not None and name.seconds < oldest)

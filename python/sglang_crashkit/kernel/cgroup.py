@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
-_MOUNTS = _PROC / "self/mounts"
+PROC = Path("/proc")
+MOUNTS = PROC / "self/mounts"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
 def _groups(pid: int, controller: str) -> Iterator[Group]:
     """Yield where the cgroup of `pid` may be."""
     try:
-        memberships = (_PROC / str(pid) / "cgroup").read_text(errors="replace")
+        memberships = (PROC / str(pid) / "cgroup").read_text(errors="replace")
     except OSError:
         return
     for line in memberships.splitlines():
@@ -75,7 +75,7 @@ def _groups(pid: int, controller: str) -> Iterator[Group]:
 
 
 def _mount_points(fs_type: str, option: str | None) -> Iterator[Path]:
-    for line in _MOUNTS.read_text(errors="replace").splitlines():
+    for line in MOUNTS.read_text(errors="replace").splitlines():
         _device, mount_point, kind, options, *_ = line.split(" ")
         if kind == fs_type and (option is None or option in options.split(",")):
             yield Path(mount_point.replace("\\040", " "))

@@ -57,8 +57,8 @@ OFF = 4
 WAITING = 8
 
 _VERSION = 3
-_MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
-_BYTES = 96
+MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
+BYTES = 96
 #: In these a batch takes in tokens; of others the number is that of a batch before.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
 
@@ -129,11 +129,11 @@ class HeartbeatWriter:
     """
 
     def __init__(self) -> None:
-        self.fd = create_sealed(_BYTES, NAME)
+        self.fd = create_sealed(BYTES, NAME)
         try:
             # Written, not only sized: memory that is not there is missed now and not at the first beat.
-            os.pwrite(self.fd, _MAGIC.ljust(_BYTES, b"\0"), 0)
-            self._map = mmap.mmap(self.fd, _BYTES)
+            os.pwrite(self.fd, MAGIC.ljust(BYTES, b"\0"), 0)
+            self._map = mmap.mmap(self.fd, BYTES)
         except BaseException:
             os.close(self.fd)
             raise
@@ -159,9 +159,9 @@ class HeartbeatReader:
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
-        if not is_ring(descriptor) or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
+        if not is_ring(descriptor) or os.fstat(descriptor).st_size != BYTES or os.pread(descriptor, 8, 0) != MAGIC:
             raise NotAHeartbeatError("it is no heartbeat, or one of another layout")
-        self._map = mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
+        self._map = mmap.mmap(descriptor, BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
 
     def read(self) -> Heartbeat:

@@ -32,9 +32,9 @@ MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 262_144, 65_536
 
 _BEGUN, _ENDED, _ABORTED = 1, 2, 3
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
-_BEGIN = struct.Struct("<B?BxIIIQd")
+BEGIN = struct.Struct("<B?BxIIIQd")
 #: kind, whether it was finished, number, when, when it was aborted (0: it was not).
-_END = struct.Struct("<B?6xQdd")
+END = struct.Struct("<B?6xQdd")
 _ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
 #: A reader keeps so many requests of one journal; more are in none that the kit wrote.
@@ -84,7 +84,7 @@ class JournalWriter(RingWriter):
         if number not in self._aborted:
             self._aborted[number] = now = time.time()
             # Its own number may be held already. It is there for as long as the request is under way.
-            self.append(_END.pack(_ABORTED, False, number, now, now), hold=-number)
+            self.append(END.pack(_ABORTED, False, number, now, now), hold=-number)
 
     def end(self, number: int, *, finished: bool) -> None:
         """Note that the request that `begin` gave this number ended: it was answered, or dropped."""
@@ -92,7 +92,7 @@ class JournalWriter(RingWriter):
         aborted = self._aborted.pop(number, None)
         self.release(-number)
         self.release(number)
-        self.append(_END.pack(_ENDED, finished and aborted is None, number, now, aborted or 0.0))
+        self.append(END.pack(_ENDED, finished and aborted is None, number, now, aborted or 0.0))
 
 
 class JournaledRequest(NamedTuple):
@@ -212,7 +212,7 @@ def encode_begin(
         more = {"text": text} if is_light else {"omitted": {**fields.get("omitted", {}), "text": describe(text)}}
         fields, text = {**fields, **more}, None
     encoded = _encode_fields(fields, {}, {}, most // 2)
-    room = most - _BEGIN.size - len(encoded) - _NOTES_BYTES
+    room = most - BEGIN.size - len(encoded) - _NOTES_BYTES
     encoded_text, ids, id_size = b"", b"", 0
     omitted: dict[str, str] = {}
     truncated: dict[str, dict[str, int]] = {}
@@ -225,17 +225,17 @@ def encode_begin(
     if omitted or truncated:
         encoded = _encode_fields(fields, omitted, truncated, most // 2 + _NOTES_BYTES)
     sizes = len(encoded), len(encoded_text), len(ids)
-    head = _BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
+    head = BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
 
 
 def read_head(record: bytes) -> Head | None:
     """Return what a record says first; None where it is of another kind."""
-    if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
-        *_sizes, number, seconds = _BEGIN.unpack_from(record)
+    if record[:1] == bytes([_BEGUN]) and len(record) >= BEGIN.size:
+        *_sizes, number, seconds = BEGIN.unpack_from(record)
         return Head(number, seconds, begun=True) if _is_time(seconds) else None
-    if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == _END.size:
-        kind, finished, number, seconds, aborted = _END.unpack(record)
+    if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == END.size:
+        kind, finished, number, seconds, aborted = END.unpack(record)
         ended = seconds if kind == _ENDED else None
         if not _is_time(seconds) or not _is_time(aborted):
             return None
@@ -253,11 +253,11 @@ def decode_request(record: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is not such a record; RecursionError where it is nested too deep.
     """
-    _kind, has_text, id_size, fields_size, text_size, ids_size, _number, _seconds = _BEGIN.unpack_from(record)
-    text_begin = _BEGIN.size + fields_size
+    _kind, has_text, id_size, fields_size, text_size, ids_size, _number, _seconds = BEGIN.unpack_from(record)
+    text_begin = BEGIN.size + fields_size
     ids_begin = text_begin + text_size
     # Python reads and writes NaN and Infinity, which JSON does not know.
-    request = json.loads(record[_BEGIN.size : text_begin], parse_constant=str)
+    request = json.loads(record[BEGIN.size : text_begin], parse_constant=str)
     if not isinstance(request, dict) or (id_size and id_size not in _ID_CODES) or ids_begin + ids_size > len(record):
         raise ValueError("it is not the record of a request")
     if has_text:

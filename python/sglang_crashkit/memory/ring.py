@@ -42,15 +42,15 @@ from sglang_crashkit.kernel.private_files import create_in_memory
 NAME = "sglang-crashkit-journal"
 
 #: Another one wherever a frame or a record in it changes: a server's kit may be newer than its crash handler.
-_MAGIC = b"SGLCKJ03"
+MAGIC = b"SGLCKJ03"
 _HEADER_BYTES = 4096
-_HEADER = struct.Struct("<8sQ8s")  # magic, capacity, mark; a checksum of these follows
+HEADER = struct.Struct("<8sQ8s")  # magic, capacity, mark; a checksum of these follows
 _ALIGNMENT = 32
-_COVERED = struct.Struct("<QII")  # sequence number, length of the payload, records lost so far
-_CHECKSUM = struct.Struct("<I4x")
+COVERED = struct.Struct("<QII")  # sequence number, length of the payload, records lost so far
+CHECKSUM = struct.Struct("<I4x")
 _MARK_BYTES = 8
-_FRAME = struct.Struct("<8sQIII4x")  # mark, the covered fields, checksum
-_FRAME_BYTES = _FRAME.size
+FRAME = struct.Struct("<8sQIII4x")  # mark, the covered fields, checksum
+FRAME_BYTES = FRAME.size
 _MIN_CAPACITY = 64 * 1024
 _MAX_CAPACITY = 1 << 30
 #: The longest payload: to copy it takes well under a millisecond.
@@ -60,15 +60,15 @@ _STEP_BYTES = 256 * 1024
 #: A reader has so much of the ring in its memory at a time, and looks at so many times as much as the ring holds.
 _BLOCK_BYTES, _MAX_LOOKS = 1 << 20, 3
 #: Where a writer is killed, or goes on, few records are torn; of more the ring is not the kit's.
-_MAX_MISSES = 4096
+MAX_MISSES = 4096
 #: Of the name of a logger and what it said so many bytes are kept. More records are not: a ring of them takes 21 MB.
 MAX_LOG_BYTES, _MAX_LOG_RECORDS = 2048, 10_000
-_LOG_HEAD = struct.Struct("<dH")  # seconds since the epoch, level
+LOG_HEAD = struct.Struct("<dH")  # seconds since the epoch, level
 #: A text that is passed on in memory, as it is longer than a datagram takes, is no longer than this, in bytes.
 MAX_BLOB_BYTES = 1 << 20
 #: Of ``linux/fcntl.h``, which a Python that was built on an older system lacks; see `kernel.private_files`.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEALS = 0x1 | 0x2 | 0x4  # against more seals, shrinking, growing
+SEALS = 0x1 | 0x2 | 0x4  # against more seals, shrinking, growing
 
 
 class RingError(CrashkitError):
@@ -93,7 +93,7 @@ class RingWriter:
 
     def __init__(self, size: int, name: str = NAME) -> None:
         self.capacity = max(size - _HEADER_BYTES, _MIN_CAPACITY) // _ALIGNMENT * _ALIGNMENT
-        self.max_payload = min(self.capacity // 16, _MAX_PAYLOAD) - _FRAME_BYTES
+        self.max_payload = min(self.capacity // 16, _MAX_PAYLOAD) - FRAME_BYTES
         #: A held record is written again when the head is so many bytes ahead of it.
         self._renewed_after = self.capacity - self.capacity // 8 * 3
         self.lost = 0
@@ -118,8 +118,8 @@ class RingWriter:
         leave_to_parent(self._map)
         # A ring that nobody closes goes with its writer.
         self._close_fd = weakref.finalize(self, os.close, self.fd)
-        head = _HEADER.pack(_MAGIC, self.capacity, self._mark)
-        head += _CHECKSUM.pack(zlib.crc32(head))
+        head = HEADER.pack(MAGIC, self.capacity, self._mark)
+        head += CHECKSUM.pack(zlib.crc32(head))
         self._map[: len(head)] = head
 
     def append(self, payload: bytes, *, hold: int | None = None) -> None:
@@ -140,7 +140,7 @@ class RingWriter:
             self._head += size
         else:
             begin = self._make_room(size)
-        start = _HEADER_BYTES + begin % self.capacity + _FRAME_BYTES
+        start = _HEADER_BYTES + begin % self.capacity + FRAME_BYTES
         data, rest = self._map, start + length - _HEADER_BYTES - self.capacity
         if rest <= 0:
             data[start : start + length] = payload
@@ -178,7 +178,7 @@ class RingWriter:
         """Make room for a new record of so many bytes with its frame, and return where it begins."""
         # No more than the largest record takes is saved up, so that no call has to copy much more than that.
         earned = 2 * (self._head + size - self._looked_at)
-        self._credit = min(self._credit + earned, max(2 * size, self.max_payload + 2 * _FRAME_BYTES))
+        self._credit = min(self._credit + earned, max(2 * size, self.max_payload + 2 * FRAME_BYTES))
         self._renew_held()
         begin = self._advance(size)
         self._looked_at = self._head
@@ -201,7 +201,7 @@ class RingWriter:
             self._credit -= size
             self.release(hold)
             begin = self._advance(size)
-            self._copy(position + _FRAME_BYTES, begin + _FRAME_BYTES, length)
+            self._copy(position + FRAME_BYTES, begin + FRAME_BYTES, length)
             self._write_frame(begin, size, length, checksum, hold)
 
     def _copy(self, source: int, target: int, length: int) -> None:
@@ -227,9 +227,9 @@ class RingWriter:
         return begin
 
     def _write_frame(self, begin: int, size: int, length: int, checksum: int, hold: int | None) -> None:
-        of_all = zlib.crc32(_COVERED.pack(self._sequence, length, self.lost), checksum)
+        of_all = zlib.crc32(COVERED.pack(self._sequence, length, self.lost), checksum)
         start = _HEADER_BYTES + begin % self.capacity
-        _FRAME.pack_into(self._map, start, self._mark, self._sequence, length, self.lost, of_all)
+        FRAME.pack_into(self._map, start, self._mark, self._sequence, length, self.lost, of_all)
         self._sequence += 1
         if hold is not None:
             self._held[hold] = begin, size, length, checksum
@@ -288,11 +288,11 @@ class RingReader:
             # Of records that the one before goes on over, none begins in this block.
             found, end = block.find(self._mark), len(block)
             while found != -1:
-                if self._bytes_left <= 0 or misses > _MAX_MISSES or time.monotonic() > self._deadline:
+                if self._bytes_left <= 0 or misses > MAX_MISSES or time.monotonic() > self._deadline:
                     self.is_cut = True
                     return
                 offset, size, record = position + found, _MARK_BYTES, None
-                if offset % _ALIGNMENT == 0 and len(block) - found >= _FRAME_BYTES:
+                if offset % _ALIGNMENT == 0 and len(block) - found >= FRAME_BYTES:
                     record = self._read(offset, memoryview(block)[found:])
                     self.torn += record is None
                 if record is not None:
@@ -305,25 +305,25 @@ class RingReader:
 
     def payload(self, offset: int, sequence: int) -> bytes | None:
         """Return what the record of that number holds; None when it was overwritten meanwhile."""
-        frame = self._pread(offset, _FRAME_BYTES)
-        record = self._read(offset, memoryview(frame)) if len(frame) == _FRAME_BYTES else None
+        frame = self._pread(offset, FRAME_BYTES)
+        record = self._read(offset, memoryview(frame)) if len(frame) == FRAME_BYTES else None
         return record.payload if record is not None and record.sequence == sequence else None
 
     def _read(self, offset: int, known: memoryview) -> Record | None:
         """Return the record at `offset`, of which the beginning is `known`; None where there is no whole one."""
-        mark, sequence, length, lost, checksum = _FRAME.unpack_from(known)
-        if mark != self._mark or length > min(self._max_payload, self._capacity - _FRAME_BYTES):
+        mark, sequence, length, lost, checksum = FRAME.unpack_from(known)
+        if mark != self._mark or length > min(self._max_payload, self._capacity - FRAME_BYTES):
             return None
         self._bytes_left -= _frame_size(length)
-        if len(known) >= _FRAME_BYTES + length:
-            payload = bytes(known[_FRAME_BYTES : _FRAME_BYTES + length])
+        if len(known) >= FRAME_BYTES + length:
+            payload = bytes(known[FRAME_BYTES : FRAME_BYTES + length])
         else:
-            begin = (offset + _FRAME_BYTES) % self._capacity
+            begin = (offset + FRAME_BYTES) % self._capacity
             size = min(length, self._capacity - begin)
             payload = self._pread(begin, size)
             if size < length:
                 payload += self._pread(0, length - size)
-        covered = known[_MARK_BYTES : _MARK_BYTES + _COVERED.size]
+        covered = known[_MARK_BYTES : _MARK_BYTES + COVERED.size]
         is_whole = len(payload) == length and zlib.crc32(covered, zlib.crc32(payload)) == checksum
         return Record(sequence, lost, offset, payload) if is_whole else None
 
@@ -351,13 +351,13 @@ class LogWriter(RingWriter):
     """
 
     def __init__(self, records: int) -> None:
-        longest = _LOG_HEAD.size + MAX_LOG_BYTES + _FRAME_BYTES + _ALIGNMENT
+        longest = LOG_HEAD.size + MAX_LOG_BYTES + FRAME_BYTES + _ALIGNMENT
         super().__init__(_HEADER_BYTES + min(records, _MAX_LOG_RECORDS) * longest, "sglang-crashkit-log")
 
     def note(self, seconds: float, level: int, logger: str, text: str) -> None:
         """Note a record, as `append` does; what is longer than `MAX_LOG_BYTES` is cut."""
         said = f"{logger}\0{text}".encode(errors="backslashreplace")
-        self.append(_LOG_HEAD.pack(seconds, level) + said[:MAX_LOG_BYTES])
+        self.append(LOG_HEAD.pack(seconds, level) + said[:MAX_LOG_BYTES])
 
 
 def read_log(descriptor: int, most: int, deadline: float = math.inf) -> list[LogRecord]:
@@ -369,12 +369,12 @@ def read_log(descriptor: int, most: int, deadline: float = math.inf) -> list[Log
         RingError: it cannot be read or is no ring.
     """
     found = []
-    records = RingReader(descriptor, _LOG_HEAD.size + MAX_LOG_BYTES, deadline).records()
+    records = RingReader(descriptor, LOG_HEAD.size + MAX_LOG_BYTES, deadline).records()
     newest = heapq.nlargest(min(most, _MAX_LOG_RECORDS), records, key=lambda record: record.sequence)
     for record in reversed(newest):
-        if len(record.payload) >= _LOG_HEAD.size:
-            seconds, level = _LOG_HEAD.unpack_from(record.payload)
-            logger, _, text = record.payload[_LOG_HEAD.size :].decode(errors="replace").partition("\0")
+        if len(record.payload) >= LOG_HEAD.size:
+            seconds, level = LOG_HEAD.unpack_from(record.payload)
+            logger, _, text = record.payload[LOG_HEAD.size :].decode(errors="replace").partition("\0")
             found.append(LogRecord(seconds if 0 <= seconds < 2**33 else 0.0, level, logger, text))
     return found
 
@@ -382,7 +382,7 @@ def read_log(descriptor: int, most: int, deadline: float = math.inf) -> list[Log
 def is_ring(descriptor: int) -> bool:
     """Say whether a descriptor is of memory that is sealed as a ring's is; reading that cannot block."""
     try:
-        return fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS == _SEALS
+        return fcntl.fcntl(descriptor, _F_GET_SEALS) & SEALS == SEALS
     except OSError:
         # A file, a pipe, a device.
         return False
@@ -399,7 +399,7 @@ def create_sealed(length: int, name: str) -> int:
         descriptor = create_in_memory(name)
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, length)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, SEALS)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
@@ -474,19 +474,19 @@ def _no_memory(error: Exception) -> RingError:
 
 
 def _frame_size(length: int) -> int:
-    return (length + _FRAME_BYTES + _ALIGNMENT - 1) & -_ALIGNMENT
+    return (length + FRAME_BYTES + _ALIGNMENT - 1) & -_ALIGNMENT
 
 
 def _read_header(descriptor: int) -> tuple[int, bytes]:
     try:
         size = os.fstat(descriptor).st_size
-        head = os.pread(descriptor, _HEADER.size + _CHECKSUM.size, 0)
+        head = os.pread(descriptor, HEADER.size + CHECKSUM.size, 0)
     except OSError as error:
         raise RingError(f"cannot be read: {error.strerror}") from error
-    if len(head) == _HEADER.size + _CHECKSUM.size:
-        magic, capacity, mark = _HEADER.unpack_from(head)
-        (checksum,) = _CHECKSUM.unpack_from(head, _HEADER.size)
-        is_right = magic == _MAGIC and zlib.crc32(head[: _HEADER.size]) == checksum
+    if len(head) == HEADER.size + CHECKSUM.size:
+        magic, capacity, mark = HEADER.unpack_from(head)
+        (checksum,) = CHECKSUM.unpack_from(head, HEADER.size)
+        is_right = magic == MAGIC and zlib.crc32(head[: HEADER.size]) == checksum
         if is_right and _MIN_CAPACITY <= capacity <= min(_MAX_CAPACITY, size - _HEADER_BYTES):
             return capacity, mark
     raise RingError("is no ring, was switched off, or its header is damaged")

@@ -42,11 +42,11 @@ MAX_REQUESTS = 2048
 
 _VERSION = 6
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
-_PAGE, _SLOT = 4096, 128
+PAGE, SLOT = 4096, 128
 #: Where the slots begin, and how long each is, in words of 64 bits.
-_FIRST_WORD, _WORDS = _PAGE // 8, _SLOT // 8
-_DATA, _DATA_BYTES = _PAGE + STEPS * _SLOT, 2_000_000
-SIZE = _DATA + _DATA_BYTES
+_FIRST_WORD, _WORDS = PAGE // 8, SLOT // 8
+DATA, DATA_BYTES = PAGE + STEPS * SLOT, 2_000_000
+SIZE = DATA + DATA_BYTES
 #: Words of the header: when the last round of the event loop began; the step that it is to become, or that it has
 #: nothing to do, 0 for the step after the newest; the step whose results the scheduler waits for, 0 for none; a word
 #: that no reader looks at.
@@ -56,21 +56,21 @@ _IDLE = 0xFFFF_FFFF_FFFF_FFFF
 _CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
 #: A slot: number, forward mode of the last pass and phase in one word; when it ended; what does not change, behind its
 #: checksum.
-_NUMBER_AT, _ENDED, _FIXED = 16, 1, 16
+NUMBER_AT, _ENDED, FIXED = 16, 1, 16
 _MARKS = struct.Struct("@Qd")
 #: Number, when it began, rolling hash; place, size and checksum of the ids, place and checksum of the lengths; how many
 #: requests are listed, and how many there are; how many tokens, mode, whether tokens lie behind the lengths; which
 #: decisions there are, and their numbers.
-_BODY = struct.Struct("<QdQ5I3I3B6Q")
-_CHECKED = struct.Struct(f"<I{_BODY.size}s")
-_NO_DECISIONS = (0,) * (1 + len(DECISIONS))
+BODY = struct.Struct("<QdQ5I3I3B6Q")
+CHECKED = struct.Struct(f"<I{BODY.size}s")
+NO_DECISIONS = (0,) * (1 + len(DECISIONS))
 _ID_LENGTH = struct.Struct("<H")
 #: So many ids are kept ready to be written.
-_MAX_KNOWN = 4096
+MAX_KNOWN = 4096
 #: After so many bytes a list of ids is written again, so that it is there as long as its steps.
-_FRESH = _DATA_BYTES // 2
+_FRESH = DATA_BYTES // 2
 #: A reader reads so many requests at most, of the newest steps.
-_MAX_READ = 65_536
+MAX_READ = 65_536
 
 
 class NotStepsError(Exception):
@@ -98,7 +98,7 @@ class StepWriter:
             # Memory that is not there is missed now, and not in the middle of a step.
             os.posix_fallocate(self.fd, 0, SIZE)
             os.pwrite(self.fd, _MAGIC, 0)
-            os.pwrite(self.fd, json.dumps(modes or {}).encode()[: _PAGE - _MODES], _MODES)
+            os.pwrite(self.fd, json.dumps(modes or {}).encode()[: PAGE - _MODES], _MODES)
             # With all pages, or each would be looked for in the middle of a step.
             self._map = mmap.mmap(self.fd, SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except BaseException:
@@ -152,7 +152,7 @@ class StepWriter:
 
         The `lengths` are of their inputs, in tokens.
         """
-        self._write(number, began, 0, rids, lengths, [0] * len(rids), 0, _NO_DECISIONS, 0, RECEIVED)
+        self._write(number, began, 0, rids, lengths, [0] * len(rids), 0, NO_DECISIONS, 0, RECEIVED)
 
     def schedule(
         self,
@@ -182,9 +182,9 @@ class StepWriter:
         Raises:
             OverflowError, TypeError: a length is not one; nothing was noted.
         """
-        decided = _mask_of(decisions) if decisions else _NO_DECISIONS
+        decided = _mask_of(decisions) if decisions else NO_DECISIONS
         self._place = self._write(number, began, mode, rids, lengths, tokens, total, decided, agreed, SCHEDULED)
-        self._newest, self._word = number, number << _NUMBER_AT
+        self._newest, self._word = number, number << NUMBER_AT
         self._words[_OPEN] = 0
         if self._has_control:
             self._end_control()
@@ -227,16 +227,16 @@ class StepWriter:
             told = hash((self._agreed, number, mode, size, total, agreed, decided, ids_sum, lengths_sum)) & _IDLE
             self._agreed = told
         # fmt: off
-        body = _BODY.pack(
-            number, began, told, ids_at % _DATA_BYTES, ids_size, ids_sum, lengths_at % _DATA_BYTES, lengths_sum,
+        body = BODY.pack(
+            number, began, told, ids_at % DATA_BYTES, ids_size, ids_sum, lengths_at % DATA_BYTES, lengths_sum,
             len(rids), size, total, mode, tokens is not None, *decided,
         )
         # fmt: on
         slot = number % STEPS
         place = _FIRST_WORD + slot * _WORDS
         self._words[place] = 0
-        _CHECKED.pack_into(self._map, _PAGE + slot * _SLOT + _FIXED, crc32(body), body)
-        self._words[place] = number << _NUMBER_AT | phase
+        CHECKED.pack_into(self._map, PAGE + slot * SLOT + FIXED, crc32(body), body)
+        self._words[place] = number << NUMBER_AT | phase
         return place
 
     def leave_out(self) -> None:
@@ -268,10 +268,10 @@ class StepWriter:
 
     def _append(self, data: bytes) -> int:
         """Write to the data; return its place, counted on over the end."""
-        place, start = self._head, self._head % _DATA_BYTES
-        if start + len(data) > _DATA_BYTES:
-            place, start = place + _DATA_BYTES - start, 0
-        self._map[_DATA + start : _DATA + start + len(data)] = data
+        place, start = self._head, self._head % DATA_BYTES
+        if start + len(data) > DATA_BYTES:
+            place, start = place + DATA_BYTES - start, 0
+        self._map[DATA + start : DATA + start + len(data)] = data
         self._head = place + len(data)
         return place
 
@@ -283,7 +283,7 @@ class _Encoded(dict[str, bytes]):
         text = short_rid(rid).encode(errors="surrogatepass")
         encoded = _ID_LENGTH.pack(len(text)) + text
         if len(rid) <= MAX_RID:
-            if len(self) >= _MAX_KNOWN:
+            if len(self) >= MAX_KNOWN:
                 self.clear()
             self[rid] = encoded
         return encoded
@@ -329,7 +329,7 @@ class StepReader:
         if not is_ring(descriptor) or os.fstat(descriptor).st_size != SIZE or os.pread(descriptor, 8, 0) != _MAGIC:
             raise NotStepsError("it is not a record of steps, or of another layout")
         self._fd = descriptor
-        self._modes = modes or _modes_in(os.pread(descriptor, _PAGE - _MODES, _MODES))
+        self._modes = modes or _modes_in(os.pread(descriptor, PAGE - _MODES, _MODES))
 
     def read(self) -> LastSteps:
         """Return what the record says now, whatever it holds; a step that is not whole is left out.
@@ -358,13 +358,13 @@ class StepReader:
     @staticmethod
     def _body_at(data: bytes, place: int) -> _Body | None:
         """Return the step in a slot; None where it is not whole."""
-        start = _PAGE + place * _SLOT
+        start = PAGE + place * SLOT
         word, ended = _MARKS.unpack_from(data, start)
-        checksum, body = _CHECKED.unpack_from(data, start + _FIXED)
+        checksum, body = CHECKED.unpack_from(data, start + FIXED)
         if not word or crc32(body) != checksum:
             return None
-        number, began, *rest = _BODY.unpack(body)
-        if word >> _NUMBER_AT != number or number % STEPS != place or not math.isfinite(began):
+        number, began, *rest = BODY.unpack(body)
+        if word >> NUMBER_AT != number or number % STEPS != place or not math.isfinite(began):
             return None
         return _Body(number, time_or_zero(began), word & 0xFF, word >> 8 & 0xFF, time_or_zero(ended), rest)
 
@@ -378,7 +378,7 @@ class _Body:
     phase: int
     forward: int
     ended: float
-    rest: Sequence[int]  # as `_BODY` has it
+    rest: Sequence[int]  # as `BODY` has it
 
     def step(self, modes: Mapping[int, str], found: _Requests) -> Step:
         agreed, ids_at, ids_size, ids_sum, lengths_at, lengths_sum, count, size, total, mode, *rest = self.rest
@@ -430,7 +430,7 @@ class _Requests:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._requests_left, self._bytes_left = _MAX_READ, 2 * _DATA_BYTES
+        self._requests_left, self._bytes_left = MAX_READ, 2 * DATA_BYTES
         #: A list that many steps share is one in memory, too.
         self._rids: dict[tuple[int, int, int], list[str]] = {}
 
@@ -459,7 +459,7 @@ class _Requests:
         if size > self._bytes_left:
             return b""
         self._bytes_left -= size
-        found = self._data[_DATA + start : _DATA + start + size]
+        found = self._data[DATA + start : DATA + start + size]
         return found if len(found) == size and crc32(found) == checksum else b""
 
 

@@ -28,7 +28,7 @@ from sglang_crashkit.settings import unpublished
 
 #: All in seconds. A server that is asked to end has done so by then; it has so long to write an incident; one that
 #: answered everything and is about to fail does so by then.
-_END_SECS, _INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
+_END_SECS, INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
 _LOOK_SECS, _HEALTH_SECS = 0.1, 5.0
 #: So often it is started at most: another program may take a port, or memory, that it needs.
 _MAX_STARTS = 3
@@ -189,7 +189,7 @@ class OwnServer:
             whole = [one for one in failures if one.finished and one.document is not None]
             # Its handler begins the incident before the server ends.
             may_come = bool(failures) or (is_lost and not self.has_ended)
-            if whole or time.monotonic() > began + (_INCIDENT_SECS if may_come else _SETTLE_SECS):
+            if whole or time.monotonic() > began + (INCIDENT_SECS if may_come else _SETTLE_SECS):
                 return whole[-1] if whole else None
             time.sleep(_LOOK_SECS)
 

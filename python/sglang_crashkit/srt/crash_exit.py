@@ -32,7 +32,7 @@ from sglang_crashkit.srt.hooks import handler_pid, log_incident, never_raises, r
 logger = logging.getLogger(__name__)
 
 #: The timer of `faulthandler` ends the process this long after the deadline, in seconds.
-_TIMER_SECS = 10.0
+TIMER_SECS = 10.0
 #: A process that ends by an uncaught exception is given this long to finish, in seconds.
 _FINISH_SECS = 30.0
 
@@ -138,7 +138,7 @@ def allow(seconds: float) -> None:
     """Move the deadline to `seconds` from now, within the cap of all waits; nothing without a crash."""
     if state.status is not None:
         state.deadline = min(time.monotonic() + seconds, state.latest)
-        _start_timer(state.deadline - time.monotonic() + _TIMER_SECS)
+        _start_timer(state.deadline - time.monotonic() + TIMER_SECS)
 
 
 def await_evidence(seconds: float) -> None:

@@ -24,9 +24,9 @@ from sglang_crashkit.srt.redaction import redact
 #: The spool, the folder of incidents that it is in, and the host's.
 _OWN_FOLDERS = 3
 _MAX_REQUESTS = 64
-_MAX_MESSAGE = 4000
+MAX_MESSAGE = 4000
 #: Of an exception as Python prints it, with those that led to it, the last of so many characters.
-_MAX_PRINTED = 16_000
+MAX_PRINTED = 16_000
 #: As many prompts as are compared with a message; see `redact.redact_prompts`.
 _MAX_PROMPTS = 64
 #: What a request calls its text.
@@ -92,7 +92,7 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
         ``message``, one line, and ``record``, the file; None where it could not be written.
     """
     trace = error.__traceback__
-    message = _redacted("".join(traceback.format_exception_only(error)).strip()[:_MAX_MESSAGE], trace)
+    message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_MESSAGE], trace)
     path = _write(f"{name}-{os.getpid()}.json", message, trace, _printed(error, trace) or message)
     return {"message": message.splitlines()[0][:300], "record": str(path) if path else None}
 
@@ -125,9 +125,9 @@ def _write(name: str, message: str, trace: TracebackType | None, printed: str) -
 def _printed(error: BaseException, trace: TracebackType | None) -> str:
     """Return the exception as Python prints it, with those that led to it."""
     printed = "".join(traceback.format_exception(type(error), error, trace))
-    if len(printed) > _MAX_PRINTED:
+    if len(printed) > MAX_PRINTED:
         # In a line that is cut a secret has lost its name.
-        printed = printed[-_MAX_PRINTED:].partition("\n")[2] or printed[-_MAX_PRINTED:]
+        printed = printed[-MAX_PRINTED:].partition("\n")[2] or printed[-MAX_PRINTED:]
     return _redacted(printed, trace)
 
 

@@ -25,9 +25,9 @@ from sglang_crashkit.srt.server_args import note_changed
 logger = logging.getLogger(__name__)
 
 #: An interpreter starts within this time, in seconds.
-_START_SECS = 20.0
+START_SECS = 20.0
 #: From then on the handler has this long to say that it is ready, in seconds: longer than it waits for disks.
-_READY_SECS = 20.0
+READY_SECS = 20.0
 #: At the server's end the handler has this long to remove what nobody needs any more, in seconds.
 _EXIT_SECS = 3.0
 _MAX_BYTES = 1 << 16
@@ -57,7 +57,7 @@ def start(crash_folder: str | None) -> None:
             it was given none or cannot be written to.
     """
     # Of two at once, neither would be heard.
-    is_claimed = _claim.acquire(timeout=_START_SECS + _READY_SECS)
+    is_claimed = _claim.acquire(timeout=START_SECS + READY_SECS)
     try:
         _start_unless_there(crash_folder)
     finally:
@@ -156,18 +156,18 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
 def _await_ready(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     try:
         # The child forks the handler and ends at once: this waits for an interpreter's start, not for the handler.
-        process.wait(_START_SECS)
+        process.wait(START_SECS)
     except BaseException:
         process.kill()
         raise
     assert process.stdout is not None
-    text, deadline = b"", time.monotonic() + _READY_SECS
+    text, deadline = b"", time.monotonic() + READY_SECS
     # Not select(2), which ends at descriptor 1023.
     poller = select.poll()
     poller.register(process.stdout, select.POLLIN)
     while len(text) < _MAX_BYTES:
         if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise CrashkitError(f"it was not ready within {_READY_SECS:g} s")
+            raise CrashkitError(f"it was not ready within {READY_SECS:g} s")
         chunk = os.read(process.stdout.fileno(), _MAX_BYTES)
         text += chunk
         for line in text[: text.rfind(b"\n") + 1].splitlines():

@@ -140,7 +140,7 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
     if not (settings.enabled and settings.log_records and os.environ.get(SOCKET_VARIABLE) and loggers):
         return
     if _handler is None or _handler.ring is None or _handler.held_by != held_by:
-        _forget()
+        forget()
         journaled = bool(getattr(server_args, "crash_dump_folder", None)) and settings.journal
         try:
             ring = LogWriter(settings.log_records)
@@ -167,7 +167,8 @@ def _loggers(*, of_all: bool) -> Iterator[logging.Logger]:
         yield own
 
 
-def _forget() -> None:
+def forget() -> None:
+    """Keep no records any more, and give the ring's memory back."""
     global _handler
     earlier, _handler = _handler, None
     if earlier is not None:

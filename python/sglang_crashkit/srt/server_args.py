@@ -23,7 +23,7 @@ from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises
 logger = logging.getLogger(__name__)
 
 #: What was set here in this process, and not by the user: what SGLang's own processes are to inherit.
-_set_here: dict[str, str] = {}
+set_here: dict[str, str] = {}
 
 #: What std::stoi takes, by which PyTorch reads the size of its flight recorder.
 _NUMBER = re.compile(r"\s*[+-]?\d{1,9}(?!\d)", re.ASCII)
@@ -47,8 +47,8 @@ def set_crash_dump_env(server_args: Any) -> None:
         variables |= _core_dump_variables(crash_folder) if settings.cores else {}
         variables |= _flight_variables(crash_folder) if settings.diagnostics else {}
     # Set what the user did not; take out what an earlier server of this program left and this one has not.
-    earlier = {name for name in _set_here if _is_ours(name)}
-    _set_here.clear()
+    earlier = {name for name in set_here if _is_ours(name)}
+    set_here.clear()
     for name in earlier - variables.keys():
         del os.environ[name]
     for name, value in variables.items():
@@ -56,7 +56,7 @@ def set_crash_dump_env(server_args: Any) -> None:
             # The kit's own variable concerns nobody else.
             if os.environ.get(name) != value and name != FLIGHT_VARIABLE:
                 logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
-            os.environ[name] = _set_here[name] = value
+            os.environ[name] = set_here[name] = value
 
 
 def in_place_of_crash_dump_env(handle: Function) -> Function:
@@ -82,14 +82,14 @@ def withdraw_crash_dump_env() -> None:
 
     For a program that is not SGLang's own, once the processes of its engine run, which have it all.
     """
-    for name in _set_here:
+    for name in set_here:
         if _is_ours(name):
             del os.environ[name]
 
 
 def crash_dump_environ() -> dict[str, str]:
     """Return the environment that the last launch of this process gave to SGLang's processes, as far as it is known."""
-    return _set_here | dict(os.environ)
+    return set_here | dict(os.environ)
 
 
 def _core_dump_variables(crash_folder: str) -> dict[str, str]:
@@ -126,10 +126,10 @@ def _flight_variables(crash_folder: str) -> dict[str, str]:
 
 def note_changed(name: str, value: str) -> None:
     """Set a variable that was set here to what the crash handler made of it."""
-    if name in _set_here and _is_ours(name):
-        _set_here[name] = value
+    if name in set_here and _is_ours(name):
+        set_here[name] = value
     os.environ[name] = value
 
 
 def _is_ours(name: str) -> bool:
-    return os.environ.get(name) == _set_here[name]
+    return os.environ.get(name) == set_here[name]

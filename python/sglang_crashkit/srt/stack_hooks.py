@@ -178,7 +178,7 @@ def _install(*, takes_over: bool) -> None:
         return
     if takes_over:
         # Not in a main process, which may be a user's program: whom that lets trace it is its own.
-        _allow_tracing(folder)
+        allow_tracing(folder)
     if _state is not None and _state.listener is not None:
         stop_answering(_state.listener)
         _state.listener = None
@@ -249,7 +249,7 @@ def _open(state: _State, path: Path) -> int:
     return descriptor
 
 
-def _allow_tracing(folder: Path) -> None:
+def allow_tracing(folder: Path) -> None:
     """Let the crash handler and what it runs trace this process where the Yama module allows it to ancestors only."""
     pid = read_handler_pid(folder)
     if pid is not None:

@@ -66,7 +66,7 @@ class Serving(Supervisor):
         self._has_begun = self._follows = False
         self._handler = Child()
         self._next_handler: Child | None = None
-        self._registered: dict[int, Child] = {}
+        self.registered: dict[int, Child] = {}
         #: The `multiprocessing.Process` of each registered child, while the server holds it.
         self.started: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.excused: dict[int, int] = {}
@@ -108,7 +108,7 @@ class Serving(Supervisor):
     def turn(self) -> None:
         """Look at the processes, and wait until there is something to look at."""
         self.read_registered()
-        schedulers = {pid for pid, its in list(self._registered.items()) if titles.role_of(its.title) == "scheduler"}
+        schedulers = {pid for pid, its in list(self.registered.items()) if titles.role_of(its.title) == "scheduler"}
         if self.when_ready is not None and schedulers and schedulers <= self._ready:
             call, self.when_ready = self.when_ready, None
             call()
@@ -130,17 +130,17 @@ class Serving(Supervisor):
         """
         child = Child("", pid, title=title)
         with self._lock:
-            known = self._registered.get(pid)
+            known = self.registered.get(pid)
             if known is not None and known.start_ticks == child.start_ticks:
                 known.title = title or known.title
             elif child.start_ticks and self._is_own(pid):
-                self._registered = {pid: its for pid, its in self._registered.items() if its.stat() is not None}
-                self._registered[pid] = child
+                self.registered = {pid: its for pid, its in self.registered.items() if its.stat() is not None}
+                self.registered[pid] = child
 
     def tokenizer_workers(self) -> list[Child]:
         """Return those that whoever started them starts anew, so that their ends are none of the server."""
         self.read_registered()
-        return [child for child in list(self._registered.values()) if _is_tokenizer_worker(child)]
+        return [child for child in list(self.registered.values()) if _is_tokenizer_worker(child)]
 
     def read_registered(self) -> None:
         """Take in who said that it is there; once this returns, it is known, whichever thread read of it."""
@@ -160,7 +160,7 @@ class Serving(Supervisor):
         above = procfs.read_stat(pid)
         # A program that is no Python may be in between, such as one that binds memory to a socket.
         while above is not None and above.ppid:
-            parent, known = procfs.read_stat(above.ppid), self._registered.get(above.ppid)
+            parent, known = procfs.read_stat(above.ppid), self.registered.get(above.ppid)
             if above.ppid == self.pid or (parent and known and known.start_ticks == parent.start_ticks):
                 return True
             if procfs.is_python(above.ppid):
@@ -177,7 +177,7 @@ class Serving(Supervisor):
         if self.clock.now() >= self._oom_read_at + _OOM_AGE_SECS:
             self._oom_read_at = self.clock.now()
             self._oom_counters = (self._oom_counters[1], cgroup.find_counter(self.pid))
-        for child in list(self._registered.values()):
+        for child in list(self.registered.values()):
             if child not in self.children and not _is_tokenizer_worker(child) and child.hold():
                 self.children = [*self.children, child]
         self.wait(0.0)
@@ -189,7 +189,7 @@ class Serving(Supervisor):
                 child.close()
                 self.children = [each for each in self.children if each is not child]
                 with self._lock:
-                    self._registered = {pid: each for pid, each in self._registered.items() if each is not child}
+                    self.registered = {pid: each for pid, each in self.registered.items() if each is not child}
         return pause
 
     def _judge(self, child: Child, status: ExitStatus) -> float | None:
@@ -229,7 +229,7 @@ def _is_tokenizer_worker(child: Child) -> bool:
     return titles.role_of(child.title) == "tokenizer_worker"
 
 
-_serving: Serving | None = None
+current: Serving | None = None
 
 
 def listen() -> Serving:
@@ -239,18 +239,18 @@ def listen() -> Serving:
         OSError: no descriptor is left.
         RuntimeError: the system gives no thread.
     """
-    global _serving
+    global current
     serving = _known()
     if serving is None:
         serving = Serving()
         threading.Thread(target=serving.run, name="crashkit-children", daemon=True).start()
-        _serving = serving
+        current = serving
     return serving
 
 
 def _known() -> Serving | None:
     # A forked child's copy is its parent's.
-    return _serving if _serving is not None and _serving.pid == os.getpid() else None
+    return current if current is not None and current.pid == os.getpid() else None
 
 
 @never_raises

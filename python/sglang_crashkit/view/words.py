@@ -89,7 +89,7 @@ def state(process: ProcessReport) -> str:
 
 
 def short_frame(frames: Sequence[str]) -> str:
-    """Return the innermost frame that is SGLang's own, with the last part of its path; or the innermost of any other code."""
+    """Return the innermost frame of SGLang's own, or else of any code, with the last part of its path."""
     own = next((text for text in frames if "(sglang/" in text), None)
     # Older kits wrote paths of some of SGLang's own modules without its name.
     told = own or next((text for text in frames if not _LIBRARY.search(text)), frames[0])

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from sglang_crashkit.analysis.suspects import (
     MAX_SUSPECTS,
@@ -449,51 +451,11 @@ def test_asking_alone_for_what_failed_is_suspicious(
     assert told in " ".join(found["b"].reasons)
 
 
-LAYERS, POOL, PENALTIES = (
-    "sglang/srt/lora/layers.py:544",
-    "sglang/srt/lora/mem_pool.py:677",
-    "sglang/srt/sampling/penaltylib",
-)
+#: What the frames of a rank tell of requests.
+FRAMES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "request_frames.yaml").read_text())
 
 
-@pytest.mark.parametrize(
-    ("parameter", "frame", "is_about"),
-    [
-        # With LoRA enabled each batch goes through what wraps the layers, and is prepared; on older releases each is
-        # multiplied by the adapters' weights, too.
-        ("lora_path", f"forward ({LAYERS})", False),
-        ("lora_path", f"RowParallelLinearWithLoRA.forward ({LAYERS})", False),
-        ("lora_path", "base_fn (sglang/srt/lora/layers.py:490)", False),
-        ("lora_path", "forward_with_base (sglang/srt/lora/backend/base_backend.py:120)", False),
-        ("lora_path", "prepare_lora_batch (sglang/srt/lora/lora_manager.py:286)", False),
-        ("lora_path", "prepare_lora_batch (sglang/srt/lora/backend/triton_backend.py:229)", False),
-        ("lora_path", f"prepare_lora_batch ({POOL})", False),
-        ("lora_path", f"apply_lora ({LAYERS})", False),
-        ("lora_path", f"load_lora_weight_to_buffer ({POOL})", True),
-        ("lora_path", "run_qkv_lora (sglang/srt/lora/backend/triton_backend.py:59)", False),
-        ("lora_path", "TritonLoRABackend.run_lora_a_sgemm (triton_backend.py)", False),
-        ("lora_path", "sgemm_lora_a_fwd (sglang/srt/lora/triton_ops/sgemm_lora_a.py:100)", False),
-        ("lora_path", "sgemm_lora_a_fwd (sglang/kernels/ops/lora/dense/sgemm_lora_a.py:100)", False),
-        ("lora_path", "topk_softmax_pack (sglang/kernels/ops/lora/moe/topk_softmax_pack.py:9)", False),
-        ("return_logprob", "_sample_from_logprobs (sglang/srt/layers/sampler.py:633)", False),
-        ("return_logprob", "Sampler._sample_from_logprobs (sampler.py)", False),
-        ("return_logprob", "compute_extend_logprob_start_len (sglang/srt/managers/schedule_batch.py:2419)", False),
-        ("return_logprob", "get_logprob_from_pp_outputs (sglang/srt/managers/utils.py:152)", False),
-        ("return_logprob", "forward (sglang/srt/layers/logprob_processor.py:504)", True),
-        ("sampling_params.regex", "_apply_pre_grammar_logits_transforms (sampling_batch_info.py:426)", False),
-        ("sampling_params.regex", "advance_grammar_fsm (batch_result_processor.py:883)", False),
-        ("sampling_params.regex", "has_waiting_grammars (sglang/srt/constrained/grammar_manager.py:74)", False),
-        ("sampling_params.regex", "_accept_grammar_tokens (batch_result_processor.py:848)", True),
-        ("sampling_params.min_new_tokens", f"_is_required ({PENALTIES}/min_new_tokens.py:18)", False),
-        ("sampling_params.min_new_tokens", f"<genexpr> ({PENALTIES}/min_new_tokens.py:18)", False),
-        ("sampling_params.min_new_tokens", f"_prepare ({PENALTIES}/min_new_tokens.py:23)", True),
-        ("sampling_params.frequency_penalty", f"__init__ ({PENALTIES}/orchestrator.py:20)", False),
-        ("sampling_params.frequency_penalty", f"prepare_if_required ({PENALTIES}/orchestrator.py:175)", False),
-        ("sampling_params.frequency_penalty", f"_apply ({PENALTIES}/frequency_penalty.py:50)", True),
-        ("custom_logit_processor", "apply_custom_logit_processor (sglang/srt/layers/sampler.py:540)", True),
-        ("return_hidden_states", "get_batch_return_hidden_states_mode (schedule_batch.py:208)", False),
-    ],
-)
+@pytest.mark.parametrize(("parameter", "frame", "is_about"), FRAMES["parameters"])
 def test_what_each_batch_passes_through_is_about_no_parameter(parameter: str, frame: str, is_about: bool) -> None:
     made = incident("a", "b")
     made.processes[0].doing = [frame, "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"]
@@ -516,33 +478,7 @@ UPDATE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("frames", "expected"),
-    [
-        (UPDATE, "update_weights_from_disk"),
-        (["flush_cache (sglang/scheduler.py:3)", "handle (sglang/flush.py:7)", *LOOP], "flush_cache"),
-        (["Scheduler.open_session (scheduler.py)", *(frame.split(":")[0] + ")" for frame in LOOP)], "open_session"),
-        (["init_req (x.py:1)", "handle_generate_request (sglang/srt/managers/scheduler.py:1)", *LOOP], ""),
-        (["compile (x.py:1)", "handle_batch_generate_request (sglang/srt/managers/scheduler.py:1)", *LOOP], ""),
-        (["abort_request (sglang/srt/managers/scheduler.py:1)", *LOOP], ""),
-        (LOOP, ""),
-        (["send_output (ipc.py:1)", "send_control_output (sglang/srt/managers/scheduler.py:1)", LOOP[1]], ""),
-        (
-            ["f (x.py:1)", "send_weights_to_remote_instance (weight_exporter.py:1)", *LOOP],
-            "send_weights_to_remote_instance",
-        ),
-        (["check_weights (weight_updater.py:1)", *LOOP], "check_weights"),
-        (
-            ["mkdir (pathlib.py:1)", "_stop_profile (sglang/profiler_manager.py:3)", "run_batch (scheduler.py:2)"],
-            "profile",
-        ),
-        (["forward (model.py:1)", "run_batch (scheduler.py:2)", LOOP[-1]], ""),
-        (["forward (model.py:1)", "run_batch (scheduler.py:2)", "run_scheduler_process (scheduler.py:9)"], ""),
-        # They do not reach to where that shows.
-        (["forward (model.py:1)", "run_batch (scheduler.py:2)"], None),
-        ([], None),
-    ],
-)
+@pytest.mark.parametrize(("frames", "expected"), FRAMES["control"])
 def test_frames_tell_what_control_request_is_handled(frames: list[str], expected: str | None) -> None:
     assert control_in(frames) == expected
 

@@ -148,7 +148,7 @@ def test_without_permission_the_next_step_is_named(tmp_path: Path) -> None:
 def test_cuda_gdb_comes_first_and_what_is_missing_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], found: str | None, missing: str
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.capture.debugger._TOOLKITS", ())
+    monkeypatch.setattr("sglang_crashkit.capture.debugger.TOOLKITS", ())
     for name in names:
         stand_in(tmp_path, "", name)
     monkeypatch.setattr("os.environ", {"PATH": str(tmp_path)})

@@ -22,7 +22,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of ``/proc``, of a process 7."""
     (tmp_path / "proc" / "7").mkdir(parents=True)
     for module in (environment, cgroup):
-        monkeypatch.setattr(module, "_PROC", tmp_path / "proc")
+        monkeypatch.setattr(module, "PROC", tmp_path / "proc")
     return tmp_path / "proc"
 
 
@@ -105,7 +105,7 @@ def test_what_a_cgroup_allows_and_counts(
     group = tmp_path / "cgroup"
     write(group, files)
     write(tmp_path, {"mounts": mount.format(group) + "\n", "proc/7/cgroup": membership + "\n"})
-    monkeypatch.setattr(cgroup, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(cgroup, "MOUNTS", tmp_path / "mounts")
     found = environment.read_cgroups(7)
     paths = {facts.pop("path") for facts in found.values()}
     assert found == expected

@@ -16,6 +16,7 @@ import pytest
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.sources.text import reader
 
 CASE = Path(__file__).parents[2] / "corpus" / "22-hbm-of-one-gpu-fails"
@@ -151,13 +152,22 @@ def test_of_an_incident_regular_files_alone_are_read(
 
 @pytest.mark.timeout(60)
 def test_a_file_that_turned_into_a_pipe_is_named(
-    log: Path, odd: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(reader, "_files", lambda _path, **_options: [(log, False), (odd / "pipe", False)])
-    assert main(["explain", str(odd)]) == ExitCode.PARTIAL
+    turns = log.with_name("turns.log")
+    turns.touch()
+
+    def open_after(path: Path, **options: Any) -> Any:
+        if path == turns:
+            turns.unlink()
+            os.mkfifo(turns)
+        return open_regular(path, **options)
+
+    monkeypatch.setattr(reader, "open_regular", open_after)
+    assert main(["explain", str(log.parent)]) == ExitCode.PARTIAL
     shown = capsys.readouterr()
     assert "gpu_hardware" in shown.out
-    assert f"{odd / 'pipe'} cannot be read: is no regular file" in shown.err
+    assert f"{turns} cannot be read: is no regular file" in shown.err
 
 
 @pytest.mark.timeout(60)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.step import Step, StepRequest
 from sglang_crashkit.visible import visible
-from unit.support.stored import make_incident
+from unit.support.stored import handler_log, make_incident
 
 #: It clears the screen, sets the window's title, goes back to the line's begin, turns the text around; C1, DEL, a tag.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\x08\u202e\x9b31m\x7f\u2066\U000e0041\u200b"
@@ -88,13 +86,11 @@ def test_nothing_in_an_incident_acts_on_the_terminal(
 
 
 def test_what_others_print_is_visible(tmp_path: Path) -> None:
-    # By argparse, by a logger that nobody has set up, and by Python of an error that nobody expects.
-    code = "import logging, sys; from sglang_crashkit.cli import main; main._run = lambda words: ("
-    code += (
-        "logging.warning(words[0]), main.build_parser('show').parse_args(words) if words[1:] else 1 / int(words[0]))"
-    )
-    for words in ([HOSTILE], ["show", "x", f"--{HOSTILE}"]):
-        command = [sys.executable, "-c", f"{code}; main.main(sys.argv[1:])", *words]
+    # By a logger that nobody has set up and by Python of an error that nobody expects, and by argparse.
+    code = "import logging, sys; from sglang_crashkit.cli import main; from sglang_crashkit.cli.commands import show; "
+    code += "show.run = lambda args: (logging.warning(args.incident), int(str(args.incident))); main.main(sys.argv[1:])"
+    for words in (["show", HOSTILE], ["show", "x", f"--{HOSTILE}"]):
+        command = [sys.executable, "-c", code, *words]
         done = subprocess.run(command, capture_output=True, timeout=60, check=False)
         assert b"owned" in done.stderr
         assert {char for char in done.stderr.decode() if not char.isprintable() and char != "\n"} == set()
@@ -119,15 +115,8 @@ def test_the_summary_and_the_page_show_what_is_hidden(incident: Path, tmp_path: 
         assert "\\u202e" in text
 
 
-def test_a_record_in_the_crash_handlers_log_acts_on_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_crashkit.handler.__main__ import LogFile
-
-    written = io.StringIO()
-    monkeypatch.setattr(LogFile, "_begin", lambda self: setattr(self, "_written", 0))
-    monkeypatch.setattr(sys, "stderr", written)
-    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "request %s", (f"r{HOSTILE}\nforged",), None)
-    LogFile(tmp_path / "x.log").emit(record)
-    assert written.getvalue() == f"request r{visible(HOSTILE)}\n    forged\n"
+def test_a_record_in_the_crash_handlers_log_acts_on_nothing(tmp_path: Path) -> None:
+    assert handler_log(tmp_path, f"request r{HOSTILE}\nforged") == f"request r{visible(HOSTILE)}\n    forged\n"
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_a_full_disk_is_one_line_and_a_failure(environ: dict[str, str], argument
 
 @pytest.mark.parametrize("shell", [">&-", ">&- 2>&-", "| :"])
 def test_nobody_who_reads_changes_no_status(environ: dict[str, str], shell: str) -> None:
-    code = "import sys; from sglang_crashkit.cli import main; main._run = "
-    code += "lambda _: (sys.stdout.isatty(), print('x' * 200_000), 5)[2]; sys.exit(main.main([]))"
+    code = "import sys; from sglang_crashkit.cli import main; from sglang_crashkit.cli.commands import status; "
+    code += "status.run = lambda _: (print('x' * 200_000), 5)[1]; sys.exit(main.main(['status']))"
     command = f'exec {sys.executable} -c "$0" {shell}'
     if shell == "| :":
         reads, writes = os.pipe()
@@ -51,7 +51,7 @@ def test_nobody_who_reads_changes_no_status(environ: dict[str, str], shell: str)
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Return the reading and the writing end of a pipe, which is looked at all the time."""
-    monkeypatch.setattr(running, "_LOOK_SECS", 0.01)
+    monkeypatch.setattr(running, "LOOK_SECS", 0.01)
     ends = list(os.pipe())
     yield ends
     for end in ends:

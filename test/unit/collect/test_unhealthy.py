@@ -24,8 +24,8 @@ Serve = Callable[[Answers], Address]
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.setattr(unhealthy, "ASK_SECS", 2.0)
-    monkeypatch.setattr(unhealthy, "_PAUSE_SECS", 0.05)
-    monkeypatch.setattr(unhealthy, "_AT_ONCE_SECS", 0.5)
+    monkeypatch.setattr(unhealthy, "PAUSE_SECS", 0.05)
+    monkeypatch.setattr(unhealthy, "AT_ONCE_SECS", 0.5)
     started: list[http.server.ThreadingHTTPServer] = []
 
     def start(answers: Answers) -> Address:

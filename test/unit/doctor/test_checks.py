@@ -113,7 +113,7 @@ def test_a_crash_folder_in_memory_or_without_room_is_told(monkeypatch: pytest.Mo
 
 
 def test_a_disk_that_does_not_answer_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "_FOLDER_SECS", 0.05)
+    monkeypatch.setattr(checks, "FOLDER_SECS", 0.05)
     monkeypatch.setattr(checks, "look_at_folder", lambda *_args: os.read(os.pipe()[0], 1))
     (told,) = found("crash folder", target(crash_folder=tmp_path))
     assert (told.ok, "did not answer within 0.05 s" in told.words) == (False, True)

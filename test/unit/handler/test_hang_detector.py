@@ -221,8 +221,8 @@ class Reader:
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "HeartbeatReader", Reader)
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in World.last.compiling)
-    monkeypatch.setattr(hang_detector, "_state_of", lambda process: World.last.states[process.pid])
-    monkeypatch.setattr(hang_detector, "_cpu_secs_of", lambda process: World.last.cpu_secs.get(process.pid, 0.0))
+    monkeypatch.setattr(hang_detector, "state_of", lambda process: World.last.states[process.pid])
+    monkeypatch.setattr(hang_detector, "cpu_secs_of", lambda process: World.last.cpu_secs.get(process.pid, 0.0))
 
 
 @pytest.fixture

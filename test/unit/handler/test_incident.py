@@ -142,7 +142,7 @@ def check_pieces(found: StoredIncident, document: dict[str, Any], pid: int) -> N
 
 @pytest.mark.wide
 def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
+    monkeypatch.setattr(recovery, "AGE_SECS", 0.0)
     reached = ""
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         for step in range(MAX_STEPS):

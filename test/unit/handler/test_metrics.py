@@ -63,7 +63,7 @@ def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     What it shows is in the file ``shown``.
     """
-    monkeypatch.setattr(metrics, "_FIRST_SECS", 0.0)
+    monkeypatch.setattr(metrics, "FIRST_SECS", 0.0)
     monkeypatch.setattr(metrics, "INTERVAL_SECS", 0.0)
     made: list[MetricsPublisher] = []
     now = time.monotonic()
@@ -94,7 +94,7 @@ def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def publish(publisher: MetricsPublisher) -> None:
     publisher.act_on_time()
-    publisher._take_answer(LONG)
+    publisher.take_answer(LONG)
 
 
 def test_the_file_has_what_is_known(publisher: Make, tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
     made.act_on_time()
     assert time.monotonic() - began < LONG
     assert "metrics could not be published" in caplog.text
-    assert made._late
+    assert made.late
     # No other child is started until it is gone.
-    wait_until(lambda: is_reaped(made._late), "the child is gone")
+    wait_until(lambda: is_reaped(made.late), "the child is gone")
 
 
 def test_a_refused_process_costs_no_descriptor(

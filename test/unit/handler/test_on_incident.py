@@ -132,18 +132,18 @@ def notes(path: Path) -> str:
     return f"{sys.executable} -c \"import sys; open('{path}', 'a').write(sys.argv[1] + chr(10))\""
 
 
-def work_off(commands: Commands) -> None:
-    def is_done() -> bool:
+def work_off(commands: Commands, is_done: Callable[[], object]) -> None:
+    def act() -> object:
         commands.act_on_time()
-        return not commands._waiting and not commands._running
+        return is_done()
 
-    wait_until(is_done, "all have ended")
+    wait_until(act, "all have ended")
 
 
 def test_the_last_hours_incidents_are_caught_up_once_and_the_newest_first(
     incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.handler.reporting._MAX_AT_ONCE", 1)
+    monkeypatch.setattr("sglang_crashkit.handler.reporting.MAX_AT_ONCE", 1)
     monkeypatch.setenv(COMMAND, notes(tmp_path / "told"))
     make_incident(incidents)
     older, newer = (make_incident(incidents, seconds=time.time() - secs) for secs in (60, 30))
@@ -152,7 +152,7 @@ def test_the_last_hours_incidents_are_caught_up_once_and_the_newest_first(
     for _start in range(2):
         commands = Commands()
         commands.catch_up(incidents)
-        work_off(commands)
+        work_off(commands, (older / OUTCOME).exists)
     assert (tmp_path / "told").read_text().split() == [str(newer), str(older)]
 
 
@@ -163,8 +163,8 @@ def test_where_it_cannot_be_started_the_rest_goes_on(
     monkeypatch.setattr("sys.executable", "/nonexistent")
     commands = Commands()
     commands.begin(incident)
-    work_off(commands)
-    assert f"{COMMAND} for incident {incident}: /nonexistent: No such file or directory" in caplog.text
+    words = f"{COMMAND} for incident {incident}: /nonexistent: No such file or directory"
+    work_off(commands, lambda: words in caplog.text)
 
 
 def test_a_crash_runs_it_and_waits_for_nothing(start_server: Callable[..., Server], tmp_path: Path) -> None:
@@ -182,9 +182,8 @@ def test_a_failure_is_said_in_the_handlers_log(
     monkeypatch.setenv(COMMAND, "sh -c 'echo no route; exit 7'")
     commands = Commands()
     commands.begin(incident)
-    work_off(commands)
+    work_off(commands, lambda: "ended with status 7; no route" in caplog.text)
     assert f"{COMMAND} for incident {incident}: " in caplog.text
-    assert "ended with status 7; no route" in caplog.text
 
 
 # -- the recipes

@@ -123,7 +123,7 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     events.write_text("oom_kill 4\n")
     tree.refresh()
     assert tree.root.oom_counter is counter, "a kill of this moment is counted"
-    monkeypatch.setattr(processes, "_OOM_AGE_SECS", 0.0)
+    monkeypatch.setattr(processes, "OOM_AGE_SECS", 0.0)
     tree.refresh()
     assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
     tree.refresh()
@@ -157,7 +157,7 @@ def start_as(pid):
 pid = start()
 tree = ProcessTree(os.getpid())
 # A handler leaves itself and what it runs out; here it is the server, too.
-tree._scanner = procfs.TreeScanner(os.getpid())
+tree.scanner = procfs.TreeScanner(os.getpid())
 (first,) = tree.refresh()
 
 # One that was let go of: its successor is a new process.
@@ -451,7 +451,7 @@ def test_a_parent_says_how_one_ended_that_is_closed(
 ) -> None:
     asked = []
     # One that is not stuck may be slow.
-    monkeypatch.setattr(processes, "_ASK_SECS", LONG if answers else 0.3)
+    monkeypatch.setattr(processes, "ASK_SECS", LONG if answers else 0.3)
     monkeypatch.setattr(processes, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
     folder, title = str(short_folder), "sglang::server"
     with handling(ARMED_SERVER, tmp_path, short_folder, folder, title=title) as (handler, process):

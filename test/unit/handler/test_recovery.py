@@ -121,7 +121,7 @@ def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
 
 def test_one_that_holds_nothing_yet_is_finished_by_its_name(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON)
-    folder._ownership.release()
+    folder.ownership.release()
     # Its owner may be about to lock it.
     assert finish_abandoned(tmp_path) == []
     age(folder.path)
@@ -212,7 +212,7 @@ def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
 
 
 def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
+    monkeypatch.setattr(recovery, "AGE_SECS", 0.0)
     step = 0
     while True:
         incidents = tmp_path / str(step)
@@ -239,7 +239,7 @@ def recover_and_kill(incidents: Path, step: int) -> bool:
 
 
 def test_pipes_in_place_of_files_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
+    monkeypatch.setattr(recovery, "AGE_SECS", 0.0)
     incidents = tmp_path / "host" / "incidents"
     folder = abandon(incidents)
     (folder / "events.jsonl").unlink()

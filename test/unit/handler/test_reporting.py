@@ -149,7 +149,7 @@ HANGS = (sys.executable, "-c", "import os, sys, time; open(sys.argv[2], 'w').wri
 
 @pytest.fixture
 def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "_PROGRAM", HANGS)
+    monkeypatch.setattr(reporting, "PROGRAM", HANGS)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def make_page(run: Any, is_wanted: bool = True) -> None:
 def test_one_that_hangs_is_killed_at_its_deadline(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reporting, "_PAGE_SECS", 0.5)
+    monkeypatch.setattr(reporting, "PAGE_SECS", 0.5)
     before = (run.path / "incident.json").read_bytes()
     make_page(run)
     assert "did not end within 0.5 s" in caplog.text

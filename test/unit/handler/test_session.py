@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -32,8 +33,8 @@ def test_a_message_that_fails_does_not_end_the_handler(
 
     monkeypatch.setattr(launching.handler, "take", fail)
     message = Message("teardown", {}, launching.titled, os.getuid(), None)
-    monkeypatch.setattr(launching.handler._mailbox, "receive", lambda **_: [message])
-    launching.handler._take_messages()
+    monkeypatch.setattr(launching.handler.mailbox, "receive", lambda **_: [message])
+    launching.handler.take_messages()
     assert "message 'teardown'" in caplog.text
     assert "unforeseen" in caplog.text
 
@@ -51,7 +52,7 @@ def test_an_exit_that_fails_does_not_end_the_handler(
     assert noted["message"] == "ZeroDivisionError: division by zero"
     # The loop does not wake for it any more, and the next one is taken in.
     handler.tree.ended()
-    assert not handler._selector.select(0)
+    assert select.select([handler.tree], [], [], 0)[0] == []
     launching.kill(launching.titled)
     assert handler.session.run.incident.kind == "killed"
 

@@ -70,7 +70,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that Kubernetes made, with what an earlier container left there."""
     path = tmp_path / "termination-log"
     path.write_text("what an earlier container left, longer than the new one's words")
-    monkeypatch.setattr(exit_status, "_DEFAULT_LOG", str(path))
+    monkeypatch.setattr(exit_status, "DEFAULT_LOG", str(path))
     return path
 
 

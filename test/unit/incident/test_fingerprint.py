@@ -161,7 +161,7 @@ def test_the_first_few_of_a_fault_are_kept_in_full(tmp_path: Path) -> None:
 
 
 def test_without_the_lock_an_incident_is_kept_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_LOCK_SECS", 0.02)
+    monkeypatch.setattr(fingerprint, "LOCK_SECS", 0.02)
     for number in range(4):
         seen(tmp_path, number)
     lock = FolderLock(tmp_path)
@@ -206,7 +206,7 @@ import sys
 from pathlib import Path
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import Fault, count_fault
-fingerprint._LOCK_SECS = 30.0
+fingerprint.LOCK_SECS = 30.0
 incidents = Path(sys.argv[1])
 fault = Fault("0.5.23", "exception", "scheduler", "ValueError", ())
 for number in range(25):

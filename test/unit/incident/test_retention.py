@@ -87,12 +87,16 @@ def test_without_room_the_limit_is_named(incidents: Path, limits: dict[str, int]
 
 
 def test_the_defaults_fit_a_small_file_system(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_space_of", lambda _folder: (100 * MB, 50 * MB))
+    def have(free: int) -> None:
+        status = os.statvfs_result((1, 1, 100 * MB, free, free, 9, 9, 9, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _folder: status)
+
+    have(50 * MB)
     kept = Retention(incidents, incidents.parent, "0123abcd", DiskLimits())
     kept.take(9 * MB)
     with pytest.raises(NoRoomError, match="MAX_USE_MB \\(10 MB\\)"):
         kept.take(2 * MB)
-    monkeypatch.setattr(retention, "_space_of", lambda _folder: (100 * MB, 5 * MB + 100 * KB))
+    have(5 * MB + 100 * KB)
     with pytest.raises(NoRoomError, match="KEEP_FREE_MB \\(5 MB\\)"):
         Retention(incidents, incidents.parent, "0123abcd", DiskLimits()).take(101 * KB)
 
@@ -124,7 +128,7 @@ def test_only_finished_incidents_of_this_user_are_removed(incidents: Path, tmp_p
 
 
 def test_while_another_makes_room_nothing_is_removed(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_LOCK_SECS", 0.05)
+    monkeypatch.setattr(retention, "LOCK_SECS", 0.05)
     old, lock = old_incidents(incidents, 3), FolderLock(incidents)
     lock.acquire()
     with pytest.raises(NoRoomError):

@@ -10,7 +10,6 @@ import pytest
 from lanelib.paths import ROOT
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
-from sglang_crashkit.installer import wheel as wheel_module
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.patches import sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
@@ -144,10 +143,10 @@ def test_a_cached_wheel_is_checked_against_the_lock(cache):
 def test_pip_is_asked_for_the_wheel_named_by_the_lock(cache, tmp_path, monkeypatch):
     made = write_wheel(tmp_path / "registry", tags="cp311-cp311-manylinux_2_34_x86_64")
     pip = tmp_path / "pip"
-    script = f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nwhile [ "$1" != --dest ]; do shift; done\ncp {made} "$2"\n'
-    pip.write_text(script)
+    script = f'echo "$@" > {tmp_path}/arguments\nwhile [ "$1" != --dest ]; do shift; done\ncp {made} "$2"\n'
+    pip.write_text(f'#!/bin/sh\n[ "$3" = --version ] && exit\n{script}')
     pip.chmod(0o755)
-    monkeypatch.setattr(wheel_module, "_pip", lambda: [str(pip)])
+    monkeypatch.setattr(sys, "executable", str(pip))
     found = find_wheel("0.5.9", {made.name: sha256_hex(made.read_bytes())}, download=True)
     assert found == cache / made.name
     assert [path.name for path in cache.iterdir()] == [made.name]
@@ -157,14 +156,15 @@ def test_pip_is_asked_for_the_wheel_named_by_the_lock(cache, tmp_path, monkeypat
     assert "--no-deps --only-binary=:all:" in arguments
 
 
-def test_a_failed_download_and_a_missing_pip_are_named(cache, monkeypatch):
-    with monkeypatch.context() as patch:
-        text = "import sys; sys.exit('ERROR: no matching distribution')"
-        patch.setattr(wheel_module, "_pip", lambda: [sys.executable, "-c", text])
-        with pytest.raises(CrashkitError, match=r"could not download sglang==0\.5\.9: ERROR: no matching"):
-            find_wheel("0.5.9", {}, download=True)
+def test_a_failed_download_and_a_missing_pip_are_named(cache, tmp_path, monkeypatch):
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\n[ "$3" = --version ] || {\necho "ERROR: no matching distribution" >&2\nexit 1\n}\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(pip))
+    with pytest.raises(CrashkitError, match=r"could not download sglang==0\.5\.9: ERROR: no matching"):
+        find_wheel("0.5.9", {}, download=True)
     assert list(cache.iterdir()) == []
-    monkeypatch.setattr(wheel_module.shutil, "which", lambda _name: None)
-    monkeypatch.setattr(wheel_module.sys, "executable", "/bin/false")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(CrashkitError, match="/bin/false has no pip to download with"):
         find_wheel("0.5.9", {}, download=True)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from sglang_crashkit.judge.activity import activity_of, front_work, of_frames, of_state, role_by
 from sglang_crashkit.model.sample import Thread
-from unit.judge.stack_events import LOOP, RECV_REQUESTS, RESULT, SRT, TORCH_WRAPPER, frames, stack
+from unit.judge.stack_events import LOOP, RECV_REQUESTS, RESULT, SRT, frames, stack
 
+ROWS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "activities.yaml").read_text())
 BATCH = (f"run_batch ({SRT}/managers/scheduler.py:2100)", *LOOP)
 
 
@@ -34,108 +38,12 @@ def test_the_kernel_s_state(state: str, wchan: str, tracer: int, kind: str | Non
     assert (activity.kind if activity else None) == kind
 
 
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [
-        # Collectives, of any release and library; what passes the call on does not matter.
-        (("all_reduce (torch/distributed/distributed_c10d.py:2919)", TORCH_WRAPPER), ("collective", "all_reduce")),
-        (("_all_gather_base (torch/distributed/distributed_c10d.py:4)",), ("collective", "all_gather")),
-        (("all_gather_into_tensor (torch/distributed/distributed_c10d.py:3898)",), ("collective", "all_gather")),
-        (("barrier (torch/distributed/distributed_c10d.py:4810)",), ("collective", "barrier")),
-        ((f"broadcast ({SRT}/distributed/parallel_state.py:1547)",), ("collective", "broadcast")),
-        (
-            ("internode_dispatch (deep_ep/buffer.py:380)", "dispatch (deep_ep/buffer.py:300)"),
-            ("collective", "dispatch"),
-        ),
-        (("ncclAllReduce (sglang/srt/distributed/device_communicators/pynccl_wrapper.py:401)",), ("collective", "")),
-        # Point to point, with its direction.
-        (("send (torch/distributed/distributed_c10d.py:2487)", TORCH_WRAPPER), ("p2p", "send")),
-        (
-            (
-                "recv (torch/distributed/distributed_c10d.py:2500)",
-                f"recv_object ({SRT}/distributed/parallel_state.py:900)",
-            ),
-            ("p2p", "recv"),
-        ),
-        (
-            (
-                f"point_to_point_pyobj ({SRT}/utils/common.py:2744)",
-                f"_pp_recv_pyobj_from_prev_stage ({SRT}/managers/scheduler_pp_mixin.py:768)",
-            ),
-            ("p2p", "recv"),
-        ),
-        (
-            (
-                f"_pp_commit_comm_work ({SRT}/managers/scheduler_pp_mixin.py:692)",
-                f"_pp_send_dict_to_next_stage ({SRT}/managers/scheduler_pp_mixin.py:851)",
-            ),
-            ("p2p", "send"),
-        ),
-        # The store, as at a start.
-        (
-            (
-                "_store_based_barrier (torch/distributed/distributed_c10d.py:900)",
-                "init_process_group (torch/distributed/distributed_c10d.py:1)",
-            ),
-            ("store", ""),
-        ),
-        (("_tcp_rendezvous_handler (torch/distributed/rendezvous.py:200)",), ("store", "")),
-        # The GPU.
-        (("synchronize (torch/cuda/streams.py:231)",), ("gpu_sync", "synchronize")),
-        (("synchronize (torch/cuda/__init__.py:1040)",), ("gpu_sync", "synchronize")),
-        (("replay (torch/cuda/graphs.py:140)",), ("gpu_launch", "replay")),
-        (
-            ("_init_handles (triton/compiler/compiler.py:466)", "run (triton/runtime/jit.py:743)"),
-            ("driver", "_init_handles"),
-        ),
-        (("_lazy_init (torch/cuda/__init__.py:400)",), ("driver", "_lazy_init")),
-        # Work that may take long.
-        (("compile (triton/compiler/compiler.py:300)", "run (triton/runtime/jit.py:700)"), ("compile", "")),
-        (("wait (subprocess.py:1200)", "_run_ninja_build (torch/utils/cpp_extension.py:2300)"), ("compile", "")),
-        ((f"execute ({SRT}/layers/deep_gemm_wrapper/compile_utils.py:262)",), ("compile", "")),
-        (("wait (threading.py:355)", "build_and_load (flashinfer/jit/core.py:200)"), ("compile", "")),
-        (("wait (torch/utils/file_baton.py:49)", "load (torch/utils/cpp_extension.py:1500)"), ("build_lock", "")),
-        (("acquire (filelock/_api.py:300)",), ("build_lock", "")),
-        (
-            (
-                "load_file (safetensors/torch.py:300)",
-                f"safetensors_weights_iterator ({SRT}/model_loader/weight_utils.py:700)",
-            ),
-            ("weight_load", ""),
-        ),
-        # Other programs.
-        (("readinto (socket.py:700)", "_read_status (http/client.py:280)", "get (requests/api.py:73)"), ("http", "")),
-        ((f"batch_exists ({SRT}/mem_cache/storage/mooncake_store/mooncake_store.py:300)",), ("storage", "")),
-        ((f"poll ({SRT}/disaggregation/mooncake/conn.py:900)",), ("transfer", "")),
-        (("wait (threading.py:355)", f"set_result ({SRT}/managers/cache_controller.py:80)"), ("lock", "")),
-        (("recv (zmq/sugar/socket.py:700)", f"get_load ({SRT}/managers/io.py:1)"), ("socket", "")),
-    ],
-)
-def test_what_frames_of_python_say(texts: tuple[str, ...], expected: tuple[str, str]) -> None:
-    assert kind_of(*texts, *BATCH) == expected
+@pytest.mark.parametrize(("texts", "kind", "operation"), ROWS["python"])
+def test_what_frames_of_python_say(texts: list[str], kind: str, operation: str) -> None:
+    assert kind_of(*texts, *BATCH) == (kind, operation)
 
 
-@pytest.mark.parametrize(
-    ("native", "python", "expected"),
-    [
-        # The driver's call wins over the compiler's frame that asked for it.
-        ("cuModuleLoadData (libcuda.so.590)", "_init_handles (triton/compiler/compiler.py:466)", "driver"),
-        ("cuLibraryLoadData (libcuda.so.1)", "build_and_load (flashinfer/jit/core.py:200)", "driver"),
-        ("cuModuleGetFunction (libcuda.so.1)", f"forward ({SRT}/layers/linear.py:10)", "driver"),
-        ("hipModuleLoadData (libamdhip64.so)", "run (triton/runtime/jit.py:743)", "driver"),
-        # An implicit synchronisation has no frame of Python's.
-        ("cuEventSynchronize (libcuda.so.580)", f"forward ({SRT}/layers/sampler.py:10)", "gpu_sync"),
-        ("at::native::_local_scalar_dense_cuda (libtorch_cuda.so)", f"_apply ({SRT}/sampling/x.py:78)", "gpu_sync"),
-        ("at::native::nonzero_cuda (libtorch_cuda.so)", f"verify ({SRT}/speculative/eagle_info.py:70)", "gpu_sync"),
-        ("cuLaunchKernel (libcuda.so.580)", f"forward ({SRT}/layers/sampler.py:10)", "gpu_launch"),
-        # A barrier that waits for its stream is a barrier.
-        ("cudaStreamSynchronize (libcudart.so)", "barrier (torch/distributed/distributed_c10d.py:4810)", "collective"),
-        ("gloo::transport::tcp::UnboundBuffer::waitRecv (libtorch_cpu.so)", f"x ({SRT}/managers/y.py:1)", "collective"),
-        ("take_gil (python3.12)", "all_reduce (torch/distributed/distributed_c10d.py:2919)", "gil"),
-        ("__lll_lock_wait (libc.so.6)", "acquire (threading.py:10)", "lock"),
-        ("__pread64 (libc.so.6)", f"load_weights ({SRT}/models/llama.py:600)", "weight_load"),
-    ],
-)
+@pytest.mark.parametrize(("native", "python", "expected"), ROWS["native"])
 def test_native_frames_come_before_python_s(native: str, python: str, expected: str) -> None:
     assert kind_of(python, *BATCH, native=(native, python, *BATCH))[0] == expected
     # As gdb has it: C functions of the interpreter follow, and no frame of Python's.

@@ -16,44 +16,7 @@ from unit.judge.live_incidents import TP0, TP1, hung, raised
 
 ISSUES = load("known_issues")
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_issues_cases.yaml").read_text())
-#: What goes wrong every day, and is no issue of upstream's.
-ORDINARY = (
-    ("ValueError: x", "forward (sglang/srt/models/llama.py:10)"),
-    ("RuntimeError: asked to raise", "fail (sitecustomize.py:1)"),
-    ("AssertionError", "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"),
-    ("KeyError: 'x'", "handle_generate_request (sglang/srt/managers/scheduler.py:1)"),
-    ("TypeError: 'NoneType' object is not iterable", "process_batch_result (sglang/srt/managers/scheduler.py:1)"),
-    ("TypeError: object of type 'NoneType' has no len()", "schedule (sglang/srt/managers/schedule_policy.py:1)"),
-    ("IndexError: list index out of range", "get_next_batch_to_run (sglang/srt/managers/scheduler.py:1)"),
-    (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        "forward (torch/nn/modules/linear.py:1)",
-    ),
-    (
-        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
-        "synchronize (torch/cuda/streams.py:1)",
-    ),
-    (
-        "RuntimeError: [../gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
-        "broadcast (torch/distributed/distributed_c10d.py:1)",
-    ),
-    (
-        "RuntimeError: The size of tensor a (2) must match the size of tensor b (3)",
-        "forward (sglang/srt/layers/rotary_embedding.py:1)",
-    ),
-    ("OSError: [Errno 28] No space left on device: '/data/x'", "write (sglang/srt/utils/common.py:1)"),
-    ("ImportError: cannot import name 'x'", "<module> (sglang/srt/models/registry.py:1)"),
-    (
-        "FileNotFoundError: [Errno 2] No such file or directory: '/m/config.json'",
-        "get_config (transformers/configuration_utils.py:1)",
-    ),
-    # What a seed of more than 64 bits brings about as well as a top_k and a logit_bias of as many.
-    (
-        "ValueError: Overflow when unpacking long long",
-        "from_schedule_batch (sglang/srt/sampling/sampling_batch_info.py:1)",
-    ),
-    ("KeyError: 37", "pop (sglang/srt/managers/tokenizer_manager.py:1)"),
-)
+ORDINARY: list[list[str]] = yaml.safe_load(Path(__file__).with_name("ordinary_errors.yaml").read_text())
 
 
 def document_of(case: dict[str, Any]) -> dict[str, Any]:

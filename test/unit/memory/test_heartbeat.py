@@ -79,7 +79,7 @@ def test_only_its_user_may_open_it_and_nobody_truncate_it(writer: HeartbeatWrite
 # -- what is no heartbeat
 
 
-GOOD = beat._MAGIC.ljust(beat._BYTES, b"\0")
+GOOD = beat.MAGIC.ljust(beat.BYTES, b"\0")
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ GOOD = beat._MAGIC.ljust(beat._BYTES, b"\0")
     [
         (GOOD, 0),
         (GOOD, fcntl.F_SEAL_GROW),
-        (b"", ring._SEALS),
-        (GOOD[:-8], ring._SEALS),
-        (GOOD + b"\0" * 8, ring._SEALS),
-        (GOOD[::-1], ring._SEALS),
-        (struct.pack("=Q", struct.unpack("=Q", beat._MAGIC)[0] + 1) + GOOD[8:], ring._SEALS),
+        (b"", ring.SEALS),
+        (GOOD[:-8], ring.SEALS),
+        (GOOD + b"\0" * 8, ring.SEALS),
+        (GOOD[::-1], ring.SEALS),
+        (struct.pack("=Q", struct.unpack("=Q", beat.MAGIC)[0] + 1) + GOOD[8:], ring.SEALS),
     ],
     ids=["unsealed", "may shrink", "empty", "short", "long", "magic", "version"],
 )
@@ -121,11 +121,11 @@ def test_a_pipe_or_a_file_is_not_read(tmp_path: Path) -> None:
             os.close(fd)
 
 
-@given(st.binary(min_size=beat._BYTES - 8, max_size=beat._BYTES - 8))
+@given(st.binary(min_size=beat.BYTES - 8, max_size=beat.BYTES - 8))
 def test_whatever_the_words_hold_they_say_something(rest: bytes) -> None:
     made = HeartbeatWriter()
     try:
-        with mmap.mmap(made.fd, beat._BYTES) as view:
+        with mmap.mmap(made.fd, beat.BYTES) as view:
             view[8:] = rest
         found = read(made)
         assert found.batches >= 0

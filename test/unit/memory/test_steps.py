@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
+import struct
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any
 from zlib import crc32
@@ -110,7 +113,13 @@ def test_the_requests_of_the_newest_steps_are_there_whatever_comes(writer: StepW
     for number in range(4000, 10_000):
         run(writer, number, [str(number) * 100], [1])
         run(writer, number, [str(number)], [1])
-    assert len(writer._known) <= module._MAX_KNOWN
+    tracemalloc.start()
+    for number in range(10_000, 16_000):
+        run(writer, number, [str(number) * 100], [1])
+        run(writer, number, [str(number)], [1])
+    grown, _peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 3 << 20
 
 
 def test_more_requests_than_there_is_room_for_are_counted(writer: StepWriter) -> None:
@@ -223,7 +232,7 @@ def test_whatever_the_memory_holds_something_is_said(damage: list[tuple[int, byt
         run(writer, number, ["a", "b"], [1, 2 * number])
     for place, text in damage:
         text = text[: SIZE - place]
-        writer._map[place : place + len(text)] = text
+        os.pwrite(writer.fd, text, place)
     for step in StepReader(writer.fd).read().steps:
         assert {one.rid for one in step.requests} <= {"a", "b"}
         json.dumps(step.to_json(), allow_nan=False)
@@ -246,20 +255,21 @@ def test_a_time_that_cannot_be_costs_one_step_at_most(writer: StepWriter, value:
 
 def craft(writer: StepWriter, count: int, size: int) -> None:
     """Have each step claim a list of its own of so many requests and bytes, all of them in the same data."""
-    data = b"\1\0a" * (module._DATA_BYTES // 3)
-    writer._map[module._DATA : module._DATA + len(data)] = data
+    data = b"\1\0a" * (module.DATA_BYTES // 3)
+    memory = mmap.mmap(writer.fd, SIZE)
+    memory[module.DATA : module.DATA + len(data)] = data
     for number in range(1, STEPS + 1):
         writer.begin_round(number, 1.0)
         start = 3 * number
         whole = data[start : start + size]
         lengths = data[: 4 * count]
-        body = module._BODY.pack(
+        body = module.BODY.pack(
             *(number, 1.0, 1, start, len(whole), crc32(whole), 0, crc32(lengths), count, count, 1, DECODE, 0),
-            *module._NO_DECISIONS,
+            *module.NO_DECISIONS,
         )
-        place = module._PAGE + number % STEPS * module._SLOT
-        module._CHECKED.pack_into(writer._map, place + module._FIXED, crc32(body), body)
-        writer._words[place // 8] = number << module._NUMBER_AT | 1
+        place = module.PAGE + number % STEPS * module.SLOT
+        module.CHECKED.pack_into(memory, place + module.FIXED, crc32(body), body)
+        struct.pack_into("=Q", memory, place, number << module.NUMBER_AT | 1)
 
 
 @pytest.mark.wide
@@ -278,7 +288,7 @@ def test_what_a_writer_claims_does_not_size_the_work(
     found = read(writer).steps
     assert len(found) == STEPS
     assert sum(looked_at) <= 3 * SIZE
-    assert sum(len(step.requests) for step in found) <= module._MAX_READ
+    assert sum(len(step.requests) for step in found) <= module.MAX_READ
 
 
 def test_a_child_writes_elsewhere(writer: StepWriter) -> None:
@@ -303,7 +313,7 @@ def test_what_is_no_record_is_not_read(writer: StepWriter) -> None:
     for descriptor in (other, read_end):
         with pytest.raises(NotStepsError):
             StepReader(descriptor)
-    writer._map[0] = 0
+    os.pwrite(writer.fd, b"\0", 0)
     with pytest.raises(NotStepsError):
         StepReader(writer.fd)
     for descriptor in (other, read_end, write_end):

@@ -95,7 +95,7 @@ def test_a_server_in_production_at_the_port_is_sent_nothing(
 def test_a_server_in_production_that_takes_the_port_later_is_sent_nothing(
     tmp_path: Path, paths: None, production: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_INCIDENT_SECS", 1.0)
+    monkeypatch.setattr(server, "INCIDENT_SECS", 1.0)
     # GIVEN a server that serves in a child, which ends, so that the port is another server's
     serves = f'{shlex.join(_SERVE)} "$0" "$@" & echo $! > {shlex.quote(str(tmp_path / "pid"))}; sleep 600'
     with OwnServer(["sh", "-c", serves], tmp_path / "own") as own:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import shutil
@@ -93,7 +94,7 @@ def without_handler(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no crash that a test makes up end this process; nothing of it is left for the next test."""
     monkeypatch.setattr(crash_exit, "state", crash_exit.State())
-    monkeypatch.setattr(crash_exit, "_start_timer", lambda _seconds: None)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_arguments, **_options: None)
     monkeypatch.setattr(crash_exit, "start_new_thread", lambda *_arguments: None)
 
 

@@ -23,8 +23,8 @@ UPSTREAM, OFF = {"SGLANG_CRASHKIT_EXIT_STATUS": "upstream"}, {"SGLANG_CRASHKIT_E
 REPLACED = """
 from sglang_crashkit.srt.utils import common
 
-wait, is_replaced = common._OwnNames._wait_for_reap_or_raise, threading.Event()
-common._OwnNames._wait_for_reap_or_raise = staticmethod(lambda *arguments: (wait(*arguments), is_replaced.wait(60)))
+wait, is_replaced = common.OwnNames._wait_for_reap_or_raise, threading.Event()
+common.OwnNames._wait_for_reap_or_raise = staticmethod(lambda *arguments: (wait(*arguments), is_replaced.wait(60)))
 first = subprocess.Popen(["sleep", "120"])
 
 def start_another():
@@ -45,7 +45,7 @@ while True:
     time.sleep(60)
 """
 #: It keeps the interpreter's lock.
-STANDS_STILL = "crash_exit._TIMER_SECS = 0.2; crash_exit.begin(82, 0.2); ctypes.PyDLL(None).pause()"
+STANDS_STILL = "crash_exit.TIMER_SECS = 0.2; crash_exit.begin(82, 0.2); ctypes.PyDLL(None).pause()"
 NOT_STARTED = "crash_exit.state.started = False; "
 PRELUDE = """
 import ctypes, os, signal, subprocess, sys, threading, time

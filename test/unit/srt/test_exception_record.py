@@ -196,8 +196,8 @@ def test_a_message_is_cut_before_it_is_searched(
     monkeypatch.setattr(exception_record, "redact", searching)
     hit(ValueError("7" * 100_000))
     listener.heard()
-    assert [len(text) for text in searched] == [exception_record._MAX_MESSAGE, exception_record._MAX_PRINTED]
-    assert len(read_record(short_folder)["message"]) == exception_record._MAX_MESSAGE
+    assert [len(text) for text in searched] == [exception_record.MAX_MESSAGE, exception_record.MAX_PRINTED]
+    assert len(read_record(short_folder)["message"]) == exception_record.MAX_MESSAGE
 
 
 def test_without_a_handler_nothing_is_written_and_nothing_waited_for(

@@ -23,7 +23,7 @@ import json, logging, os, sys, threading, time
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level="INFO")
 from sglang_crashkit.srt import handler_process
 from sglang_crashkit.srt.hooks import handler_pid
-handler_process._READY_SECS = float(os.environ.get("READY_SECS", handler_process._READY_SECS))
+handler_process.READY_SECS = float(os.environ.get("READY_SECS", handler_process.READY_SECS))
 began = time.monotonic()
 def launch(): handler_process.start(sys.argv[1])
 engines = [threading.Thread(target=launch) for _ in range(int(os.environ.get("ENGINES", 1)))]

@@ -24,7 +24,7 @@ def loggers() -> Iterator[None]:
     before = {logging.getLogger(name): (name, [*logging.getLogger(name).handlers]) for name in ("", "sglang")}
     own.setLevel(logging.INFO)
     yield
-    log_handler._forget()
+    log_handler.forget()
     for logger, (_name, handlers) in before.items():
         logger.handlers[:] = handlers
         logger.propagate = True
@@ -35,6 +35,12 @@ def handler() -> Iterator[RingHandler]:
     ring = LogWriter(200)
     yield RingHandler(ring, "/sock", {"canary-secret"}, quotes=True)
     ring.close()
+
+
+def kept_by(*names: str) -> RingHandler | None:
+    """Return the handler that one of these loggers has."""
+    found = [one for name in names or ("", "sglang") for one in logging.getLogger(name).handlers]
+    return next((one for one in found if isinstance(one, RingHandler)), None)
 
 
 def told(handler: RingHandler | None) -> list[LogRecord]:
@@ -67,7 +73,7 @@ def test_another_handler_at_the_same_place_gets_a_ring(listener: Listener) -> No
         keep_log_records(ARGS, of_all=True)
     own.info("once")
     assert [listener.heard()["event"] for _ in range(2)] == ["log", "log"]
-    assert [one.text for one in told(log_handler._handler)] == ["once"]
+    assert [one.text for one in told(kept_by())] == ["once"]
 
 
 @pytest.mark.parametrize(
@@ -160,15 +166,15 @@ def test_the_handler_is_given_the_ring_once(listener: Listener) -> None:
         own.info("with %s", ARGS.api_key)
     heard = listener.heard()
     assert (heard["event"], heard["has_descriptor"]) == ("log", True)
-    assert [one.text for one in told(log_handler._handler)] == ["with <redacted>"] * 2
-    assert logging.getLogger().handlers.count(log_handler._handler) == 1
-    assert log_handler._handler.quotes
+    assert [one.text for one in told(kept_by())] == ["with <redacted>"] * 2
+    assert logging.getLogger().handlers.count(kept_by()) == 1
+    assert kept_by().quotes
     child = os.fork()
     if child == 0:
         own.info("of a child")
         os._exit(0)
     os.waitpid(child, 0)
-    assert len(told(log_handler._handler)) == 2
+    assert len(told(kept_by())) == 2
 
 
 @pytest.mark.parametrize(
@@ -183,14 +189,13 @@ def test_it_hangs_behind_what_gets_the_records(
     sglang.propagate = propagates
     sglang.addHandler(logging.NullHandler())
     keep_log_records(ARGS, of_all=of_all)
-    found = [logger.name for logger in (logging.getLogger(), sglang) if log_handler._handler in logger.handlers]
-    assert (found, log_handler._handler is None) == (wanted, False)
+    assert [name for name in ("root", "sglang") if kept_by(name)] == wanted
 
 
 def test_a_program_may_still_set_logging_up(listener: Listener) -> None:
     logging.getLogger().handlers.clear()
     keep_log_records(ARGS, of_all=True)
-    assert (log_handler._handler, logging.getLogger().handlers) == (None, [])
+    assert (kept_by(), logging.getLogger().handlers) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -204,4 +209,4 @@ def test_without_a_journal_of_prompts_exceptions_are_not_quoted(
         monkeypatch.setenv(name, value)
     logging.basicConfig(handlers=[logging.NullHandler()], force=True)
     keep_log_records(SimpleNamespace(crash_dump_folder=folder), of_all=True)
-    assert not log_handler._handler.quotes
+    assert not kept_by().quotes

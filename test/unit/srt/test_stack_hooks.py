@@ -168,10 +168,10 @@ def test_the_crash_handler_may_trace_it_where_yama_is(runtime: Path, monkeypatch
             return -1
 
     monkeypatch.setattr("ctypes.CDLL", lambda _name: Library())
-    stack_hooks._allow_tracing(runtime)
+    stack_hooks.allow_tracing(runtime)
     assert asked == []
     (runtime / HANDLER_PID).write_text("4711")
-    stack_hooks._allow_tracing(runtime)
+    stack_hooks.allow_tracing(runtime)
     assert asked == [(int.from_bytes(b"Yama", "big"), 4711)]
 
 
@@ -303,12 +303,10 @@ def test_a_childs_end_is_told_and_left_to_reap(path: Path, code: str, status: in
 
 def test_a_childs_end_is_told_after_multiprocessing_reaped_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMBERS_VARIABLE, "")
-    monkeypatch.setattr(supervisor, "_serving", serving := Serving())
+    monkeypatch.setattr(supervisor, "current", Serving())
     process = multiprocessing.get_context("spawn").Process(target=signal.pause)
     process.start()
     supervisor.register([process])
     process.kill()
     process.join(LONG)
     assert ask_exit(path, os.getpid(), process.pid, LONG) == ExitStatus(signal="SIGKILL")
-    os.close(serving._reader)
-    os.close(serving._writer)

@@ -21,7 +21,7 @@ from sglang_crashkit.srt.entrypoints import engine
 from sglang_crashkit.srt.entrypoints.engine import Following
 from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.support.fake_ranks import FakeClock, FakeRank, WaitsForEverError
-from unit.support.waiting import LONG, child
+from unit.support.waiting import LONG, child, close_all_but, descriptors
 
 TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
 JOIN = "from sglang_crashkit.srt.supervisor import join\njoin()\n"
@@ -54,7 +54,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> list[tuple[int, f
     monkeypatch.setattr(crash_exit, "has_begun", lambda: bool(told))
     monkeypatch.setattr(crash_exit, "begin", lambda status, _secs: told.append((int(status), clock.time - 1000.0)))
     monkeypatch.setattr(signal, "pthread_kill", lambda *_: None)
-    monkeypatch.setattr(supervisor, "_serving", None)
+    monkeypatch.setattr(supervisor, "current", None)
     monkeypatch.setenv(settings.MODE_VARIABLE, "server")
     monkeypatch.setenv(MEMBERS_VARIABLE, "")
     monkeypatch.setenv("SGLANG_CRASHKIT_END_SECS", "10")
@@ -64,12 +64,12 @@ def ends(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> list[tuple[int, f
 @pytest.fixture
 def serving(ends: list[Any], clock: FakeClock) -> Iterator[Serving]:
     """A main process without a crash handler; nobody runs it but the test."""
+    before = descriptors()
     serving = Serving(clock)
     serving.begin(None, follows=False)
     yield serving
     serving.close()
-    os.close(serving._reader)
-    os.close(serving._writer)
+    close_all_but(before)
 
 
 def watch(serving: Serving, clock: FakeClock, *scripts: tuple[float, Any], seconds: float = 40.0) -> None:
@@ -99,8 +99,6 @@ def test_a_kill_for_lack_of_memory_is_told_from_another(
     # A count of more than a minute ago is forgotten.
     watch(mine, clock, (80.0, -signal.SIGKILL), seconds=130.0)
     assert [status for status, _when in ends] == [ServerExit.KILLED]
-    os.close(mine._reader)
-    os.close(mine._writer)
 
 
 # -- with one
@@ -111,7 +109,7 @@ def test_a_kill_for_lack_of_memory_is_told_from_another(
 
 def known(serving: Serving) -> list[str]:
     serving.read_registered()
-    return sorted(found.title for found in serving._registered.values())
+    return sorted(found.title for found in serving.registered.values())
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ class StandIn:
 
 
 def test_a_stand_in_for_a_process_is_registered(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_serving", serving)
+    monkeypatch.setattr(supervisor, "current", serving)
     with child(SLEEPER) as one, child(SLEEPER) as other:
         supervisor.register([StandIn(one.pid), StandIn(other.pid)])
         assert len(known(serving)) == 2

@@ -47,7 +47,7 @@ from unit.support import torch_recorder
 from unit.support.waiting import LONG
 
 # A busy machine takes longer to start a handler than a server waits for one.
-handler_process._START_SECS = handler_process._READY_SECS = LONG
+handler_process.START_SECS = handler_process.READY_SECS = LONG
 
 PR_SET_PDEATHSIG = 1
 SCHEDULER = SimpleNamespace(_engine_paused=False)

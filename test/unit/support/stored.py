@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,13 @@ from sglang_crashkit.model.log import LOG, IncidentLog
 from sglang_crashkit.settings import DiskLimits
 
 NOON = 1_700_000_000.25
+_LOG_ONE = """
+import json, logging, sys
+from pathlib import Path
+from sglang_crashkit.handler.__main__ import LogFile
+path, text = json.load(sys.stdin)
+LogFile(Path(path)).emit(logging.LogRecord("x", logging.INFO, "x.py", 1, "%s", (text,), None))
+"""
 
 
 def make_incident(
@@ -49,8 +59,17 @@ def make_incident(
     if publish:
         return folder.publish()
     # As if its writer had died.
-    folder._ownership.release()
+    folder.ownership.release()
     return folder.path
+
+
+def handler_log(folder: Path, text: str) -> str:
+    """Return what the crash handler's log holds of a record with this text."""
+    path = folder / "crash_handler.log"
+    subprocess.run(
+        [sys.executable, "-c", _LOG_ONE], input=json.dumps([str(path), text]), text=True, timeout=60, check=True
+    )
+    return path.read_text()
 
 
 def wait_for_incident(folder: Path, timeout_secs: float) -> StoredIncident | None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,6 +73,20 @@ def descriptors(pid: int | str = "self") -> dict[int, str]:
         with contextlib.suppress(OSError):
             found[int(entry.name)] = str(entry.readlink())
     return found
+
+
+def close_all_but(kept: Collection[int]) -> None:
+    """Close the descriptors that were opened since these were all."""
+    for descriptor in descriptors().keys() - kept:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def memory_named(name: str, but: Collection[int] = ()) -> int | None:
+    """Return the descriptor of this process's memory of that name, as ``/proc`` has it; not one of the earlier ones."""
+    found = [fd for fd, path in descriptors().items() if path.startswith(f"/memfd:{name}") and fd not in but]
+    # That of the mapping is a copy.
+    return min(found, default=None)
 
 
 def watched_pids(pid: int) -> set[int]:

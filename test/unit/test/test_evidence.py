@@ -11,6 +11,7 @@ import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.test.evidence import Death, Survivor
+from sglang_crashkit.test.fail_fast import Watcher
 from unit.support.server_driver import Server
 from unit.support.waiting import LONG, child, wait_until
 from unit.test.conftest import Watch
@@ -32,7 +33,7 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
             assert survivor.stdout is not None
             grandchild = int(survivor.stdout.readline())
             watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
-            wait_until(lambda: len(watch.watcher._held) == 2, "both are watched")
+            wait_until(lambda: Watcher.covering([victim, survivor]), "both are watched")
             victim.kill()
             death = watch.death()
             assert watch.ended.wait(LONG)

@@ -94,7 +94,7 @@ def test_a_restarted_process_is_followed_and_its_forerunner_forgotten(tmp_path, 
     watch = Watch(members.items, tmp_path)
     first = members["server"]
     members["server"] = second = start()
-    wait_until(lambda: id(second) in watch.watcher._held, "the second one is watched")
+    wait_until(lambda: Watcher.covering([second]), "the second one is watched")
     first.kill()
     first.wait(LONG)
     assert not watch.called.wait(QUIET_SECS)
@@ -111,7 +111,7 @@ def test_a_list_that_cannot_be_made_ends_no_watch(tmp_path, start):
         return [("server", process)]
 
     watch = Watch(members, tmp_path)
-    wait_until(lambda: watch.watcher._held, "the process is watched")
+    wait_until(lambda: Watcher.covering([process]), "the process is watched")
     broken.set()
     time.sleep(0.2)
     # Nor does it keep others from being watched.

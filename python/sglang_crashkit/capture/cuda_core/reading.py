@@ -25,7 +25,7 @@ from sglang_crashkit.errors import CrashkitError
 #: A core of a GPU full of warps takes seconds, its registers and memory more.
 MAX_SECONDS = 60.0
 #: Of a GPU of 148 SMs the table of all threads takes 30 MB; without it a few kernels take as many lines.
-_MAX_OUTPUT, _MAX_OUTPUT_WITHOUT_THREADS = 48 << 20, 1 << 20
+MAX_OUTPUT, MAX_OUTPUT_WITHOUT_THREADS = 48 << 20, 1 << 20
 #: Templates make names of thousands of characters, and a pattern is tried on no more of a line than this.
 _MAX_LINE, _MAX_NAME = 4096, 200
 _SETTINGS = ("set width 0", "set pagination off", "set confirm off", "set auto-load off", "set debuginfod enabled off")
@@ -140,7 +140,7 @@ def read_cuda_core(
             link.symlink_to(path.absolute())
             # The last decides on the status, and of these that of the devices never fails.
             listings = (_KERNELS, *(_THREADS if with_threads else ()), _DEVICES)
-            limit = _MAX_OUTPUT if with_threads else _MAX_OUTPUT_WITHOUT_THREADS
+            limit = MAX_OUTPUT if with_threads else MAX_OUTPUT_WITHOUT_THREADS
             argv = [program, "-nx", "-batch"]
             argv += [word for setting in _SETTINGS for word in ("-iex", setting)]
             argv += ["-ex", f"target cudacore {link}"]

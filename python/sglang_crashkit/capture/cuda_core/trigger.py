@@ -29,7 +29,7 @@ _DEFAULT_PIPE = "corepipe.cuda.%h.%p"
 _KNOWN_PIPE = re.compile(r"corepipe[._].*")
 _DEFAULT_FILE = "core_%t_%h_%p.nvcudmp"
 #: A file that nobody is seen to hold open and that does not grow for this long, in seconds, is not written any more.
-_STILL_SECS = 1.0
+STILL_SECS = 1.0
 #: What is written to the pipe. SGLang writes one byte; vLLM writes 1 MB, since a short write was seen to do nothing.
 TRIGGER = b"1"
 _MAGIC = b"\x7fELF\x02\x01"
@@ -141,7 +141,7 @@ class CoreRequest:
                 continue
             if is_whole_core(path):
                 return path
-            if has_ended or time.monotonic() - self._sizes[path][1] >= _STILL_SECS:
+            if has_ended or time.monotonic() - self._sizes[path][1] >= STILL_SECS:
                 raise NoCoreError(f"{path} is no whole core ({self._size_of(path)} bytes)")
         return None
 

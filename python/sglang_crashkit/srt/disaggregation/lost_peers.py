@@ -22,9 +22,9 @@ from sglang_crashkit.srt.hooks import before, never_raises, notify
 #: No more requests than this are looked at in one of SGLang's queues, so that a look stays short.
 _MAX_REQUESTS = 1024
 #: A peer is reported once in this time, in seconds: each request that fails with it comes here.
-_AGAIN_SECS = 60.0
+AGAIN_SECS = 60.0
 #: No more peers than this are reported in that time.
-_MAX_PEERS = 256
+MAX_PEERS = 256
 #: ``KVPoll.Failed``.
 _FAILED = 0
 #: How SGLang's reasons begin for a request that fails without a transfer that failed.
@@ -79,9 +79,9 @@ class _Reports:
         now = time.monotonic()
         with self._lock:
             self._quiet_until = {each: until for each, until in self._quiet_until.items() if now < until}
-            if address in self._quiet_until or len(self._quiet_until) >= _MAX_PEERS:
+            if address in self._quiet_until or len(self._quiet_until) >= MAX_PEERS:
                 return False
-            self._quiet_until[address] = now + _AGAIN_SECS
+            self._quiet_until[address] = now + AGAIN_SECS
         return True
 
     def send(self, address: str, reason: str, waiting: Iterator[tuple[Any, Any]]) -> None:

@@ -19,7 +19,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 #: A busy scheduler answers a health check by the requests that it has, and this one never.
 _HEALTH_CHECK = "HEALTH_CHECK"
 #: More are not under way: the oldest of so many ended without a word.
-_MAX_UNDER_WAY = 1 << 16
+MAX_UNDER_WAY = 1 << 16
 
 
 @never_raises
@@ -70,7 +70,7 @@ class _Intake:
                 states[rid] = state = SimpleNamespace(obj=request, finished=False)
                 # An image is not kept for longer than the scheduler keeps it.
                 state.obj = None
-                if len(states) > _MAX_UNDER_WAY:
+                if len(states) > MAX_UNDER_WAY:
                     states.pop(next(iter(states)))
             elif name == "AbortReq":
                 for one in list(states) if request.abort_all else [rid]:

@@ -182,7 +182,7 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
         _sleep(alive, _POLL_SECS, module.time.sleep)
 
 
-class _OwnNames:
+class OwnNames:
     """What the patched module is asked for, where it is not loaded or lacks it."""
 
     psutil = psutil
@@ -194,7 +194,7 @@ class _OwnNames:
 
 def _names() -> Any:
     module = sys.modules.get(_MODULE)
-    return module if hasattr(module, "_wait_for_reap_or_raise") else _OwnNames
+    return module if hasattr(module, "_wait_for_reap_or_raise") else OwnNames
 
 
 def _kill_and_wait(

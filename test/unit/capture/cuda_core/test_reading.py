@@ -167,7 +167,7 @@ def test_a_damaged_core_is_one_clear_error(
 
 
 def test_without_cuda_gdb_the_package_is_named(core: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
-    monkeypatch.setattr("sglang_crashkit.capture.debugger._TOOLKITS", ())
+    monkeypatch.setattr("sglang_crashkit.capture.debugger.TOOLKITS", ())
     monkeypatch.setattr("os.environ", {"PATH": "/nonexistent"})
     assert main(["core", str(core), "--json"]) == 1
     captured = capsys.readouterr()
@@ -211,7 +211,7 @@ def test_one_that_hangs_is_killed_with_its_children_and_what_it_said_is_kept(
 def test_one_that_prints_for_ever_is_ended(
     core: Path, stand_in: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_MAX_OUTPUT", 1 << 20)
+    monkeypatch.setattr(reading, "MAX_OUTPUT", 1 << 20)
     stand_in("exec yes")
     with pytest.raises(CudaCoreError, match="cuda-gdb printed more than 1 MiB"):
         read_cuda_core(core)

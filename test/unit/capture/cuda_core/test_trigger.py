@@ -151,7 +151,7 @@ def test_a_file_that_is_held_open_is_waited_for(start: Start, tmp_path: Path) ->
     request = start(seconds=0.1, fraction=0.6, then="hang")
     request.send()
     wait_until(lambda: list(tmp_path.glob("core.cuda.*")), "the core has begun")
-    deadline = time.monotonic() + cuda_core._STILL_SECS + 0.7
+    deadline = time.monotonic() + cuda_core.STILL_SECS + 0.7
     while time.monotonic() < deadline:
         assert request.look() is None
         time.sleep(0.05)

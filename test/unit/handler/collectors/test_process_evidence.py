@@ -6,21 +6,21 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.process_evidence import innermost, take_fault
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.kernel.stack_hooks import HookFiles
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks, describe
 from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.model.sample import Frame, Thread
 from unit.support.server_driver import Server, document_of, events_of, report_of
 from unit.support.server_driver import piece_of as one_piece_of
 from unit.support.targets import make_tool, state_of
-from unit.support.waiting import wait_until
+from unit.support.waiting import child, wait_until
 
 Start = Callable[..., Server]
 HANGS = "exec sleep 600"
@@ -167,19 +167,16 @@ OTHER_THREAD = 'hread 0x20 (most recent call first):\n  File "g.py", line 1 in c
         (f"{FATAL}T{OTHER_THREAD}", None),
     ],
 )
-def test_the_thread_that_a_fatal_signal_hit_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, in_main: bool | None
-) -> None:
-    ended: Any = SimpleNamespace(
-        pid=7,
-        handle=SimpleNamespace(start_ticks=9),
-        exit_status=lambda: SimpleNamespace(known=True, signal="SIGSEGV"),
-    )
-    hooks = SimpleNamespace(main_thread=0x10, roots=())
-    monkeypatch.setattr(process_evidence, "read_stack_hooks", lambda *_which: hooks)
-    HookFiles.of(tmp_path, 7, 9).fault.write_text(text)
-    report = ProcessReport(7, "sglang::scheduler", "scheduler", {})
-    take_fault(ended, report, IncidentFolder(tmp_path / "incidents", "killed", new_id(), 0.0), tmp_path)
+def test_the_thread_that_a_fatal_signal_hit_is_known(tmp_path: Path, text: str, in_main: bool | None) -> None:
+    with child("ready(); pause()") as process:
+        ended = TrackedProcess(ProcessHandle(process.pid), "sglang::scheduler", False, True, None)
+        process.send_signal(signal.SIGSEGV)
+        wait_until(ended.handle.has_exited, "it has ended")
+        describe(tmp_path, StackHooks(ended.pid, ended.handle.start_ticks, 0x10, 0))
+        HookFiles.of(tmp_path, ended.pid, ended.handle.start_ticks).fault.write_text(text)
+        report = ProcessReport(ended.pid, ended.title, "scheduler", {})
+        take_fault(ended, report, IncidentFolder(tmp_path / "incidents", "killed", new_id(), 0.0), tmp_path)
+        ended.handle.close()
     assert report.hit_in_main is in_main
     assert [piece.status for piece in report.evidence] == ["captured"]
 

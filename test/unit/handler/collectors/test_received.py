@@ -204,7 +204,7 @@ def record(text: str, level: int = logging.ERROR) -> LogRecord:
 def test_a_log_is_told_without_secrets_and_prompts(
     monkeypatch: pytest.MonkeyPatch, text: str, level: int, expected: str
 ) -> None:
-    monkeypatch.setattr(redact, "_learned", {"canary-of-the-environment"})
+    monkeypatch.setattr(redact, "learned", {"canary-of-the-environment"})
     (line,) = format_log([record(text, level)], [PROMPT], time.monotonic() + 60)
     assert line == f"1970-01-01T00:00:00.000000Z {logging.getLevelName(level)} sglang: {expected}\n"
 

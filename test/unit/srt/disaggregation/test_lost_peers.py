@@ -156,7 +156,7 @@ def test_only_a_failed_transfer_is_a_loss(
 def test_all_requests_that_fail_with_a_peer_are_one_report(
     heard: Any, monkeypatch: pytest.MonkeyPatch, again_secs: float
 ) -> None:
-    monkeypatch.setattr(lost_peers, "_AGAIN_SECS", again_secs)
+    monkeypatch.setattr(lost_peers, "AGAIN_SECS", again_secs)
     queue = prefill_queue(failed_sessions={"s1"})
     threads = [threading.Thread(target=fail, args=(queue, 1, SEND)) for _each in range(8)]
     for thread in threads:
@@ -167,7 +167,7 @@ def test_all_requests_that_fail_with_a_peer_are_one_report(
 
 
 def test_more_and_more_peers_are_reported_no_more(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_peers, "_MAX_PEERS", 3)
+    monkeypatch.setattr(lost_peers, "MAX_PEERS", 3)
     queue = decode_queue()
     for number in range(9):
         queue.kv_manager._handle_node_failure(f"h{number}:1")

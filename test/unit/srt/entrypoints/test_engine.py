@@ -47,7 +47,7 @@ def test_a_handler_that_hangs_at_its_start_is_ended(
     tool.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     monkeypatch.setattr(sys, "executable", str(tool))
-    monkeypatch.setattr(handler_process, "_START_SECS", 0.2)
+    monkeypatch.setattr(handler_process, "START_SECS", 0.2)
     handler_process.start(str(tmp_path / "crash"))
     assert settings.SOCKET_VARIABLE not in os.environ
     assert list((settings.fallback_folder() / "run").iterdir()) == []

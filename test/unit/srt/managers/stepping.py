@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_crashkit.memory.steps import NAME
 from sglang_crashkit.srt.managers import step_recorder
 from sglang_crashkit.srt.managers.step_recorder import (
     on_forward,
@@ -16,6 +19,7 @@ from sglang_crashkit.srt.managers.step_recorder import (
     on_retraction,
     on_scheduled,
 )
+from unit.support.waiting import memory_named
 
 #: As in ``forward_batch_info.py``.
 ForwardMode = IntEnum("ForwardMode", "EXTEND DECODE MIXED IDLE TARGET_VERIFY DRAFT_EXTEND_V2 PREBUILT SPLIT_PREFILL")
@@ -106,6 +110,6 @@ class Scheduler:
 
 def forget_recorder() -> None:
     """Be as in a process that has just begun."""
-    if step_recorder._recorder is not None:
-        step_recorder._recorder.writer.close()
-    step_recorder._recorder, step_recorder._is_off = None, False
+    importlib.reload(step_recorder)
+    while (descriptor := memory_named(NAME)) is not None:
+        os.close(descriptor)

@@ -96,7 +96,7 @@ def test_a_request_is_not_kept_alive(journal: JournalWriter) -> None:
 def test_of_requests_that_end_without_a_word_the_oldest_go(
     journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rust_server, "_MAX_UNDER_WAY", 2)
+    monkeypatch.setattr(rust_server, "MAX_UNDER_WAY", 2)
     journal_rust_server(ARGUMENTS)
     its = server()
     its.waiting = [request(rid) for rid in "abc"]

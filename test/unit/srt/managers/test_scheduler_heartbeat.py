@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -12,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader
+from sglang_crashkit.memory.heartbeat import NAME, Heartbeat, HeartbeatReader
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import hooks
 from sglang_crashkit.srt.managers import scheduler_heartbeat
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_heartbeat import on_batch, on_iteration
 from unit.srt.conftest import Listener
-from unit.support.waiting import descriptors
+from unit.support.waiting import close_all_but, descriptors, memory_named
 
 
 class Scheduler:
@@ -35,14 +36,18 @@ class Scheduler:
         on_batch(self, batch)
 
 
+#: Descriptors that were open before the test.
+EARLIER: list[int] = []
+
+
 @pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in (("_writer", None), ("_words", None), ("_is_off", False)):
-        monkeypatch.setattr(scheduler_heartbeat, name, value)
-    monkeypatch.setattr(hooks, "_gone", set())
+def as_in_a_new_process() -> Iterator[None]:
+    importlib.reload(hooks)
+    importlib.reload(scheduler_heartbeat)
+    EARLIER[:] = descriptors()
     yield
-    if scheduler_heartbeat._writer is not None:
-        scheduler_heartbeat._writer.close()
+    importlib.reload(scheduler_heartbeat)
+    close_all_but(EARLIER)
 
 
 @pytest.fixture
@@ -53,8 +58,7 @@ def scheduler() -> Scheduler:
 def heard_beat(listener: Listener) -> HeartbeatReader:
     message = listener.heard()
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("heartbeat", os.getpid(), True)
-    assert scheduler_heartbeat._writer is not None
-    return HeartbeatReader(scheduler_heartbeat._writer.fd)
+    return HeartbeatReader(memory_named(NAME, EARLIER))
 
 
 def beating(listener: Listener, scheduler: Scheduler) -> HeartbeatReader:
@@ -179,8 +183,7 @@ class Mode(IntEnum):
 
 def test_the_forward_mode_and_an_extends_tokens_are_told(listener: Listener, scheduler: Scheduler) -> None:
     beating(listener, scheduler).close()
-    assert scheduler_heartbeat._writer is not None
-    reader = HeartbeatReader(scheduler_heartbeat._writer.fd, {1: "extend", 2: "decode"})
+    reader = HeartbeatReader(memory_named(NAME, EARLIER), {1: "extend", 2: "decode"})
     batch = SimpleNamespace(reqs=["a"], forward_mode=Mode.EXTEND, extend_num_tokens=40_000)
     scheduler.run_batch(batch)
     found = reader.read()
@@ -203,7 +206,7 @@ def test_it_can_be_switched_off(
     monkeypatch.setenv(name, value)
     scheduler.process_input_requests([])
     scheduler.run_batch(SimpleNamespace(reqs=[]))
-    assert scheduler_heartbeat._writer is None
+    assert memory_named(NAME, EARLIER) is None
 
 
 def test_a_missing_handler_leaves_a_warning_and_no_descriptor(

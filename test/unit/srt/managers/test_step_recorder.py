@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.memory.steps import LastSteps, StepReader
+from sglang_crashkit.memory.steps import NAME, LastSteps, StepReader
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import SOCKET_VARIABLE
-from sglang_crashkit.srt import hooks
 from sglang_crashkit.srt.managers import step_recorder
 from unit.srt.conftest import Listener
 from unit.srt.managers.stepping import (
@@ -30,7 +31,7 @@ from unit.srt.managers.stepping import (
     batch_of,
     forget_recorder,
 )
-from unit.support.waiting import descriptors
+from unit.support.waiting import descriptors, memory_named
 
 MODES = {str(int(mode)): mode.name.lower() for mode in ForwardMode}
 VERIFY, DRAFT, PREBUILT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.PREBUILT
@@ -39,15 +40,15 @@ A, B = Req("a", 4), Req("b", 7)
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(step_recorder, "forward_modes", lambda: MODES)
-    monkeypatch.setattr(hooks, "_gone", set())
     forget_recorder()
+    upstream = SimpleNamespace(ForwardMode=ForwardMode)
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_executor.forward_batch_info", upstream)
     yield
     forget_recorder()
 
 
 def read() -> LastSteps:
-    return StepReader(step_recorder._recorder.writer.fd, {int(number): name for number, name in MODES.items()}).read()
+    return StepReader(memory_named(NAME), {int(number): name for number, name in MODES.items()}).read()
 
 
 def last() -> Step:
@@ -282,16 +283,17 @@ def test_no_id_of_a_users_switches_it_off(scheduler: Scheduler, caplog: pytest.L
 
 
 def test_nothing_that_is_noted_grows(scheduler: Scheduler) -> None:
-    for number in range(3000):
-        requests = [TokenizedGenerateReqInput(f"{number}-{place}") for place in range(10)]
+    tracemalloc.start()
+    for number in range(1000):
+        requests = [TokenizedGenerateReqInput(f"{number}-{place}") for place in range(20)]
         scheduler.process_input_requests(requests)
         # Results that are never processed.
         if number % 2:
             scheduler.run_batch(batch_of(DECODE, [Req(f"{number}", 3)]))
-    recorder = step_recorder._recorder
-    assert len(recorder._rids) <= step_recorder._MAX_RECEIVED
-    assert len(recorder._pending) <= step_recorder._MAX_PENDING
-    assert len(recorder.writer._known) < 5000
+    _now, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # All of the ids alone would take four times as much.
+    assert peak < 1 << 20
     assert last().phase == "forward_begun"
 
 
@@ -322,23 +324,22 @@ def test_what_cannot_be_noted_is_left_out_and_in_the_end_switches_it_off(
     scheduler: Scheduler, caplog: pytest.LogCaptureFixture, spoil: Any
 ) -> None:
     scheduler.step(batch_of(DECODE, [A]))
-    recorder = step_recorder._recorder
+    memory = memory_named(NAME)
     with caplog.at_level(logging.WARNING):
         spoil(scheduler)
         scheduler.step(batch_of(DECODE, [B]))
         assert [one.rid for one in last().requests] == ["b"]
         assert last().phase == "processed"
-        for _ in range(2 * step_recorder._MAX_FAILURES):
+        for _ in range(16):
             spoil(scheduler)
             scheduler.forward_ct += 1
     first, second = (record.message for record in caplog.records)
     assert first.endswith("is not recorded")
-    assert second == step_recorder._OFF
-    assert step_recorder._recorder is None
+    assert second == "crash kit: the steps of this scheduler are not recorded any more"
     # What was noted before stays, and says nothing of now.
-    found = StepReader(recorder.writer.fd).read()
+    scheduler.step(batch_of(DECODE, [A]))
+    found = StepReader(memory).read()
     assert (found.steps[0].phase, found.current) == ("processed", None)
-    recorder.writer.close()
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Process:
 def no_core_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_COREDUMP_PIPE", raising=False)
     # What a launch in another test of this process set.
-    monkeypatch.setattr(server_args, "_set_here", {})
+    monkeypatch.setattr(server_args, "set_here", {})
     monkeypatch.setenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "1")
 
 
