@@ -203,7 +203,7 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
 def _in_steps(incident: Incident) -> Iterator[str]:
     """Yield in which step a rank was, with which requests."""
     for one in incident.processes:
-        if one.is_rank and (step := one.in_step) is not None:
+        if one.is_rank and (step := one.in_step) is not None and step.rids:
             yield f"{_name(one)} was in step {step.number}, with {step.size} requests: {name_some(step.rids)}."
 
 
