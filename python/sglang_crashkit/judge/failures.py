@@ -402,11 +402,9 @@ class _Failures:
         names = " ".join(frame.function for frame in frames)
         if _pattern("loop").search(names):
             return True
-        if last_start != (0.0, 0) or _pattern("start").search(names):
+        if last_start != (0.0, 0) or _pattern("start").search(names) or not (frames or self._began or not self._stages):
             return False
         if not frames and not self._case.is_started:
-            if self._stages and not self._began:
-                return False
             # A line is of the phase that the exceptions beside it are of.
             inner = (frame.function for one in self._raises for error in one.chain for frame in error.frames)
             return not any(_pattern("start").search(name) for name in inner if name != "<module>")

@@ -397,8 +397,7 @@ def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
     found = _finding(scene, "weight_update", [], [*group, *trainers])
     if len(places) == len(group) and (joins_group or group[0].last.purpose == "weights"):
         found.who = "trainer"
-        told = f"a member of the update's group has not joined {places[0]}: the trainer is the other member"
-        found.because.append(told)
+        found.because.append(f"a member of the update's group has not joined {places[0]}: the trainer is another")
     return found
 
 
@@ -470,8 +469,7 @@ def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member])
     if other and any("disaggregation" in frame.file for frame in first.frames[-1]):
         return _finding(scene, "pair", [], group, kind="peer_lost" if first.last.kind == "http" else None, who=other)
     named = members if len(members) < len(group) or len(group) == 1 else []
-    kind = "rank_stuck" if named else None
-    component = component_of(first.frames[-1])
+    kind, component = "rank_stuck" if named else None, component_of(first.frames[-1])
     return _finding(scene, "other_program", named, group, kind=kind, component=component, place=first.last.where)
 
 
@@ -547,8 +545,7 @@ def _other_threads(members: Sequence[Member]) -> tuple[str | None, str] | None:
             name = thread.name.replace("_", " ")
             is_io = re.search(r"(?i)\b(io|aux|prefetch|backup|transfer|load|storage)", name) is not None
             if activity.kind in ("storage", "http", "file", "transfer") or (activity.kind == "own" and is_io):
-                words = f"a thread of {one.name} ({thread.name}) {activity.words}"
-                return component_of(thread.frames), words
+                return component_of(thread.frames), f"a thread of {one.name} ({thread.name}) {activity.words}"
     return None
 
 
@@ -651,5 +648,4 @@ def _own_steps(members: Sequence[Member]) -> list[str]:
 def _gpu_steps(scene: Scene, members: Sequence[Member]) -> list[str]:
     kernels = signs.kernels_of(scene.case)
     pid = next((one.process.pid for one in members if one.process.pid), None)
-    known = signs.kernel_of(kernels[0])[1] if kernels else []
-    return steps_of("gpu", pid=pid, is_known=bool(kernels), known=known)
+    return steps_of("gpu", pid=pid, is_known=bool(kernels), known=signs.kernel_of(kernels[0])[1] if kernels else [])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sglang_crashkit.judge.activity import bare
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
-from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.judge.knowledge import load, pattern
 from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.model.case import Case
 from sglang_crashkit.model.event import Compared, Raised
@@ -17,11 +17,7 @@ _VAGUE = frozenset({"exception", "exception_in_sglang", "no_progress", "unknown"
 #: Those that a request may bring about whose like was suspected before.
 _ROLES = frozenset({"detokenizer_lost", "tokenizer_lost"})
 _STUCK = {"detokenizer": "detokenizer_stuck", "server": "tokenizer_stuck", "tokenizer_worker": "tokenizer_stuck"}
-#: Where a scheduler takes in one request, and no batch.
 _OF_A_PAIR = "sglang/srt/disaggregation/"
-_TAKES_IN = ("handle_generate_request", "handle_embedding_request", "handle_tokenized_")
-#: What the kernel refuses has to do with the host; that a file is not there may have to do with a request.
-_OF_HOST = ("[Errno ", "Too many open files", "can't start new thread", "NCCL error")
 
 
 def waited_in_vain(case: Case) -> bool:
@@ -85,8 +81,7 @@ def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
     exits = [one for process in case.processes.values() for one in process.exits]
     bus_error = any(one.signal == "SIGBUS" and (seen.is_starting or not one.follows) for one in exits)
     full = next((one.text for one in case.kernel if one.kind == "shm_full"), "")
-    text = seen.text
-    kind = _STUCK.get(seen.role) if seen.is_hang else None
+    text, kind = seen.text, _STUCK.get(seen.role) if seen.is_hang else None
     if bus_error and full:
         row, text, kind = "shm_full", f"{seen.who or 'a process'} died of SIGBUS while {full}", None
     elif seen.is_hang:
@@ -97,8 +92,7 @@ def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
         row = f"watched_{seen.kind}"
     else:
         return []
-    is_sure = row in ("watched_peer_lost", "watched_vanished") and seen.level == "established"
-    level = is_sure and "established"
+    level = row in ("watched_peer_lost", "watched_vanished") and seen.level == "established" and "established"
     return [finding_of(row, where, [text], kind=kind, level=level, who=seen.who, text=text)]
 
 
@@ -126,9 +120,10 @@ def refine(case: Case, chosen: Finding) -> Finding:
     if seen.is_starting or not is_of_request or (raised is None and not seen.is_hang):
         return chosen
     text, frames = (raised.error.text, raised.error.frames) if raised is not None else ("", ())
-    is_of_host = text.startswith(_OF_HOST) and not text.startswith("[Errno 2]")
+    takes_in = pattern("failures", "takes_in")
+    is_of_host = pattern("failures", "of_host").match(text) is not None
     # What fails for want of the other server of a pair would with any request.
-    places = (frame for frame in frames if bare(frame.function).startswith(_TAKES_IN) or _OF_A_PAIR in frame.file)
+    places = (frame for frame in frames if takes_in.match(bare(frame.function)) or _OF_A_PAIR in frame.file)
     taker = next((bare(frame.function) for frame in places), "")
     suspect = next(iter(case.suspects), None)
     repeated = next((one for one in case.suspects if one.is_repeated), None)
@@ -141,7 +136,7 @@ def refine(case: Case, chosen: Finding) -> Finding:
         reason = f"a request like {repeated.rid} was suspected in an earlier incident of the same fault"
     elif chosen.kind in _ROLES:
         return chosen
-    elif taker.startswith(_TAKES_IN) and not is_of_host:
+    elif takes_in.match(taker) and not is_of_host:
         reason = "it came while one request was taken in"
     elif suspect is not None and is_suspected and not suspect.is_alone and not is_of_host:
         reason = f"request {suspect.rid} is suspected most: {'; '.join(suspect.reasons)}"
