@@ -21,7 +21,6 @@ _MAX_NAME = 120
 
 _quiet_until: dict[tuple[object, ...], float] = {}
 _numbers = count(1)
-_is_watching = False
 
 
 @never_raises
@@ -31,10 +30,9 @@ def watch_threads(*, of_all: bool) -> None:
     Args:
         of_all: also of threads in which no code of SGLang's runs; a user's program has threads of its own.
     """
-    global _is_watching
-    if _is_watching:
+    previous = threading.excepthook
+    if getattr(previous, "__module__", "") == __name__:
         return
-    previous, _is_watching = threading.excepthook, True
 
     def hook(args: threading.ExceptHookArgs) -> None:
         _tell(args, of_all)
