@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from integration.crashes.whole import assert_whole
-from integration.faults import SIGKILLED, TP1
-from integration.scenario import PATIENCE, wreck
+from integration.crashes.whole import journaled
+from integration.faults import TP1
+from integration.scenario import EXIT_TIMEOUT_S, IN_FLIGHT_S, PATIENCE, Sent, ask, journaled_rids
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import find_incidents
+from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
@@ -21,8 +23,17 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 def test_a_killed_rank_is_told_with_the_requests(tmp_path: Path) -> None:
     options = ["--crash-dump-folder", str(tmp_path)]
     env = PATIENCE | {"SGLANG_RUST_SERVER": "1"}
+    sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(2)]
     with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=options, env=env) as server:
         server.wait_ready()
-        left = wreck(server, tmp_path, lambda server: os.kill(server.pid_of(TP1), signal.SIGKILL))
-    assert (left.status, left.left) == (ServerExit.KILLED, [])
-    assert_whole(left, {TP1: SIGKILLED})
+        for request in sent:
+            ask(server, request)
+        wait_until(lambda: len(journaled_rids(server.pid)) == len(sent), "the requests are under way", IN_FLIGHT_S)
+        os.kill(server.pid_of(TP1), signal.SIGKILL)
+        status = server.popen.wait(EXIT_TIMEOUT_S)
+    (stored,) = find_incidents(tmp_path)
+    assert status == ServerExit.KILLED
+    assert stored.document["verdict"]["first_failure"]["title"] == TP1
+    # The Rust server makes each id its own by what it appends.
+    found = journaled(stored.document, stored.path, "unfinished")
+    assert {rid.partition("#")[0]: text for rid, text in found.items()} == {one.rid: one.text for one in sent}
