@@ -35,6 +35,7 @@ from sglang_crashkit.model.incident import Divergence, iso_time
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.redact import redact_text
 from sglang_crashkit.sources.text.facts import arguments_of
 from sglang_crashkit.view.collected import native_stacks, python_stacks, summary
 from sglang_crashkit.view.markdown import section_lines
@@ -280,7 +281,7 @@ class Collection:
 
     def _write(self, one: Collected, tool: str, text: str, ending: str = "txt") -> None:
         name = f"{tool}_{self.host}_{one.process.pid}.{ending}"
-        write_private(self._plan.output / name, text.encode(errors="backslashreplace"))
+        write_private(self._plan.output / name, redact_text(text).encode(errors="backslashreplace"))
         if name not in one.files:
             one.files.append(name)
 

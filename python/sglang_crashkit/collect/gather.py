@@ -354,7 +354,7 @@ def run_on_nodes(
             ended = replace(ended, problem=why, late=late)
         # An answer counts for more than what was said beside it.
         with contextlib.suppress(OSError):
-            write_private(output / node / transport.log, ended.errors.encode(errors="backslashreplace"))
+            write_private(output / node / transport.log, redact_text(ended.errors).encode(errors="backslashreplace"))
         if ended.status is None:
             transport.give_up(node)
         return ended

@@ -1,9 +1,10 @@
 """The crash handler: a small process beside the server, which gathers the evidence of what happens to it.
 
-`server` takes in messages and exits, and hands them to `session`. There `triage`, whose words are in `state`, decides
-what is done about each, and it is carried out on the incident at hand, an `incident.IncidentRun`. `collectors` take the
-evidence, also out of what the server's processes share with this one; `findings` is what follows from it, and
-`reporting` tells who waits and who wants to know. `hang_detector` notices what nobody reports, `lost_peers` takes what
-ranks report of a pair. `processes` knows the server's own, `folders` where to write and what a killed server leaves.
+`server` receives messages and exits, and hands them to `session`. `session` asks `triage` what to do about each, and
+does it to the current incident, an `incident.IncidentRun`. `evidence` is the table of what an incident collects, by the
+functions in `collectors`, also out of memory that the server's processes share with this one. `findings` is what
+follows from it; `reporting` tells who waits and who wants to know. `hang_detector` notices what nobody reports,
+`pauses` what is shorter than a hang, and `lost_peers` what ranks report of a pair. `processes` knows the server's own,
+`folders` where to write and what a killed server leaves, and `recovery` finishes what an earlier handler left.
 `metrics` tells Prometheus.
 """

@@ -1,6 +1,6 @@
 """What an incident concludes from its evidence as it is finished: divergence, suspects, repeats and the cause.
 
-One whose like was seen before is kept short: counted, with its own evidence, without stacks and cores.
+A repeat of a known fault is counted, and has no GPU cores; of its stacks only those of the first failure are kept.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def divergence_of(
 
     Args:
         incident: with its processes.
-        steps: the last steps of the schedulers, by pid; the hashes of the steps stand for the requests.
+        steps: the last steps of the schedulers, by pid, without their requests: steps are compared by their hashes.
         folder: the incident's, which has the steps with their requests.
         opened: since when the incident is gathered, in seconds of the monotonic clock.
         read_at: when the first of the steps were read, by the same clock.

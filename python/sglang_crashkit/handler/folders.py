@@ -7,8 +7,9 @@ Nothing is changed of what was there before: an operator's folder keeps its perm
 ``systemd-tmpfiles`` removes what was not touched for ten days, sockets included, but leaves a folder alone, with all
 that is below it, which somebody has locked by flock(2); see tmpfiles.d(5).
 
-What servers left whose crash handler was ended with them, as with process 1 of a container, tells nothing. Whoever may
-be at work holds a lock on its folder. A record that nobody took in is no empty folder, and stays.
+Where a server and its handler were killed together, as with process 1 of a container, the empty folders that they left
+hold no evidence and are removed. Whoever may be at work holds a lock on its folder. A folder that still holds the
+record of an exception stays.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ those that wait for it. That becomes one incident of kind ``hang`` with several 
 incident says when the server goes on.
 
 An idle server beats at least once a second in all supported releases (``--sleep-on-idle`` waits for 1000 ms at most), a
-long prompt with every chunk. Silence is no hang, and is not counted,
+long prompt with every chunk. Silence is not counted
 
-* until every scheduler has begun its event loop, or one of them a batch: it loads the model, captures graphs;
+* before every scheduler is in its event loop, or one of them has begun a batch: they load the model, capture graphs;
 * while one is held by a debugger, or the whole server is stopped;
 * while the server is being ended.
 
@@ -281,7 +281,7 @@ class HangDetector:
 
 
 class Hang:
-    """Processes that make no progress, the first of them for so many seconds; its first snapshot is taken at once.
+    """An incident of processes that make no progress; its first snapshot is taken at once.
 
     Attributes:
         next_snapshot: when the next snapshot is due, by the clock.

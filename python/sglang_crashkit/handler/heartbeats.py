@@ -71,8 +71,9 @@ class FollowedHeartbeat:
 class FollowedProcess:
     """Counts for how long a process other than a scheduler was seen not to go on, as a `FollowedHeartbeat` does.
 
-    It does not go on where it is stopped. One that beats also does not where its loop does not come round, or works
-    at one message, or waits for the next one in a way in which nobody waits for messages.
+    It does not go on where it is stopped. One that beats also does not where its loop does not come round, where it
+    works at one message, or where it says that it waits for the next one but uses its CPU or is in an uninterruptible
+    sleep.
 
     Attributes:
         sign: when it was last seen to go on.

@@ -115,7 +115,8 @@ class Collector:
         moment: at which moment of an incident it is taken.
         when: of which incidents it is taken.
         take: takes it, or begins to.
-        deadline: until when it may take, by the monotonic clock, where its moment began at the second argument.
+        deadline: returns by when it has to be done, in seconds of the monotonic clock, from the incident and the time
+            at which the moment began.
     """
 
     name: str
@@ -129,9 +130,9 @@ class IncidentRun:
     """Gathers one incident: what comes is logged in its folder, and written as a whole at the end; later events join.
 
     Args:
-        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
-            ``snapshot``. The first three are that of the event, and in the end that of the first failure, as is a
-            ``child_failure``, which the main process reported, where the failure of a child was seen.
+        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost``,
+            ``thread_died`` or ``snapshot``. A crash is opened with the kind of the event that was seen first. Once it
+            is finished, ``killed``, ``exited``, ``exception`` and ``child_failure`` are that of the first failure.
         runtime: where the server's processes say which stack hooks they have.
         collectors: the table; see `handler.evidence`.
         note_error: is told which of them failed, and why: one that fails costs no other.
@@ -370,7 +371,7 @@ class IncidentRun:
         self.captures = max(self.captures, captures, key=list(Capture).index)
 
     def ask(self) -> None:
-        """Have the judge say in a child what is known by now, such as whether ranks are at work."""
+        """Judge in a forked process what is known by now, such as whether ranks are at work, and keep the verdict."""
         told = self._made_within(_ASK_SECS, Verdict, lambda: judge(self.incident, self.folder.path), "judged")
         self.incident.verdict = told or judge(self.incident, None)
 

@@ -1,4 +1,7 @@
-"""Makes incidents of what ranks report of the other servers of a pair: of a server that goes on, and without stacks."""
+"""Opens an incident when a rank reports that the other server of a pair is lost.
+
+This server goes on, so no stacks are taken.
+"""
 
 from __future__ import annotations
 

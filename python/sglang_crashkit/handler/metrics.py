@@ -64,7 +64,7 @@ class Measured:
 def gauges_of(measured: Measured, causes: Mapping[str, str] | None) -> list[Gauge]:
     """Return what Prometheus is told; `causes` has the class of each incident's cause by the name of its folder.
 
-    It is None where the disk cannot be read: that is not to be taken for a host without incidents.
+    `causes` is None where the disk cannot be read: that is not to be taken for a host without incidents.
     """
     own = {"port": measured.port}
     names = {name: parsed for name in causes or {} if (parsed := parse_name(name)) is not None}

@@ -35,7 +35,7 @@ _MAX_KEPT, _KEPT_SECS, _MAX_COUNTS = 64, 600.0, 2048
 
 @dataclass(frozen=True)
 class Pause:
-    """A time in which a scheduler stood still; `words` say of what, as ``details`` do for a program."""
+    """A time in which a scheduler stood still; `words` say why, and `details` the same as fields."""
 
     kind: str
     process: TrackedProcess

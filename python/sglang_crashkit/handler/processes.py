@@ -54,10 +54,11 @@ class TrackedProcess:
         title: when it was last read; the last known one after its death.
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to capture.
-        oom_counter: of its memory cgroup, as it stood a while ago; `newer_oom_counter`: lately, to take its place.
+        oom_counter: the count of OOM kills of its memory cgroup at an earlier time, to compare with;
+            `newer_oom_counter` takes its place at the next refresh.
         is_nameless: its command line was empty each time that it was read, since it was dead, or in execve(2): only the
             name of its executable is known.
-        is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
+        is_awaited: the server named it as one that it waits for; that name is its title until it sets one.
         parent: the process of the server that started it; None for the root, and where that was gone already.
         is_own: the launch registered it as a process of this server.
         hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
@@ -212,7 +213,7 @@ class ProcessTree:
 
     @property
     def settled(self) -> bool:
-        """Whether no process came or changed its title for a while, or none of the server's own for long.
+        """Whether for some seconds no process appeared or changed its title, or for longer none of the server's own.
 
         The server has started then. What its program runs beside it may come and go for ever.
         """

@@ -1,7 +1,8 @@
-"""Finish the incidents that a killed crash handler left half-written, from their logs; make those that it could not.
+"""Finish the incidents that a killed crash handler left half-written, from their logs.
 
-What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name. A
-server that was killed as a whole left its marker alone, of which an incident is made; see `marker`.
+What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name. Of
+a server that was killed together with its handler nothing is left but its marker, of which an incident is made; see
+`marker`.
 """
 
 from __future__ import annotations

@@ -53,12 +53,12 @@ _MAX_OUTPUT = 1 << 20
 
 
 class Answers:
-    """Those who wait for the incident at hand.
+    """Those who wait for the current incident.
 
     Args:
         mailbox: how they are answered.
-        step_secs: who waits is asked anew when the end of the wait has moved by so many seconds. More often it is not
-            done: of a sender that reads nothing, as it is stopped, the kernel keeps ten answers and loses the last.
+        step_secs: who waits is told the new end of the wait only when it has moved by so many seconds: of a sender that
+            reads nothing, as it is stopped, the kernel keeps ten answers and loses the last.
     """
 
     def __init__(self, mailbox: Mailbox, step_secs: float) -> None:

@@ -144,7 +144,7 @@ class CrashHandler:
             self.history = []
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:
-        """Take in what a process of the server said; None is any other, whose word counts for a teardown only."""
+        """Take in a message. Where its sender is None, no process of this server, only a teardown is accepted."""
         event, fields = message.event, message.fields
         if sender is not None and "gpu" in fields:
             sender.gpu = fields["gpu"]

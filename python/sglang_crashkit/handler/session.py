@@ -44,7 +44,7 @@ _MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapsho
 
 @dataclass(frozen=True)
 class Subject:
-    """What actions are about: whom, when (since the epoch), and what was said, where something was."""
+    """The process that actions are about, the time in seconds since the epoch, and the message, where one came."""
 
     process: TrackedProcess
     seconds: float
@@ -57,12 +57,12 @@ class Subject:
 
 
 class Session:
-    """The one incident that events of now belong to, if there is any.
+    """The current incident, if there is one, and what `triage` decides to do about it.
 
     Attributes:
         log: the server's own.
         run: what the incident gathered; None where nothing happened yet.
-        hang: the incident of a hang that is not over; other incidents meanwhile say so.
+        hang: the incident of a hang that is not over; an incident that is opened meanwhile refers to it.
         begin_hang_at_end: looks for a hang, as the server is asked to end.
         driver: of the server's GPUs.
         page: what makes a page of an incident that is whole.
@@ -308,11 +308,11 @@ class Session:
             self.finish()
 
     def is_withdrawable(self, run: IncidentRun) -> bool:
-        """Say whether an incident is none where the server goes on."""
+        """Say whether an incident is to be removed where the server goes on."""
         return self.run is run and self.triage.stage is not None and self.triage.stage.withdrawable
 
     def withdraw(self, run: IncidentRun) -> None:
-        """Remove an incident, the one at hand or an earlier one: it was none."""
+        """Remove an incident, the current one or an earlier one: it was none."""
         self.page.cancel()
         if self.run is run:
             self.triage.stage = None

@@ -87,7 +87,11 @@ class ActionKind(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """Something to be done; the words are a trigger, the event that is noted, or why no requests were saved."""
+    """Something to be done.
+
+    Attributes:
+        words: of ``OPEN`` the trigger, of ``NOTE`` the event that is noted, of ``SET_REQUESTS`` why none were saved.
+    """
 
     do: ActionKind
     kind: str = ""
@@ -105,7 +109,7 @@ class Seen:
         matters: it is the server's own, so that its end concerns it.
         is_unknown: it ended before it said what it is.
         is_foreign: it is of another server that this one started.
-        others_serve: processes of the server are there whose end was not announced.
+        others_serve: processes of this server are alive whose end was not announced.
         soft: the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``.
         silent: a scheduler gave no sign for a while.
         names_ranks: the message names ranks that failed.
@@ -145,10 +149,11 @@ class Shutdown:
     """What is known of the server's end.
 
     Attributes:
-        mode: until the program that launched it says so, the one in which nothing is ended.
+        mode: ``LIBRARY``, in which nothing is ended, until the program that launched it reports its own.
         expected: the processes whose end was announced.
         draining: it was asked to end and finishes its requests; `has_left`: a process of it ended for that, too.
-        ended_well: its main process ended with status 0.
+        ended_well: its main process ended in good order: with status 0 or by a signal that asks it to end; that of
+            somebody's own program with any status.
         gone_at: when the end of its main process was noticed; None while it lives.
     """
 
@@ -167,14 +172,15 @@ class Stage:
     Attributes:
         first: what opened it.
         captured_at: when what the living did was captured.
-        sample_again: there is to be a second sample, at `sample_again_at`, and where it `finishes_then` after that the
-            incident is finished.
+        sample_again: a second sample of the stacks is due at `sample_again_at`; with `finishes_then` the incident is
+            finished after it.
         finishing: nothing more is to come but evidence that is waited for.
         finished: it is written; what is added still is written anew.
         observed: the server goes on, so that what comes next is another incident; whole at `observed_until`.
         may_end: upstream may end it for what happened, which would then belong to the same incident.
         withdrawable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
-        soft_until: nothing but exits was seen that an announcement would explain, which may come until then.
+        soft_until: until when an announced shutdown may still explain the exits seen so far; None where something
+            else was seen.
         tell_secs: so long after the capture the server is sent SIGQUIT; None where it is not, or was.
         answer_by: when the server, which was told, should have begun to save its requests.
         dumping: who saves its requests; `dump_begun`: somebody did.

@@ -111,7 +111,7 @@ def status_of_exit(end: ExitStatus) -> int:
 
 
 def while_starting(status: int | None) -> int:
-    """Return the status of a server that had not started yet, by that of its cause; None where that is not known."""
+    """Return the status of a server that had not started yet; `status` is that of its cause, None where not known."""
     return int(ServerExit.FAILED_START) if status is None or status in _ANY_START else status
 
 

@@ -3,7 +3,7 @@
 ::
 
     <crash folder>/<hostname>/incidents/<UTC time>-<kind>-<id>/
-        events.jsonl    each piece of the incident as it came; see `incident.log`
+        events.jsonl    each piece of the incident as it came; see `model.log`
         incident.json   the incident (``schema_version`` tells the form), once it is whole
         summary.md      the same for a person
         environment.json  what surrounded the server: arguments, versions, limits, pressure

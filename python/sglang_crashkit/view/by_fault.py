@@ -1,4 +1,4 @@
-"""Incidents by fault: the same fingerprint over hosts, and what these hosts have in common, in counts of hosts."""
+"""Incidents by fault, over many hosts, and what the hosts that have it share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERSIONS = ("driver", "torch", "kernel", "cuda")
 
 
 def keep_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of an ``incident.json`` this needs: little, as there may be ten thousand."""
+    """Return the few fields of an ``incident.json`` by which it is grouped: there may be ten thousand."""
     incident = Incident.of(document)
     server, environment, cause = incident.server, incident.surroundings, incident.cause
     devices, found = (incident.gpus or Gpus()).devices, fault_of(incident)

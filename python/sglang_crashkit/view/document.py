@@ -1,4 +1,4 @@
-"""A verdict on plain evidence as an incident, so that what shows and packs incidents takes it too."""
+"""Turns the verdict of `explain`, on files that no crash handler wrote, into an incident for `show` and `bundle`."""
 
 from __future__ import annotations
 

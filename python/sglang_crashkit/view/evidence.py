@@ -91,7 +91,7 @@ def requests_of(
         incident: whose they are.
         files: its files.
         most: how many at most.
-        shortens: a parameter that is a text is told in short; its length is told by default.
+        shortens: show a parameter that is a text cut off; by default its length alone is shown.
         prompts: with what users of the server wrote.
     """
     # The likeliest first, as the incident lists them.

@@ -23,7 +23,7 @@ _MAX_LINE, _MAX_NAMES, _MAX_SETS = 1000, 60, 24
 
 @dataclass(frozen=True)
 class Box:
-    """A call, as wide as there are stacks in it."""
+    """One frame of the icicle; its width is the number of stacks that have it."""
 
     left: float  # in percent
     width: float  # in percent

@@ -67,7 +67,7 @@ def section_lines(section: model.Section, level: str = "#") -> Iterator[str]:
 
 
 def fenced(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines that nothing in them can be Markdown or HTML: the fence is longer than any of theirs."""
+    """Yield lines in a fence longer than any run of backticks in them, so that none is read as Markdown or HTML."""
     text = words.without_build_paths("\n".join(lines))
     text = text if len(text) <= _MAX_FOLDED else text[:_MAX_FOLDED] + "\n..."
     fence = "`" * (1 + max([2, *map(len, _TICKS.findall(text))]))

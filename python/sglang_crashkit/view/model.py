@@ -183,7 +183,7 @@ class Group:
     doing: Sequence[str]  # the innermost frames
     sign: str  # the last sign of life
     step: str  # the step that they were in
-    evidence: Sequence[tuple[str, str]]  # the status of each piece, and what became of it; what a GPU did has none
+    evidence: Sequence[tuple[str, str]]  # status and text of each piece; of a GPU's kernels the status is empty
     members: Sequence[ProcessReport]
     number: int
 

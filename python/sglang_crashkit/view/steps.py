@@ -30,7 +30,7 @@ class Table:
 
 
 def tables_of(everyone: Sequence[StoredSteps], marked: int | None, last: int = LAST) -> Iterator[Table]:
-    """Yield a table for each set of ranks that must agree: the last steps, and those around the marked one."""
+    """Yield a table for each set of ranks that must agree: the last steps, and those around step number `marked`."""
     groups: dict[object, list[StoredSteps]] = {}
     for one in everyone:
         groups.setdefault(group_in_step(rank_at(one.ranks)), []).append(one)

@@ -103,7 +103,7 @@ def batch(step: InStep | Step) -> str:
 
 
 def in_step(*steps: InStep) -> str:
-    """Return the step that processes that agree are in: how far it had come, and how long it ran."""
+    """Describe the step that a group of processes is in: how far it had come, and how long it ran."""
     ran = span([step.seconds for step in steps], ", for ", " s", 3)
     return f"step {steps[0].number:,}: {batch(steps[0])}, {steps[0].phase.replace('_', ' ')}{ran}"
 
@@ -165,7 +165,7 @@ def _detail(name: str, value: object) -> str:
 
 
 def undecided(incident: Incident) -> str:
-    """Return that nothing is between the several suspects of an incident; empty where there is, or there is one."""
+    """Return a sentence where no suspect is likelier than the others, else an empty text."""
     suspects, number = incident.suspects, len(incident.suspects) + incident.suspects_left_out
     if not suspects or suspects[0].level != "unknown" or number < 2:
         return ""
