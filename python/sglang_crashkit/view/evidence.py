@@ -23,7 +23,7 @@ _MAX_BYTES, _MAX_LINE = 64 << 20, 4 << 20
 _MAX_HEAD, _MAX_PARAMETER, _MAX_TEXT = 150, 60, 20_000
 #: Evidence with stacks, the one that tells most of a process that failed first.
 _KINDS = ("fault_stack", "stack")
-_KIT, _FRAME = "sglang_crashkit/", re.compile(r"(.*) \((.*):([0-9]{1,9})\)")
+_KIT, _FRAME = "sglang_crashkit/", re.compile(r"([^(]{0,400}) \(([^()]{1,600}):([0-9]{1,9})\)")
 _SAMPLING = "sampling_params."
 #: What SGLang takes where a request does not say; OpenAI's API writes these down.
 _DEFAULTS: Mapping[str, object] = {

@@ -13,6 +13,7 @@ import pytest
 from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, find_answer, run_on_nodes, why_silent
 from sglang_crashkit.collect.via import hosts_via, job_via
 from sglang_crashkit.errors import UsageError
+from unit.secret_forms import FORMS, holds_secret
 
 #: What the srun of Slurm 22.05 prints, of which the last line never is the reason.
 NO_TOOL = """slurmstepd-n2: error: execve(): sglang-crashkit: No such file or directory
@@ -181,3 +182,9 @@ def test_a_node_that_ends_badly_is_given_up_alone(argv: list[str], problem: str,
     assert (well.status, well.output, well.errors, well.problem) == (3, "here\n", "why\n", "")
     assert (tmp_path / "well/sh.log").read_text() == "why\n"
     assert len(runs["bad"].errors) <= ONE_MIB
+
+
+def test_what_a_node_says_beside_its_answer_is_kept_without_secrets(tmp_path: Path) -> None:
+    script = "import sys; sys.stderr.write(sys.argv[1])"
+    run_all({"n": [sys.executable, "-c", script, "\n".join(FORMS)]}, tmp_path, Limits(), [])
+    assert not holds_secret((tmp_path / "n/sh.log").read_text())

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.memory.heartbeat import NAME, Heartbeat, HeartbeatReader
+from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import hooks
 from sglang_crashkit.srt.managers import scheduler_heartbeat
+from sglang_crashkit.srt.managers.loop_heartbeat import open_heartbeat
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_heartbeat import on_batch, on_iteration
 from unit.srt.conftest import Listener
-from unit.support.waiting import close_all_but, descriptors, memory_named
+from unit.support.waiting import descriptors
 
 
 class Scheduler:
@@ -36,18 +37,26 @@ class Scheduler:
         on_batch(self, batch)
 
 
-#: Descriptors that were open before the test.
-EARLIER: list[int] = []
+#: The heartbeats that were opened in the test.
+OPENED: list[HeartbeatWriter] = []
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_new_process() -> Iterator[None]:
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def open_and_keep(*args: Any) -> HeartbeatWriter | None:
+        writer = open_heartbeat(*args)
+        OPENED.extend([writer] if writer is not None else [])
+        return writer
+
+    callbacks = list(gc.callbacks)
     importlib.reload(hooks)
     importlib.reload(scheduler_heartbeat)
-    EARLIER[:] = descriptors()
+    monkeypatch.setattr(scheduler_heartbeat, "open_heartbeat", open_and_keep)
     yield
+    gc.callbacks[:] = callbacks
     importlib.reload(scheduler_heartbeat)
-    close_all_but(EARLIER)
+    while OPENED:
+        OPENED.pop().close()
 
 
 @pytest.fixture
@@ -58,7 +67,7 @@ def scheduler() -> Scheduler:
 def heard_beat(listener: Listener) -> HeartbeatReader:
     message = listener.heard()
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("heartbeat", os.getpid(), True)
-    return HeartbeatReader(memory_named(NAME, EARLIER))
+    return HeartbeatReader(OPENED[-1].fd)
 
 
 def beating(listener: Listener, scheduler: Scheduler) -> HeartbeatReader:
@@ -183,7 +192,7 @@ class Mode(IntEnum):
 
 def test_the_forward_mode_and_an_extends_tokens_are_told(listener: Listener, scheduler: Scheduler) -> None:
     beating(listener, scheduler).close()
-    reader = HeartbeatReader(memory_named(NAME, EARLIER), {1: "extend", 2: "decode"})
+    reader = HeartbeatReader(OPENED[-1].fd, {1: "extend", 2: "decode"})
     batch = SimpleNamespace(reqs=["a"], forward_mode=Mode.EXTEND, extend_num_tokens=40_000)
     scheduler.run_batch(batch)
     found = reader.read()
@@ -206,7 +215,7 @@ def test_it_can_be_switched_off(
     monkeypatch.setenv(name, value)
     scheduler.process_input_requests([])
     scheduler.run_batch(SimpleNamespace(reqs=[]))
-    assert memory_named(NAME, EARLIER) is None
+    assert OPENED == []
 
 
 def test_a_missing_handler_leaves_a_warning_and_no_descriptor(
