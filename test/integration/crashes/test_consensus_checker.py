@@ -9,7 +9,7 @@ import pytest
 from integration.import_hook import write_site
 from integration.scenario import PATIENCE, Wreck, wreck
 from lanelib.lanes import ensure_lane
-from lanelib.servers import Server
+from lanelib.servers import Server, greedy
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(600)]
 
@@ -37,7 +37,13 @@ def wrecked(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     arguments = ["--crash-dump-folder", str(folder)]
     with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environ) as server:
         server.wait_ready()
-        return wreck(server, folder, lambda _server: Path(site / "diverge").touch())
+        return wreck(server, folder, lambda _server: diverge(site, server))
+
+
+def diverge(site: Path, server: Server) -> None:
+    """Have a rank differ; what is compared is what they do to the cache, as when a request comes."""
+    (site / "diverge").touch()
+    server.ask_later("generate", greedy("Hello", 4), 60.0)
 
 
 def test_its_events_are_the_divergence_and_no_request_is_suspected(wrecked: Wreck) -> None:
