@@ -40,7 +40,11 @@ def disagreement(told: Mapping[int, tuple[str, Sequence[str]]]) -> Divergence | 
         for pid, (_name, events) in told.items():
             sides.setdefault(events[place], []).append(pid)
         names = {event: name_some([told[pid][0] for pid in pids]) for event, pids in sides.items()}
-        words = "; ".join(f"{names[event]}: {event[:_MAX_EVENT]}" for event in sides)
+        # Of a long event, from a little before where it differs.
+        same = next((at for at, letters in enumerate(zip(*sides, strict=False)) if len({*letters}) > 1), None)
+        begin = max(0, (min(map(len, sides)) if same is None else same) - _MAX_EVENT // 2)
+        cut = "..." if begin else ""
+        words = "; ".join(f"{names[event]}: {cut}{event[begin : begin + _MAX_EVENT]}" for event in sides)
         fewest, *others = sorted(sides.values(), key=len)
         if len(others) == 1 and len(fewest) < len(others[0]):
             odd, against = fewest, name_some([told[pid][0] for pid in others[0]])

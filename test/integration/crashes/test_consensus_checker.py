@@ -41,9 +41,9 @@ def wrecked(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
 
 
 def diverge(site: Path, server: Server) -> None:
-    """Have a rank differ; what is compared is what they do to the cache, as when a request comes."""
+    """Have a rank differ; what is compared is what they do to the cache, as when a request is given up."""
     (site / "diverge").touch()
-    server.ask_later("generate", greedy("Hello", 4), 60.0)
+    server.ask_later("generate", greedy("Hello", 4000), 5.0)
 
 
 def test_its_events_are_the_divergence_and_no_request_is_suspected(wrecked: Wreck) -> None:

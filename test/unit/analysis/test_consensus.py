@@ -36,6 +36,7 @@ def test_events_are_read_as_they_were_logged(log: str, events: list[str] | None)
             "TP0: x returns result=1; TP1:",
             0,
         ),
+        ({"TP0": ["x" * 500], "TP1": ["x" * 500 + " (odd)"]}, f"TP1: ...{'x' * 60} (odd)", 0),
         ({"TP0": ["1"], "TP1": ["2"], "TP2": ["1"]}, "TP0 and TP2: 1; TP1: 2", 1),
         ({"TP0": [SAME], "TP1": [SAME]}, "they differ behind the first 1 events", 0),
         ({"TP1": [SAME]}, "only what TP1 did is known", 0),
