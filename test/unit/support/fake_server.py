@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import json
 import logging
 import os
@@ -398,6 +397,4 @@ def main(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # One that is stopped in the midst of a collection would say so.
-    gc.disable()
     main(json.loads(sys.argv[1]))
