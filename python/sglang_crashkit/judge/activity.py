@@ -49,9 +49,10 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_for_requests(self) -> bool:
         """Whether it waits for new requests, or passes them on, as an idle process does."""
-        if self.kind == "idle":
-            return True
-        return self.purpose in ("requests", "idle") and self.kind in ("collective", "socket", "gil", "p2p", "own")
+        # Other code below it, such as a signal's handler, has nothing to do with requests.
+        kinds = ("own",) if self.leaf == self.place else ()
+        is_passing_on = self.kind in ("collective", "socket", "gil", "p2p", *kinds)
+        return self.kind == "idle" or (is_passing_on and self.purpose in ("requests", "idle"))
 
     @property
     def where(self) -> str:

@@ -145,3 +145,12 @@ def test_roles_by_functions(texts: tuple[str, ...], role: str) -> None:
 )
 def test_what_a_front_end_does_on_its_event_loop(text: str, component: str) -> None:
     assert front_work(frames(text))[1] == component
+
+
+@pytest.mark.parametrize(("handler", "is_for_requests"), [((), True), (("hold (sitecustomize.py:22)",), False)])
+def test_a_handler_of_signals_below_the_wait_for_requests_is_no_wait_for_them(
+    handler: tuple[str, ...], is_for_requests: bool
+) -> None:
+    passing = f"_broadcast_reqs_across_ranks ({SRT}/managers/scheduler_components/request_receiver.py:206)"
+    found = of_frames(frames(*handler, passing))
+    assert (found.kind, found.is_for_requests) == ("own", is_for_requests)
