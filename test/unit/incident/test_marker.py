@@ -230,6 +230,7 @@ class Handler:
 
     def __init__(self, spool: Path) -> None:
         self.now, self.said = 0.0, list[str]()
+        self.touching: list[psutil.Process] = []
         self.marker = ServerMarker(spool, self.said.append, lambda: self.now)
         self.path = spool / MARKER
 
@@ -239,13 +240,21 @@ class Handler:
         self.marker.begin(stat.pid, stat.start_ticks)
 
     def advance(self, secs: float = TOUCH_SECS) -> None:
+        before = psutil.Process().children()
         self.now += secs
         self.marker.act_on_time()
+        self.touching = [one for one in psutil.Process().children() if one not in before]
 
     def settle(self) -> None:
         """Wait until the child that touches it has ended, for which this clock gives it no time."""
-        own = psutil.Process()
-        wait_until(lambda: all(one.status() == psutil.STATUS_ZOMBIE for one in own.children()), "the child has ended")
+        wait_until(lambda: all(map(has_ended, self.touching)), "the child has ended")
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture

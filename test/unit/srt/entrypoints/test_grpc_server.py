@@ -66,6 +66,8 @@ def test_what_the_launcher_ends_on_sigterm_is_announced(listener: Listener) -> N
         os.kill(os.getpid(), signal.SIGTERM)
         await stop.wait()
         rank.terminate()
+        # It was forked with the handler of the loop, and goes on.
+        os.kill(rank.pid or 0, signal.SIGKILL)
         rank.join(LONG)
         return rank.pid or 0
 
