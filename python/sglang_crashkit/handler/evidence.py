@@ -70,7 +70,7 @@ def _always(_run: IncidentRun) -> bool:
 
 
 def _concerns_gpus(run: IncidentRun) -> bool:
-    # In these the server's own GPUs and collectives are none of the matter.
+    # These do not concern the server's own GPUs and collectives.
     return run.incident.kind not in ("peer_lost", "snapshot", "thread_died")
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -75,13 +76,13 @@ class Moment(Enum):
     WRITE = "last: it is held in memory that outlives the processes"
 
 
-class Awaited:
+class Awaited(ABC):
     """Evidence that comes while the crash handler goes on; the end of its incident waits for it."""
 
     @property
+    @abstractmethod
     def is_done(self) -> bool:
         """Whether nothing is waited for."""
-        raise NotImplementedError
 
     @property
     def look_secs(self) -> float:
@@ -90,20 +91,20 @@ class Awaited:
 
     @property
     def secs_left(self) -> float | None:
-        """How long it takes yet, where whoever waits for the incident is to be told; None where it is a moment."""
+        """How long it takes yet, in seconds, to tell who waits for the incident; None where it is a moment."""
         return None
 
     def pids_of(self, _kind: EvidenceKind) -> Set[int]:
         """Return the processes of which evidence of a kind is to come."""
         return frozenset()
 
+    @abstractmethod
     def look(self) -> None:
         """Take in what is whole by now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def give_up(self, reason: str) -> None:
         """Wait no longer for what is not whole yet, for a reason that is noted."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class IncidentRun:
 
     @property
     def secs_left(self) -> float | None:
-        """How long that takes yet, as whoever waits for the incident is to know; see `Awaited.secs_left`."""
+        """How long that takes yet, in seconds; see `Awaited.secs_left`."""
         return max((secs for one in self._awaited if (secs := one.secs_left) is not None), default=None)
 
     @property
@@ -254,7 +255,7 @@ class IncidentRun:
             try:
                 do(one)
                 left += [] if one.is_done else [one]
-            except Exception as error:  # noqa: BLE001 - as above; nobody waits for it any more
+            except Exception as error:  # noqa: BLE001 - as above: it is given up
                 self._note_error(f"the answer to {type(one).__name__}", error)
         self._awaited = left
 

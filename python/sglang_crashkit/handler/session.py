@@ -1,4 +1,4 @@
-"""The incident at hand: what `triage` decides is carried out on it, and whoever waits for it is answered."""
+"""The current incident: what `triage` decides is carried out on it, and whoever waits for it is answered."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class Session:
     # -- the incident
 
     def open_observed(self, seen: Seen, process: TrackedProcess) -> IncidentRun | None:
-        """Begin an incident, None where another one is at hand; whoever begins it captures and finishes it."""
+        """Begin an incident, None where there is one already; whoever begins it captures and finishes it."""
         self.collect_exits()
         before = self.triage.stage
         self.take(seen, Subject(process, clock.now()))
@@ -288,7 +288,7 @@ class Session:
         return True
 
     def note_error(self, what: str, error: Exception, how: str = "failed") -> None:
-        """Log an error of the handler's own, and note it in the incident at hand."""
+        """Log an error of the handler's own, and note it in the current incident."""
         if self.shortages.note(error):
             # It comes with every look, and where it came from does not matter.
             if what in self._lacking:
@@ -484,7 +484,7 @@ class Session:
         self._mailbox.acknowledge(message, captured=known.stacks if known else 0, incident=known and known.incident.id)
 
     def _answer(self, message: Message) -> None:
-        """Acknowledge a message with the incident at hand, if there is one that is finished."""
+        """Acknowledge a message with the current incident, if there is one that is finished."""
         run = self.run
         if run is None or not run.finished:
             self._mailbox.acknowledge(message, ack="finished", path=None)

@@ -48,7 +48,7 @@ _UNKNOWN = ExitStatus()
 
 
 class ActionKind(str, Enum):
-    """What is to be done; each of them concerns the incident at hand, and is nothing where there is none."""
+    """What is to be done; each of them concerns the current incident, and is nothing where there is none."""
 
     OPEN = "open"
     PERMIT = "permit"
@@ -74,7 +74,7 @@ class ActionKind(str, Enum):
     MARK_EXITED = "mark_exited"
     KEEP_PROCESS = "keep_process"
     FORGET_PROCESS = "forget_process"
-    #: These answer the message at hand.
+    #: These answer the current message.
     ANSWER = "answer"
     ANSWER_WHEN_FINISHED = "answer_when_finished"
     ANSWER_CAPTURED = "answer_captured"
@@ -167,7 +167,7 @@ class Shutdown:
 
 @dataclass
 class Stage:
-    """How far the incident at hand is.
+    """How far the current incident is.
 
     Attributes:
         first: what opened it.
@@ -222,7 +222,7 @@ class Triage:
     """Decides for one server.
 
     Attributes:
-        stage: how far the incident at hand is; None where nothing happened yet. It stays when it is finished, until
+        stage: how far the current incident is; None where nothing happened yet. It stays when it is finished, until
             another may come.
     """
 
@@ -246,7 +246,7 @@ class Triage:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the server ends for the incident at hand, which is finished: what fails now is a consequence."""
+        """Whether the server ends for the current incident, which is finished: what fails now is a consequence."""
         return self.stage is not None and self.stage.finished and not self.stage.observed
 
     def next_due(self, *, workers_left: bool) -> float:
@@ -478,7 +478,7 @@ class Triage:
         self._add(ActionKind.ANSWER_STACKS)
 
     def _on_observed(self, seen: Seen, now: float) -> None:
-        """Open an incident of a server that goes on, to be captured by whoever saw it; none where one is at hand."""
+        """Open an incident of a server that goes on, to be captured by whoever saw it; none where there is one."""
         self._make_room()
         if self.stage is None:
             stage = self._open(seen.kind, seen.trigger, seen, now)
@@ -621,7 +621,7 @@ class Triage:
         secs = LAST_WORKERS_SECS if workers_left else LAST_EXITS_SECS
         return float("inf") if gone_at is None else gone_at + secs
 
-    # -- the incident at hand
+    # -- the current incident
 
     def _add(self, do: ActionKind, kind: str = "", words: str = "", captures: Capture = Capture.NONE) -> None:
         self._actions.append(Action(do, kind, words, captures))
@@ -632,7 +632,7 @@ class Triage:
         return self.stage
 
     def _join(self, kind: str, trigger: str, seen: Seen, now: float, event: Event) -> Stage:
-        """Join the incident at hand, captured; open one of `kind` where there is none.
+        """Join the current incident, captured; open one of `kind` where there is none.
 
         One that is finished is that of a server which ends for it.
         """
@@ -644,7 +644,7 @@ class Triage:
         return stage
 
     def _apply(self, stage: Stage, event: Event) -> None:
-        """Take in what `policy` says of an event of the incident at hand."""
+        """Take in what `policy` says of an event of the current incident."""
         action = policy.decide(self.shutdown.mode, event)
         stage.may_end = stage.may_end or event in _ENDS_A_SERVER
         if event is Event.FAILED and not action.ends:
@@ -653,7 +653,7 @@ class Triage:
         self._add(ActionKind.PERMIT, captures=action.captures)
 
     def _make_room(self) -> None:
-        """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
+        """Let what comes be an incident of its own, where the current one tells of a server that went on."""
         stage = self.stage
         if stage is not None and stage.observed and (stage.finished or not stage.may_end):
             self._add(ActionKind.WRITE)

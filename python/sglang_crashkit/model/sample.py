@@ -17,6 +17,8 @@ _ROOT = re.compile(r"^.*/(?:(?:site|dist)-packages|lib/python3\.\d+|python(?=/sg
 #: the name of its class.
 _OUTERMOST = frozenset({"<module>", "_run_module_as_main", "_bootstrap", "Thread._bootstrap"})
 
+_FRAME = re.compile(r"(?P<function>[^()]{1,300}) \((?P<file>[^()]{1,600}?):(?P<line>\d{1,9})\)")
+
 #: Where the kernel keeps a process that a cgroup of version 2 freezes; nothing else sleeps there.
 FREEZER = frozenset({"do_freezer_trap", "get_signal"})
 
@@ -41,6 +43,12 @@ class Frame:
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})" if self.line else f"{self.function} ({self.file})"
+
+    @staticmethod
+    def read(text: str) -> Frame | None:
+        """Return the frame whose form with a line a text is; None where it is none."""
+        found = _FRAME.fullmatch(text)
+        return Frame(found["function"], found["file"], int(found["line"])) if found else None
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ from sglang_crashkit.model.sample import Frame, Sample, Thread
 DOCUMENT = "incident.json"
 #: Of each file that is read here; an incident of 512 ranks has 2 MB.
 _MAX_BYTES = 64 << 20
-_FRAME = re.compile(r"(?P<function>[^()]{1,300}) \((?P<file>[^()]{1,600}?):(?P<line>\d{1,9})\)")
 #: How SGLang names the ranks in front of its log lines, in that order.
 _RANKS = ("dp", "pp", "attn_cp", "moe_dp", "tp", "ep")
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
@@ -473,5 +472,4 @@ def _samples(process: ProcessReport) -> Iterator[Sample]:
 
 def frames_in(lines: Iterable[str]) -> tuple[Frame, ...]:
     """Return the frames that lines are the form of; what is none is left out."""
-    found = (_FRAME.fullmatch(line) for line in lines)
-    return tuple(Frame(one["function"], one["file"], int(one["line"])) for one in found if one)
+    return tuple(filter(None, map(Frame.read, lines)))

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
+import traceback
 from itertools import count
 from pathlib import Path
 
 from sglang_crashkit.srt.exception_record import write_record
-from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.hooks import Lately, never_raises, notify
 
 #: Threads that end in the same way are told of once in this time, in seconds; and so many ways in a process.
 _AGAIN_SECS, _MAX_WAYS = 60.0, 32
 _MAX_NAME = 120
 
-_quiet_until: dict[tuple[object, ...], float] = {}
+_lately = Lately(_AGAIN_SECS, _MAX_WAYS)
 _numbers = count(1)
 
 
@@ -47,25 +47,10 @@ def _tell(args: threading.ExceptHookArgs, of_all: bool) -> None:
     # A thread ends itself by SystemExit; as the interpreter ends, what a thread uses is taken from it.
     if error is None or isinstance(error, SystemExit) or sys.is_finalizing():
         return
-    places, trace = list[str](), args.exc_traceback
-    while trace is not None:
-        places.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
-        trace = trace.tb_next
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(args.exc_traceback)]
     is_sglangs = any("/sglang/" in place for place in places)
-    if (of_all or is_sglangs) and threading.main_thread().is_alive() and _is_news((type(error), *places)):
+    if (of_all or is_sglangs) and threading.main_thread().is_alive() and _lately.is_news((type(error), *places)):
         name = args.thread.name if args.thread is not None else ""
         told = write_record(error, f"thread_exception-{next(_numbers)}")
         if not notify("thread_died", thread=name[:_MAX_NAME], **told) and told["record"] is not None:
             Path(told["record"]).unlink(missing_ok=True)
-
-
-def _is_news(way: tuple[object, ...]) -> bool:
-    now = time.monotonic()
-    # Several threads may end at once.
-    for known, until in list(_quiet_until.items()):
-        if until <= now:
-            _quiet_until.pop(known, None)
-    if way in _quiet_until or len(_quiet_until) >= _MAX_WAYS:
-        return False
-    _quiet_until[way] = now + _AGAIN_SECS
-    return True

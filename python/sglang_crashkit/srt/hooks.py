@@ -9,6 +9,7 @@ import logging
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,30 @@ def note_gone(error: AttributeError, instead: Result) -> Result:
         _gone.add(name)
         logger.warning("crash kit: the scheduler of this SGLang has no %s, and the kit does without it", name)
     return instead
+
+
+class Lately:
+    """What was told lately, and is not again for a time; may be used from any thread.
+
+    Args:
+        secs: for how long, in seconds.
+        most: how many are kept; while there are as many, no other is news.
+    """
+
+    def __init__(self, secs: float, most: int) -> None:
+        self._secs, self._most = secs, most
+        self._quiet_until: dict[object, float] = {}
+        self._lock = threading.Lock()
+
+    def is_news(self, what: object) -> bool:
+        """Say whether something is to be told now; it counts as told then."""
+        now = time.monotonic()
+        with self._lock:
+            self._quiet_until = {each: until for each, until in self._quiet_until.items() if now < until}
+            if what in self._quiet_until or len(self._quiet_until) >= self._most:
+                return False
+            self._quiet_until[what] = now + self._secs
+        return True
 
 
 def in_place_of(function: Function, action: Function, *, meant: type[Exception] | tuple[()] = ()) -> Function:

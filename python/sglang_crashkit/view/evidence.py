@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ _MAX_BYTES, _MAX_LINE = 64 << 20, 4 << 20
 _MAX_HEAD, _MAX_PARAMETER, _MAX_TEXT = 150, 60, 20_000
 #: Evidence with stacks, the one that tells most of a process that failed first.
 _KINDS = ("fault_stack", "stack")
-_KIT, _FRAME = "sglang_crashkit/", re.compile(r"([^(]{0,400}) \(([^()]{1,600}):([0-9]{1,9})\)")
+_KIT = "sglang_crashkit/"
 _SAMPLING = "sampling_params."
 #: What SGLang takes where a request does not say; OpenAI's API writes these down.
 _DEFAULTS: Mapping[str, object] = {
@@ -64,8 +63,7 @@ def stacks_of(process: ProcessReport, files: IncidentFiles) -> Iterator[Stack]:
 
 
 def _frame_of(text: str) -> Frame:
-    found = _FRAME.fullmatch(text)
-    return Frame(found[1], found[2], int(found[3])) if found else Frame(text, "", 0)
+    return Frame.read(text) or Frame(text, "", 0)
 
 
 @dataclass(frozen=True)

@@ -123,11 +123,11 @@ class Held:
 
 
 class HeldMemory:
-    """The memory of one kind, of the server at hand.
+    """The memory of one kind, of this server.
 
     Attributes:
         held: all of it.
-        taken: that of dead processes that the incident at hand has.
+        taken: that of dead processes that the current incident has.
         dropped: how many pieces were given back before any incident had them.
     """
 
@@ -189,7 +189,7 @@ class HeldMemory:
 
 
 class RequestJournals(HeldMemory):
-    """The journals of the server at hand."""
+    """The journals of this server."""
 
     what = "request journal"
 

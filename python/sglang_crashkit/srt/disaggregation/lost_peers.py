@@ -7,7 +7,6 @@ KV transfer to it. The kit wraps the two methods of SGLang's ``kv_manager`` by w
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -17,7 +16,7 @@ import msgspec
 
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, Role, Sign
-from sglang_crashkit.srt.hooks import before, never_raises, notify
+from sglang_crashkit.srt.hooks import Lately, before, never_raises, notify
 
 #: No more requests than this are looked at in one of SGLang's queues, so that a look stays short.
 _MAX_REQUESTS = 1024
@@ -67,22 +66,11 @@ def watch_decode_servers(queue: Any) -> None:
 
 
 class _Reports:
-    """What one queue of SGLang's has reported; may be used from any thread."""
+    """What one queue of SGLang's has reported: of each peer once a minute; may be used from any thread."""
 
     def __init__(self, role: Role, sign: Sign) -> None:
         self._fields = {"role": role, "sign": sign}
-        self._quiet_until: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def is_news(self, address: str) -> bool:
-        """Say whether a peer is to be reported now; it is not again for a minute."""
-        now = time.monotonic()
-        with self._lock:
-            self._quiet_until = {each: until for each, until in self._quiet_until.items() if now < until}
-            if address in self._quiet_until or len(self._quiet_until) >= MAX_PEERS:
-                return False
-            self._quiet_until[address] = now + AGAIN_SECS
-        return True
+        self.is_news = Lately(AGAIN_SECS, MAX_PEERS).is_news
 
     def send(self, address: str, reason: str, waiting: Iterator[tuple[Any, Any]]) -> None:
         """Report a peer, with the requests that wait, each with SGLang's own sender or receiver of its KV cache."""

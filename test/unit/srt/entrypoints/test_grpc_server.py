@@ -64,7 +64,7 @@ def test_what_the_launcher_ends_on_sigterm_is_announced(listener: Listener) -> N
         rank = CONTEXT.Process(target=time.sleep, args=(LONG,), daemon=True)
         rank.start()
         os.kill(os.getpid(), signal.SIGTERM)
-        await stop.wait()
+        await asyncio.wait_for(stop.wait(), LONG)
         rank.terminate()
         # It was forked with the handler of the loop, and goes on.
         os.kill(rank.pid or 0, signal.SIGKILL)
