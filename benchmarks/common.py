@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -32,6 +33,8 @@ _Value = TypeVar("_Value")
 #: The second of two tensor-parallel ranks.
 VICTIM = "sglang::scheduler_TP1"
 HANDLER = "sglang::crash_handler"
+#: A crash handler has ended so long after its server, in seconds.
+CLEAN_S = 60.0
 
 
 def incidents(folder: Path) -> list[dict[str, Any]]:
@@ -76,8 +79,17 @@ def serving(lane: Lane, *options: str, **how: Any) -> Iterator[tuple[Server, Pat
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """Have an empty folder until the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="crashkit-benchmark-") as name:
-        yield Path(name)
+    folder = Path(tempfile.mkdtemp(prefix="crashkit-benchmark-"))
+
+    def is_gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    try:
+        yield folder
+    finally:
+        # A crash handler outlives its server, and may write still.
+        wait_for(is_gone, CLEAN_S)
 
 
 def status_of(missed: Sequence[str]) -> int:

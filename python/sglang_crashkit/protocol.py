@@ -35,7 +35,7 @@ _TOLD = {"message": (str,), "titles": (dict,), "exit_codes": (dict,)}
 #: first ones go from the server to its handler, the last two from the handler to the server's main process.
 EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "launch": {"mode": (str,)},
-    "member": {},
+    "member": {"title": (str,)},
     "members": {"started": (list,)},
     "heartbeat": {"modes": (dict,), "gpu": (str,)},
     "journal": {},

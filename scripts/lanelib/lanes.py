@@ -40,8 +40,8 @@ SELDOM_COLLECTED = "import gc; gc.set_threshold(100_000, 20, 20)\n"
 RELEASE = re.compile(r"\d+\.\d+\.\d+(\.post\d+|rc\d+)?")
 #: The locks were resolved for this python.
 LANE_PYTHON = "3.11"
-#: What prefill/decode disaggregation needs beside SGLang.
-EXTRAS = ("mooncake-transfer-engine-non-cuda", "sglang-router")
+#: What prefill/decode disaggregation and Ray need beside SGLang.
+EXTRAS = ("mooncake-transfer-engine-non-cuda", "ray", "sglang-router")
 #: Packages of the same release go up within this time of each other.
 SETTLING = timedelta(days=1)
 HEADER = """\

@@ -278,7 +278,7 @@ def call(name, hook, kind):
         arguments = [999999999] if name == "on_kill_process_tree" else [Hostile()]
         arguments = [[Hostile()], [Hostile()]] if name == "on_wait_for_scheduler_ready" else arguments
         arguments = [[Hostile()], 0.1] if name == "on_wait_for_reap" else arguments
-        if name == "on_grpc_program":
+        if name in ("on_grpc_program", "on_encoder_rank"):
             return ended(hook(launcher)(*arguments)) == "upstream's"
         return hook(function)(*arguments) in ("upstream's", None)
     if kind == "_unchanged":

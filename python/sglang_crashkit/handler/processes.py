@@ -285,6 +285,19 @@ class ProcessTree:
         self.reread_title(process)
         return process if was_ignorable else None
 
+    def adopt(self, pid: int, title: str) -> None:
+        """Take in a process that says itself what it is: no process of the server started it, or SGLang titles it not.
+
+        Its `title` is the one given until it has one of SGLang's.
+
+        Raises:
+            OSError: it cannot be watched, or is gone.
+        """
+        process = self._processes.get(pid) or self._add(pid, is_root=False)
+        # The root of a handler that an actor started is a rank, and no program of a user's.
+        process.title, process.is_own, process.is_awaited, process.parent = title, True, True, None
+        self._changed_at = self._registered_at = time.monotonic()
+
     def started_by_own(self, process: TrackedProcess) -> bool:
         """Say whether the main process or one of the server's own started a process, and nobody else in between.
 

@@ -21,7 +21,7 @@ from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.triage import Seen
 from sglang_crashkit.incident.marker import ServerMarker
-from sglang_crashkit.kernel import clock, forked, procfs
+from sglang_crashkit.kernel import clock, forked, procfs, titles
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
@@ -38,6 +38,8 @@ _SCAN_SETTLED_SECS = 4.0
 _RETRY_SECS = 1.0
 #: More than one machine's server ever starts.
 _MAX_MEMBERS = 4096
+#: What a process may be by its own word.
+_UNTITLED = frozenset({"scheduler", "encoder"})
 #: Messages that `triage` judges, beside those that anybody may send or the main process alone.
 _JUDGED = frozenset(
     {
@@ -165,7 +167,7 @@ class CrashHandler:
             self._lost_peers.take(fields, sender)
         elif event == "member":
             # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
-            if self.tree.started_by_own(sender):
+            if sender.is_own or self.tree.started_by_own(sender):
                 self._register(sender.pid, 0)
         elif event == "members" and (sender.is_root or sender.is_own):
             self.tree.refresh()
@@ -190,7 +192,10 @@ class CrashHandler:
                 self._guard(what, functools.partial(self._take_message, message))
 
     def _take_message(self, message: Message) -> None:
-        if message.pid not in self.tree and message.pid not in self._foreign:
+        if message.event == "member" and titles.role_of(title := message.fields.get("title", "")) in _UNTITLED:
+            # Of one that Ray's daemon started nobody but itself can say that it is this server's.
+            self.tree.adopt(message.pid, title)
+        elif message.pid not in self.tree and message.pid not in self._foreign:
             self.look()
             if message.pid not in self.tree:
                 # Looking costs more than sending, and whoever sends that may never end.

@@ -32,7 +32,7 @@ from sglang_crashkit.kernel import cgroup, procfs
 from sglang_crashkit.kernel.forked import ForkedCall, is_reaped
 from sglang_crashkit.kernel.kernel_log import KERNEL_LOG, lines_since
 from sglang_crashkit.kernel.private_files import read_regular
-from sglang_crashkit.kernel.procfs import own_namespace
+from sglang_crashkit.kernel.procfs import boot_id, own_namespace
 from sglang_crashkit.model import lenient
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, iso_time
 from sglang_crashkit.redact import redact_text
@@ -49,7 +49,6 @@ TOUCH_SECS = 30.0
 _LOOK_SECS = 0.5
 #: What a child answers where there is no marker.
 _GONE = -1
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_BYTES, _MAX_WORDS, _MAX_KERNEL_LINES = 1 << 16, 200, 3
 #: What the kernel says of processes that it ends, and of a machine that fails; of so many lines at most.
 _TELLING = re.compile(
@@ -197,7 +196,7 @@ def _describe(pid: int, start_ticks: int) -> Marker:
     arguments = hashlib.sha256(redact_text("\0".join(cmdline)).encode(errors="replace")).hexdigest()[:16]
     server, started = server_info(pid, start_ticks), procfs.started_at(start_ticks)
     title = procfs.title_of(cmdline, f"process {pid}")
-    return Marker(server, title, started, _BOOT_ID.read_text().strip(), arguments, list(_counts(pid)))
+    return Marker(server, title, started, boot_id(), arguments, list(_counts(pid)))
 
 
 def _counts(pid: int) -> Iterator[Count]:
@@ -233,7 +232,7 @@ def incident_of(marker: Marker, incident_id: str, kernel_log: str = KERNEL_LOG) 
     """Return the incident of a server that is gone with its crash handler, which is not judged."""
     server, now = marker.server, time.time()
     since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-    is_same_boot = marker.boot_id == _BOOT_ID.read_text().strip()
+    is_same_boot = marker.boot_id == boot_id()
     gone_by = now if is_same_boot else max(marker.touched, now - since_boot)
     trigger = Trigger(VANISHED, iso_time(marker.touched), server.pid, visible(marker.title)[:_MAX_WORDS])
     incident = Incident(incident_id, VANISHED, trigger, server, complete=True)

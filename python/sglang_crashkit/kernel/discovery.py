@@ -1,8 +1,8 @@
 """Find the processes of the SGLang servers on this host, without SGLang's help.
 
-SGLang titles its workers (see `titles`). Where no scheduler is titled, because setproctitle is missing or the ranks
-have not got that far, the Python processes that run SGLang are taken, with those that multiprocessing spawned for them.
-Whether any scheduler is titled is asked for each user and Slurm job: of what others run here, nothing follows.
+SGLang titles its workers (see `titles`). Where a server has no titled scheduler, because setproctitle is missing, the
+ranks have not got that far, or it has encoders, the Python processes that run SGLang are taken, with those that
+multiprocessing spawned for them.
 """
 
 from __future__ import annotations
@@ -164,18 +164,11 @@ class _Host:
 
     def find(self, candidates: Sequence[_Entry], *, everything: bool) -> Iterator[FoundProcess]:
         schedulers = [entry for entry in candidates if entry.is_scheduler]
-        roots = [entry.pid for entry in candidates if not entry.is_titled]
-        if not schedulers:
-            # Its schedulers may run as another user.
-            titled = {self.server_of(pid) for pid, entry in self._entries.items() if entry.is_scheduler}
-            chosen = {
-                pid
-                for root in roots
-                if root not in titled
-                for pid in self._tree(root, lambda entry: entry.is_of_sglang)
-            }
-            yield from self._describe(chosen, "command line")
-            return
+        # Its schedulers may run as another user.
+        titled = {self.server_of(pid) for pid, entry in self._entries.items() if entry.is_scheduler}
+        roots = [entry.pid for entry in candidates if not entry.is_titled and self.server_of(entry.pid) not in titled]
+        untitled = {pid for root in roots for pid in self._tree(root, lambda entry: entry.is_of_sglang)}
+        yield from self._describe(untitled, "command line")
         chosen = {entry.pid for entry in schedulers}
         if everything:
             chosen |= {entry.pid for entry in candidates if entry.is_titled}

@@ -327,6 +327,11 @@ class TreeScanner:
         return members
 
 
+def boot_id() -> str:
+    """Return what tells this boot of this machine from every other, also within a container; proc_sys_kernel(5)."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
 def server_key(pid: int, start_ticks: int) -> str:
     """Return what a process of this one's own PID namespace is called in the names of files that several servers share.
 

@@ -14,11 +14,13 @@ _RANK = re.compile(r"_(ATTN_CP|MOE_DP|DP|PP|TP|EP)(\d+)(?=_|$)")
 #: What titles begin with, the longest first.
 _ROLES = (
     *("scheduler", "detokenizer_router", "detokenizer", "data_parallel_controller"),
-    *("tokenizer_worker", "crash_handler"),
+    *("tokenizer_worker", "crash_handler", "encoder"),
 )
 
 #: Beside the schedulers, those without which no request is answered; a compiler or another helper comes and goes.
-NEEDED = frozenset({"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker"})
+NEEDED = frozenset(
+    {"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker", "encoder"}
+)
 
 
 def role_of(title: str, *, is_root: bool = False) -> str:
@@ -41,8 +43,8 @@ def role_of(title: str, *, is_root: bool = False) -> str:
 
 
 def rank_of(title: str) -> dict[str, int]:
-    """Return the ranks in a scheduler's title by lower-case name, such as ``{"dp": 0, "tp": 1}``."""
-    if not title.startswith(_PREFIX + "scheduler"):
+    """Return the ranks in a scheduler's or an encoder's title by lower-case name, such as ``{"dp": 0, "tp": 1}``."""
+    if not title.startswith((f"{_PREFIX}scheduler", f"{_PREFIX}encoder")):
         return {}
     return {name.lower(): int(number) for name, number in _RANK.findall(title)}
 

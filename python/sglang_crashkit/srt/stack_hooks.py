@@ -120,12 +120,18 @@ def on_tokenizer_worker(worker: type) -> type:
 
 
 @never_raises
-def install_in_worker(server_args: Any = None) -> None:
-    """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler."""
+def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
+    """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler.
+
+    Args:
+        server_args: the ``ServerArgs``, where they are at hand.
+        title: what it is where SGLang gives it no title.
+    """
+    named = {"title": title} if title else {}
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
-    title = procfs.read_title(os.getpid())
+    title = title or procfs.read_title(os.getpid())
     if title.startswith(_WORKER) and Settings.from_environ().enabled:
-        notify("member")
+        notify("member", **named)
         tell_uncaught(known_gpu)
         watch_threads(of_all=True)
         keep_log_records(server_args, of_all=True)

@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -326,6 +328,35 @@ def test_a_child_that_dies_unknown_opens_no_incident(start_server: Start) -> Non
     os.kill(pid, signal.SIGKILL)
     server.settle()
     assert server.incidents() == []
+
+
+@pytest.mark.parametrize(
+    ("title", "told"), [("sglang::scheduler_TP2", True), ("sglang::encoder_TP1", True), ("cc", False)]
+)
+def test_a_rank_that_another_daemon_started_is_the_servers_by_its_own_word(
+    start_server: Start, title: str, told: bool
+) -> None:
+    server = start_server(mode="library")
+    say = "import sys; from sglang_crashkit.protocol import notify; notify(sys.argv[1], 'member', title=sys.argv[2]); "
+    command = [
+        sys.executable,
+        "-c",
+        f"{say} print(flush=True); sys.stdin.read()",
+        str(server.runtime / "handler.sock"),
+        title,
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        server.settle()
+        rank.kill()
+    if told:
+        document = server.incident().document
+        assert document["kind"] == "killed"
+        assert document["verdict"]["first_failure"] == {"pid": rank.pid, "title": title}
+    else:
+        server.settle()
+        assert server.incidents() == []
 
 
 def test_rubbish_is_passed_over(quiet_server: Server) -> None:

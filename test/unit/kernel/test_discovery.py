@@ -136,6 +136,12 @@ def test_without_titles_sglang_is_found_with_what_it_spawned(tmp_path: Path) -> 
     assert found[0].server_arguments[-2:] == ("--disaggregation-mode", "prefill")
 
 
+def test_a_server_without_titles_is_found_beside_one_that_has_them(tmp_path: Path) -> None:
+    with family(*RANKS), program(tmp_path, LAUNCH, SPAWNS) as (server, _line):
+        found = {one.pid: one.way for one in find_processes().processes}
+    assert found[server] == "command line"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_processes_are_passed_over_and_told_of() -> None:
     with family(*RANKS) as (_server, pids), child(f"os.setuid(65534); {SLEEP}", title="sglang::scheduler_TP7") as other:

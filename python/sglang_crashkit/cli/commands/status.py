@@ -87,17 +87,15 @@ def find_running_servers() -> list[RunningServer]:
         servers.setdefault(one.server or one.pid, []).append(one)
     for main, members in servers.items():
         if hooked.isdisjoint(one.pid for one in members):
-            found.setdefault(_runtime_of(main) or f"none of {main}", _look_at_main(main, members[0]))
+            # Its ranks have no titles yet, or get none.
+            runtime = next(filter(None, map(_runtime_of, dict.fromkeys([main, *(one.pid for one in members)]))), "")
+            worker = members[0]
+            is_new = worker.way == "command line"
+            problem = "" if is_new else "it was started without the kit, or by a launch that has none"
+            unwatched = RunningServer(worker.pid, worker.title, "", None, problem)
+            its = _look(main, procfs.read_title(main), runtime) if runtime else unwatched
+            found.setdefault(runtime or f"none of {main}", its)
     return list(found.values())
-
-
-def _look_at_main(main: int, worker: FoundProcess) -> RunningServer:
-    """Look at a server none of whose workers has hooks, such as one that has no workers."""
-    if runtime := _runtime_of(main):
-        return _look(main, procfs.read_title(main), runtime)
-    # Its ranks have no titles yet, or get none.
-    problem = "" if worker.way == "command line" else "it was started without the kit, or by a launch that has none"
-    return RunningServer(worker.pid, worker.title, "", None, problem)
 
 
 def _look(pid: int, title: str, folder_path: str) -> RunningServer:

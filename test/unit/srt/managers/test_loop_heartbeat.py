@@ -62,10 +62,16 @@ class Tokenizer:
         self.event_loop = asyncio.get_running_loop()
 
 
+def count_tasks() -> int:
+    gc.collect()
+    return sum(isinstance(one, asyncio.Task) for one in gc.get_objects())
+
+
 def test_a_loop_beats_from_its_first_request_until_it_ends(listener: Listener, written: list[HeartbeatWriter]) -> None:
     manager = Tokenizer()
     start_loop_heartbeat(manager)
     assert written == []
+    tasks = count_tasks()
 
     async def serve() -> None:
         for _request in range(3):
@@ -82,8 +88,7 @@ def test_a_loop_beats_from_its_first_request_until_it_ends(listener: Listener, w
     assert said(written).is_off
     assert manager.created == 3
     # Its memory is given back, and nothing of it is on the way of a request.
-    gc.collect()
-    assert not any(isinstance(one, asyncio.Task) for one in gc.get_objects())
+    assert count_tasks() == tasks
     assert "auto_create_handle_loop" not in vars(manager)
     message = listener.heard()
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("heartbeat", os.getpid(), True)

@@ -1,0 +1,47 @@
+"""Hooks of ``sglang/srt/disaggregation/encoder/``, before 0.5.19 ``encode_server.py``: an encoder-only server.
+
+Its main process is the first rank, starts the others itself, and serves on without them. SGLang gives none of them a
+title.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from sglang_crashkit.srt.entrypoints.engine import on_engine_launch
+from sglang_crashkit.srt.hooks import Function, before, never_raises
+from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.stack_hooks import install_in_worker
+
+
+def on_encoder_launch(launch: Function) -> Function:
+    """Wrap what launches the server, over HTTP or gRPC: its crash handler is there before its first rank."""
+    return before(launch, on_engine_launch)
+
+
+def on_encoder_rank(run: Function) -> Function:
+    """Wrap what a rank runs: it joins its server, and the exception that ends it is told.
+
+    Raises:
+        Whatever it does.
+    """
+
+    @functools.wraps(run)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _join(run, *args, **kwargs)
+        try:
+            return await run(*args, **kwargs)
+        except Exception:
+            on_scheduler_exception()
+            raise
+
+    return wrapper
+
+
+@never_raises
+def _join(run: Function, *args: Any, **kwargs: Any) -> None:
+    told = inspect.signature(run).bind(*args, **kwargs).arguments
+    rank = f"TP{told['rank']}" if "rank" in told else f"DP{told['dp_rank']}"
+    install_in_worker(told["server_args"], title=f"sglang::encoder_{rank}")

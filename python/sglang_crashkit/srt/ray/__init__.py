@@ -1,0 +1,1 @@
+"""Hooks of ``sglang/srt/ray/``: the ranks are Ray's actors, which Ray's own daemon starts."""

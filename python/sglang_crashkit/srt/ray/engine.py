@@ -1,0 +1,48 @@
+"""Hooks of ``sglang/srt/ray/engine.py``: an engine launches its ranks as Ray's actors, and ends them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from sglang_crashkit.srt import crash_exit, startup
+from sglang_crashkit.srt.entrypoints.engine import on_ranks_ready
+from sglang_crashkit.srt.hooks import Function, before, never_raises
+from sglang_crashkit.srt.ray.scheduler_actor import let_carry
+from sglang_crashkit.srt.server_args import withdraw_crash_dump_env
+from sglang_crashkit.srt.startup import StartupError
+from sglang_crashkit.srt.utils.common import announce_teardown
+
+
+def on_ray_launch(launch: Function) -> Function:
+    """Wrap ``RayEngine._launch_scheduler_processes``: the actors learn of the handler, and it of a launch that fails.
+
+    Raises:
+        Whatever the launch does, once the incident is whole.
+    """
+
+    @functools.wraps(launch)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        let_carry(*args, **kwargs)
+        try:
+            result = launch(*args, **kwargs)
+        except Exception as error:
+            _report(error)
+            raise
+        finally:
+            withdraw_crash_dump_env()
+        on_ranks_ready()
+        return result
+
+    return wrapper
+
+
+@never_raises
+def _report(error: Exception) -> None:
+    crash_exit.end_by_status(error, startup.report(StartupError("failed", [], f"{type(error).__name__}: {error}")))
+
+
+def on_ray_shutdown(shutdown: Function) -> Function:
+    """Wrap ``RayEngine.shutdown``, which kills the actors: it means to."""
+    return before(shutdown, lambda *_args: announce_teardown(os.getpid(), whole=False))

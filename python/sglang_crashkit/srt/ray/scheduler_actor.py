@@ -1,0 +1,96 @@
+"""Hook of ``sglang/srt/ray/scheduler_actor.py``: a rank that is Ray's actor starts, and fails.
+
+Ray's daemon starts it, in an environment of its own, and no process of the server is above it: it says itself that it
+is this server's. Its process is called as Ray likes, so it says its title, too. An actor on a node without the engine's
+crash handler has one of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from sglang_crashkit import protocol
+from sglang_crashkit.kernel.procfs import boot_id
+from sglang_crashkit.settings import MODE_VARIABLE, SOCKET_VARIABLE, SPOOL_VARIABLE, Settings
+from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_ranks_ready
+from sglang_crashkit.srt.hooks import Function, never_raises, notify
+from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.server_args import set_here
+
+#: What an actor's ``PortArgs`` have beside their own fields: the engine's node, and variables of its environment.
+_CARRIED = "crashkit"
+
+
+@never_raises
+def let_carry(_engine: type, _server_args: Any, port_args: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Have actors know the handler that get these ``PortArgs``, or others that this process makes from now on."""
+    names = (SOCKET_VARIABLE, SPOOL_VARIABLE, MODE_VARIABLE)
+    environ = set_here | {name: os.environ[name] for name in names if name in os.environ}
+    if not Settings.from_environ().enabled or SOCKET_VARIABLE not in environ:
+        return
+    kind, carried = type(port_args), (boot_id(), environ)
+    setattr(port_args, _CARRIED, carried)
+    # The data-parallel controller makes some for each of its ranks. An attribute of a class is not pickled.
+    make = getattr(kind.init_new, "__wrapped__", kind.init_new)
+
+    @functools.wraps(make)
+    def init_new(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        setattr(made, _CARRIED, carried)
+        return made
+
+    kind.init_new = staticmethod(init_new)
+
+
+def on_scheduler_actor(method: Function) -> Function:
+    """Wrap ``SchedulerActor.__init__`` and its ``run_event_loop``: the exception that ends one is told.
+
+    Raises:
+        Whatever the method does.
+    """
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Ray sends the class by value, maybe to a node without the kit: nothing of it may be needed to load this.
+        try:
+            from sglang_crashkit.srt.ray import scheduler_actor as kit
+        except ImportError:
+            return method(self, *args, **kwargs)
+        return kit.run_method(method, self, *args, **kwargs)
+
+    return wrapper
+
+
+def run_method(method: Function, actor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of an actor, and tell of the exception that ends it.
+
+    Raises:
+        Whatever the method does.
+    """
+    is_start = method.__name__ == "__init__"
+    if is_start:
+        _join(**kwargs)
+    try:
+        result = method(actor, *args, **kwargs)
+    except BaseException:
+        on_scheduler_exception()
+        raise
+    if is_start:
+        on_ranks_ready()
+    return result
+
+
+@never_raises
+def _join(*, server_args: Any, port_args: Any, tp_rank: int = 0, **_others: Any) -> None:
+    carried: tuple[str, dict[str, str]] | None = getattr(port_args, _CARRIED, None)
+    if carried is None:
+        return
+    node, environ = carried
+    if node == boot_id() and protocol.is_reachable(environ[SOCKET_VARIABLE]):
+        os.environ.update(environ)
+    else:
+        on_engine_launch(server_args)
+    # Until it has its own, which the handler looks for when this process has its logger.
+    notify("member", title=f"sglang::scheduler_TP{tp_rank}")
