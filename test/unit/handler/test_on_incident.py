@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from kubernetes_validate import latest_version, validate
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from sglang_crashkit.errors import CrashkitError
@@ -236,6 +237,7 @@ def test_the_recipe_for_kubernetes_makes_an_event_of_the_pod(
     assert outcome_of(recipe("tell-kubernetes"), **variables)["done"]
     assert (tmp_path / "arguments").read_text() == "create --namespace inference --filename -\n"
     event = json.loads((tmp_path / "event").read_text())
+    validate(event, latest_version(), strict=True)
     assert (event["kind"], event["involvedObject"]["name"], event["metadata"]["namespace"]) == (
         "Event",
         "pod-1",
