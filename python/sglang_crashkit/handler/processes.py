@@ -377,17 +377,26 @@ class ProcessTree:
                 self.forget(known)
 
     def _age_oom_counters(self) -> None:
-        """Compare with a count of half a minute to a minute ago.
+        """Compare with a count of half a minute to a minute ago, and pass over the kills of others.
 
         An older one would blame a kill of today on another process that was killed last week; a newer one may already
-        hold the kill in question, because a large process takes seconds to die.
+        hold the kill in question, because a large process takes seconds to die. A kill of which none of these
+        processes is dying was that of a neighbour in the container.
         """
-        if time.monotonic() < self._aged_at + OOM_AGE_SECS:
-            return
-        self._aged_at = time.monotonic()
-        for process in self.alive():
-            process.oom_counter = process.newer_oom_counter or process.oom_counter
-            process.newer_oom_counter = cgroup.find_counter(process.pid)
+        living = self.alive()
+        if time.monotonic() >= self._aged_at + OOM_AGE_SECS:
+            self._aged_at = time.monotonic()
+            for process in living:
+                process.oom_counter = process.newer_oom_counter or process.oom_counter
+                process.newer_oom_counter = cgroup.find_counter(process.pid)
+        # The counts before the processes: whoever is killed meanwhile is in none of them.
+        now = {counter.path: counter.read_again() for process in living if (counter := process.oom_counter)}
+        behind = [process for process in living if (counter := process.oom_counter) and now[counter.path] != counter]
+        if behind and not any(procfs.is_ending(process.pid) for process in living):
+            for process in behind:
+                assert process.oom_counter is not None
+                newest = now[process.oom_counter.path] or process.oom_counter
+                process.oom_counter = process.newer_oom_counter = newest
 
     def _is_forgotten(self, pid: int) -> bool:
         stat = procfs.read_stat(pid) if pid in self._forgotten else None

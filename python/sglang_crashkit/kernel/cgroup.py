@@ -23,8 +23,13 @@ class OomCounter:
 
     def grown_by(self) -> int | None:
         """Return how many processes of the cgroup the OOM killer has ended since, None where it cannot be told."""
+        now = self.read_again()
+        return None if now is None else now.kills - self.kills
+
+    def read_again(self) -> OomCounter | None:
+        """Return it as it is now, None where it cannot be read."""
         now = read_count(self.path, "oom_kill")
-        return None if now is None else now - self.kills
+        return None if now is None else OomCounter(self.path, now)
 
 
 @dataclass(frozen=True)

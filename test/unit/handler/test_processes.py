@@ -109,18 +109,25 @@ def test_nobody_is_registered_by_the_pid_of_an_earlier_process(server: Server, s
     assert not tracked.matters
 
 
-def test_an_oom_kill_of_long_ago_is_not_counted(
-    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def oom_kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What the memory cgroup of all processes counts."""
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 3\n")
-    monkeypatch.setattr(
-        cgroup, "find_counter", lambda pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))
-    )
+    find = lambda pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))  # noqa: E731
+    monkeypatch.setattr(cgroup, "find_counter", find)
+    return events
+
+
+def test_an_oom_kill_of_long_ago_is_not_counted(
+    server: Server, oom_kills: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree = ProcessTree(server.pid)
+    # Nobody reaps it, so that it is dying all the time.
+    server.ask(f"end {server.start()}")
     counter = tree.root.oom_counter
     assert counter is not None
-    events.write_text("oom_kill 4\n")
+    oom_kills.write_text("oom_kill 4\n")
     tree.refresh()
     assert tree.root.oom_counter is counter, "a kill of this moment is counted"
     monkeypatch.setattr(processes, "OOM_AGE_SECS", 0.0)
@@ -128,6 +135,20 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
     tree.refresh()
     assert tree.root.oom_counter.grown_by() == 0
+
+
+def test_the_oom_kill_of_a_neighbour_in_the_container_is_no_processs_own(server: Server, oom_kills: Path) -> None:
+    tree, pid = ProcessTree(server.pid), server.start()
+    tree.refresh()
+    oom_kills.write_text("oom_kill 4\n")
+    tree.refresh()
+    counters = [tree.get(one).oom_counter for one in (server.pid, pid)]
+    assert [counter.grown_by() for counter in counters] == [0, 0]
+    # The next one is that of the process that dies then.
+    oom_kills.write_text("oom_kill 5\n")
+    server.ask(f"end {pid}")
+    tree.refresh()
+    assert tree.get(pid).oom_counter.grown_by() == 1
 
 
 #: In a PID namespace of its own, where it says which process id is the next one.
