@@ -13,13 +13,13 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import RESERVE, IncidentFolder, new_id
 from sglang_crashkit.incident.judging import explain, judge, read_log
-from sglang_crashkit.incident.marker import MARKER, VANISHED, Marker, incident_of, read_marker
+from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS, VANISHED, Marker, incident_of, read_marker
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import (
@@ -64,7 +64,7 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
         run: the runtime folders of servers on this host.
         limits: what a new incident may take of the disk.
     """
-    finished = []
+    finished: list[Path] = []
     for torn in incidents.glob(".*.new"):
         with contextlib.suppress(OSError):
             if time.time() - torn.lstat().st_mtime > AGE_SECS:
@@ -74,15 +74,25 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
     except (OSError, CrashkitError) as error:
         logger.warning("the unfinished incidents in %s stay as they are: %s", incidents, error)
         return []
-    for folder in _own_folders(opened.path) if opened is not None else ():
+    if opened is None:
+        return []
+    folders = list(_own_folders(opened.path))
+    finished += _finish_each([folder for folder in folders if not _is_empty(folder)], incidents)
+    finished += _take_markers(incidents, opened.path, run, limits)
+    # Last: where its server vanished, that is told by now.
+    finished += _finish_each([folder for folder in folders if _is_empty(folder)], incidents)
+    return finished
+
+
+def _finish_each(folders: Sequence[Path], incidents: Path) -> Iterator[Path]:
+    for folder in folders:
         try:
             if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
             elif _finish(folder, final := incidents / folder.name.removeprefix(PARTIAL)):
-                finished.append(final)
+                yield final
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("the unfinished incident %s stays as it is: %s", incidents / folder.name, error)
-    return finished + (list(_take_markers(incidents, opened.path, run, limits)) if opened is not None else [])
 
 
 def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskLimits | None) -> Iterator[Path]:
@@ -160,6 +170,10 @@ def _finish(folder: Path, final: Path) -> bool:
             # It is made of that anew.
             shutil.rmtree(folder)
             return False
+        if incident is None and name is not None and _has_vanished(folder.parent, name.seconds):
+            # Its server was killed as it was begun.
+            shutil.rmtree(folder)
+            return False
         (folder / RESERVE).unlink(missing_ok=True)
         for torn in folder.rglob(".*.new"):
             torn.unlink(missing_ok=True)
@@ -176,6 +190,16 @@ def _finish(folder: Path, final: Path) -> bool:
     finally:
         lock.release()
     return True
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any((folder / name).exists() for name in (LOG, "incident.json"))
+
+
+def _has_vanished(incidents: Path, seconds: float) -> bool:
+    """Say whether a server is told to have vanished at that time, which its marker tells within a touch or two."""
+    names = filter(None, (parse_name(path.name) for path in incidents.iterdir()))
+    return any(name.kind == VANISHED and 0 <= seconds - name.seconds <= 2 * TOUCH_SECS for name in names)
 
 
 def _read(folder: Path) -> Incident | None:

@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -120,7 +120,9 @@ class ServerMarker:
     def begin(self, pid: int, start_ticks: int) -> None:
         """Say that a server program is at work."""
         if not self._lines:
-            self._add(lambda: msgspec.to_builtins(_describe(pid, start_ticks)))
+            # The child has no helper process that reads what may not come.
+            cmdline = procfs.read_cmdline(pid)
+            self._add(lambda: msgspec.to_builtins(_describe(pid, start_ticks, cmdline)))
 
     def ask_to_end(self, seconds: float) -> None:
         """Say that it was asked to end, at `seconds` since the epoch."""
@@ -191,8 +193,7 @@ def _touch(path: Path, lines: list[Any], written: int) -> bytes:
     return str(written).encode()
 
 
-def _describe(pid: int, start_ticks: int) -> Marker:
-    cmdline = procfs.read_cmdline(pid)
+def _describe(pid: int, start_ticks: int, cmdline: Sequence[str]) -> Marker:
     arguments = hashlib.sha256(redact_text("\0".join(cmdline)).encode(errors="replace")).hexdigest()[:16]
     server, started = server_info(pid, start_ticks), procfs.started_at(start_ticks)
     title = procfs.title_of(cmdline, f"process {pid}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,9 +17,11 @@ import pytest
 from incident_schema import assert_fits
 from sglang_crashkit.handler.recovery import SPOOL, finish_abandoned
 from sglang_crashkit.incident import marker as markers
+from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS, ServerMarker
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.settings import ENDED
@@ -74,6 +77,20 @@ def test_a_server_that_was_killed_as_a_whole_is_an_incident_of_its_own(tmp_path:
     assert "kubectl describe pod" in summary
     assert not spool.exists()
     assert finish_abandoned(tmp_path) == []
+
+
+@pytest.mark.parametrize("age", [600.0, 0.0], ids=["at-once", "at-a-later-start"])
+def test_an_incident_that_was_just_begun_is_told_by_that_of_its_server(tmp_path: Path, age: float) -> None:
+    leave(tmp_path, age=age + 20.0)
+    folder = IncidentFolder(tmp_path, "killed", "0123abcd", time.time() - age)
+    folder.ownership.release()
+    os.utime(folder.path, (time.time() - age,) * 2)
+    (vanished,) = finish_abandoned(tmp_path)
+    if folder.path.exists():
+        # It was too young.
+        os.utime(folder.path, (1.0, 1.0))
+    assert finish_abandoned(tmp_path) == []
+    assert [found.path for found in find_incidents(tmp_path)] == [vanished]
 
 
 def test_of_another_container_nothing_but_the_lock_tells(tmp_path: Path) -> None:
@@ -293,6 +310,22 @@ def test_a_marker_names_a_server_program_and_is_touched(spool: Path) -> None:
     wait_until(lambda: handler.path.stat().st_mtime > 1, "the marker is touched")
     assert handler.path.stat().st_size == size
     assert handler.said == []
+
+
+def test_a_marker_has_the_command_line_that_a_crash_handler_reads_by_a_helper(spool: Path) -> None:
+    handler = Handler(spool)
+    handler.marker.create()
+    guard_reads(GuardedReader())
+    try:
+        handler.begin()
+        handler.advance(0.0)
+        wait_until(lambda: "boot_id" in handler.path.read_text(), "the marker is written")
+    finally:
+        guard_reads(None)
+    said = json.loads(handler.path.read_text())
+    command = procfs.read_cmdline(os.getpid())
+    assert said["title"] == procfs.title_of(command, "")
+    assert said["arguments"] == hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
 
 
 def test_a_marker_that_was_removed_does_not_come_back(spool: Path) -> None:
