@@ -190,8 +190,10 @@ class _Screen:
             yield "no Xid"
         if memory.used_bytes is not None:
             of = f" of {memory.limit_bytes / (1 << 30):.1f}" if memory.limit_bytes is not None else ""
-            yield f"cgroup memory {memory.used_bytes / (1 << 30):.1f}{of} GiB"
-            kills = memory.events.get("oom_kill")
+            kills, peak = memory.events.get("oom_kill"), memory.peak_bytes
+            # Who was killed has given its own back.
+            most = f" (at most {peak / (1 << 30):.1f})" if kills and peak is not None else ""
+            yield f"cgroup memory {memory.used_bytes / (1 << 30):.1f}{of} GiB{most}"
             yield words.count(kills, "OOM kill") if kills else "no OOM kill"
 
     # -- what happened

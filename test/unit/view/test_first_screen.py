@@ -172,11 +172,19 @@ def test_a_long_message_takes_a_second_line(killed: dict[str, Any]) -> None:
     assert short[1] == lines[2]
 
 
-@pytest.mark.parametrize(("kills", "words"), [(1, "1 OOM kill"), (2, "2 OOM kills"), (0, "no OOM kill")])
+@pytest.mark.parametrize(
+    ("kills", "words"),
+    [
+        (1, "cgroup memory 2.0 of 5.0 GiB (at most 5.0), 1 OOM kill"),
+        (2, "cgroup memory 2.0 of 5.0 GiB (at most 5.0), 2 OOM kills"),
+        (0, "cgroup memory 2.0 of 5.0 GiB, no OOM kill"),
+    ],
+)
 def test_the_kernels_counter_is_told_without_the_containers_path(
     killed: dict[str, Any], kills: int, words: str
 ) -> None:
-    killed["environment"]["memory"]["events"] = {"oom_kill": kills}
+    memory = {"used_bytes": 2 << 30, "peak_bytes": 5 << 30, "limit_bytes": 5 << 30, "events": {"oom_kill": kills}}
+    killed["environment"]["memory"] |= memory
     counter = f"/sys/fs/cgroup/kubepods.slice/{'0123456789abcdef' * 8}.scope/memory.events"
     for process in killed["processes"]:
         if process.get("exit"):
