@@ -548,7 +548,9 @@ class _Failures:
             note = next((one for one in notes if "note" in row and row["note"].search(one)), "")
             if not row["pattern"].search(told) or ("note" in row and not note):
                 continue
-            because = f"{event.source}: {event.name}: {event.reason or event.state} (exit code {event.code})"
+            because = (
+                f"{event.source}: {event.name or 'Docker'}: {event.reason or event.state} (exit code {event.code})"
+            )
             found = self._family(None, note, (), is_started=False, role="") if row.get("family") else None
             family = found[0] if found else _Family(kind=row.get("kind", ""))
             yield finding_of(

@@ -10,7 +10,7 @@ from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern
 from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.model.case import Case
-from sglang_crashkit.model.event import Compared, Raised
+from sglang_crashkit.model.event import Compared, Container, Raised
 
 #: Classes that say no more than that something failed, or does not go on: a suspected request explains more.
 _VAGUE = frozenset({"exception", "exception_in_sglang", "no_progress", "unknown"})
@@ -74,9 +74,9 @@ def _finding(kind: str, some: list[Compared], where: Place, *, is_sure: bool = F
 
 
 def conclude(case: Case, where: Place = (0.0, 0)) -> list[Finding]:
-    """Return what the handler's own conclusion tells, where nothing else explains it."""
+    """Return what the handler's own conclusion tells, where nothing else, such as Docker's, explains it."""
     seen = case.watched
-    if seen is None:
+    if seen is None or (seen.kind == "vanished" and any(isinstance(one, Container) for one in case.events)):
         return []
     exits = [one for process in case.processes.values() for one in process.exits]
     bus_error = any(one.signal == "SIGBUS" and (seen.is_starting or not one.follows) for one in exits)

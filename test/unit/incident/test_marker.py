@@ -20,11 +20,15 @@ from sglang_crashkit.incident import marker as markers
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS, ServerMarker
 from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.kernel.procfs import server_key
+from sglang_crashkit.model.case import case_of
 from sglang_crashkit.settings import ENDED
+from sglang_crashkit.sources.incident import read_incident
+from sglang_crashkit.sources.text.reader import read
 from unit.support.killing import kill_at_file_operation
 from unit.support.small_disk import fill, mounted
 from unit.support.stored import make_incident
@@ -77,6 +81,15 @@ def test_a_server_that_was_killed_as_a_whole_is_an_incident_of_its_own(tmp_path:
     assert "kubectl describe pod" in summary
     assert not spool.exists()
     assert finish_abandoned(tmp_path) == []
+
+
+def test_what_docker_says_of_its_end_explains_it(tmp_path: Path) -> None:
+    leave(tmp_path)
+    (path,) = finish_abandoned(tmp_path)
+    (tmp_path / "state").write_text('{"Status":"exited","OOMKilled":true,"ExitCode":137}')
+    verdict = judge(case_of([*read_incident(path), *read([tmp_path / "state"], [])]))
+    assert (verdict.kind, verdict.level) == ("host_oom", "supported")
+    assert verdict.headline.startswith("the container of the server was killed at its memory limit")
 
 
 @pytest.mark.parametrize("age", [600.0, 0.0], ids=["at-once", "at-a-later-start"])

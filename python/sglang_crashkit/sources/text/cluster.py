@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,7 @@ _GPU_HEAD = re.compile(
     r"(?: {0,8}(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
 )
 _GPU_USE = re.compile(r"\|.{0,80}?\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)")
+_INSPECTED = re.compile(rb'\s*(?:\[\s*\{\s*"Id"|\{\s*"Status")')
 #: The head of a query, which names its columns.
 _QUERY = re.compile(r"(?=.{0,400}\bindex\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$")
 _DRIVER = re.compile(r"Driver Version: (\S{3,20})")
@@ -80,6 +82,36 @@ def pods_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
     for line in lines:
         if match := _ROW.match(line):
             yield Container(name=match[1], state=match[2], reason=match[2], restarts=int(match[3]))
+
+
+def is_inspection(head: bytes) -> bool:
+    """Return whether a file begins as what ``docker inspect`` prints of a container, or of its state alone."""
+    return _INSPECTED.match(head) is not None and b'"OOMKilled"' in head
+
+
+def inspected(data: bytes) -> Iterator[AnyEvent]:
+    """Yield each container that ``docker inspect`` prints.
+
+    Raises:
+        ValueError: it is cut off, or is none.
+    """
+    told = json.loads(data)
+    for one in told if isinstance(told, list) else [{"State": told}]:
+        state = one.get("State") if isinstance(one, dict) else None
+        if not isinstance(state, dict):
+            continue
+        code, status = state.get("ExitCode"), str(state.get("Status", ""))
+        has_ended = status in ("exited", "dead") and type(code) is int
+        # Docker says so too of a neighbour in the container; another status than this tells of the end itself.
+        is_oom = has_ended and code == 137 and state.get("OOMKilled") is True
+        restarts = one.get("RestartCount")
+        yield Container(
+            name=str(one.get("Name", "")).lstrip("/"),
+            state=status,
+            reason="OOMKilled" if is_oom else "",
+            code=code if has_ended else None,
+            restarts=restarts if type(restarts) is int else 0,
+        )
 
 
 def is_pod_table(lines: Sequence[str]) -> bool:

@@ -326,9 +326,12 @@ class _File:
             elif snapshots.is_snapshot(head):
                 what = "a snapshot of collect"
                 found = snapshots.stacks_of(head + self._some(opened, snapshots.MAX_BYTES))
+            elif cluster.is_inspection(head):
+                what = "what Docker tells of a container"
+                found = cluster.inspected(head + self._some(opened, _MAX_WHOLE))
             for event in found:
                 self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
-        except (FlightDumpError, crash_dumps.CrashDumpError, snapshots.SnapshotError) as error:
+        except (FlightDumpError, crash_dumps.CrashDumpError, snapshots.SnapshotError, ValueError) as error:
             text = f"{what} that cannot be read: {error}"
             self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
         if what:
