@@ -6,7 +6,8 @@
         server.wait_ready()
         docker.run("stop", server.name)
 
-The image is empty. What a server runs is this machine's own, and the lane, mounted read-only at the same places.
+The image is empty, but for `upstream_image`. What a server runs is this machine's own, and the lane, mounted read-only
+at the same places.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -29,6 +30,7 @@ from lanelib.paths import ROOT
 from lanelib.procs import Process, read_process, send, wait_gone
 from lanelib.servers import ManagedProcess, command_of, free_port, parallel_env
 from unit.support.keeper import Keeper
+from unit.support.server_driver import HOST
 from unit.support.waiting import wait_until
 
 PROGRAMS = ("dockerd", "docker", "containerd", "runc")
@@ -37,9 +39,11 @@ PACKAGE = "docker.io"
 LONG_S = 120.0
 #: Where a daemon is that a user's PATH does not lead to, and Debian's client rather than another one.
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-_IMAGE = "empty"
+#: The image with nothing in it.
+EMPTY = "empty"
 #: What programs need of this machine.
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin")
+# Docker puts its own init into /sbin.
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin/ldconfig")
 #: Where a container has the volume for its incidents.
 CRASH = "/var/crash"
 
@@ -91,9 +95,54 @@ class DockerHost:
         assert done.returncode == 0, f"docker {' '.join(arguments)}: {done.stderr}\n{self.log()}"
         return done.stdout.strip()
 
-    def serve(self, lane: Lane, volume: Path, *options: str, env: Mapping[str, str] | None = None) -> Container:
-        """Start a server with two ranks in a container, whose incidents go to `volume`; see `Container`."""
-        return Container(self, lane, volume, options, env or {})
+    def serve(
+        self,
+        lane: Lane,
+        volume: Path,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        tp: int = 2,
+        prefix: Sequence[str] = (),
+        image: str = EMPTY,
+        python: str = "",
+    ) -> Container:
+        """Start a server in a container, whose incidents go to `volume`.
+
+        Args:
+            lane: whose SGLang it is.
+            volume: where its incidents go.
+            options: more of ``docker run``.
+            env: more environment for the server.
+            tp: tensor-parallel ranks.
+            prefix: a command in the container that runs the server's.
+            image: what is in the container beside this machine's own and the lane.
+            python: the interpreter; by default the lane's, or that of an image with a Python of its own.
+        """
+        argv = self.command("run", "--rm=false", "--network=host", *options)
+        argv += read_only([*_SYSTEM, str(ROOT), *([str(base_of(lane))] if image == EMPTY else [])])
+        argv += [] if any(f":{CRASH}" in option for option in options) else [f"--volume={volume}:{CRASH}"]
+        inner = env_of(lane, tp)
+        # As an image has it: the commands of its Python come first.
+        inner["PATH"] = f"{lane.root if image == EMPTY else base_of(lane)}/bin:{os.defpath}"
+        inner |= env or {}
+        argv += [f"--env={name}={value}" for name, value in inner.items()]
+        port = free_port()
+        command = [str(word) for word in command_of(lane, port, tp=tp)]
+        command[0] = python or (command[0] if image == EMPTY else str(base_of(lane) / "bin" / "python3"))
+        command += ["--nccl-port", str(free_port()), "--crash-dump-folder", CRASH]
+        return Container(self, lane, port, argv, [image, *prefix, *command])
+
+    @contextlib.contextmanager
+    def beside(self, *options: str) -> Iterator[str]:
+        """Run a container that only waits, such as that of a pod's namespaces; yield its name."""
+        name = f"beside-{secrets.token_hex(3)}"
+        # As process 1 it is deaf to SIGTERM.
+        argv = ["run", "--detach", "--stop-signal=KILL", f"--name={name}", "--network=host", *options]
+        self.run(*argv, *read_only(_SYSTEM), EMPTY, "sleep", "infinity")
+        try:
+            yield name
+        finally:
+            self.run("rm", "--force", name)
 
     def log(self) -> str:
         """Return the end of what the daemon printed."""
@@ -125,7 +174,7 @@ class DockerHost:
         wait_until(self._answers, f"the daemon answers\n{self.log()}", LONG_S)
         with tarfile.open(self.folder / "empty.tar", "w"):
             pass
-        self.run("import", str(self.folder / "empty.tar"), _IMAGE)
+        self.run("import", str(self.folder / "empty.tar"), EMPTY)
 
     def _answers(self) -> bool:
         return subprocess.run(self.command("info"), capture_output=True, timeout=LONG_S, check=False).returncode == 0
@@ -136,28 +185,36 @@ class DockerHost:
         return sorted((place for place in places if place.startswith(f"{self.folder}/")), reverse=True)
 
 
+def read_only(places: Iterable[str]) -> list[str]:
+    """Return the options that give a container folders of this machine at the same places."""
+    return [f"--volume={place}:{place}:ro" for place in places if Path(place).exists()]
+
+
+def base_of(lane: Lane) -> Path:
+    """Return the folder of the Python that a lane was made with."""
+    return next(path for path in (lane.root / "bin" / "python").resolve().parents if path.name == "bin").parent
+
+
+def env_of(lane: Lane, tp: int) -> dict[str, str]:
+    """Return the environment that a server of a lane needs in a container."""
+    outer = clean_environment()
+    inner = {name: value for name, value in lane.serve_env().items() if outer.get(name) != value}
+    return inner | {"HOME": "/tmp", "HOSTNAME": HOST} | parallel_env(lane, tp, 1)
+
+
 class Container(ManagedProcess):
-    """A server with two ranks as process 1 of a container; its log is what Docker's client prints of it.
+    """A server as process 1 of a container; its log is what Docker's client prints of it.
 
     `popen` is the client, which ends with the container's exit code.
     """
 
     def __init__(
-        self, docker: DockerHost, lane: Lane, volume: Path, options: Sequence[str], env: Mapping[str, str]
+        self, docker: DockerHost, lane: Lane, port: int, argv: Sequence[str], image_and_command: Sequence[str]
     ) -> None:
         self._docker = docker
         self._first = 0
-        name, port = f"sglang-{lane.name}-{secrets.token_hex(3)}", free_port()
-        outer = clean_environment()
-        inner = {each: value for each, value in lane.serve_env().items() if outer.get(each) != value}
-        inner |= {"PATH": os.defpath, "HOME": "/tmp"} | parallel_env(lane, 2, 1) | dict(env)
-        base = next(path for path in (lane.root / "bin" / "python").resolve().parents if path.name == "bin").parent
-        places = [*_SYSTEM, str(ROOT), str(base)]
-        argv = docker.command("run", "--rm=false", f"--name={name}", "--network=host", *options)
-        argv += [f"--volume={place}:{place}:ro" for place in places if Path(place).exists()]
-        argv += [f"--volume={volume}:{CRASH}", *(f"--env={each}={value}" for each, value in inner.items()), _IMAGE]
-        argv += [str(word) for word in command_of(lane, port, tp=2)]
-        argv += ["--nccl-port", str(free_port()), "--crash-dump-folder", CRASH]
+        name = f"sglang-{secrets.token_hex(3)}-{lane.name}"
+        argv = [*argv, f"--name={name}", *image_and_command]
         super().__init__(name, argv, env=clean_environment(), host="127.0.0.1", port=port)
 
     @property
@@ -172,6 +229,25 @@ class Container(ManagedProcess):
     def state(self, field: str) -> str:
         """Return what Docker says of its state, such as ``ExitCode`` or ``OOMKilled``."""
         return self._docker.run("inspect", f"--format={{{{.State.{field}}}}}", self.name)
+
+    def execute(self, *argv: str, timeout_s: float = LONG_S) -> subprocess.CompletedProcess[str]:
+        """Run a command in it, as ``docker exec`` does."""
+        command = self._docker.command("exec", self.name, *argv)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def start_again(self) -> None:
+        """Start it once more after its end, as ``docker start`` does; its log goes on."""
+        self.popen.wait(LONG_S)
+        self._first, self.ready_s = 0, None
+        with self.log_path.open("ab") as log:
+            self.popen = subprocess.Popen(
+                self._docker.command("start", "--attach", self.name),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=clean_environment(),
+                start_new_session=True,
+            )
 
     def stop(self, grace_s: float = LONG_S) -> None:
         """Kill and remove it, whatever it is about."""

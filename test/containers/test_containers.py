@@ -3,59 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from containers.docker_host import Container, DockerHost
-from incident_schema import assert_fits
-from integration.scenario import RELEASES, Sent, ask_in_flight
+from containers.docker_host import DockerHost
+from containers.left import TP0, TP1, begin, stack_of, the_incident
+from integration.scenario import RELEASES
 from lanelib.lanes import ensure_lane
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import find_incidents
 from unit.support.waiting import LONG
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-RANKS = TP0, TP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
-REQUEST = Sent("in-flight", "Once upon a time")
+RANKS = (TP0, TP1)
 USER = 1000
 #: As a cluster's policy for pods wants it, with Docker's default size of ``/dev/shm``.
 LOCKED = ("--read-only", "--tmpfs=/tmp", "--cap-drop=ALL", "--security-opt=no-new-privileges", f"--user={USER}")
-
-
-@pytest.fixture
-def volume() -> Iterator[Path]:
-    """A folder that is mounted into a container, and not below one that only root may enter."""
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def the_incident(volume: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the document of the only incident, which is whole."""
-    (stored,) = find_incidents(volume)
-    assert stored.finished, stored.path
-    assert stored.document is not None
-    assert_fits(stored.document)
-    return stored.path, stored.document
-
-
-def stack_of(document: dict[str, Any], title: str) -> dict[str, Any]:
-    (report,) = [one for one in document["processes"] if one["title"].split(" ")[0] == title]
-    return next(piece for piece in report["evidence"] if piece["kind"] == "stack")
-
-
-def begin(server: Container) -> None:
-    """Have the server work on a request."""
-    server.wait_ready()
-    ask_in_flight(server, REQUEST)
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -23,10 +23,15 @@ HEALTH_TIMEOUT_S = 60.0
 #: What a process does in its main thread, in the middle of its work, when it gets one of these signals.
 SPIN_SIGNAL, HOARD_SIGNAL, RAISE_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
 PANIC_SIGNAL, EXIT_SIGNAL, VANISH_SIGNAL = signal.SIGRTMIN + 10, signal.SIGRTMIN + 11, signal.SIGRTMIN + 12
+START_SIGNAL, ABORT_SIGNAL = signal.SIGRTMIN + 13, signal.SIGRTMIN + 14
+#: What C++ says on standard error as it aborts.
+ABORT_WORDS = "CUDA error: an illegal memory access was encountered"
 #: Python runs it before anything else.
-SITE_CODE = """
+SITE_CODE = f"""
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 
 hoard = []
@@ -46,8 +51,17 @@ def fail(*_):
     raise RuntimeError("asked to raise")
 
 
+def start_helper(*_):
+    hoard.append(subprocess.Popen(["sleep", "600"]))
+
+
+# An exception that nothing of C++ catches.
+def abort_in_cpp(*_):
+    ctypes.CDLL("libstdc++.so.6")._ZSt21__throw_runtime_errorPKc({ABORT_WORDS.encode()!r})
+
+
 # As PyO3 has it: no except Exception catches it.
-PanicException = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+PanicException = type("PanicException", (BaseException,), {{"__module__": "pyo3_runtime"}})
 
 
 def panic(*_):
@@ -60,6 +74,8 @@ signal.signal(signal.SIGRTMIN + 9, fail)
 signal.signal(signal.SIGRTMIN + 10, panic)
 signal.signal(signal.SIGRTMIN + 11, lambda *_: sys.exit(3))
 signal.signal(signal.SIGRTMIN + 12, lambda *_: os._exit(1))
+signal.signal(signal.SIGRTMIN + 13, start_helper)
+signal.signal(signal.SIGRTMIN + 14, abort_in_cpp)
 """
 
 

@@ -279,14 +279,14 @@ def left_of(servers: Sequence[ManagedProcess], known: Iterable[Process], timeout
         time.sleep(0.05)
 
 
-def handler_pid(server: Server) -> int:
+def handler_pid(server: ManagedProcess) -> int:
     """Return the pid of the crash handler that watches `server`."""
     pids = handlers_of(server)
     assert len(pids) == 1, f"{len(pids)} crash handlers of server {server.pid}"
     return pids[0]
 
 
-def handlers_of(server: Server) -> list[int]:
+def handlers_of(server: ManagedProcess) -> list[int]:
     """Return the crash handlers that hold a pidfd of one of its processes."""
     watched = {f"Pid:\t{process.pid}\n" for process in tree_of(server.pid)}
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]

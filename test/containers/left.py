@@ -1,0 +1,62 @@
+"""What a server in a container left on its volume, and what the next one there makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from containers.docker_host import Container
+from incident_schema import assert_fits
+from integration.scenario import Sent, ask_in_flight
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from unit.support.server_driver import Server as StandIn
+from unit.support.waiting import LONG
+
+REQUEST = Sent("in-flight", "Once upon a time")
+TP0, TP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
+SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
+
+
+def begin(server: Container, tokens: int = 4000) -> None:
+    """Have the server work on a request."""
+    server.wait_ready()
+    ask_in_flight(server, REQUEST, tokens=tokens)
+
+
+def incidents_of(volume: Path) -> list[StoredIncident]:
+    """Return the incidents on a volume, each of them whole."""
+    found = find_incidents(volume)
+    for stored in found:
+        assert stored.finished, stored.path
+        assert_fits(stored.document)
+    return found
+
+
+def the_incident(volume: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder and the document of the only incident, which is whole."""
+    (stored,) = incidents_of(volume)
+    assert stored.document is not None
+    return stored.path, stored.document
+
+
+def after_the_next_start(volume: Path, temporary: Path) -> list[StoredIncident]:
+    """Start and end another server with that crash folder and host name, and return the incidents that are whole."""
+    server = StandIn(temporary, crash_folder=volume)
+    try:
+        server.say("teardown")
+        server.process.wait(LONG)
+        server.wait_for_handler()
+    finally:
+        server.close()
+    return [stored for stored in find_incidents(volume) if stored.finished]
+
+
+def report_of(document: dict[str, Any], title: str) -> dict[str, Any]:
+    """Return the report on the only process of that title."""
+    (report,) = [one for one in document["processes"] if one["title"].split(" ")[0] == title]
+    return report
+
+
+def stack_of(document: dict[str, Any], title: str) -> dict[str, Any]:
+    """Return the piece of evidence that is the stack of that process."""
+    return next(piece for piece in report_of(document, title)["evidence"] if piece["kind"] == "stack")
