@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -323,6 +324,21 @@ def test_a_marker_names_a_server_program_and_is_touched(spool: Path) -> None:
     wait_until(lambda: handler.path.stat().st_mtime > 1, "the marker is touched")
     assert handler.path.stat().st_size == size
     assert handler.said == []
+
+
+def test_a_crash_folder_that_somebody_removed_is_told_once(spool: Path) -> None:
+    handler = Handler(spool)
+    handler.marker.create()
+    handler.begin()
+    handler.advance(0.0)
+    wait_until(lambda: "boot_id" in handler.path.read_text(), "the marker is written")
+    handler.settle()
+    shutil.rmtree(spool)
+    for _ in range(3):
+        handler.advance()
+        handler.settle()
+    (line,) = handler.said
+    assert line.startswith(f"the marker {handler.path} cannot be kept (No such file or directory): ")
 
 
 def test_a_marker_has_the_command_line_that_a_crash_handler_reads_by_a_helper(spool: Path) -> None:
