@@ -165,8 +165,8 @@ class _Failures:
         if not any(one.weight >= 37 for one in found):
             found += self._vanished()
         # What names a rank is its own word; a role may be any of several.
-        sure = (one for one in found if one.weight >= 50 and not one.is_consequence)
-        first = min((one for one in sure if re.search(r"\d", one.who or "")), key=lambda one: one.where, default=None)
+        sure = sorted((it for it in found if it.weight >= 50 and not it.is_consequence), key=lambda it: it.where)
+        first = next((it.who for it in (*sure, self._case.watched) if it and re.search(r"\d", it.who or "")), None)
         named = {one.who for one in found if one.weight >= 41}
         layout, arguments = topology_of(self._case), self._case.arguments
         is_aiter = any("aiter" in one.text for one in self._case.events if isinstance(one, Line))
@@ -184,7 +184,7 @@ class _Failures:
                 one.is_consequence = is_told and (one.kind == "exited" or not one.who or one.who in named)
             if one.kind in ("cuda_fault", "gpu_hardware", "aborted", "kv_pool_leak") and one.who is None and first:
                 # The fact is the GPU's or the library's; who noticed it is another one's word.
-                one.who, one.level = first.who, "supported"
+                one.who, one.level = first, "supported"
             if one.kind == "cuda_fault" and one.component in _NOTICED:
                 one.component = suspect
                 if way := way_out(one.component, arguments, is_seen=False):
@@ -548,9 +548,7 @@ class _Failures:
             note = next((one for one in notes if "note" in row and row["note"].search(one)), "")
             if not row["pattern"].search(told) or ("note" in row and not note):
                 continue
-            because = (
-                f"{event.source}: {event.name or 'Docker'}: {event.reason or event.state} (exit code {event.code})"
-            )
+            because = f"{event.source}: {event.name or 'it'}: {event.reason or event.state} (exit code {event.code})"
             found = self._family(None, note, (), is_started=False, role="") if row.get("family") else None
             family = found[0] if found else _Family(kind=row.get("kind", ""))
             yield finding_of(

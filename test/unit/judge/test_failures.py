@@ -24,6 +24,7 @@ from sglang_crashkit.model.event import (
     Raised,
     Stage,
     Stop,
+    Watched,
 )
 from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.verdict import Verdict
@@ -139,6 +140,20 @@ def test_the_steps_name_what_the_vendor_calls_it() -> None:
     steps = " ".join(verdict_of(READY, fault).next)
     assert "AMD_SERIALIZE_KERNEL" in steps
     assert "CUDA_LAUNCH_BLOCKING" not in steps
+
+
+def test_words_of_an_abort_are_those_of_the_process_that_the_crash_handler_named() -> None:
+    said = Line(order=5, at=5.0, level="error", text="what():  CUDA error: an illegal memory access was encountered")
+    watched = Watched(order=6, at=6.0, kind="signal", level="established", who="TP1", pid=29)
+    assert (verdict_of(READY, said).kind, verdict_of(READY, said).first) == ("cuda_fault", None)
+    assert verdict_of(READY, said, watched).first == "TP1"
+
+
+def test_a_warning_that_lists_vendors_names_none() -> None:
+    words = ("Only CUDA, HIP and XPU support AWQ currently.", "Only CUDA, MUSA and NPU support GGUF quantization")
+    lists = [Line(order=0, level="warning", text=text) for text in words]
+    fault = raised("RuntimeError: CUDA error: an illegal memory access was encountered", *FORWARD)
+    assert "CUDA_LAUNCH_BLOCKING=1" in " ".join(verdict_of(*lists, READY, fault).next)
 
 
 def test_the_option_of_a_message_is_named_first() -> None:
