@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 import signal
 import time
@@ -24,6 +25,8 @@ MAX_ANSWER = 1 << 20
 _MAX_DESCRIPTORS = 1 << 16
 _DONE, _FAILED = b"+", b"-"
 _MAX_WORDS = 4000
+#: Who reads a log is told what it means beside it.
+_ERROR_NUMBER = re.compile(r"^\[Errno \d+\] ")
 _children: set[int] = set()
 
 
@@ -123,7 +126,8 @@ def _answer(descriptor: int, work: Callable[[], bytes]) -> None:
     try:
         said = _DONE + work()
     except (OSError, CrashkitError) as error:
-        said = _FAILED + " ".join(str(error).split()).encode(errors="backslashreplace")[:_MAX_WORDS]
+        words = " ".join(_ERROR_NUMBER.sub("", str(error)).split())
+        said = _FAILED + words.encode(errors="backslashreplace")[:_MAX_WORDS]
     except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
         said = _FAILED + f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[:_MAX_WORDS]
     view = memoryview(said)

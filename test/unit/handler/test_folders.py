@@ -30,6 +30,7 @@ from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.kernel.procfs import own_namespace, server_key
 from sglang_crashkit.kernel.shared_memory import FOLDER
 from sglang_crashkit.settings import RUN
+from unit.support.small_disk import mounted
 from unit.support.targets import nothing_where_forbidden
 from unit.support.waiting import LONG, child
 
@@ -91,6 +92,13 @@ def test_a_folder_that_cannot_be_used_is_replaced(tmp_path: Path, fallback: Path
         f"crash folder {tmp_path}/crash/host cannot be used ({tmp_path}/crash/host is not a folder"
     )
     assert not (tmp_path / "theirs").exists() or list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_a_read_only_folder_is_told_in_words(tmp_path: Path, fallback: Path) -> None:
+    with mounted(tmp_path / "crash", "size=1m,mode=700,ro") as crash:
+        made = make(tmp_path)
+        assert made.host_folder == fallback / "host"
+        assert made.warnings[0].startswith(f"crash folder {crash}/host cannot be used (Read-only file system: ")
 
 
 def test_a_disk_that_does_not_answer_is_waited_for_once(
