@@ -40,7 +40,8 @@ Way = Literal["title", "command line"]
 class Place:
     """Where Slurm has put a process: the job, and the node by Slurm's name for it.
 
-    Several jobs of one user may share a node, and in tests several nodes a machine.
+    Several jobs of one user may share a node, and in tests several nodes a machine. In a container of ``srun
+    --container`` nothing names the node, which is empty then.
     """
 
     job_id: str
@@ -50,7 +51,7 @@ class Place:
     def of_environ(cls, environ: Mapping[str, str]) -> Place | None:
         """Return the place that a step's environment names, None outside of a step."""
         job_id, node = environ.get("SLURM_JOB_ID", ""), environ.get("SLURMD_NODENAME", "")
-        return cls(job_id, node) if job_id and node else None
+        return cls(job_id, node) if job_id and (node or "SLURM_CONTAINER" in environ) else None
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,14 @@ def find_processes(
     host = _Host()
     members = host.members_of(pid) if pid is not None else None
     wanted: dict[int, FoundProcess] = {}
-    place = functools.cache(lambda pid: place_of(pid) if here is not None else None)
+
+    @functools.cache
+    def place(pid: int) -> Place | None:
+        found = place_of(pid) if here is not None else None
+        if found is None or here is None or found.job_id != here.job_id or found.node:
+            return found
+        return here
+
     for candidates in host.groups(members, place):
         for one in host.find(candidates, everything=everything):
             wanted.setdefault(one.pid, one)

@@ -168,12 +168,15 @@ def test_a_title_of_another_slurm_job_is_ignored(tmp_path: Path, monkeypatch: py
             assert find_processes(pid=os.getpid()).elsewhere == {}
 
 
-def test_ranks_of_no_job_are_left_alone_where_the_jobs_own_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", [("SLURMD_NODENAME", "n2"), ("SLURM_CONTAINER", "/bundle")])
+def test_ranks_of_no_job_are_left_alone_where_the_jobs_own_are_found(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[str, str]
+) -> None:
     with family(*RANKS) as (_server, without), monkeypatch.context() as job:
         here = Place("7", "n2")
         assert {one.pid for one in find_processes(pid=os.getpid(), here=here).processes} == set(without.values())
         job.setenv("SLURM_JOB_ID", "7")
-        job.setenv("SLURMD_NODENAME", "n2")
+        job.setenv(*place)
         with family(*RANKS) as (_its_server, within):
             found = find_processes(pid=os.getpid(), here=here)
             assert {one.pid for one in found.processes} == set(within.values())

@@ -459,7 +459,7 @@ def _passed_over(found: Discovery) -> Iterator[str]:
     for place, pids in found.elsewhere.items():
         which = ", ".join(str(pid) for pid in pids[:_MAX_TITLES])
         number = _counted(len(pids), "process", "processes")
-        job = f"Slurm job {place.job_id} on {place.node}" if place else "no Slurm job"
+        job = f"Slurm job {place.job_id} on {place.node or 'this node'}" if place else "no Slurm job"
         yield f"{number} of {job} left alone (pid {which}); next: --pid {pids[0]}"
 
 
