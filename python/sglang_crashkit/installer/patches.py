@@ -20,7 +20,7 @@ stand exactly as they are at exactly one place, whatever its line number.
 ``patches/0.5.9`` is the full set; a later folder holds only the files whose patch no longer applies. For a release each
 file takes the patch of the highest folder at or below it, and ``PATH.drop`` there ends one.
 
-Only final and post releases count: ``0.5.9``, ``0.5.12.post1``. What follows a ``+`` (``+crashkit.0.9.0``, ``+cu126``)
+Only final and post releases count: ``0.5.9``, ``0.5.12.post1``. What follows a ``+`` (``+crashkit.1.0.0``, ``+cu126``)
 names a build of the same release.
 
 The lock, ``patches/releases.lock.json``, is generated. It lists the supported releases, the upstream wheels they were

@@ -150,7 +150,7 @@ def _pip() -> list[str]:
 
 
 def patched_version(release: str) -> str:
-    """Return the version of the patched wheel of `release`: ``0.5.23+crashkit.0.9.0``."""
+    """Return the version of the patched wheel of `release`: ``0.5.23+crashkit.1.0.0``."""
     return f"{release}+crashkit.{__version__}"
 
 
