@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from incident_schema import assert_fits
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import find_processes
@@ -116,6 +117,7 @@ def test_what_native_stacks_add_to_the_verdict_is_told(
 def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert collect(rank, tmp_path, *QUICK, "--json") == 0
     document = json.loads(capsys.readouterr().out)
+    assert_fits(document, "collect")
     # Nobody asked for native stacks.
     assert not gdb.with_name("cuda-gdb.ran").exists()
     (one,) = document["processes"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from incident_schema import assert_fits
 from sglang_crashkit.cli import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.sample import Sample
@@ -113,7 +114,9 @@ def test_the_status_says_whether_all_nodes_gave_what_they_have(
 ) -> None:
     slurm.answer(n1=first, n2=second)
     assert collect(tmp_path, "--json") == status
-    assert json.loads(capsys.readouterr().out)["exit_code"] == status
+    document = json.loads(capsys.readouterr().out)
+    assert_fits(document, "collect_hosts")
+    assert document["exit_code"] == status
 
 
 def test_a_missing_job_is_told_before_the_wait(
