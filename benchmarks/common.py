@@ -44,13 +44,13 @@ def incidents(folder: Path) -> list[dict[str, Any]]:
 
 
 def time_of(incident: dict[str, Any], event: str) -> float | None:
-    """Return when an event of an incident was, in seconds since the epoch; None where there was none."""
+    """Return when an event of an incident was, in seconds since the epoch; None if absent."""
     times = [entry["time"] for entry in incident["timeline"] if entry["event"] == event]
     return seconds_of(times[0]) if times else None
 
 
 def first_failure(incident: dict[str, Any]) -> dict[str, Any]:
-    """Return who failed first, by an incident; nobody where it names nobody, or there is none."""
+    """Return who failed first, by an incident; None where it names no process, or there is no incident."""
     return (incident.get("verdict") or {}).get("first_failure") or {}
 
 

@@ -72,7 +72,7 @@ class Action:
     Attributes:
         records: an incident is written.
         tells: the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed.
-        ends: the main process ends with a status that tells of the cause, by a deadline.
+        ends: the main process ends with a status that tells the cause, by a deadline.
         captures: by which means the living processes are looked at.
     """
 
@@ -92,7 +92,7 @@ _OF_SERVER = {
     Event.TIMED_OUT: Action(captures=Capture.FULL),
     Event.HUNG_AT_END: Action(captures=Capture.FULL),
 }
-#: The same in every mode: the main process ends by upstream's own decision, or nobody's stacks would tell anything.
+#: The same in every mode: the main process ends by upstream's own decision, or stacks would tell nothing.
 _OF_ALL = {
     Event.DUMPED: Action(captures=Capture.FULL),
     Event.PEER_LOST: Action(captures=Capture.NONE),
@@ -108,8 +108,8 @@ def decide(mode: Mode, event: Event) -> Action:
 def death(*, orderly: bool, draining: bool, replaced: bool = False) -> Event:
     """Return which event the end of one of the server's processes, or of a tokenizer worker (`replaced`), is.
 
-    It is orderly with status 0, or by a signal that asks for an end. Whoever stops a service or a job, and so has the
-    server drain, signals all of its processes.
+    It is orderly with status 0, or by a signal that asks for an end. A manager of services or jobs asks
+    all processes of a server to end, not the main one alone.
     """
     if orderly and draining:
         return Event.LEFT

@@ -3,7 +3,7 @@
 A message is a JSON object of at most 60 kB with ``event`` and ``time``. The sender is taken from the kernel's
 credentials of the socket (``SO_PASSCRED``), never from the message. The handler's socket lies in a folder with mode
 0700, and so does that of a sender which waits, ``reply-<pid>-<n>.sock``, for as long as it does. It takes an answer
-from the process that ``handler.pid`` in that folder names and from nobody else, and the end of its wait is its own: the
+from the process that ``handler.pid`` in that folder names and from no other, and the end of its wait is its own: the
 handler may ask it to wait on, up to a total that the sender sets. A message may carry a descriptor, for which the
 handler need not be allowed to look into the sender.
 """

@@ -264,7 +264,7 @@ def _without_secrets(value: Any, is_users: bool, depth: int) -> Any:
 
 
 def _is_secret_field(name: object, value: object, is_users: bool) -> bool:
-    # A number, and what is not set, is none.
+    # A number, and what is not set, is no secret.
     if not isinstance(name, str) or not value or isinstance(value, (bool, int, float)):
         return False
     return is_secret_name(name) and (is_users or name.lower() not in _AMBIGUOUS)

@@ -127,7 +127,7 @@ Prompts = Literal["full", "ids", "none"]
 def _read_prompts(environ: Mapping[str, str], name: str, default: Prompts) -> Prompts:
     """Return what variable `name` says of prompts: `default` where it is unset, ``none`` where it is another word.
 
-    Whoever sets it wants to keep something back, so a typing error keeps back all.
+    Who sets it wants to keep something back, so a typing error keeps back all.
     """
     value = environ.get(name, "").strip().lower() or default
     return "full" if value == "full" else "ids" if value == "ids" else "none"
@@ -275,7 +275,7 @@ def socket_of(server_pid: int) -> Path | None:
 
 
 def unpublished(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a server whose incidents nobody is to be told of, as they are provoked."""
+    """Return the variables for a server whose incidents are not to be reported, as they are provoked."""
     kept = {name: value for name, value in environ.items() if name not in _PUBLISHING}
     return kept | {"SGLANG_CRASHKIT_TERMINATION_LOG": "0"}
 

@@ -19,7 +19,7 @@ from lanelib.lanes import Lane, ensure_lane, lock_path
 from lanelib.paths import LANES, RECIPES, ROOT
 
 SONAME = "libcuda.so.1"
-#: Why a test is skipped where there is none.
+#: Why a test is skipped without one.
 NO_DEVICE = "no CUDA device"
 _NAME_BYTES = 256
 #: The tiny model is too narrow for the kernels that a GPU has for the models people serve.
@@ -62,7 +62,7 @@ def find_device() -> Device | None:
 
 
 def require_device(without: str) -> Device:
-    """Return the first GPU; where there is none, the command `without` does what can be done without one."""
+    """Return the first GPU; without one the command `without` does what can be done without one."""
     if (device := find_device()) is None:
         raise LaneError(f"there is {NO_DEVICE} on this machine", next_step=without)
     return device

@@ -142,7 +142,7 @@ class ManagedProcess:
         wait_all_ready(self.members, timeout_s)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
-        """Post `body` as JSON, or get where there is none, and return the answer."""
+        """Post `body` as JSON, or get without a body, and return the answer."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
         with opener.open(request, timeout=timeout_s) as response:

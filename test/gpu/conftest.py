@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    # After each test: whoever lends the GPU may end the run at any time.
+    # After each test: the process that lends the GPU may end the run at any time.
     found, out = item.config.stash.get(FINDINGS, {}), option(item.config, "--gpu-out")
     if found and out:
         Path(out).mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,7 @@ class Fault:
     Attributes:
         name: what it is called.
         strike: breaks the server, which is ready and works on requests.
-        first: how the title of the process begins that the incident must name first; None where nobody failed alone.
+        first: how the title of the process begins that the incident must name first; None where no one failed alone.
         status: the exit status that the server must end with, negative for a signal.
         kinds: the kinds of incident that may come of it.
         end: the cause and the signal of the end of `first`; None where it lives, or may be ended by another.
@@ -200,7 +200,7 @@ FAULTS = (
         dp=2,
         rare=True,
     ),
-    # What SGLang does not catch, and what nobody can.
+    # What SGLang does not catch, and what no one can.
     Fault("panic", send(TP1, PANIC_SIGNAL), TP1, ServerExit.RAISED, ("exception",)),
     Fault("sys-exit", send(TP1, EXIT_SIGNAL), TP1, ServerExit.RAISED, ("exception",), rare=True),
     Fault(

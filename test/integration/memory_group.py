@@ -14,7 +14,7 @@ _V2 = Path("/sys/fs/cgroup")
 
 
 class NoMemoryGroupError(Exception):
-    """This machine lets nobody make a memory cgroup; the message says why."""
+    """This machine lets no one make a memory cgroup; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def held(server: ManagedProcess, title: str) -> Iterator[None]:
 
 def wait_in_flight(server: ManagedProcess, rids: Collection[str], log_from: int) -> None:
     """Wait until a server has taken in all of these requests and its schedulers have them; see `worked_on`."""
-    # Of one that nobody may trace only root can read the journal. SGLang as published has none.
+    # Of one that no one may trace only root can read the journal. SGLang as published has none.
     has_journal = os.access(f"/proc/{server.pid}/fd", os.R_OK) and not server.name.endswith("-pristine")
     wait_until(
         lambda: (

@@ -26,7 +26,7 @@ class ReleaseFiles:
         return read_package_file(self._archive, path)
 
     def patched(self, path: str) -> bytes | None:
-        """Return the file at `path` below the package as it is once patched, None where there is none.
+        """Return the file at `path` below the package as it is once patched, None if absent.
 
         Raises:
             HunkConflictError: its patch does not fit.

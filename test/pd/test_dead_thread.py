@@ -74,7 +74,7 @@ def told(
 
 
 def incident_of(folder: Path, pid: int) -> dict[str, Any]:
-    """Return the incident of a server; empty where there is none."""
+    """Return the incident of a server; empty if absent."""
     found = [one.document or {} for one in find_incidents(folder) if one.finished] if folder.is_dir() else []
     return next((one for one in found if one["server"]["pid"] == pid), {})
 

@@ -104,7 +104,7 @@ def kill(victim: str, pair: PDServers) -> float:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         return moment
-    # It is gone when it has asked for its requests, and before prefill sends: else nobody would send to it.
+    # It is gone when it has asked for its requests, and before prefill sends: else no one would send to it.
     sender, receiver = (server.pid_of("sglang::scheduler") for server in (pair.prefill, pair.decode))
     os.kill(sender, signal.SIGSTOP)
     os.kill(receiver, signal.SIGCONT)
@@ -274,7 +274,7 @@ def test_every_process_of_the_dead_server_is_accounted_for(parting: Parting) -> 
         assert_told(document, stored.path, [parting.dead_rank])
         assert_ends(document, {parting.dead_rank: ("signal", "SIGKILL")})
         return
-    # All of it was killed, helpers too, which are of no account where they are gone first.
+    # All of it was killed, helpers too, which do not matter where they are gone first.
     own = [member for member in parting.members[0] if "multiprocessing." not in member.title]
     assert_present(document, own)
     ends = {process["title"]: process["exit"] for process in document["processes"]}

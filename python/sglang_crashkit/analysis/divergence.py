@@ -305,7 +305,7 @@ def _some(requests: Sequence[StepRequest]) -> str:
 def _behind(
     known: Sequence[tuple[RankSteps, Mapping[int, Step]]], names: _Names, moment: Moment | None, compared: int
 ) -> Divergence | None:
-    """Return who has not begun a step that others ran, where that is no mere lag; None where nobody is behind."""
+    """Return who has not begun a step that others ran, where that is no mere lag; None where no rank is behind."""
     end = min(max(steps) for _one, steps in known)
     slow = [(one, steps[end]) for one, steps in known if max(steps) == end]
     missed = [(number, one, steps[number]) for one, steps in known for number in steps if number > end]

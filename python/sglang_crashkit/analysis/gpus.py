@@ -99,7 +99,7 @@ def account(
     ]
     told = _xids(xids, devices, {holder.pid: holder.started for holder in holders})
     pairs = list(zip(known, devices, strict=True))
-    # Of a host that others share, the GPUs of others are no matter, but where nobody knows whose is which.
+    # Of a host that others share, the GPUs of others do not matter, unless it is unknown whose is which.
     is_known = any(device["processes"] for device in devices)
     shown = [
         (gpu, device)
@@ -174,7 +174,7 @@ def _xids(xids: XidSources, devices: Sequence[Mapping[str, Any]], started: Mappi
             single.remove(same)
             same |= {"pid": line.get("pid"), "source": "NVML and the kernel's log"}
     for event in told:
-        # Whoever started since has nothing to do with it.
+        # A process that started since has nothing to do with it.
         event["processes"] = [
             one
             for device in devices

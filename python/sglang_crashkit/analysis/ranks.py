@@ -15,7 +15,7 @@ from sglang_crashkit.model.sample import Sample
 
 #: In which order the axes of a scope are written.
 _ORDER = ("side", "server", "role", "attn_cp", "moe_dp", "dp", "pp", "tp", "ep")
-#: What divides the ranks of tensor parallelism once more, and tells nobody apart where those are numbered.
+#: What divides the ranks of tensor parallelism once more, and distinguishes no rank where those are numbered.
 _WITHIN_TP = frozenset({"ep", "attn_cp", "moe_dp"})
 _BY_PREFERENCE = ("tp", "dp", "pp", "ep", "attn_cp", "moe_dp")
 
@@ -142,7 +142,7 @@ class RankSet:
         words = [_line_text(*key) for key, _count in shown[:most]]
         if len(shown) > most:
             words.append(f"{sum(count for _key, count in shown[most:])} more ranks")
-        return "; ".join(words) or "nobody"
+        return "; ".join(words) or "no rank"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -119,7 +119,7 @@ def _by_rarity(node: Node, sets: dict[int, RankSet]) -> list[Node]:
 
 
 def _chain(node: Node) -> list[Node]:
-    """Return the calls from `node` on in which nothing branches and nobody ends."""
+    """Return the calls from `node` on in which nothing branches and no stack ends."""
     chain = [node]
     while len(chain[-1].children) == 1 and not len(chain[-1].ranks):
         chain.append(next(iter(chain[-1].children.values())))

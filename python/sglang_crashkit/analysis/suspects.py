@@ -2,7 +2,7 @@
 
 ``docs/incidents.md`` has which requests count in which case. That a control request was worked on is told by the frames
 of the main thread, in all releases: whatever is received is handled in one function of the scheduler. Of a process that
-died without a word there are none, and its record of steps tells.
+died without a word there is no such list, and its record of steps tells.
 
 A suspicion is not a proof; that takes a server which fails again by the request alone.
 """
@@ -238,7 +238,7 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     """Return the requests that the first failure may be of, by where they were; see `suspects_of`."""
     last, current = _steps_of(first).last, _steps_of(first).in_step
     has_results = current is not None and current.phase == "forward_done"
-    # Between two batches nobody has noted yet who is in the next one, and it may be that one.
+    # Between two batches it is not noted yet who is in the next one, and it may be that one.
     is_between = bool(last) and last[-1].phase == "received" and not has_results
     steps, alone = _unfinished(first), ""
     is_beside = _may_be_beside(incident, first)
@@ -342,7 +342,7 @@ def _unfinished(process: ProcessReport) -> list[_Step]:
 
 
 def _last_finished(process: ProcessReport) -> _Step:
-    """Return the last step with requests, all of which are finished; an empty one where there is none."""
+    """Return the last step with requests, all of which are finished; an empty one if there is no such step."""
     steps = _steps_of(process)
     finished = (step for step in reversed(steps.last) if step.ended is not None)
     told = (_step(steps, _rids_of(steps, step), step.size) for step in finished)

@@ -4,7 +4,7 @@ A debugger stops its target while it reads, for as long as the symbols of torch'
 time and 1.9 GB for all that a scheduler maps, 14 s and 0.7 GB for those that were on its stacks. So py-spy tells gdb
 which these are; cuda-gdb, which looks for CUDA's driver among them as it attaches, reads all.
 
-It is run only on a target that stops at once and that nobody else holds, and the target runs on afterwards, whatever
+It is run only on a target that stops at once and that no other tool holds, and the target runs on afterwards, whatever
 becomes of the debugger; see `tracing`. Sources: GDB's manual, "Mode Options" and "Attach"; NVIDIA's CUDA-GDB
 manual, "info cuda Commands".
 """
@@ -96,7 +96,7 @@ class Debugged:
 
 
 def find_debugger(environ: Mapping[str, str] | None = None) -> tuple[Debugger | None, str]:
-    """Return the debugger to use, None where there is none, and what is missing and how to get it.
+    """Return the debugger to use, None if absent, and what is missing and how to get it.
 
     It is looked for by `environ`, this process's own by default.
     """
@@ -230,7 +230,7 @@ def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, 
 def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> list[str]:
     """Return the debugger's command line for process `pid`.
 
-    Symbols are read of the `libraries` with these names, up to ``.so``; of all where there are none.
+    Symbols are read of the `libraries` with these names, up to ``.so``; of all if there are no names.
     """
     command = [debugger.path, "-nx", "-batch"]
     for setting in (*_BEFORE, *(_NO_SYMBOLS if libraries else ())):
@@ -261,7 +261,7 @@ def _names_of(paths: Iterable[str]) -> set[str]:
 
 
 def parse_stacks(text: str) -> tuple[Thread, ...]:
-    """Return the stacks in the output of ``thread apply all bt``, innermost frame first; empty where there are none."""
+    """Return the stacks in the output of ``thread apply all bt``, innermost frame first; empty if absent."""
     threads: list[tuple[str, int, list[Frame]]] = []
     is_inside = False
     for line in text.splitlines():

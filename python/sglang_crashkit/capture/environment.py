@@ -1,7 +1,7 @@
 """What surrounds a server: versions, its cgroup and the host's pressure, shared memory, and what each process has open.
 
 What cannot be read is left out, and nothing takes its place. Each file is read by `guarded_read`, so that a process or
-a file system that lets a read wait holds up nobody for long. Sources of the formats: proc(5), proc_pid_limits(5), and
+a file system that lets a read wait holds up none for long. Sources of the formats: proc(5), proc_pid_limits(5), and
 cgroup-v1, cgroup-v2 and PSI in the kernel's admin guide.
 """
 
@@ -84,7 +84,7 @@ def read_versions() -> dict[str, str]:
 
 
 def read_driver() -> str | None:
-    """Return the version of NVIDIA's driver, None where there is none."""
+    """Return the version of NVIDIA's driver, None if absent."""
     match = _DRIVER.search(_text_of(PROC / "driver/nvidia/version"))
     return match[1] if match else None
 
@@ -151,7 +151,7 @@ def _processor_limit(group: Group) -> float | None:
 
 
 def read_process(pid: int) -> dict[str, Any]:
-    """Return how many files a process has open, and its limits; a limit is missing where there is none."""
+    """Return how many files a process has open, and its limits; a limit is left out where there is no limit."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         found["open_files"] = len(os.listdir(PROC / str(pid) / "fd"))  # noqa: PTH208
@@ -225,7 +225,7 @@ def _text_of(path: Path) -> str:
 
 
 def _parse_number(text: str) -> int | None:
-    """Return a number; None where there is none, or a word or a number that means that there is no limit."""
+    """Return a number; None if it is missing, or a word or a number that means that there is no limit."""
     number = text.strip()
     return int(number) if number.isdigit() and int(number) < _UNLIMITED else None
 

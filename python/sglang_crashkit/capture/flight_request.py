@@ -13,7 +13,7 @@ PyTorch writes no dump of gloo's recorder by itself. A function of it (``_dump_f
 ``torch._C._distributed_c10d``, in PyTorch 2.9 to 2.14) gives one to the thread of the process that answers for it; see
 `capture.responder`. The thread needs the GIL, too. The answer is one line with the process's rank and the time since
 the epoch, and the dump, to which the names are added that SGLang has for its process groups; or one line that says why
-there is none.
+it is missing.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FlightRequest:
         After one that was too late, a dump that is there by now is the answer to that.
 
         Raises:
-            FlightDumpError: it cannot be asked: there is no pipe, nobody reads it, or it is not the process's own.
+            FlightDumpError: it cannot be asked: there is no pipe, it has no reader, or it is not the process's own.
         """
         if not after_one_too_late and self.take_unasked():
             return
@@ -133,7 +133,7 @@ class FlightRequest:
         """Return the dump when it is whole, None while it is not.
 
         Raises:
-            FlightDumpError: the file is none.
+            FlightDumpError: the file is not a dump.
         """
         mark, path = self._mark(), self._path
         if mark is None or mark in (self._before, self._tried) or self._rank is None or path is None:
@@ -179,7 +179,7 @@ class FlightRequest:
         raise FlightDumpError(f"there is no pipe {stem or '<unset>'}<rank>.pipe: NCCL was not initialised")
 
     def _mark(self) -> tuple[int, ...] | None:
-        """Return what changes when the dump is written anew, its length in bytes last; None where there is none."""
+        """Return what changes when the dump is written anew, its length in bytes last; None if absent."""
         path = self._path
         if path is None:
             return None
@@ -212,7 +212,7 @@ class GlooRequest:
         """Ask for the dump; return at once.
 
         Raises:
-            FlightDumpError: nobody answers there.
+            FlightDumpError: nothing answers there.
         """
         try:
             self._conversation = Conversation.begin(self._path, self._pid, COLLECTIVES)
@@ -223,7 +223,7 @@ class GlooRequest:
         """Return the dump when it is whole, None while it is not.
 
         Raises:
-            FlightDumpError: the answer is none.
+            FlightDumpError: the answer is not a dump.
         """
         while self._conversation is not None:
             size = len(self._conversation.answer)
@@ -251,7 +251,7 @@ def parse_answer(answer: bytes) -> Received:
     """Return the dump in an answer.
 
     Raises:
-        NoRecorderError: the answer says that there is none.
+        NoRecorderError: the answer says that there is no recorder.
         FlightDumpError: it is no answer.
     """
     line, _, data = answer.partition(b"\n")

@@ -1,6 +1,6 @@
 """What the GPUs' driver says of them: asked by a child process with a deadline, and watched by another for Xid events.
 
-Neither library is loaded here: they are big, and a driver that hangs holds up whoever calls it. A child that even
+Neither library is loaded here: they are big, and a driver that hangs holds up its caller. A child that even
 SIGKILL does not end is left behind. See `gpu_facts_child`.
 """
 
@@ -32,7 +32,7 @@ _REAP_SECS = 0.2
 
 
 def find_library(environ: Mapping[str, str] = os.environ) -> Library | None:
-    """Return which library knows the GPUs of this machine, None where there are none."""
+    """Return which library knows the GPUs of this machine, None if absent."""
     folders = environ.get("LD_LIBRARY_PATH", "").split(":")
     if any(map(os.path.exists, _NVIDIA)) or any(Path(folder, _NVML).exists() for folder in folders if folder):
         return "pynvml"

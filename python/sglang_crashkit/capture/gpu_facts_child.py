@@ -28,7 +28,7 @@ from typing import Any
 from sglang_crashkit.kernel.kernel_log import lines_since
 
 _PR_SET_PDEATHSIG = 1
-#: After this number of events nobody learns anything from another one, and the pipe is nearly full.
+#: After this number of events another one teaches nothing, and the pipe is nearly full.
 _MAX_EVENTS = 128
 #: How long one wait for an event lasts, in milliseconds; `nvmlEventSetWait_v2` then answers NVML_ERROR_TIMEOUT.
 _WAIT_MS, _TIMEOUT = 60_000, 10
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str]) -> int:
     kernel's log and since when that is of interest, in seconds since the epoch.
     """
     parent, what, library, *of_log = arguments
-    # Where its starter is killed nobody else ends it.
+    # Where its starter is killed nothing else ends it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
         return 1

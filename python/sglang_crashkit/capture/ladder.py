@@ -37,7 +37,7 @@ from sglang_crashkit.model.sample import Frame, Sample, Thread, are_whole
 #: What py-spy gets of the time where there is another way, and what the threads get.
 _PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
 #: What either way within the process gets at least, also when the time is over: a machine that stood still, as a
-#: virtual one does now and then, gave it to nobody.
+#: virtual one does now and then, gave it to no process.
 _LEAST_SHARE = 0.15
 
 _POLL_SECS = 0.005
@@ -221,7 +221,7 @@ def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
 class FaulthandlerOutput:
     """What faulthandler wrote."""
 
-    error: str  # the fatal error in its words, such as ``Segmentation fault``; empty where there was none
+    error: str  # the fatal error in its words, such as ``Segmentation fault``; empty if absent
     #: The threads, the current one first; `Thread.active` is true of the one that hit the error.
     threads: tuple[Thread, ...]
     is_whole: bool  # the main thread is among them, to its outermost frame

@@ -41,7 +41,7 @@ MAX_OUTPUT = 16 << 20
 
 
 def find_pyspy() -> str | None:
-    """Return py-spy's executable, None where there is none.
+    """Return py-spy's executable, None if absent.
 
     That of ``SGLANG_CRASHKIT_PYSPY`` where it is set, else of this interpreter's environment, else the first on PATH.
     """
@@ -134,7 +134,7 @@ def sample_all(
                 results |= take_all([pid for pid in wanted if pid in cut_off])
             return list(results.values())
         finally:
-            # Where this is interrupted, nobody waits for the rest.
+            # Where this is interrupted, nothing waits for the rest.
             stop.set()
 
 

@@ -2,7 +2,7 @@
 
 Asked for its stacks, a process answers in the form of ``py-spy dump --json``. It needs no permission to trace, and it
 names every thread. Asked for its collectives, it answers as `capture.flight_request` says. Asked how a child of its own
-ended, which the kernel tells to a parent and to whoever may trace, it answers with a status as waitpid(2) has it. A
+ended, which the kernel tells to a parent and to a tracer, it answers with a status as waitpid(2) has it. A
 process whose GIL is held, by C code or by a thread that is stuck, takes the connection and never answers; so does one
 that is stopped.
 """
@@ -118,7 +118,7 @@ def ask_exit(path: Path, pid: int, child: int, deadline_secs: float) -> ExitStat
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of whoever is at the other end, by the kernel's word."""
+    """Return pid and uid of the process at the other end, by the kernel's word."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _gid = _PEER.unpack(raw)
     return pid, uid

@@ -125,7 +125,7 @@ class BackgroundTool(Generic[_Answer]):
         def run() -> None:
             try:
                 self._answer = read(run_tool(argv, deadline_secs, self._stop, apart=True, max_output=max_output))
-            except Exception as error:  # noqa: BLE001 - whoever asks for the answer waits for one
+            except Exception as error:  # noqa: BLE001 - the caller waits for an answer
                 self._answer = read(ToolRun("", f"{type(error).__name__}: {error}", 0.0, is_own_failure=True))
 
         threading.Thread(target=run, name=name, daemon=True).start()
@@ -135,7 +135,7 @@ class BackgroundTool(Generic[_Answer]):
         return self._answer
 
     def cancel(self) -> None:
-        """End it: nobody wants to know any more."""
+        """End it: its answer is not needed any more."""
         self._stop.set()
 
 
@@ -169,7 +169,7 @@ def _read(
             if sum(map(len, output.values())) > max_output:
                 return f"printed more than {max_output >> 20} MiB"
             if has_ended and (is_over or not ready):
-                # Whoever holds a pipe open now is a child that it left behind.
+                # What holds a pipe open now is a child that it left behind.
                 return ""
             if is_over:
                 return None if left <= 0 else "was called off"

@@ -1,6 +1,6 @@
 """What a tool that stops its target must not do to it: be run on the wrong one, or leave it stopped.
 
-A target must stop at once, and nobody else may hold it. Whatever becomes of the tool, the target runs on afterwards.
+A target must stop at once, and no other tool may hold it. Whatever becomes of the tool, the target runs on afterwards.
 ptrace(2): attaching sends each thread a SIGSTOP; where the tracer dies before it has dealt with it, the thread stops
 the whole process when it gets to it. SIGCONT takes back every stop that is ahead of a process.
 
@@ -25,7 +25,7 @@ from sglang_crashkit.kernel import procfs
 #: The kernel detaches a dead tracer from its threads within this time, in seconds.
 _DETACH_SECS = 0.2
 _POLL_SECS = 0.01
-#: With ``-m`` the current folder would come first, whoever may write to it.
+#: With ``-m`` the current folder would come first, whichever user may write to it.
 _CODE = """
 import sys
 sys.path[:] = sys.argv[1:]

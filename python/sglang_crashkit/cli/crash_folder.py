@@ -62,7 +62,7 @@ def find_incident(text: str, folder: Path | None) -> StoredIncident:
     Of the latest it is told which folders cannot be read, where a later one may be.
 
     Raises:
-        NothingToDoError: there is none.
+        NothingToDoError: there is no such incident.
         UsageError: there are several.
         CrashkitError: it cannot be read.
     """

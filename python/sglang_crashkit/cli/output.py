@@ -76,7 +76,7 @@ class _Output(io.FileIO):
     """A descriptor that takes everything: what cannot be written goes nowhere, so that the command goes on to its end.
 
     Attributes:
-        problem: why something was not written; empty also where whoever read it has enough, as `head`.
+        problem: why something was not written; empty also where the reader has enough, as `head`.
     """
 
     problem = ""

@@ -1,4 +1,4 @@
-"""How a command ends before it is done: by SIGTERM, as by Ctrl-C, and where nobody reads its answer any more."""
+"""How a command ends before it is done: by SIGTERM, as by Ctrl-C, and where its answer has no reader any more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_with_reader(descriptor: int, secs: float) -> Iterator[None]:
-    """End this as SIGTERM does where nobody reads `descriptor` any more, and after `secs` seconds in any case.
+    """End this as SIGTERM does where `descriptor` has no reader any more, and after `secs` seconds in any case.
 
     Who runs a command on another machine, as ssh does, does not end it there when it ends itself: all that can be seen
     of it there is that the pipe of the answer has no reader.

@@ -108,7 +108,7 @@ class Collection:
         self._debugger, self.missing = find_debugger() if plan.native else (None, "")
         #: Where the ranks of a patched server went different ways; None where that cannot be asked.
         self.divergence: Divergence | None = None
-        self.spared = ""  # why the debugger was run on none of them; empty where it was on some, or was not to be
+        self.skipped = ""  # why the debugger was run on none of them; empty where it was on some, or was not to be
         self._tool = self._debugger.name if self._debugger else SUBSTITUTE
         self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         make_private_folder(plan.output.absolute())
@@ -129,7 +129,7 @@ class Collection:
         self._write_account()
 
     def _write_account(self) -> None:
-        """Write what is known by now for whoever opens the folder first."""
+        """Write what is known by now, for a reader who opens the folder early."""
         verdict, _case = self.judged()
         told = msgspec.to_builtins({"verdict": verdict, "divergence": self.divergence})
         times = [iso_time(one.time) for one in self.rounds]
@@ -235,7 +235,7 @@ class Collection:
                 one.debugged = Debugged(self._tool, problem=f"not run: {reason}")
                 self._write_debugged(one)
         if all(reasons.values()):
-            self.spared = "; ".join(dict.fromkeys(reasons.values()))
+            self.skipped = "; ".join(dict.fromkeys(reasons.values()))
         return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
 
     def _take_snapshot(self) -> None:

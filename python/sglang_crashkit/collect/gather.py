@@ -321,7 +321,7 @@ def run_on_nodes(
     """Run the command of each node, from a bounded pool; Ctrl-C ends all that run and starts no more.
 
     What runs here is the program that carries the command to its node, such as srun, ssh or kubectl. It reads nothing,
-    and is killed, with all that it started, at its deadline. Whatever one of them does, the others' answers are had.
+    and is killed, with all that it started, at its deadline. Whatever one of them does, the others' answers come.
 
     Args:
         transport: how they are carried to the nodes.

@@ -50,7 +50,7 @@ _REASONS: tuple[Reason, ...] = (
     (
         r"[Pp]assword|passphrase|Permission denied \(|authentication fail",
         "it asks for a password, or takes no key: {said}",
-        "use a key or an agent, for nobody answers a question (ssh -o BatchMode=yes): {look}",
+        "use a key or an agent, for a question gets no answer (ssh -o BatchMode=yes): {look}",
     ),
     (
         r"NotFound|[Nn]o such container|[Cc]ontainer.* not found|is not running|is not valid for pod|"
@@ -119,7 +119,7 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
     """Return the hosts, each once, to be reached by the command of which `template` is the pattern.
 
     Raises:
-        UsageError: there is no such command here, it says nowhere which host, or a host's name is none.
+        UsageError: there is no such command here, it names no host, or a host's name is invalid.
     """
     words = words_of(template)
     if not hosts:
@@ -143,7 +143,7 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
         marks=_MARKS,
         look=lambda node: shlex.join(command_on(words, node, ["true"])),
         argv=functools.partial(command_on, words),
-        # Nobody sits there to answer what ssh would ask in a window.
+        # A question that ssh asks would get no answer in a window.
         environ={**os.environ, "SSH_ASKPASS_REQUIRE": "never"},
     )
 
@@ -219,7 +219,7 @@ def words_of(template: str) -> list[str]:
     if shutil.which(words[0]) is None:
         raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
     if Path(words[0]).name == _JOINING[0]:
-        # Nobody answers a question, and an empty password is a failed log-in. The first word on an option holds.
+        # A question gets no answer, and an empty password is a failed log-in. The first word on an option holds.
         words[1:1] = ["-o", "BatchMode=yes"]
     return words
 

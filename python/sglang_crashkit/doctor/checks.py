@@ -66,7 +66,7 @@ class Target:
         pid: the first server's main process, or this one, whose surroundings count.
         servers: the processes of each by its main process.
         handlers: the crash handler of a server, None where it has none, and why it has none, by a pid of the server's.
-        environ, arguments: those of the first server; this shell's where there is none.
+        environ, arguments: those of the first server; this shell's if there is no server.
         crash_folder: where incidents go; None where no folder was given.
         python: the interpreter or environment whose SGLang is meant; None for this one.
         grace_secs: how long a server has that is asked to end, in seconds; None where that is not known.
@@ -158,7 +158,7 @@ def _pyspy(target: Target) -> Iterator[Result]:
 def _gpu(target: Target) -> Iterator[Result]:
     library = find_library(target.environ)
     if library is None:
-        yield Result(True, "there is none here: neither the devices of NVIDIA's driver nor of AMD's")
+        yield Result(True, "no GPU here: neither the devices of NVIDIA's driver nor of AMD's")
         return
     reader, deadline = GpuFactsReader(library, _GPU_SECS, time.time()), time.monotonic() + _GPU_SECS + 1
     while (facts := reader.look()) is None and time.monotonic() < deadline:

@@ -86,7 +86,7 @@ def main() -> int:
         try:
             return _serve(args, undo)
         except Exception as error:
-            # Before it is known that there is no handler; whoever reads it has one line.
+            # Before it is known that there is no handler; a reader has one line.
             undo.close()
             _answer(1, error=" ".join(f"{type(error).__name__}: {error}".split()))
             logger.exception("the crash handler cannot work")
@@ -189,7 +189,7 @@ class LogFile(logging.Handler):
             if self._written > _MAX_LOG_BYTES:
                 self._begin()
         except (OSError, ValueError):
-            # The disk is full, say: there is nobody who could be told.
+            # The disk is full, say: there is nowhere to report it.
             return
 
     def _begin(self) -> None:

@@ -1,6 +1,6 @@
 """The folders that a crash handler works in, made, kept and removed; and what a killed server leaves in shared memory.
 
-The crash folder may lie on a network disk whose server is gone; whoever touches it then stands still for as long as
+The crash folder may lie on a network disk whose server is gone; what touches it then stands still for as long as
 that lasts, and no signal ends it. So each is made in a child process, which is left to itself where it takes too long.
 Nothing is changed of what was there before: an operator's folder keeps its permissions.
 
@@ -8,7 +8,7 @@ Nothing is changed of what was there before: an operator's folder keeps its perm
 that is below it, which somebody has locked by flock(2); see tmpfiles.d(5).
 
 Where a server and its handler were killed together, as with process 1 of a container, the empty folders that they left
-hold no evidence and are removed. Whoever may be at work holds a lock on its folder. A folder that still holds the
+hold no evidence and are removed. A writer that may be at work has a lock on its folder. A folder that still holds the
 record of an exception stays.
 """
 
@@ -64,7 +64,7 @@ class WorkFolders:
     """Where the handler works, and what the server's log is to say of what could not be made; see `Place`.
 
     Attributes:
-        core_file: the template of the names of GPU cores; empty where there is none.
+        core_file: the template of the names of GPU cores; empty if absent.
         flight_folder: where PyTorch's flight recorder writes; None where it cannot.
     """
 
@@ -225,7 +225,7 @@ def remove_runtime_folders(run: Path) -> None:
 
 
 def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield this user's folders in `parent` that nobody has locked, locked."""
+    """Yield this user's folders in `parent` that no process has locked, locked."""
     try:
         names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix)]
     except OSError:
@@ -296,7 +296,7 @@ class Place:
         return list(dict.fromkeys([self.host_folder, fallback / self.host_folder.name, fallback]))
 
     def record_of(self, record: str | None) -> Path | None:
-        """Return the record that a failing rank says it left; None where it is none of the spool's."""
+        """Return the record that a failing rank says it left; None if it is not in the spool."""
         path = Path(record or "")
         try:
             is_record = path.parent == self.spool and path.is_file() and not path.is_symlink()
@@ -315,7 +315,7 @@ class Place:
             (self.spool / MARKER).unlink()
 
     def remove_own(self) -> None:
-        """Remove what is this server's alone; a record that nobody took in stays."""
+        """Remove what is this server's alone; a record that no one took in stays."""
         shutil.rmtree(self.runtime, ignore_errors=True)
         self.remove_marker()
         with contextlib.suppress(OSError):
@@ -324,12 +324,12 @@ class Place:
     def clean_up(self, keys: Collection[str]) -> None:
         """Remove what is of no use without the server's processes, whose keys these are (see `procfs.server_key`).
 
-        A record that nobody took in stays. A request dump that one of them could not finish is torn, and no pickle. The
+        A record that no one took in stays. A request dump that one of them could not finish is torn, and no pickle. The
         host's folder may be another server's, too, in which all pids may be the same.
         """
         self.remove_own()
         torn = (dump for dump in self.host_folder.glob(".crash_dump_*.partial") if dump.name.split(".")[-2] in keys)
-        # Nobody took it in, as one that came when the incident was finished.
+        # No one took it in, as one that came when the incident was finished.
         flight = (self.host_folder / "flight_recorder").glob("*-*-*-rank*")
         late = (dump for dump in flight if dump.name.partition("-rank")[0] in keys)
         for dump in (*torn, *late):

@@ -16,7 +16,7 @@ A scheduler that cannot be followed is seen by the silence of those that wait fo
 next message is not silent, unless it uses its CPU. One of the processes beside the schedulers that is stopped for as
 long hangs, whether it beats or not.
 
-More patience is had with the first batches, which compile kernels, with later ones while a compiler runs for them, with
+More time is given to the first batches, which compile kernels, to later ones while a compiler runs for them, to
 very long prompts that are taken in at once, and with control requests, such as an update of the weights.
 
 Where the stacks then say that the rank which the others wait for is at work, because it compiles, loads weights,
@@ -65,7 +65,7 @@ _AT_END_SECS, _LOOK_AT_END_SECS, _SNAPSHOT_AT_END_SECS = 3.0, 0.5, 1.0
 _BUSY_AT_END_SECS = 5.0
 #: Where no incident could be begun, it is tried again after this time, in seconds.
 _RETRY_SECS = 10.0
-#: Whoever is silent for this share of the time that one was, hangs with it.
+#: One that is silent for this share of the time that another was, hangs with it.
 _TOGETHER = 0.5
 SNAPSHOTS, SNAPSHOT_INTERVAL_SECS = 3, 2.0
 #: One sign is not yet a server that goes on: the batch that was stuck may end, and the next one not.
@@ -224,7 +224,7 @@ class HangDetector:
         self._hang = self._session.hang = None
 
     def _is_excused(self, states: dict[int, str]) -> bool:
-        """Say whether there is a reason for silence that is none of the schedulers', with these states, by pid."""
+        """Say whether there is a reason for silence that is not the schedulers', with these states, by pid."""
         root, shutdown = self._tree.root, self._session.triage.shutdown
         if shutdown.gone_at is not None or shutdown.expected & {root.pid, *states} or self._is_starting():
             return True

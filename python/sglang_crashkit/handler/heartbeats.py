@@ -113,13 +113,13 @@ class FollowedProcess:
         """Return how it did not go on since the last look, in words; empty where it did."""
         if state == "T":
             return "was stopped"
-        # Of one that a debugger holds nobody knows.
+        # Of one that a debugger holds nothing is known.
         if said is None or said != self._said or said.is_off or state == "t":
             return ""
         if not said.is_waiting:
             is_loop = self.process.role in _WITH_LOOPS
             return "did not come back to its event loop" if is_loop else "worked at one message"
-        # Whoever waits for a message sleeps, and can be interrupted.
+        # A process that waits for a message sleeps, and can be interrupted.
         is_awake = used_secs >= _AWAKE * seen_secs > 0
         return "did not come to the next message" if is_awake or state == "D" else ""
 
@@ -128,7 +128,7 @@ class FollowedProcess:
         self.silent_secs = max(0.0, self.silent_secs - seen_secs)
 
 
-#: Whoever gives signs of life.
+#: The processes that give signs of life.
 Followed: TypeAlias = FollowedHeartbeat | FollowedProcess
 SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
 
@@ -237,7 +237,7 @@ def by_last_sign(heartbeats: Iterable[SomeFollowed]) -> list[SomeFollowed]:
 
 
 def modes_of(value: object) -> dict[int, str]:
-    """Return the forward modes that a scheduler reported, without what is none."""
+    """Return the forward modes that a scheduler reported, without other words."""
     modes = value if isinstance(value, dict) else {}
     short = {key: str(name)[:40] for key, name in list(modes.items())[:_MAX_MODES]}
     return {int(key): name for key, name in short.items() if isinstance(key, str) and key.isascii() and key.isdecimal()}

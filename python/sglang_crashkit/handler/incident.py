@@ -397,7 +397,7 @@ class IncidentRun:
             self.checkpoint()
 
     def name_unknown(self) -> None:
-        """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
+        """Where a child failed and it is not known which, take it for one that died before it said what it is."""
         if self.finished or self.incident.failures:
             return
         for process in self.tree:
@@ -573,7 +573,7 @@ class IncidentRun:
         return path
 
     def incident_with_core(self) -> str | None:
-        """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
+        """Return the id of an earlier incident of the same fault that has GPU cores; None if absent."""
         self.incident.verdict = self.incident.verdict or judge(self.incident, None)
         return incident_with_core(self.incident, self.folder, self.settings.full_per_fault)
 

@@ -163,7 +163,7 @@ class MetricsPublisher:
         self._call: ForkedCall | None = None
         self._problem = ""  # why the last one failed
         self.late = 0  # the pid of one that did not answer in time, until it has ended
-        # The server tells of its arguments, by which it is named, within this time.
+        # The server reports its arguments, by which it is named, within this time.
         self._due = time.monotonic() + FIRST_SECS if self._file or os.environ.get(SHARED) else float("inf")
 
     def next_due(self) -> float:
@@ -186,7 +186,7 @@ class MetricsPublisher:
             self._call = ForkedCall(functools.partial(self._publish, self._measure(), is_shown=is_shown))
 
     def close(self) -> None:
-        """Say in the file that the handler is at work no more; nobody asks the server itself by now."""
+        """Say in the file that the handler is at work no more; the server itself is not asked by now."""
         self.take_answer(0.0)
         if self._file and self._port:
             gone = Measured(self._port, False, time.time())

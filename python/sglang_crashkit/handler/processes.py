@@ -134,7 +134,7 @@ class TrackedProcess:
 
     @property
     def is_ignorable(self) -> bool:
-        """Whether it is dead and nobody said that it was more than a helper."""
+        """Whether it is dead and was not said to be more than a helper."""
         return self.exited_at is not None and not self.matters and not self.is_starting
 
     @property
@@ -299,7 +299,7 @@ class ProcessTree:
         self._changed_at = self._registered_at = time.monotonic()
 
     def started_by_own(self, process: TrackedProcess) -> bool:
-        """Say whether the main process or one of the server's own started a process, and nobody else in between.
+        """Say whether the main process or one of the server's own started a process, and no other in between.
 
         A program that is no Python may be in between, such as one that binds memory to a socket.
         """

@@ -260,7 +260,7 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
 
 
 def _adopt_records(incident: Incident, folder: Path) -> None:
-    """Move in what failing ranks of that server wrote of themselves and nobody took in."""
+    """Move in what failing ranks of that server wrote of themselves and no incident took in."""
     spool = _spool_of(incident, folder)
     for pid in [process.pid for process in incident.processes]:
         record = spool / f"exception-{pid}.json"

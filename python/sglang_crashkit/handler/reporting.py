@@ -1,4 +1,4 @@
-"""Who is told of an incident: whoever waits for it, the server's log, the user's command, and readers of a page.
+"""Who is told of an incident: those who wait for it, the server's log, the user's command, and readers of a page.
 
 The server's log is written by its main process: the crash handler holds none of it open.
 

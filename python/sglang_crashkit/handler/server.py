@@ -154,7 +154,7 @@ class CrashHandler:
             self._on_teardown(message, sender)
         elif sender is None:
             self._ignored += 1
-            # The 1st, the 10th, the 100th and so on: whoever sends them may never end.
+            # The 1st, the 10th, the 100th and so on: their sender may never end.
             if str(self._ignored).strip("0") == "1":
                 words = "message %.100r of process %d, not the server's, ignored (%d so far)"
                 logger.warning(words, event, message.pid, self._ignored)
@@ -198,7 +198,7 @@ class CrashHandler:
         elif message.pid not in self.tree and message.pid not in self._foreign:
             self.look()
             if message.pid not in self.tree:
-                # Looking costs more than sending, and whoever sends that may never end.
+                # Looking costs more than sending, and its sender may never end.
                 self._foreign.add(message.pid)
         self.take(message, self.tree.get(message.pid))
 

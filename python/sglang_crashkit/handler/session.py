@@ -1,4 +1,4 @@
-"""The current incident: what `triage` decides is carried out on it, and whoever waits for it is answered."""
+"""The current incident: what `triage` decides is carried out on it, and those who wait for it are answered."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class Session:
     # -- the incident
 
     def open_observed(self, seen: Seen, process: TrackedProcess) -> IncidentRun | None:
-        """Begin an incident, None where there is one already; whoever begins it captures and finishes it."""
+        """Begin an incident, None where there is one already; the process that begins it captures and finishes it."""
         self.collect_exits()
         before = self.triage.stage
         self.take(seen, Subject(process, clock.now()))
@@ -312,7 +312,7 @@ class Session:
         return self.run is run and self.triage.stage is not None and self.triage.stage.withdrawable
 
     def withdraw(self, run: IncidentRun) -> None:
-        """Remove an incident, the current one or an earlier one: it was none."""
+        """Remove an incident, the current one or an earlier one, that proved to be a false alarm."""
         self.page.cancel()
         if self.run is run:
             self.triage.stage = None
@@ -432,7 +432,7 @@ class Session:
             run.add_remark(f"The server made no progress before: incident {self.hang.incident.id}.")
 
     def _sample_again(self) -> None:
-        # While a core is written nobody is to be signalled, as a sample may.
+        # While a core is written no process is to be signalled, as a sample may.
         if self.run is not None and self.run.is_open and not self.run.has_come_to(Moment.CORE):
             self.run.take(Moment.CAPTURE)
 

@@ -48,7 +48,7 @@ _UNKNOWN = ExitStatus()
 
 
 class ActionKind(str, Enum):
-    """What is to be done; each of them concerns the current incident, and is nothing where there is none."""
+    """What is to be done; each of them concerns the current incident, and does nothing without one."""
 
     OPEN = "open"
     PERMIT = "permit"
@@ -282,7 +282,7 @@ class Triage:
         elif seen.matters and not expected and not self._is_clean(seen):
             self._open_for_exit(seen, now)
         elif seen.is_unknown and not expected and seen.status.code != 0:
-            # One that died before it said what it is may be a rank, or a worker of a pool that is of no account. It is
+            # One that died before it said what it is may be a rank, or a worker of a pool that does not matter. It is
             # kept: if the start fails for it, the incident knows how it ended.
             self._add(ActionKind.KEEP_PROCESS)
         elif not is_root:
@@ -445,7 +445,7 @@ class Triage:
         self._add(ActionKind.FINISH)
 
     def _on_await_incident(self, _seen: Seen, _now: float) -> None:
-        # Whoever is about to end the server waits for what it would cut short.
+        # What is about to end the server waits for what it would cut short.
         waits = self.stage is not None and self.is_open and not self.stage.may_be_shutdown
         self._add(ActionKind.ANSWER_WHEN_FINISHED if waits else ActionKind.ANSWER)
 
@@ -478,7 +478,7 @@ class Triage:
         self._add(ActionKind.ANSWER_STACKS)
 
     def _on_observed(self, seen: Seen, now: float) -> None:
-        """Open an incident of a server that goes on, to be captured by whoever saw it; none where there is one."""
+        """Open an incident of a server that goes on, captured by the handler that saw it; not where there is one."""
         self._make_room()
         if self.stage is None:
             stage = self._open(seen.kind, seen.trigger, seen, now)
@@ -526,7 +526,7 @@ class Triage:
             self._add(ActionKind.NOTE, words=seen.what)
 
     def _on_exiting(self, seen: Seen, _now: float) -> None:
-        # What is ended after it is announced to nobody any more: a program's exit handlers run last in, first out.
+        # What is ended after it is not announced any more: a program's exit handlers run last in, first out.
         self.shutdown.expected |= seen.members
 
     def _on_launch(self, seen: Seen, _now: float) -> None:
@@ -545,7 +545,7 @@ class Triage:
             self._forget()
 
     def _open_at_end(self, trigger: str, seen: Seen, now: float) -> Stage:
-        """Capture a server that hangs when SIGTERM comes: it ends soon, by itself or by whoever sent the signal."""
+        """Capture a server that hangs when SIGTERM comes: it ends soon, by itself or by the sender of the signal."""
         is_new = self.stage is None
         stage = self.stage or self._open("hang", trigger, seen, now)
         self._apply(stage, Event.HUNG_AT_END)
@@ -597,7 +597,7 @@ class Triage:
         if stage.soft_until is not None and now >= stage.soft_until:
             stage.soft_until = None
         if stage.tell_at is not None and now >= stage.tell_at and stage.soft_until is None:
-            # Nobody is told while it may be a shutdown.
+            # Nothing is told while it may be a shutdown.
             stage.tell_secs = None
             self._add(ActionKind.TELL)
         if gone_at is not None:
@@ -632,7 +632,7 @@ class Triage:
         return self.stage
 
     def _join(self, kind: str, trigger: str, seen: Seen, now: float, event: Event) -> Stage:
-        """Join the current incident, captured; open one of `kind` where there is none.
+        """Join the current incident, captured; open one of `kind` if there is no incident.
 
         One that is finished is that of a server which ends for it.
         """
@@ -648,12 +648,12 @@ class Triage:
         action = policy.decide(self.shutdown.mode, event)
         stage.may_end = stage.may_end or event in _ENDS_A_SERVER
         if event is Event.FAILED and not action.ends:
-            # Whoever was told so may go on without a server, and launch another one.
+            # A program that was told so may go on without a server, and launch another one.
             stage.observed = True
         self._add(ActionKind.PERMIT, captures=action.captures)
 
     def _make_room(self) -> None:
-        """Let what comes be an incident of its own, where the current one tells of a server that went on."""
+        """Let what comes be an incident of its own, where the server of the current one went on."""
         stage = self.stage
         if stage is not None and stage.observed and (stage.finished or not stage.may_end):
             self._add(ActionKind.WRITE)
@@ -664,7 +664,7 @@ class Triage:
         self._add(ActionKind.FORGET)
 
     def _discard(self) -> None:
-        """It was none."""
+        """It was a false alarm."""
         self.stage = None
         self._add(ActionKind.DISCARD)
 

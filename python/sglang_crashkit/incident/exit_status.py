@@ -7,7 +7,7 @@ N; what no signal caused has a status of its own, above those of ``sysexits.h`` 
 ====== =============================================================================================================
 status what came first
 ====== =============================================================================================================
-81     it crashed; of what nobody could tell, for example because there was no crash handler
+81     it crashed, and the cause is not known, for example because there was no crash handler
 82     a process was killed by SIGKILL, and its memory cgroup counts no out-of-memory kill
 83     a process raised a Python exception
 84     a process ended by itself: with a status, 0 included, or by a signal that asks for an orderly end
@@ -126,7 +126,7 @@ def write_termination_message(text: str, environ: Mapping[str, str] = os.environ
 
     The kubelet creates the file in the container (``terminationMessagePath``), reads at most 4,096 bytes of it when the
     container has ended, and shows them in the pod's status; what is beyond is left away. It is never created here:
-    outside a container there is none. Returns whether it was written.
+    outside a container there is no such file. Returns whether it was written.
     """
     path = termination_log(environ)
     if not path:

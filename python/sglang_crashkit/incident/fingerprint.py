@@ -91,7 +91,7 @@ def fault_of(incident: Incident) -> Fault | None:
         waiting = (frame for one in incident.processes if one.is_rank for frame in one.doing[:_MAX_WAITING_FRAMES])
         frames = sorted({_LINE.sub(")", frame) for frame in waiting})
     if verdict.kind == "hang" and not frames:
-        # Where nobody was seen, nothing tells one hang from another.
+        # Where no process was seen, nothing tells one hang from another.
         return None
     what = _what_happened_to(first, incident)
     return Fault(incident.server.sglang_version, verdict.kind, _who(first, incident), what, tuple(frames))
@@ -210,7 +210,7 @@ def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:
 
 
 def incident_with_core(incidents: Path, fault: Fault) -> str | None:
-    """Return the id of an incident of the same fault, of this day, that has a GPU core; None where there is none."""
+    """Return the id of an incident of the same fault, of this day, that has a GPU core; None if absent."""
     core = mapping_of(mapping_of(read_faults(incidents).get(fault.key)).get("core"))
     return str(core.get("id")) if _counts(core, incidents, time.time()) else None
 
@@ -228,7 +228,7 @@ def recent_crashes(incidents: Path, now: float | None = None) -> str:
     try:
         names = [parse_name(path.name) for path in incidents.iterdir()]
     except OSError:
-        # There is none, or it may not be read.
+        # It is absent, or may not be read.
         return ""
     kinds = Counter(
         name.kind for name in names if name and name.kind not in _OBSERVED and 0 <= now - name.seconds < RECENT_SECS
@@ -279,5 +279,5 @@ def _is_same_hang(some: Sequence[ProcessReport], other: Sequence[ProcessReport])
     ones, twos = (
         {_LINE.sub(")", frame) for rank in ranks for frame in rank.doing[:_HUNG_FRAMES]} for ranks in (some, other)
     )
-    # Where nobody was seen, that it hangs is all there is.
+    # Where no process was seen, that it hangs is all there is.
     return bool(one & two) and (not ones or not twos or bool(ones & twos))

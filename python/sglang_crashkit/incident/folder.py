@@ -335,7 +335,7 @@ class NullFolder(IncidentFolder):
         """Do nothing."""
 
     def make_room_beside(self, folder: Path, size: int) -> str:
-        """Return that there is none."""
+        """Return that there is no incident."""
         return f"{self.problem} (there would be {size} bytes in {folder})"
 
     def save(self, document: Mapping[str, Any], summary: str, *, is_redacted: bool = False, sync: bool = False) -> None:

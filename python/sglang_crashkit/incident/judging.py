@@ -435,7 +435,7 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
         return f"{name} raised {event.message}.", "exception", "established"
     end = process.exit if process else None
     if end is None or end.cause == "unknown":
-        return f"{name} ended; nobody could tell how.", "unknown", "supported"
+        return f"{name} ended; it is not known how.", "unknown", "supported"
     if end.cause == "parent_ended":
         return f"{name} ended: {end.detail}.", "parent_ended", "established"
     if end.cause == "oom_kill":

@@ -39,7 +39,7 @@ _NAME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)\.(\d{3})Z-([a-z_]+)-
 _CRASH_FOLDER = "--crash-dump-folder"
 STEPS_SUFFIX = ".steps.jsonl"
 
-#: An incident gets another name when it is finished, and is gone when it is removed; whoever meets that looks again.
+#: An incident gets another name when it is finished, and is gone when it is removed; such a reader looks again.
 _LOOKS = 5
 #: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
 MAX_JSON = 64 << 20
@@ -120,7 +120,7 @@ def find_incidents(
 
     Raises:
         NothingToDoError: there is no such folder.
-        OSError: there is none of which one can tell, and a folder cannot be read.
+        OSError: no incident was found, and a folder cannot be read.
     """
     is_folder = False  # a folder above it that cannot be read is an error of its own
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -153,7 +153,7 @@ def _look(folder: Path, keep: Keep | None) -> tuple[list[StoredIncident], list[O
 
 
 def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
-    """Return what is in a folder; nothing where there is none. Where it cannot be read, `unreadable` gets why.
+    """Return what is in a folder; nothing if absent. Where it cannot be read, `unreadable` gets why.
 
     `Path.glob` would pass over what may not be read.
     """
@@ -190,7 +190,7 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
         unreadable: see `find_incidents`; what is meant by an id needs no other folder.
 
     Raises:
-        NothingToDoError: there is none.
+        NothingToDoError: there is no such incident.
         UsageError: there are several whose ids begin so.
         CrashkitError: its ``incident.json`` cannot be read, or the folder cannot.
     """
@@ -250,7 +250,7 @@ def _read(path: Path, keep: Keep | None) -> StoredIncident:
 
 
 def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
-    """Return the newest incident that the crash handler of server `pid` wrote, None where there is none.
+    """Return the newest incident that the crash handler of server `pid` wrote, None if absent.
 
     Waits while the handler is still at work.
 

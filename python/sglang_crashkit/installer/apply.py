@@ -41,7 +41,7 @@ from sglang_crashkit.installer.status import (
     read_tree,
 )
 
-#: In the dist-info folder while a change runs; one without a holder tells of a change that was cut off.
+#: In the dist-info folder while a change runs; one without a holder is of a change that was cut off.
 LOCK_FILE = ".sglang-crashkit.lock"
 #: Seconds to wait for other processes. A change takes well under one, and many on a disk that syncs slowly.
 LOCK_WAIT = 60.0
@@ -274,7 +274,7 @@ def _carry_out(plan: _Plan) -> None:
                 next_step="run the same command again, which finishes",
             ) from error
     finally:
-        # One that stays is in nobody's way, and goes next time.
+        # One that stays is in no way, and goes next time.
         with suppress(OSError):
             for path in (during, final, *staged):
                 path.unlink(missing_ok=True)
@@ -358,7 +358,7 @@ def _remove_empty_folders(path: Path, package: Path) -> None:
 def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
     """Hold the lock of the installation with the folder `dist_info`; `wait` seconds for another process.
 
-    The kernel drops the lock of a process that dies, so a lock file alone holds nobody up.
+    The kernel drops the lock of a process that dies, so a lock file alone holds up nothing.
 
     Raises:
         CrashkitError: another process still has it.

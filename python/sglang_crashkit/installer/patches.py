@@ -268,7 +268,7 @@ def find_patch_root() -> Path:
     """Return the folder of the kit's patches: in the package, or at the checkout's top level.
 
     Raises:
-        PatchDataError: there is none.
+        PatchDataError: there is no such file.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package, *package.parents[:2]):
@@ -379,7 +379,7 @@ def load_lock(root: Path | None = None) -> Lock:
     """Read the lock below the patch folder `root`, by default the kit's own.
 
     Raises:
-        PatchDataError: there is none, or it does not read as one.
+        PatchDataError: it is missing or malformed.
     """
     file = (root or find_patch_root()) / LOCK_NAME
     try:

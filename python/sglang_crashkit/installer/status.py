@@ -77,7 +77,7 @@ class Manifest:
 
 
 def load_manifest(dist_info: Path, *, reinstall: str) -> Manifest | None:
-    """Read the manifest in `dist_info`, None if there is none.
+    """Read the manifest in `dist_info`, None if absent.
 
     Raises:
         RefusedError: it does not read as one; `reinstall` is the next command.

@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: the class, a key of ``classes.yaml``.
-        who: who failed, or is to be looked at; None where nobody is to be named.
+        who: who failed, or is to be looked at; None if no process is to be named.
         where: place in the evidence, as ``(at, order)`` of its event: the first failure has the smallest.
         is_consequence: it follows from another failure, such as a connection that another rank's end closed.
         weight: how telling it is; of two findings the one with more weight explains the other. 100: the kernel, the

@@ -42,7 +42,7 @@ class Group:
 
 
 def find_counter(pid: int) -> OomCounter | None:
-    """Return the OOM counter of the memory cgroup of `pid`, None where there is none to be read."""
+    """Return the OOM counter of the memory cgroup of `pid`, None if no cgroup can be read."""
     for group in _groups(pid, "memory"):
         path = group.folder / ("memory.oom_control" if group.version == 1 else "memory.events")
         if (kills := read_count(path, "oom_kill")) is not None:
@@ -51,7 +51,7 @@ def find_counter(pid: int) -> OomCounter | None:
 
 
 def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
-    """Return the cgroup of `pid` for a controller, such as ``memory``; None where there is none to be read.
+    """Return the cgroup of `pid` for a controller, such as ``memory``; None if no cgroup can be read.
 
     Its folder has one of the `files`, of which that of v1 is the first.
     """

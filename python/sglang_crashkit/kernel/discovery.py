@@ -88,7 +88,7 @@ def find_processes(
 
     Args:
         pid: any process of one server, or one that has the server below it; all servers when None.
-        user: of whom; of everybody when None.
+        user: whose processes; everybody's when None.
         everything: also the servers' other processes: main process, tokenizers, detokenizer, controller.
         here: leave out what is known to belong to another Slurm job or node. Processes that nothing ties to a job, as
             in some containers, are taken only where none is known to be of this one.

@@ -3,7 +3,7 @@
 The kernel reads ``cmdline``, ``environ``, ``maps`` and ``smaps`` under the target's mmap lock, and the first two out of
 its memory. A process whose driver hangs holds that lock for ever, one that forks with hundreds of gigabytes for
 seconds, and every reader waits with it. ``comm``, ``stat``, ``status``, ``wchan``, ``cgroup``, ``exe``, ``cwd`` and
-``fd`` wait for nobody and need no guard.
+``fd`` wait for nothing and need no guard.
 
 A thread that waits so cannot be ended, and its process keeps its locks and sockets until then. So a helper, a fork that
 holds nothing but two pipes, reads in its place; it is killed when a read takes too long, and another one takes over. A
@@ -41,7 +41,7 @@ _MAX_SKIPPED = 1024
 _STARVED_SECS, _STARVED_STEP_SECS = 2.0, 0.02
 _REAP_SECS = 0.02
 _LOCK_SECS = 3.0
-#: What a helper answers first: an errno, 0 where there is none, and how many bytes follow.
+#: What a helper answers first: an errno, 0 if absent, and how many bytes follow.
 _ANSWER = struct.Struct("=iQ")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NAME = b"crashkit_reader"

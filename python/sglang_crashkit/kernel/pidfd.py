@@ -164,7 +164,7 @@ class ProcessHandle:
         return bool(poller.poll(timeout_secs * 1000))
 
     def exit_status(self) -> ExitStatus:
-        """Return how it ended; `ExitStatus.known` is false while it lives or when nobody can tell any more."""
+        """Return how it ended; `ExitStatus.known` is false while it lives or when it cannot be known any more."""
         if self._exit is None or not self._exit.known:
             if not self.has_exited():
                 # Its main thread may be a zombie while others run.

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal
 from sglang_crashkit.errors import CrashkitError
 
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 0x1, 0x2  # linux/memfd.h
-#: Why nothing was written: there is no such pipe, nobody reads it, it is no pipe of that user, or anything else.
+#: Why nothing was written: there is no such pipe, it has no reader, it is no pipe of that user, or anything else.
 WriteOutcome = Literal["no_pipe", "no_reader", "foreign_pipe", "failed"]
 _OUTCOMES: dict[int | None, WriteOutcome] = {
     errno.ENOENT: "no_pipe",
@@ -254,18 +254,18 @@ class FifoError(Exception):
 def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = False) -> None:
     """Write few enough bytes for a pipe that is empty to the named pipe `path` and return at once.
 
-    It must belong to the user `owner`; None is nobody. `path` may be a link, such as one of those in ``/proc/PID/fd``,
+    It must belong to the user `owner`; None for any. `path` may be a link, such as one of those in ``/proc/PID/fd``,
     with `follow`.
 
     Raises:
-        FifoError: it is no pipe of that user, or nobody reads it.
+        FifoError: it is no pipe of that user, or has no reader.
     """
     try:
-        # Not blocking: a pipe that nobody reads any more would hold the caller up for ever.
+        # Not blocking: a pipe without a reader would hold the caller up for ever.
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
         descriptor = os.open(path, flags)
     except OSError as error:
-        why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror or str(error)
+        why = "it has no reader" if error.errno == errno.ENXIO else error.strerror or str(error)
         raise FifoError(f"pipe {path}: {why}", _OUTCOMES.get(error.errno, "failed")) from error
     try:
         found = os.fstat(descriptor)

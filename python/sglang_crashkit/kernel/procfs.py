@@ -53,7 +53,7 @@ def started_at(start_ticks: int) -> float:
 
 
 def _read(pid: int, *path: str) -> bytes:
-    """Return what a file of a process holds that waits for nobody; empty where that cannot be read."""
+    """Return what a file of a process holds that waits for nothing; empty where that cannot be read."""
     try:
         return (_PROC / str(pid)).joinpath(*path).read_bytes()
     except OSError:
@@ -193,7 +193,7 @@ def may_inspect(pid: int) -> bool:
     except PermissionError:
         return False
     except OSError:
-        # A zombie has none, but whoever may not look is told so first.
+        # A zombie has none, but a caller without the right to look is told so first.
         return True
     return True
 
@@ -232,7 +232,7 @@ def in_mask(mask: str | None, signum: int) -> bool:
 
 
 def read_tracer(pid: int, thread: int | None = None) -> int:
-    """Return the pid of the process that traces the main thread of `pid`, or another, 0 where there is none."""
+    """Return the pid of the process that traces the main thread of `pid`, or another, 0 if absent."""
     tracer = read_status(pid, thread).get("TracerPid", "0")
     return int(tracer) if tracer.isdigit() else 0
 

@@ -1,7 +1,7 @@
 """Where a server answers HTTP, and which processes listen there.
 
-An address says nothing of who answers: a server that ends leaves its port to any other program. So whoever means one
-server compares the sockets that listen at the port with those that its processes hold.
+An address says nothing of who answers: a server that ends leaves its port to any other program. So a caller that
+means one server compares the sockets that listen at the port with those that its processes hold.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def rendezvous_of(arguments: Sequence[str]) -> str | None:
 
 
 def side_of(arguments: Sequence[str]) -> Literal["prefill", "decode"] | None:
-    """Return which side of a prefill and decode pair the server is, None where it is none."""
+    """Return which side of a prefill and decode pair the server is, None otherwise."""
     value = value_of(arguments, "--disaggregation-mode")
     if value == "prefill":
         return "prefill"

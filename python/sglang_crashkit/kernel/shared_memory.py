@@ -1,7 +1,7 @@
 """POSIX shared memory and semaphores that a killed server leaves in ``/dev/shm``.
 
-Whoever is killed by SIGKILL unlinks nothing, and Python's resource tracker, which would, is killed with the rest. What
-a server had mapped and left is reported. It is removed only where nobody else can have a use for it: its name bears the
+A process that SIGKILL ends unlinks nothing, and Python's resource tracker, which would, is killed with the rest. What
+a server had mapped and left is reported. It is removed only where no process can use it any more: its name bears the
 pid of a process of the server that is dead, and every process of the machine says that it does not map it. That can
 be asked in the machine's first PID namespace alone: other containers may share ``/dev/shm``, with each other and with
 the machine, and their processes cannot be seen from one of them. A container's own ``/dev/shm`` looks the same. Names
@@ -100,7 +100,7 @@ def of_gone() -> list[OrphanedSegment]:
 
 
 def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[str], list[OrphanedSegment]]:
-    """Unlink those of `segments`, which a server's processes had mapped, that nobody can have a use for any more.
+    """Unlink those of `segments`, which a server's processes had mapped, that no process can have a use for any more.
 
     `dead` has the start times of its processes by pid where all are dead; it is empty where one lives, so that nothing
     is removed.
@@ -136,7 +136,7 @@ def _why_not_ours(segment: Segment, dead: Mapping[int, int]) -> str:
     if not dead:
         return "a process of the server lives"
     if creator not in dead:
-        return f"its name bears the pid {creator}, which is none of the server's"
+        return f"its name bears the pid {creator}, which is not the server's"
     stat = procfs.read_stat(creator)
     if stat is not None and (stat.start_ticks != dead[creator] or stat.state not in "ZX"):
         return f"there is a process {creator}"
@@ -159,7 +159,7 @@ def why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         except OSError:
-            # A zombie maps nothing, whoever it was.
+            # A zombie maps nothing, whichever process it was.
             if not procfs.is_dead(int(name)):
                 unknown = f"what process {name} maps cannot be read"
                 break

@@ -36,9 +36,9 @@ def tell_itself() -> None:
     signal.pthread_kill(main_thread, signal.SIGQUIT)
 
 
-def kill_below(pid: int, spared: Collection[int] = ()) -> None:
-    """Send SIGKILL to all processes below `pid`, but to those that are spared."""
-    kill_all(procfs.TreeScanner(pid).scan() - {pid, *spared})
+def kill_below(pid: int, skipped: Collection[int] = ()) -> None:
+    """Send SIGKILL to all processes below `pid`, but to those that are skipped."""
+    kill_all(procfs.TreeScanner(pid).scan() - {pid, *skipped})
 
 
 def kill_all(pids: Iterable[int]) -> None:

@@ -24,7 +24,7 @@ shrinking, so that reading it never ends in SIGBUS.
 
 Words from 1 on are floating-point numbers of 64 bits, which Python makes and stores faster than integers of that size.
 Each is stored and loaded by a single instruction and means something by itself, so a reader needs no lock and never
-sees half of a value. Times are of ``CLOCK_MONOTONIC``: all processes of a machine share it, nobody sets it, and it
+sees half of a value. Times are of ``CLOCK_MONOTONIC``: all processes of a machine share it, it is never set, and it
 stands still while the machine is suspended, as the scheduler does (``CLOCK_BOOTTIME`` goes on; see clock_gettime(2)).
 """
 

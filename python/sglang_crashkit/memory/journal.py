@@ -4,7 +4,7 @@ A request is noted when it arrives, with its inputs and sampling parameters, and
 The memory is a `ring`, in which an unfinished request outlives finished ones.
 
 Prompts are the bulk of a request: text is kept as UTF-8, token ids as integers of four bytes (eight where one does not
-fit), and everything else as one JSON object. Nothing is pickled, so that reading it runs nobody's code. What is noted
+fit), and everything else as one JSON object. Nothing is pickled, so that reading it runs no foreign code. What is noted
 is noted in SGLang's event loop. So of a long prompt its beginning and its end are kept, and nothing is looked at that a
 user made larger than that.
 """
@@ -52,7 +52,7 @@ _NOTES_BYTES = 512
 class JournalWriter(RingWriter):
     """Notes the requests of this process in a ring of so many bytes; for one thread.
 
-    `RingWriter.lost` is how many unfinished requests found no room any more. Once it is invalid nobody believes the
+    `RingWriter.lost` is how many unfinished requests found no room any more. Once it is invalid no reader believes the
     journal any more, which knows of no end from then on.
 
     Raises:

@@ -72,7 +72,7 @@ SEALS = 0x1 | 0x2 | 0x4  # against more seals, shrinking, growing
 
 
 class RingError(CrashkitError):
-    """There is no memory for a ring, or what was opened is none."""
+    """There is no memory for a ring, or what was opened is not a ring."""
 
 
 class RingWriter:
@@ -116,7 +116,7 @@ class RingWriter:
             os.close(self.fd)
             raise error if isinstance(error, RingError) else _no_memory(error) from error
         leave_to_parent(self._map)
-        # A ring that nobody closes goes with its writer.
+        # A ring that is not closed goes with its writer.
         self._close_fd = weakref.finalize(self, os.close, self.fd)
         head = HEADER.pack(MAGIC, self.capacity, self._mark)
         head += CHECKSUM.pack(zlib.crc32(head))
@@ -156,7 +156,7 @@ class RingWriter:
             self._held_bytes -= held[1]
 
     def invalidate(self) -> None:
-        """Make it a ring that nobody reads any more: what it says would not be true from now on."""
+        """Make it a ring that is not read any more: what it says would not be true from now on."""
         self._map[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
 
     def close(self) -> None:
@@ -389,7 +389,7 @@ def is_ring(descriptor: int) -> bool:
 
 
 def create_sealed(length: int, name: str) -> int:
-    """Return a descriptor of memory of so many bytes that nobody makes shorter or longer.
+    """Return a descriptor of memory of so many bytes that no process can make shorter or longer.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor.

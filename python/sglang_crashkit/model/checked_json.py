@@ -81,7 +81,7 @@ def mappings_of(value: object) -> list[Mapping[str, Any]]:
 
 
 def texts_of(value: object) -> list[str]:
-    """Return the entries of a list as text; nothing where `value` is none."""
+    """Return the entries of a list as text; nothing where `value` is no list."""
     return [str(one) for one in value] if isinstance(value, list) else []
 
 
@@ -91,7 +91,7 @@ def iso_time(seconds: float) -> str:
 
 
 def seconds_of(time: object) -> float | None:
-    """Return a time as `iso_time` writes it in seconds since the epoch; None where it is none."""
+    """Return a time as `iso_time` writes it in seconds since the epoch; None otherwise."""
     try:
         return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError, OSError):

@@ -72,7 +72,7 @@ class Group:
     """A process group that the rank is in."""
 
     name: str  # the same on all ranks of it
-    description: str  # what it is for, as far as whoever made it said so; empty otherwise
+    description: str  # what it is for, as far as its maker said so; empty otherwise
     ranks: tuple[int, ...]  # the global ranks in it
 
 
@@ -131,7 +131,7 @@ class _PlainUnpickler(pickle._Unpickler):
 def load_plain(data: bytes) -> Any:
     """Return the value of a pickle of protocol 2 that holds nothing but plain data, in bounded time and memory.
 
-    One value may stand in several places of it, also within itself: whoever walks it counts the steps.
+    One value may stand in several places of it, also within itself: a reader that walks it counts the steps.
 
     Raises:
         FlightDumpError: it is no such pickle, is cut off, or is larger than a reader would bear.

@@ -55,7 +55,7 @@ class Evidence(msgspec.Struct):
     #: Why it is not there; of one that is there, why a better way to it failed, None where none did.
     reason: str | None = None
     seconds: float | None = None  # what it took, from the trigger's handling; None when not tried
-    source: str | None = None  # what took a stack; see `sample.Source`. None for other kinds, and where there is none
+    source: str | None = None  # what took a stack; see `sample.Source`. None for other kinds, and without a stack
 
 
 class Exit(msgspec.Struct):
@@ -130,12 +130,12 @@ class ProcessReport(msgspec.Struct):
     #: Where several were taken, each, the first one too. Not in the JSON, which has `looks` of them.
     samples: list[Sample] = []
     evidence: list[Evidence] = []  # every expected piece
-    #: What the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
+    #: What the heartbeat of a scheduler that died or hangs said last; None where it was not followed.
     last_sign: LastSign | None = None
     #: The control request that a scheduler worked on as it failed or hung, such as ``update_weights_from_disk``; empty,
     #: and not in the JSON, where it worked on none, or that is not known.
     control: str = ""
-    steps: LastSteps | None = None  # what a scheduler's record of its steps says; None where there is none
+    steps: LastSteps | None = None  # what a scheduler's record of its steps says; None if absent
     #: The frames of the exception that it raised, innermost first. Not in the JSON: `doing` has the innermost, and its
     #: own record all.
     raised_through: list[str] = []
@@ -229,10 +229,10 @@ class Requests(msgspec.Struct):
 
     finished: int | None = None  # how many requests had finished within the last five minutes
     unfinished: int | None = None  # how many were in flight
-    #: The file with all of them that the server saved (a pickle), absolute; None when there is none.
+    #: The file with all of them that the server saved (a pickle), absolute; None if absent.
     path: str | None = None
-    reason: str | None = "the server did not report its requests"  # why there is none
-    #: Who counted: the server when it saved them (``pickle``), or the ``journal``; None where nobody did.
+    reason: str | None = "the server did not report its requests"  # why it is missing
+    #: Who counted: the server when it saved them (``pickle``), or the ``journal``; None if unknown.
     source: Literal["pickle", "journal"] | None = None
     journal: JournaledRequests | None = None  # what the journals told; None where the server kept none
 
@@ -312,7 +312,7 @@ class Collectives(msgspec.Struct):
     """What PyTorch's flight recorders of the ranks reported of their collectives."""
 
     findings: list[CollectiveFinding] = []  # what is seen of each process group, what tells most first
-    missing: list[str] = []  # of whom there is no dump, and why, a sentence each
+    missing: list[str] = []  # whose dump is missing, and why, a sentence each
 
 
 class Occurrence(msgspec.Struct):
@@ -334,7 +334,7 @@ class Divergence(msgspec.Struct, frozen=True):
     kind: DivergenceKind
     level: Level  # how well it is supported
     statement: str
-    step: int | None = None  # the first that differs, or that a rank has not; None where there is none
+    step: int | None = None  # the first that differs, or that a rank has not; None if absent
     ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
     pids: tuple[int, ...] = ()  # of those
     against: str = ""  # from whom, in words; empty where nothing tells who the outliers are
@@ -560,7 +560,7 @@ class Incident(msgspec.Struct):
         return lenient.read(document, cls)
 
 
-#: Events by which a server tells of its ranks that it had not served yet.
+#: Events that show that a server had not served yet.
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: What of a process, and of its steps, is known while the incident is gathered, and not written.
 NOT_IN_JSON, NOT_IN_JSON_OF_STEPS = ("samples", "raised_through", "hit_in_main"), ("rids", "checks")

@@ -46,7 +46,7 @@ class Frame:
 
     @staticmethod
     def read(text: str) -> Frame | None:
-        """Return the frame whose form with a line a text is; None where it is none."""
+        """Return the frame whose form with a line a text is; None otherwise."""
         found = _FRAME.fullmatch(text)
         return Frame(found["function"], found["file"], int(found["line"])) if found else None
 
@@ -82,9 +82,9 @@ class Sample:
     side: Side | None = None
     state: str = ""  # the letter that ``/proc`` has for the state of its main thread; empty where it was gone
     wchan: str = ""  # the kernel function in which the main thread slept, empty where it did not or could not be read
-    tracer: int = 0  # pid of the process that traced it, 0 where there was none
+    tracer: int = 0  # pid of the process that traced it, 0 if absent
     cpu_secs: float = 0.0  # CPU time that all its threads had used since its start, in seconds
-    threads: tuple[Thread, ...] = ()  # its Python stacks, innermost frame first; empty where there are none
+    threads: tuple[Thread, ...] = ()  # its Python stacks, innermost frame first; empty if absent
     #: Its stacks with native frames, of a debugger or py-spy, where they were taken; the file of a native frame is its
     #: source or library, as far as it is known.
     native: tuple[Thread, ...] = ()

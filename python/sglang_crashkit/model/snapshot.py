@@ -37,7 +37,7 @@ class Problem:
 
     what: str  # what is missing, with the process, path or host
     why: str  # the reason
-    next: str = ""  # the command or step that would get it; empty where there is none
+    next: str = ""  # the command or step that would get it; empty if absent
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     #: The class; stable, alerts route on it. ``class`` in JSON.
     kind: str = msgspec.field(name="class", default="unknown")
     level: Level = "unknown"
-    first: str | None = None  # who failed first or is to be looked at first, None where that is nobody
+    first: str | None = None  # who failed first or is to be looked at first, None if unknown
     component: str | None = None  # the part of SGLang, or around it; a name of ``components.yaml``
     restart_helps: Helps = "unknown"
     headline: str = ""  # what happened, and where everybody stands

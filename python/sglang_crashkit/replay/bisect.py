@@ -109,7 +109,7 @@ def _find(trials: _Trials, items: Sequence[StoredRequest], tries: int, result: R
         trials.renew()
         # A fault that comes by time or by load comes with any requests.
         if trials.brings_back([*answered[:_CONTROLS], _HARMLESS]):
-            result.reason = "others bring it back, too, so it is no one request's; it depends on time or on load"
+            result.reason = "others bring it back, too, so it is not due to one request; it depends on time or on load"
             return
         if not trials.brings_back(group):
             result.reason = "it came back once, and not by the same requests alone; it depends on time or on load"

@@ -24,7 +24,7 @@ class Answer:
 
     rid: str  # its id
     status: int | None = None  # the HTTP status; None where there was no answer
-    problem: str = ""  # why there was none, or what the server has against it; empty otherwise
+    problem: str = ""  # why there was no answer, or what the server has against it; empty otherwise
     secs: float = 0.0  # how long it took, in seconds
 
     @property

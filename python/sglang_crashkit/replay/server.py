@@ -182,7 +182,7 @@ class OwnServer:
         return [one for one, name in zip(found, names, strict=True) if name and name.kind not in _NO_FAILURE]
 
     def _wait_failure(self, *, is_lost: bool) -> StoredIncident | None:
-        """Return the oldest incident of a failure, once it is whole; None where there is none."""
+        """Return the oldest incident of a failure, once it is whole; None if absent."""
         began = time.monotonic()
         while True:
             failures = self._failures()

@@ -471,5 +471,5 @@ def _samples(process: ProcessReport) -> Iterator[Sample]:
 
 
 def frames_in(lines: Iterable[str]) -> tuple[Frame, ...]:
-    """Return the frames that lines are the form of; what is none is left out."""
+    """Return the frames that lines are the form of; other lines are left out."""
     return tuple(filter(None, map(Frame.read, lines)))

@@ -156,7 +156,7 @@ class Child:
     def how_it_ended(self) -> str:
         """Return its end in words, with what the memory cgroup's counter says of a SIGKILL."""
         if not self.exit.known:
-            return "ended, nobody can tell how"
+            return "ended, not known how"
         if self.exit.signal is None:
             return f"ended with exit status {self.exit.code}"
         if self.exit.signal != "SIGKILL":

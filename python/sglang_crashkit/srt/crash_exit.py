@@ -45,11 +45,11 @@ class State:
         mode: what this process is, where it launched a server; None where it did not.
         is_program: SGLang's own launcher of servers runs in this process, and not a library's user.
         started: the ranks were ready at some time: from then on no crash is a failed start.
-        launching: it waits for the ranks of a server, the first one or another; deaths are told to whoever waits.
+        launching: it waits for the ranks of a server, the first one or another; deaths are told to those who wait.
         draining: the server was asked to end, and may do so without a crash.
         launch: called with the ``ServerArgs`` where a program configures its logger that launches its ranks without an
             ``Engine``; None in any other process.
-        has_failed: looks whether there was a crash that nobody noted yet, and notes it; asked before this process ends
+        has_failed: looks whether there was a crash that is not noted yet, and notes it; asked before this process ends
             its children or itself.
         status: what this process ends with; None while there was no crash.
         deadline: when it ends at the latest, by the monotonic clock.
@@ -149,8 +149,8 @@ def await_evidence(seconds: float) -> None:
 def report(event: str, **fields: Any) -> None:
     """Tell the crash handler of a crash, wait until its incident is whole, and take the status from it.
 
-    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, and as much longer as the handler asks for. Nothing happens where
-    there is none.
+    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, and as much longer as the handler asks for. Nothing happens
+    without one.
     """
     answer = request(event, Settings.from_environ().budget_secs, on_wait=await_evidence, **fields)
     learn(answer)
@@ -170,7 +170,7 @@ def learn(answer: dict[str, Any] | None) -> None:
 def is_due(*, whole: bool) -> bool:
     """Say whether this process, about to be ended by itself, ends because of a crash.
 
-    Asks the crash handler where nobody here knows of one, and waits for its incident, at most
+    Asks the crash handler where this process knows of no crash, and waits for its incident, at most
     ``SGLANG_CRASHKIT_BUDGET_SECS``. It ends as a `whole` where it ends itself, and not its children alone.
     """
     settings = Settings.from_environ()
@@ -207,7 +207,7 @@ def end(kill_children: Callable[[], object]) -> NoReturn:
 
 
 def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
-    """Let `error`, if nobody catches it, end this process with the status of a failed start instead of 1.
+    """Let `error`, if nothing catches it, end this process with the status of a failed start instead of 1.
 
     What the crash handler answered may know a better one.
     """
@@ -244,13 +244,13 @@ def _status_in(answer: dict[str, Any] | None) -> int | None:
 @never_raises
 def _start_timer(seconds: float) -> None:
     if state.null < 0:
-        # Not the standard error: a pipe that nobody reads would hold it up for ever.
+        # Not the standard error: a pipe without a reader would hold it up for ever.
         state.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     faulthandler.dump_traceback_later(seconds, exit=True, file=state.null)
 
 
 def _watch_the_time() -> None:
-    # No logging, no lock: whoever holds them may be what hangs.
+    # No logging, no lock: the process that holds them may be what hangs.
     while (left := state.deadline - time.monotonic()) > 0:
         time.sleep(min(left, 1.0))
         if state.status is None:

@@ -162,7 +162,7 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
 
 
 def find_batch(trace: TracebackType | None) -> tuple[Any, Any]:
-    """Return the first object that has a batch and that batch, twice None where there is none."""
+    """Return the first object that has a batch and that batch, twice None if absent."""
     for owner in _owners(trace):
         if (batch := _first_of(owner, _AT_WORK)) is not None:
             return owner, batch
@@ -183,7 +183,7 @@ def _find_local(trace: TracebackType | None) -> tuple[Any, Any]:
 
 
 def find_configuration(trace: TracebackType | None) -> Any:
-    """Return the ``ServerArgs`` that a function was called with or its object has; None where there are none."""
+    """Return the ``ServerArgs`` that a function was called with or its object has; None if absent."""
     for frame in _frames(trace):
         configuration = frame.get("server_args") or getattr(frame.get("self"), "server_args", None)
         if configuration is not None:
@@ -192,7 +192,7 @@ def find_configuration(trace: TracebackType | None) -> Any:
 
 
 def find_prompts(trace: TracebackType | None) -> list[str]:
-    """Return texts that users sent and that were at hand or that the process works on, some of them.
+    """Return texts that users sent and that were in reach or that the process works on, some of them.
 
     At hand are the requests in the frames' own variables, in a process that has no list of them.
     """

@@ -32,7 +32,7 @@ from sglang_crashkit.srt.hooks import never_raises, shorten
 
 #: So many of the newest collectives are told, as many as are kept unless the user has more kept.
 _MAX_ENTRIES = 2000
-#: Puts stacks into words. PyTorch imports it for that where nobody did, which takes a second of CPU time, and a lock
+#: Puts stacks into words. PyTorch imports it for that, which takes a second of CPU time, and a lock
 #: that a thread which hangs in an import holds. SGLang has imported it.
 _SYMBOLIZER = "torch._inductor.codecache"
 #: Groups that SGLang makes without a coordinator, such as those of HiCache, have the name of the file that uses them.

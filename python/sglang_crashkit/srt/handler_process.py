@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 START_SECS = 20.0
 #: From then on the handler has this long to say that it is ready, in seconds: longer than it waits for disks.
 READY_SECS = 20.0
-#: At the server's end the handler has this long to remove what nobody needs any more, in seconds.
+#: At the server's end the handler has this long to remove what is not needed any more, in seconds.
 _EXIT_SECS = 3.0
 _MAX_BYTES = 1 << 16
 _CORE_FILE = "CUDA_COREDUMP_FILE"
@@ -148,7 +148,7 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
             ) as process:
                 return _await_ready(process)
     except BaseException:
-        # A handler that gets ready later finds nobody who reads that, and ends.
+        # A handler that gets ready later finds no reader of that, and ends.
         shutil.rmtree(runtime, ignore_errors=True)
         raise
 

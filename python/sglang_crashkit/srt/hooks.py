@@ -199,13 +199,13 @@ def request(
 
 
 def handler_pid() -> int | None:
-    """Return the pid of the crash handler of this server; None where there is none."""
+    """Return the pid of the crash handler of this server; None if absent."""
     socket_path = os.environ.get(SOCKET_VARIABLE)
     return read_handler_pid(Path(socket_path).parent) if socket_path else None
 
 
 def log_incident(answer: dict[str, Any] | None) -> None:
-    """Say in the server's log what happened, and where the incident is or why there is none, as was answered."""
+    """Say in the server's log what happened, and where the incident is or why it is missing, as was answered."""
     for line in (answer or {}).get("lines") or ():
         logger.error("crash kit: %s", line)
     if answer and answer.get("path"):
@@ -218,10 +218,10 @@ def log_incident(answer: dict[str, Any] | None) -> None:
 
 
 def say(text: bytes) -> None:
-    """Write to standard error, without a logger, whose lock whoever hangs may hold, and for a second at most.
+    """Write to standard error, without a logger, whose lock the process that hangs may hold, and for a second at most.
 
     Raises:
-        OSError: nobody reads it any more.
+        OSError: it has no reader any more.
     """
     if sys.__stderr__ is None:
         # Python was started without: that number is another file's by now.
@@ -241,7 +241,7 @@ def say(text: bytes) -> None:
 
 
 def say_line(text: str) -> None:
-    """Write one line of the kit's; nothing where nobody reads it."""
+    """Write one line of the kit's; nothing where it has no reader."""
     line = visible(f"crash kit: {text}", keep="")
     with contextlib.suppress(OSError):
         say(line.encode(errors="backslashreplace")[:_MAX_LINE_BYTES] + b"\n")

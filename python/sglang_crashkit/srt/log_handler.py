@@ -5,7 +5,7 @@ up logging, both of which end with the first handler. In a program of a user's t
 
 Records of requests are passed over, and where another record shows a request, its body is left out. What is written to
 the ring is without the secrets that this process knows by their values; the crash handler takes out the rest. An
-exception may quote a prompt: the crash handler looks for those that the request journal has, and where there is none
+exception may quote a prompt: the crash handler looks for those that the request journal has, and without a journal
 the exception's own words are left out here.
 """
 
@@ -85,7 +85,7 @@ class RingHandler(logging.Handler):
         try:
             # An earlier handler has formatted it.
             text = str(record.__dict__.get("message") or record.getMessage())
-        except Exception:  # noqa: BLE001 - whoever logged it is told so by the other handlers
+        except Exception:  # noqa: BLE001 - the caller hears of it from the other handlers
             text = str(record.msg)
         if text.startswith(_OF_REQUESTS):
             return None

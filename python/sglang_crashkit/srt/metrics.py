@@ -15,7 +15,7 @@ _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _PREFIX = "sglang_crashkit_"
 #: The library maps its files into memory: where the disk is full, the process that writes to one is ended by SIGBUS.
 _LEAST_FREE = 64 << 20
-#: More than the crash handler tells of a server.
+#: More than the crash handler reports of a server.
 _MAX_GAUGES, _MAX_SAMPLES = 16, 4096
 
 _gauges: dict[str, Any] = {}

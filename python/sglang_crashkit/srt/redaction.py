@@ -34,7 +34,7 @@ def redact(text: str, *configurations: object, prompts: Iterable[str] = ()) -> s
 
     Args:
         text: what is about to be told, such as an exception's message.
-        configurations: objects whose fields may be secret, such as ``ServerArgs``; None is none.
+        configurations: objects whose fields may be secret, such as ``ServerArgs``; None is skipped.
         prompts: texts that users sent.
     """
     try:

@@ -52,7 +52,7 @@ _INTERNAL = frozenset(
 )
 #: Of those the ones that say what a prompt is made of, or is expected to be answered with.
 _TOKENS = frozenset({"token_ids_logprob"})
-#: A program of the user's, as text. It may hold prompts and secrets that nobody finds in it, and is withheld as prompts
+#: A program of the user's, as text. It may hold prompts and secrets that are not found, and is withheld as prompts
 #: are. One that is pickled whole may be long: so many characters, or bytes of JSON, are kept.
 _PROGRAM, _MAX_PROGRAM = "custom_logit_processor", 4096
 _SCALARS = frozenset({bool, int, float})
@@ -204,7 +204,7 @@ class JournaledStates(dict[str, Any]):
         self._numbers[id(state)] = journal.begin(*request)
 
     def _replace(self, journal: JournalWriter, state: Any) -> None:
-        """Follow a request whose place another one of the same id took, until nobody waits for its answer."""
+        """Follow a request whose place another one of the same id took, until its answer is not awaited."""
         number = self._numbers.get(id(state))
         if number is None or getattr(state, "finished", False):
             self._end(journal, state)
@@ -242,13 +242,13 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
     fields: dict[str, Any] = {"kind": kind.__name__}
     omitted: dict[str, str] = {}
     room = MAX_WEIGHT
-    # In C where it can be: a request has about seventy fields, most of which nobody sets.
+    # In C where it can be: a request has about seventy fields, most of which are not set.
     is_set = map(operator.is_not, values.values(), map(_defaults_of(kind).get, values))
     for name, value in compress(values.items(), is_set):
         if value is None or name in _INTERNAL:
             continue
         if name not in _KEPT:
-            # An empty list of images is none.
+            # An empty list of images counts as no image.
             if type(value) not in _EMPTIABLE or value:
                 omitted[name] = describe(value)
         elif name == "rid":

@@ -53,7 +53,7 @@ def set_crash_dump_env(server_args: Any) -> None:
         del os.environ[name]
     for name, value in variables.items():
         if name not in os.environ or name in earlier:
-            # The kit's own variable concerns nobody else.
+            # The kit's own variable concerns no other program.
             if os.environ.get(name) != value and name != FLIGHT_VARIABLE:
                 logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
             os.environ[name] = set_here[name] = value

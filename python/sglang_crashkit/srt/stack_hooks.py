@@ -382,7 +382,7 @@ def _answer(connection: socket.socket) -> None:
                 answer = describe_collectives()
             else:
                 answer = b"%d" % supervisor.wait_status(int(argument)) if question == EXIT else b""
-            # Whoever asked may have gone, and a user's program may have SIGPIPE end it.
+            # The process that asked may have gone, and a user's program may have SIGPIPE end it.
             connection.sendall(answer, socket.MSG_NOSIGNAL)
     except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
         pass

@@ -27,7 +27,7 @@ Kind = Literal["died", "closed", "garbled", "failed", "timeout"]
 
 #: Ranks that die of the same cause die together; this long, in seconds, the others are given to be seen dead.
 _SETTLE_SECS = 0.02
-#: The kernel closes a dying process's pipes before it tells of its end; this long, in seconds, at most.
+#: The kernel closes a dying process's pipes before it reports the end; this long, in seconds, at most.
 _DYING_SECS = 0.2
 #: A message that was begun is whole within this time, in seconds.
 _MESSAGE_SECS = 10.0
@@ -87,7 +87,7 @@ class Startup(Supervisor):
             self.wait(0.0)
             self._raise_deaths()
         except StartupError as error:
-            # Now: a signal may end this process before whoever catches the error writes it down.
+            # Now: a signal may end this process before the error is caught and written down.
             logger.error("crash kit: %s", error)
             raise
         finally:
@@ -204,7 +204,7 @@ class _Receipt:
 
 
 class Received:
-    """A pipe that was read, for whoever reads it again."""
+    """A pipe that was read, for a second reader."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -242,7 +242,7 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
 
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
-    """Tell the crash handler, wait until the incident is whole, and return its answer; None where there is none.
+    """Tell the crash handler, wait until the incident is whole, and return its answer; None if absent.
 
     Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
     """
@@ -263,7 +263,7 @@ def _short(child: Child) -> str:
 
 
 def _exit_code(status: ExitStatus) -> int | None:
-    """Return an exit code as `multiprocessing` writes it, negative for a signal; None where nobody knows."""
+    """Return an exit code as `multiprocessing` writes it, negative for a signal; None if unknown."""
     if status.signal is None:
         return status.code
     number = getattr(signal, status.signal, None)
@@ -271,7 +271,7 @@ def _exit_code(status: ExitStatus) -> int | None:
 
 
 def _of_deaths(dead: Sequence[Child], living: Sequence[Child], began: float) -> str:
-    """Describe deaths during the start; `began` is when the wait did, by the clock that tells of the deaths."""
+    """Describe deaths during the start; `began` is when the wait did, by the clock of the deaths."""
     names, times = [_short(child) for child in dead], [child.ended_at for child in dead]
     codes = ", ".join(str(_exit_code(child.exit)) for child in dead)
     subject = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -3,7 +3,7 @@
 As long as there is a crash handler, nothing is done but to wait for the handler's end; without one, the end of a worker
 ends the server.
 
-Who belongs to the server is no matter of titles. The launch names the schedulers that it started, and each worker says
+Titles do not say who belongs to the server. The launch names the schedulers that it started, and each worker says
 to the main process that it is there (`join`), where the kernel says that the server started it.
 """
 
@@ -36,7 +36,7 @@ MEMBERS_VARIABLE = "SGLANG_CRASHKIT_MEMBERS"
 
 #: What a scheduler says in the place of its title once it goes round its event loop.
 _READY = "ready"
-#: Whoever killed a worker may be about to kill the main process as well; it has this long for that, in seconds.
+#: What killed a worker may be about to kill the main process as well; it has this long for that, in seconds.
 _HARD_HOLD_SECS = 0.05
 #: An exit with a status may belong to a shutdown that is announced within this time, in seconds.
 _SOFT_HOLD_SECS = 2.0
@@ -72,7 +72,7 @@ class Serving(Supervisor):
         self.excused: dict[int, int] = {}
         self.when_ready: Callable[[], object] | None = None
         self._ready: set[int] = set()
-        # A signal may interrupt whoever holds it.
+        # A signal may interrupt the process that holds it.
         self._lock = threading.RLock()
         counter = cgroup.find_counter(self.pid)
         self._oom_counters, self._oom_read_at = (counter, counter), self.clock.now()
@@ -84,7 +84,7 @@ class Serving(Supervisor):
         """Watch from now on; to be called at each launch, from any thread.
 
         Args:
-            handler: the crash handler's pid; None where there is none, or nothing is known of it.
+            handler: the crash handler's pid; None if absent, or nothing is known of it.
             follows: this node's rank is above 0; rank 0 tells its schedulers to end.
         """
         child = Child("", handler)
@@ -92,7 +92,7 @@ class Serving(Supervisor):
         self._has_begun, self._follows, self._next_handler = True, follows, child
         self.when_ready = None
         self._invite()
-        # Whoever waits is woken; where the pipe is full it is awake.
+        # A waiting process is woken; where the pipe is full it is awake.
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"\n")
 
@@ -117,7 +117,7 @@ class Serving(Supervisor):
             self._handler.close()
             self._handler = handler
         ends = self._handler.descriptors()
-        # Where nobody tells of the handler's end, whether it is there is asked each time.
+        # Where nothing reports the handler's end, each call asks whether it is there.
         pause = self._look() if self._has_begun and not ends else None
         if self.wait(pause, {self._reader, *ends}).intersection(ends):
             self._handler.close()
@@ -138,7 +138,7 @@ class Serving(Supervisor):
                 self.registered[pid] = child
 
     def tokenizer_workers(self) -> list[Child]:
-        """Return those that whoever started them starts anew, so that their ends are none of the server."""
+        """Return those that their parent starts anew, so that their ends do not concern the server."""
         self.read_registered()
         return [child for child in list(self.registered.values()) if _is_tokenizer_worker(child)]
 
@@ -216,7 +216,7 @@ class Serving(Supervisor):
         how = f"by {status.signal}" if status.signal is not None else f"with status {status.code}"
         words = f"process {child.pid} ({child.title or 'a scheduler'}) ended{f' {how}' if status.known else ''}"
         say_line(f"{words} and there is no crash handler; the server ends")
-        # Where nobody handles it the signal would say less, or nothing at all.
+        # Where it is not handled the signal would say less, or nothing at all.
         is_handled = signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, signal.SIG_IGN)
         # Whatever comes of the signal, this process ends.
         code = OUT_OF_MEMORY if is_oom else status_of_exit(status)

@@ -48,7 +48,7 @@ class Death:
     others: tuple[str, ...] = ()
     folder: Path | None = None  # where the survivors' stacks are; None where nothing could be written
     survivors: list[Survivor] = field(default_factory=list)  # the processes of the surviving side
-    #: The incident that the process's own crash handler wrote; None where there is none.
+    #: The incident that the process's own crash handler wrote; None if absent.
     incident: StoredIncident | None = None
     seconds: float = 0.0  # from the notice to the end of the evidence
 
@@ -69,7 +69,7 @@ class Death:
 
     @property
     def verdict(self) -> str:
-        """What the incident says of it, and where the incident is; empty where there is none."""
+        """What the incident says of it, and where the incident is; empty if absent."""
         if self.incident is None:
             return ""
         verdict = self.incident.incident.verdict

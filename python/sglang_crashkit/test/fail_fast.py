@@ -113,7 +113,7 @@ class Watcher:
 
     @classmethod
     def covering(cls, processes: Iterable[Process]) -> Watcher | None:
-        """Return the watcher under which all of `processes` are already, None when there is none."""
+        """Return the watcher under which all of `processes` are already, None if absent."""
         wanted = {id(process) for process in processes}
         for watcher in list(cls._active):
             if not wanted or watcher.stopped.is_set():

@@ -221,7 +221,7 @@ def test_every_file_is_there_with_the_stacks_of_its_rank(story: Story) -> None:
         for title in RANKS:
             text = collected.text("pyspy", title)
             assert title in text
-            # Of one that runs meanwhile the outer frames may be missing: nobody stops it for a snapshot.
+            # Of one that runs meanwhile the outer frames may be missing: no one stops it for a snapshot.
             assert text.count("    run_scheduler_process (") >= (3 if collected is story.hung else 1)
             moments = collected.moments(title)
             assert [bool(moment.threads) for moment in moments] == [True] * 3

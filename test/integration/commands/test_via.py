@@ -1,7 +1,7 @@
 """``sglang-crashkit collect --via ssh`` on two hosts, with a rank each, of one real server that hangs.
 
 Both hosts are names of this machine, behind a real sshd. What a host sees is one node's processes, and its files are
-where nobody else looks.
+where no one else looks.
 """
 
 from __future__ import annotations

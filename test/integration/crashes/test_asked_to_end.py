@@ -36,7 +36,7 @@ def start(release: str, folder: Path) -> Server:
 
 
 def titles_with_stacks(stored: StoredIncident) -> set[str]:
-    """Return of whom there are stacks on disk."""
+    """Return whose stacks are on disk."""
     return {
         process["title"].split(" ")[0]
         for process in (stored.document or {"processes": []})["processes"]
@@ -83,7 +83,7 @@ def test_a_server_that_goes_on_and_drains_leaves_no_incident(release: str, tmp_p
         time.sleep(SILENT_S)
         os.kill(server.pid, signal.SIGTERM)
         wait_until(lambda: any(map(titles_with_stacks, find_incidents(folder))), "the stacks are on disk", EVIDENCE_S)
-        # WHEN what looked like a hang was none
+        # WHEN what looked like a hang was a false alarm
         os.kill(rank, signal.SIGCONT)
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", EXIT_TIMEOUT_S)

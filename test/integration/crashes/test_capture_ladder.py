@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 FIRST, SECOND = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
 DETOKENIZER = "sglang::detokenizer"
 PR_CAPBSET_DROP, CAP_SYS_PTRACE = 24, 19
-#: What every Python of the server runs first: nobody may trace it without the capability, and SIGUSR2 makes it hold its
+#: What every Python of the server runs first: no one may trace it without the capability, and SIGUSR2 makes it hold its
 #: GIL in C for ever, as a stuck extension does.
 UNTRACEABLE = """
 import ctypes, pathlib, signal

@@ -1,4 +1,4 @@
-"""Every ordinary way to die or hang, on a real server with requests in flight: nobody is left without evidence."""
+"""Every ordinary way to die or hang, on a real server with requests in flight: no one is left without evidence."""
 
 from __future__ import annotations
 

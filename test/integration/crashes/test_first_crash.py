@@ -126,7 +126,7 @@ def test_every_process_of_the_server_left_its_log(crash: Crash) -> None:
 def test_without_a_gpu_the_flight_recorder_is_not_waited_for(crash: Crash) -> None:
     piece = crash.wreck.evidence(SURVIVOR, "flight_recorder")
     assert (piece["status"], piece["seconds"]) == ("skipped", None)
-    # It was told where to listen, and there was nobody to do so.
+    # It was told where to listen, and there was no one to do so.
     assert piece["reason"].startswith("there is no pipe ")
     assert piece["reason"].endswith(".nccl-<rank>.pipe: NCCL was not initialised")
     # Those of gloo, which the survivor told.

@@ -58,7 +58,7 @@ class Stage:
 
 OPENED = Stage("opened", "process_exited", "stacks_captured")
 CAPTURED = Stage("stacks_captured", "stacks_captured", "requests_saved")
-REQUESTS_TOLD = Stage("told of the requests", "requests_saved", "incident_finished")
+REQUESTS_TOLD = Stage("reported the requests", "requests_saved", "incident_finished")
 PUBLISHED = Stage("published", "incident_finished", "server_exited", is_published=True)
 STAGES = [OPENED, CAPTURED, REQUESTS_TOLD, PUBLISHED]
 
@@ -123,7 +123,7 @@ def wreck_at(stage: Stage, tmp_path: Path, temporary: Path) -> tuple[Wreck, Stor
 
 
 def check_the_server(left: Wreck) -> None:
-    """It ended by itself, soon, with a status that tells of the crash, and nothing of it is left."""
+    """It ended by itself, soon, with a status that tells the cause, and nothing of it is left."""
     assert left.left == []
     # What SGLang sees by itself comes first or not, and says no signal.
     assert left.status in (ServerExit.KILLED, ServerExit.CRASHED)

@@ -1,4 +1,4 @@
-"""Real two-rank servers that nobody may trace, without py-spy, and with two things that happen at once."""
+"""Real two-rank servers that no one may trace, without py-spy, and with two things that happen at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS = FIRST, SECOND = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
 DETOKENIZER = "sglang::detokenizer"
 #: On a loaded machine, in seconds.
 LONG = 120.0
-#: What every Python of the server runs first: nobody may trace it without the capability; and a rank that finds a file
+#: What every Python of the server runs first: no one may trace it without the capability; and a rank that finds a file
 #: says so, and holds the GIL in C for ever. Not by a signal, which Python does not take while it waits for
 #: the other rank.
 SITE = """

@@ -1,4 +1,4 @@
-"""What keeps one real server busy for longer than a hang takes to be noticed, and is none."""
+"""What keeps one real server busy for longer than a hang takes to be noticed, without a hang."""
 
 from __future__ import annotations
 

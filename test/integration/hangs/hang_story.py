@@ -34,7 +34,7 @@ LONG = 120.0
 CHUNK = 64
 #: An answer that takes some seconds, so that a rank gets stuck in the middle of it.
 LONG_ANSWER = 100
-#: Whoever waits for an answer waits for the end of a hang first, in seconds.
+#: A caller that waits for an answer waits for the end of a hang first, in seconds.
 ANSWER_S = 400.0
 WAYS = ("spin", "hold_gil", "sleep_in_kernel", "collect")
 

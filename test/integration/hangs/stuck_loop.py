@@ -79,16 +79,16 @@ class StuckLoop:
         os.mkfifo(folder / "fifo")
 
     def stick(self, place: str, way: Way) -> None:
-        """Have whoever comes by next be stuck."""
+        """Have the process that comes by next be stuck."""
         scratch = self._folder / "next"
         scratch.write_text(way)
         scratch.rename(self._folder / place)
 
     def release(self, place: str) -> None:
-        """Let it go on, and whoever comes by later."""
+        """Let it go on, and the process that comes by later."""
         (self._folder / place).unlink(missing_ok=True)
         try:
             os.close(os.open(self._folder / "fifo", os.O_WRONLY | os.O_NONBLOCK))
         except OSError:
-            # Nobody waits there.
+            # No one waits there.
             return

@@ -76,5 +76,5 @@ def test_what_is_busy_is_no_hang(ways: dict[str, Callable[[], None]], crash: Pat
     assert busy.problem == "", busy
     assert busy.secs > BUSY_SECS, busy
     assert busy.left == [], busy
-    # Before the first look it is known of nobody what he does.
+    # Before the first look it is known of no one what he does.
     assert {kind for kind, _text in busy.verdicts} <= {"busy", "hang", "unknown"}

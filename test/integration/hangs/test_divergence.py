@@ -1,4 +1,4 @@
-"""One rank of a real server goes another way than the others: the verdict says in which step, in what, and of whom."""
+"""One rank of a real server goes another way than the others: the verdict says in which step, in what, and whose."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
         while time.monotonic() < end:
             time.sleep(min(seconds / 4, 60.0))
             looks.append(collect(server, folder))
-        # Where a step takes long, nobody waits for what is left.
+        # Where a step takes long, no one waits for what is left.
         while wait(clients, timeout=1.0).not_done:
             post(server, "/abort_request", abort_all=True)
         for client in clients:

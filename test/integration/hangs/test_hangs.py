@@ -115,7 +115,7 @@ def test_the_rank_waited_for_is_named_with_the_reason(
     assert "distributed_c10d.py" in story.report_on(WAITING, hang)["doing"][0]
     if way == "spin" and (_share_of_cpu(victim["looks"]) < BUSY or _is_torn(victim["looks"])):
         # On a machine that is busy with other tests it does not get what it asks for; and of one that runs meanwhile
-        # frames may be missing, as nobody stops it for a look.
+        # frames may be missing, as no one stops it for a look.
         how = ""
     assert how in verdict["text"]
 
@@ -176,7 +176,7 @@ def test_a_rank_killed_in_its_hang_is_another_incident(story: Story) -> None:
     [
         ("spin", "captured", None),
         ("hold_gil", "failed", "not whole within 2.0 s: no answer, the GIL is not to be had"),
-        ("stop", "skipped", "it is stopped, so that nobody answers"),
+        ("stop", "skipped", "it is stopped and cannot answer"),
     ],
 )
 def test_the_collective_not_entered_is_named_if_the_rank_answers(

@@ -150,7 +150,7 @@ def test_its_stack_is_there_at_three_moments(told: Told, place: str, way: Way) -
     pid = hang["verdict"]["first_failure"]["pid"]
     (report,) = [one for one in hang["processes"] if one["pid"] == pid]
     assert len(report["looks"]) == 3
-    # Nobody stops one that runs for a look, so that frames may be missing in one of them.
+    # No one stops one that runs for a look, so that frames may be missing in one of them.
     assert any("stick (sitecustomize.py" in frame for look in report["looks"] for frame in look["doing"])
     assert "in stick (" in hang["cause"]["reasons"][0] or way == "spin"
 

@@ -49,7 +49,7 @@ signal.signal(signal.SIGRTMIN + 10, want_stacks)
 """
 WANT_STACKS = signal.SIGRTMIN + 10
 CONTROL_REQUESTS = (
-    ("abort_request", {"rid": "nobody's"}),
+    ("abort_request", {"rid": "no one's"}),
     ("pause_generation", {"mode": "in_place"}),
     ("continue_generation", {}),
     ("get_server_info", None),
@@ -362,7 +362,7 @@ def ask(server: Server, seed: int, number: int) -> list[int]:
 
 
 def sample(server_pid: int) -> tuple[float, float, float, float]:
-    """Return what a server's living processes hold, in the order of `MEASURES`; the handler is none of them."""
+    """Return what a server's living processes hold, in the order of `MEASURES`; the handler excepted."""
     pids = [process.pid for process in tree_of(server_pid)]
     zombies = [one for one in all_processes() if one.state == "Z" and one.parent in pids]
     descriptors, threads = (sum(_entries(pid, name) for pid in pids) for name in ("fd", "task"))

@@ -43,9 +43,9 @@ NOBODY = 65534
 HANG_SECS = 60
 #: What anybody does on a loaded machine, in seconds.
 LONG = 120.0
-#: A health check that waits for nobody is answered within this time on a loaded machine, in seconds.
+#: A health check that waits for no one is answered within this time on a loaded machine, in seconds.
 ANSWER_S = 1.0
-#: On SIGUSR2 a process waits in vfork(2) for a child that opens a pipe which nobody writes to: it is in uninterruptible
+#: On SIGUSR2 a process waits in vfork(2) for a child that opens a pipe which no one writes to: it is in uninterruptible
 #: sleep, and holds the GIL. On SIGUSR1 one asks for the stacks as upstream's own functions do.
 SITE = """
 import os, signal, threading

@@ -39,7 +39,7 @@ SCHEDULER = "sglang::scheduler"
 REQUESTS, TOKENS = 3, 250
 #: A server that lost a rank has ended this soon on a busy machine, in seconds.
 SOON_S = 50.0
-#: In its log where nobody else was first to notice that a process had died.
+#: In its log where no one else was first to notice that a process had died.
 NO_HANDLER = "ended by SIGKILL and there is no crash handler; the server ends"
 
 

@@ -97,7 +97,7 @@ def resolve(model: str, *arguments: str) -> Any:
 
     cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     server_args = prepare_server_args(["--model-path", model, "--load-format", "dummy", *cpu, *arguments])
-    # From 0.5.20 on, arguments are resolved by whoever launches.
+    # From 0.5.20 on, arguments are resolved by the process that launches.
     getattr(server_args, "resolve_once", lambda: None)()
     return server_args
 

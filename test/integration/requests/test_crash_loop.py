@@ -222,6 +222,6 @@ def test_the_disk_contract_holds_and_only_the_oldest_went(crashes: list[Crash], 
     newest = [one.incident.path for one in reversed(crashes)]
     assert [each.path for each in stored] == newest[: len(stored)]
     (incidents,) = folder.glob("*/incidents")
-    # Nothing half-written, and no record that nobody took in.
+    # Nothing half-written, and no record that no one took in.
     assert {path.name for path in incidents.iterdir()} == {"faults.json", *(each.name for each in stored)}
     assert list(folder.glob("*/.*")) == []

@@ -127,7 +127,7 @@ def holding(text: str, *folders: Path) -> list[Path]:
 
 
 def kill_all(server: Server) -> None:
-    """Kill every process of a server at once; its crash handler is none of them."""
+    """Kill every process of a server at once; its crash handler excepted."""
     for pid, title in server.processes():
         if title != HANDLER:
             os.kill(pid, signal.SIGKILL)

@@ -32,7 +32,7 @@ INCIDENT_S = 45.0
 
 
 SCHEDULER = "sglang::scheduler"
-#: What each Python of a server runs first: on SIGUSR2 a scheduler raises in its loop, where nobody is to catch it.
+#: What each Python of a server runs first: on SIGUSR2 a scheduler raises in its loop, where no one is to catch it.
 RAISE = """
 import signal
 def fail(_signum, frame):
@@ -42,7 +42,7 @@ def fail(_signum, frame):
 signal.signal(signal.SIGUSR2, fail)
 signal.signal(signal.SIGALRM, fail)
 """
-#: Whoever asks for its health sends it no request.
+#: What asks for its health sends it no request.
 NO_REQUEST = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 

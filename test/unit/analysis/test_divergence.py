@@ -41,7 +41,7 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
 
 
 DECODES, EXTENDS, BOTH = step(LAST, "decode", CD34), step(LAST, "extend", AB12), step(LAST, "decode", CD34, AB12)
-#: Nobody knows who is wrong.
+#: No one knows who is wrong.
 EITHER = ("TP0-1", "supported")
 
 

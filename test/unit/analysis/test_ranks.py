@@ -17,7 +17,7 @@ STAGES = [rank for stage in range(4) for rank in tp(*range(8), scope=scope_of({"
     [
         (tp(8, *range(7)), "TP0-6,8"),
         (tp(3), "TP3"),
-        ([], "nobody"),
+        ([], "no rank"),
         ([Rank((), "", 0)], "the only rank"),
         (STAGES, "PP0-3 TP0-7"),
         ([rank for rank in STAGES if rank != Rank((("pp", 2),), "tp", 5)], "PP0-1,3 TP0-7; PP2 TP0-4,6-7"),

@@ -95,7 +95,7 @@ def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, 
             {},
             [("ordinary-12", "supported"), ("ordinary-1", "unknown"), ("my-ordinary-12", "unknown")],
         ),
-        # An id that may stand in any text names nobody.
+        # An id that may stand in any text names no one.
         (incident("1", "2", message="index 2"), {}, [("1", "unknown"), ("2", "unknown")]),
         # Results of the step before are processed while this one is computed.
         (incident("b", last=[step(8, "a", ended=False)]), {}, [("b", "unknown"), ("a", "unknown")]),
@@ -319,7 +319,7 @@ def test_those_that_were_answered_count_only_where_nobody_waits() -> None:
     assert [(one.rid, one.reasons) for one in found] == [("a", ["it was in the last step, and no step was unfinished"])]
     assert left_out == 2
     assert [one.rid for one in suspects_of(made, unanswered=["b"])[0]] == ["b"]
-    # Whoever ended an idle one, it was no request.
+    # No request ended an idle one, whatever did.
     made.processes[0].exit = Exit(None, "SIGTERM", "signal", "", "")
     assert suspects_of(made) == ([], 0)
     made.processes[0].exit, made.verdict = None, Verdict("hang", Failure(7, "x"), "supported", "It hangs.")

@@ -115,7 +115,7 @@ def test_a_process_whose_pipe_was_renamed_is_reached(start: Start, tmp_path: Pat
     second = start(is_own=False)
     first.send()
     assert receive(first).rank == 3
-    # Nobody asked the second one, whose pipe has the name.
+    # No one asked the second one, whose pipe has the name.
     os.kill(second.pid, signal.SIGSTOP)
     first.send()
     assert receive(first).rank == 3

@@ -75,7 +75,7 @@ def test_every_process_gets_its_stack_in_time_despite_py_spy(runtime: Path, use_
 
 
 def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) -> None:
-    # GIVEN processes that nobody may trace without the capability, one of them with its lock held
+    # GIVEN processes that no one may trace without the capability, one of them with its lock held
     with (
         hooked(runtime, SLEEPER, before=UNDUMPABLE) as free,
         hooked(runtime, LOCK_HOLDER, before=UNDUMPABLE) as held,
@@ -95,7 +95,7 @@ def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) 
     names = [frame["function"] for thread in first["threads"] for frame in thread["frames"]]
     assert names[:3] == ["inner_function", "outer_function", "<module>"]
     assert "hold_the_lock" in [frame["function"] for thread in second["threads"] for frame in thread["frames"]]
-    # The third runs as this test does: as root it has the capability, and whoever has less may not trace it.
+    # The third runs as this test does: as root it has the capability, and the process that has less may not trace it.
     assert third["source"] == ("in-process" if os.geteuid() == 0 else "py-spy")
 
 

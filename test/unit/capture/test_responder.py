@@ -41,7 +41,7 @@ class Impostor:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             with connection:
-                # Whoever hangs up on a question that it has not read resets the connection.
+                # A client that hangs up on a question that it has not read resets the connection.
                 connection.recv(64)
                 connection.sendall(answer)
 
@@ -89,7 +89,7 @@ def test_a_process_that_was_stopped_answers_once_it_goes_on(runtime: Path) -> No
         settle(target.pid, "T")
         assert ask_responders(sockets, 0.1)[0].threads == ()
         os.kill(target.pid, signal.SIGCONT)
-        # Whoever asked before has hung up, and is not waited for.
+        # The client that asked before has hung up, and is not waited for.
         assert ask_responders(sockets, LONG)[0].threads
 
 

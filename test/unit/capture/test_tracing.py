@@ -86,7 +86,7 @@ def test_a_tool_dies_with_its_parent_and_its_target_lives(
             pid = tmp_path / "tool.pid"
             wait_until(lambda: pid.exists() and pid.read_text(), "the tool runs")
             wait_until(lambda: state_of(target.pid) in "Tt", "its target is stopped")
-            # Before, nobody but the runner knows the tool.
+            # Before, no one but the runner knows the tool.
             wait_until((tmp_path / "guarded").exists, "the guard knows the tool")
             runner.kill()
             wait_until(lambda: is_gone(int(pid.read_text())), "the tool is gone")
@@ -143,7 +143,7 @@ def capture(pid: int, secs: float = LONG):
 
 def runs_on(pid: int) -> None:
     """Check that a process is neither stopped nor traced, and has no stop ahead."""
-    wait_until(lambda: not any(procfs.read_tracer(pid, one) for one in procfs.thread_states(pid)), "nobody traces it")
+    wait_until(lambda: not any(procfs.read_tracer(pid, one) for one in procfs.thread_states(pid)), "no one traces it")
     assert set(procfs.thread_states(pid).values()) <= set("RSD")
     for thread in procfs.thread_states(pid):
         assert not procfs.in_mask(procfs.read_status(pid, thread)["SigPnd"], signal.SIGSTOP)

@@ -16,7 +16,7 @@ from unit.support.stored import NOON, make_incident
 
 @pytest.fixture
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where servers without a crash folder would leave incidents, of which there is none; and no server runs."""
+    """Where servers without a crash folder would leave incidents, which holds none; and no server runs."""
     folder = tmp_path / "fallback"
     monkeypatch.setattr(settings, "fallback_folder", lambda: folder)
     monkeypatch.setattr(status, "find_running_servers", list)

@@ -134,7 +134,7 @@ ARGUMENTS = {
     "core": ["/absent", "--json"],
     "collect": ["--pid", NOBODY, "--json"],
 }
-#: Each command in a process of its own, whose output nobody reads.
+#: Each command in a process of its own, whose output no one reads.
 UNREAD = """
 import json, os, sys
 from sglang_crashkit.cli import main

@@ -86,7 +86,7 @@ def test_nothing_in_an_incident_acts_on_the_terminal(
 
 
 def test_what_others_print_is_visible(tmp_path: Path) -> None:
-    # By a logger that nobody has set up and by Python of an error that nobody expects, and by argparse.
+    # By a logger that no one has set up and by Python of an error that no one expects, and by argparse.
     code = "import logging, sys; from sglang_crashkit.cli import main; from sglang_crashkit.cli.commands import show; "
     code += "show.run = lambda args: (logging.warning(args.incident), int(str(args.incident))); main.main(sys.argv[1:])"
     for words in (["show", HOSTILE], ["show", "x", f"--{HOSTILE}"]):

@@ -58,7 +58,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         # One that was not ready yet when the question began hangs, too.
         ([(503, 0.6)], "its health check is answered with status 503"),
         ([(200, 0.0), (200, 3.0)], "its health check is not answered within 2 s"),
-        # One failure alone, and a start, are none.
+        # One failure alone, and a start, do not count.
         ([(503, 0.0), (503, 0.0), (200, 0.0), (500, 0.0), (200, 0.0)], ""),
         ([(503, 0.0)], ""),
     ],

@@ -243,7 +243,7 @@ def step_of(number: int, rid: str) -> Step:
 
 
 def told(kind: str, steps: dict[int, list[Step]], folder: Path) -> dict[str, Any]:
-    """Return what an incident tells of a divergence, which has the steps in its files."""
+    """Return what an incident says of a divergence, which has the steps in its files."""
     (folder / "ranks").mkdir()
     for pid, its in steps.items():
         text = "".join(json.dumps(one.to_json()) + "\n" for one in its)

@@ -268,7 +268,7 @@ def test_only_empty_spools_of_servers_that_are_gone_are_removed(tmp_path: Path, 
     lock = held(tmp_path / ".spool-in-use")
     remove_empty_spools(tmp_path)
     assert names_in(tmp_path) == {*kept, ".spool-4-5-6", ".spool-just-made", "theirs", ".spool-7-8-9"}
-    # A record that nobody took in.
+    # A record that no one took in.
     assert names_in(tmp_path / ".spool-4-5-6") == {"exception-8.json"}
     lock.release()
 
@@ -369,7 +369,7 @@ def test_nothing_is_removed_before_the_last_process_died(monkeypatch: pytest.Mon
             handle = tree.root.handle
             handle.close()
             end_orphan(int(rank))
-        # WHEN nobody is left
+        # WHEN no one is left
         try:
             removed, left = leftovers.clear()
             assert sorted(removed) == sorted(names)

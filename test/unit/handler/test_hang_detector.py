@@ -80,7 +80,7 @@ class Run:
 
 
 class Current:
-    """What the watch uses of the incident at hand."""
+    """What the watch uses of the current incident."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
@@ -371,7 +371,7 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     world.pass_time(2, world.beat)
     (hung_secs,) = first.progress
     assert 24 < hung_secs < 28
-    # It stays an incident, and its page tells of the progress.
+    # It stays an incident, and its page shows the progress.
     assert (world.current.hang, world.current.discarded) == (None, [])
     assert world.current.pages == [first]
     world.pass_time(20)
@@ -531,7 +531,7 @@ def test_so_long_a_silence_is_a_hang_at_the_end(hang_secs: float, silent_secs: f
         # All of a server's schedulers are ready before it takes in a request.
         ((10,), 9, (), (), [10]),
         ((10,), 0, (), (), None),
-        # One that cannot be followed excuses nobody.
+        # One that cannot be followed excuses no one.
         ((10, -11), 0, (), (), [10]),
         ((10, -11), 1, (), (), [10]),
         ((10, 11), 0, (), (), [10, 11]),
@@ -638,7 +638,7 @@ def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
 
 
 def busy(world: World) -> Run:
-    """Let the incident at hand say that the schedulers are at work."""
+    """Let the current incident say that the schedulers are at work."""
     (run,) = world.hangs
     run.incident.verdict.kind = "busy"
     return run

@@ -43,7 +43,7 @@ from unit.support.waiting import LONG, child, wait_until
 
 #: At least as many file operations as one incident takes.
 MAX_STEPS = 1000
-TIMES = ("before anything", "opened", "stacks_captured", "told of an exception", "told of the requests", "finished")
+TIMES = ("before anything", "opened", "stacks_captured", "told of an exception", "reported the requests", "finished")
 
 
 def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str], object]) -> None:
@@ -62,7 +62,7 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     run.add_exception(tree.root, time.time(), "ValueError: x", record)
     reached("told of an exception")
     run.set_requests({"path": "/crash.pkl", "finished": 1, "unfinished": 2})
-    reached("told of the requests")
+    reached("reported the requests")
     run.finish()
     reached("finished")
     run.checkpoint()
@@ -114,7 +114,7 @@ def check(folder: Path, pid: int, reached: str) -> None:
     document = after.document
     check_pieces(after, document, pid)
     is_whole = before is not None and before["complete"]
-    # A kill while the server's end is added to a finished one leaves a copy that nobody reads.
+    # A kill while the server's end is added to a finished one leaves a copy that no one reads.
     hidden = [path.name for path in after.path.rglob("*") if path.name.startswith(".")]
     assert hidden == [] or reached == "finished"
     assert document["complete"] is is_whole
@@ -126,7 +126,7 @@ def check(folder: Path, pid: int, reached: str) -> None:
     if stages >= TIMES.index("told of an exception"):
         assert document["verdict"]["first_failure"]["pid"] == pid
         assert "ValueError: x" in document["verdict"]["text"]
-    if stages >= TIMES.index("told of the requests"):
+    if stages >= TIMES.index("reported the requests"):
         assert document["requests"]["path"] == "/crash.pkl"
 
 
@@ -187,7 +187,7 @@ GRACE_SECS = 30.0
 def test_essential_evidence_is_there_before_the_grace_period_ends(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
-    """A pod is ended in the middle of a dump that takes long; nobody, the handler included, outlives that."""
+    """A pod is ended in the middle of a dump that takes long; no one, the handler included, outlives that."""
     server = start_server(dump_secs=LONG)
     server.kill("scheduler_TP1")
     assert server.line() == "sigquit"

@@ -171,7 +171,7 @@ def test_a_main_process_that_somebody_stopped_stays_stopped(start_server: Start)
     server.kill("scheduler_TP0")
     server.incident()
     assert procfs.read_stat(server.pid).state == "T"
-    # Nobody ends it by itself.
+    # No one ends it by itself.
     os.kill(server.pid, signal.SIGKILL)
 
 

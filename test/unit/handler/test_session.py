@@ -112,7 +112,7 @@ def test_what_follows_while_the_server_ends_changes_no_verdict(
     assert current.run.incident.timeline[-1]["event"] == event
 
 
-#: A main process that ends with status 7 when it is told of a death, and a rank.
+#: A main process that ends with status 7 when it hears of a death, and a rank.
 SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
 
 

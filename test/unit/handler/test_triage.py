@@ -115,7 +115,7 @@ STORIES: dict[str, list[Step]] = {
         (1.6, ended(OTHER, "SIGKILL"), "mark_exited forget_process"),
         (1.7, ended(ROOT, "SIGTERM"), "mark_exited"),
     ],
-    "nobody is told while it may be one": [
+    "no one is told while it may be one": [
         (1.0, ended(RANK, 3), LEFT),
         (1.9, TICK, ""),
         (2.0, TICK, "tell"),
@@ -170,12 +170,12 @@ STORIES: dict[str, list[Step]] = {
         (1.0, told("exiting", members=frozenset({ROOT, RANK})), ""),
         (1.1, ended(RANK, "SIGKILL"), "mark_exited forget_process"),
     ],
-    "a helper's end is nobody's matter": [(1.0, ended(HELPER, "SIGKILL"), "mark_exited forget_process")],
+    "a helper's end is no one's matter": [(1.0, ended(HELPER, "SIGKILL"), "mark_exited forget_process")],
     "a child that failed before it said what it is is kept": [
         (1.0, ended(HELPER, 1, is_unknown=True), "mark_exited keep_process"),
         (1.0, ended(HELPER, 0, is_unknown=True), "mark_exited forget_process"),
     ],
-    "another server's processes are nobody's matter in an incident": [
+    "another server's processes are no one's matter in an incident": [
         (1.0, ended(RANK, "SIGKILL"), KILLED),
         (1.1, ended(HELPER, 1, is_foreign=True), "mark_exited forget_process"),
     ],
@@ -184,14 +184,14 @@ STORIES: dict[str, list[Step]] = {
         (1.4, TICK, ""),
         (1.5, TICK, "tell"),
     ],
-    "a rank goes on without its thread, and nobody is told": [
+    "a rank goes on without its thread, and no one is told": [
         (1.0, told("thread_died", RANK), "open:thread_died permit:observe add_dead_thread capture"),
         (1.1, told("thread_died", OTHER), "add_dead_thread"),
         (6.0, TICK, f"{WENT_ON} finish"),
         (7.0, told("thread_died", RANK), "write forget open:thread_died permit:observe add_dead_thread capture"),
         (8.0, ended(RANK, "SIGKILL"), f"write forget {KILLED}"),
     ],
-    "threads end with a server that ends, and those of its helpers are of no account": [
+    "threads end with a server that ends, and those of its helpers do not matter": [
         (1.0, told("thread_died", HELPER, matters=False), "drop_record"),
         (2.0, torn_down(RANK, tree_of=RANK), ""),
         (2.1, told("thread_died", RANK), "drop_record"),
@@ -246,7 +246,7 @@ STORIES: dict[str, list[Step]] = {
         (1.0, ended(RANK, 1), LEFT),
         (1.1, told("launch_failed", names_ranks=True), f"learn_ranks permit:full note:launch_failed {UNSTARTED}"),
     ],
-    "of which nobody else knows": [
+    "of which no one else knows": [
         (
             1.0,
             told("startup_timeout"),
@@ -261,7 +261,7 @@ STORIES: dict[str, list[Step]] = {
             "set_requests:the server's main process held no requests answer_when_finished finish",
         ),
     ],
-    "whoever is about to end the server waits for what is under way": [
+    "the process that is about to end the server waits for what is under way": [
         (0.9, told("await_incident"), "answer"),
         (1.0, ended(RANK, 1), LEFT),
         (1.1, told("await_incident"), "answer"),
@@ -342,7 +342,7 @@ STORIES: dict[str, list[Step]] = {
         (1.2, told("crash_dump_ended"), ENDS_DUMP.removesuffix(" finish")),
         (1.7, TICK, "capture_again finish"),
     ],
-    "which is none of a server that is gone": [
+    "which is no process of a server that is gone": [
         (1.0, told("draining", unhealthy=True), f"{AT_END} note:draining"),
         (1.1, told("crash_dump_begun"), "permit:full note:crash_dump_begun"),
         (1.2, told("crash_dump_ended"), ENDS_DUMP.removesuffix(" finish")),

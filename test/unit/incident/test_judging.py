@@ -184,7 +184,7 @@ def test_a_thread_comes_first_of_what_its_process_then_waits_for(
         # Two at the same time.
         (["killed", "killed"], [raised(10, 1.0), raised(11, 1.002)], (10, "exception", "supported"), ""),
         (["killed", "killed"], [death(10, 1.0), death(11, 1.002)], (10, "signal", "supported"), ""),
-        # A main process that tells of a rank, although its end was seen first.
+        # A main process that names a rank, although its end was seen first.
         (
             ["status", "killed"],
             [FailureEvent(10, 1.0, "exit", is_answer=True), death(11, 1.001)],
@@ -193,8 +193,8 @@ def test_a_thread_comes_first_of_what_its_process_then_waits_for(
         ),
         (["oom"], [death(10, 1.0)], (10, "oom_kill", "established"), "for lack of memory: 1 more"),
         (["status"], [death(10, 1.0)], (10, "exit_status", "established"), "ended with exit status 3"),
-        (["unknown"], [death(10, 1.0)], (10, "unknown", "supported"), "nobody could tell how"),
-        ([None], [death(10, 1.0)], (10, "unknown", "supported"), "nobody could tell how"),
+        (["unknown"], [death(10, 1.0)], (10, "unknown", "supported"), "it is not known how"),
+        ([None], [death(10, 1.0)], (10, "unknown", "supported"), "it is not known how"),
         ([None], [death(99, 1.0), raised(98, 2.0)], (99, "unknown", "supported"), ""),
         ([None], [], (None, "unknown", "unknown"), "server reported crash_dump, but no process was seen to fail."),
     ],

@@ -155,7 +155,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         ),
     },
     ("killed", SUP): {
-        "SIGKILL, nobody counts": incident("signal", TP1, end=killed(detail="no OOM counter could be read"))
+        "SIGKILL, no one counts": incident("signal", TP1, end=killed(detail="no OOM counter could be read"))
     },
     ("segfault", EST): {
         "SIGSEGV": died("SIGSEGV"),
@@ -172,7 +172,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "SIGTERM to one": died("SIGTERM"),
         "the detokenizer asked": incident("signal", DETOKENIZER, end=killed("SIGTERM", "x")),
     },
-    ("asked_to_stop", SUP): {"nobody failed, asked to end": incident(events=["draining"], level=UNK)},
+    ("asked_to_stop", SUP): {"no one failed, asked to end": incident(events=["draining"], level=UNK)},
     ("exited", EST): {
         "ended by itself": incident("exit_status", TP1, end=STATUS),
     },
@@ -181,7 +181,7 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
         "ended, maybe of another's": incident("exit_status", TP1, end=STATUS, level="supported"),
     },
     ("unknown", UNK): {
-        "ended, nobody knows how": incident("unknown", TP1, end=REAPED),
+        "ended, not known how": incident("unknown", TP1, end=REAPED),
         "ended with its parent": incident("parent_ended", TP1, end=killed(cause="parent_ended")),
         "ended, another stopped": incident("unknown", TP1, end=REAPED, state={TP0: "T (stopped)"}),
         "nothing": incident(level=UNK),
@@ -520,7 +520,7 @@ def test_the_step_that_it_died_in_is_told() -> None:
     [
         (raised("ValueError: no such file", "load_model (loader.py:1)"), [TP0]),
         (incident("signal", TP1, end=killed("SIGSEGV", "x")), [TP1]),
-        # Nobody stands out: the first that was at it.
+        # No one stands out: the first that was at it.
         (hung(), [TP0]),
     ],
 )

@@ -1,4 +1,4 @@
-"""A process that does not let itself be read holds up nobody for longer than the deadline."""
+"""A process that does not let itself be read holds up no process for longer than the deadline."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_reaped_process_keeps_its_status_and_no_descriptor(code: int, status: 
     assert descriptors() == before
     assert handle.has_exited()
     assert handle.exit_status() == status
-    # This process has its pid now, and is none of its business.
+    # This process has its pid now, and does not concern it.
     with pytest.raises(OSError, match="Bad file descriptor"):
         handle.send_signal(signal.SIGTERM)
     handle.close()

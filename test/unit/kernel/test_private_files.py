@@ -170,7 +170,7 @@ def test_a_full_pipe_is_no_wait(reader: int, tmp_path: Path) -> None:
     ("kind", "outcome", "why"),
     [
         ("nothing", "no_pipe", "No such file"),
-        ("pipe", "no_reader", "nobody reads it"),
+        ("pipe", "no_reader", "it has no reader"),
         ("file", "foreign_pipe", "not a pipe of the process's own user"),
         ("link", "foreign_pipe", "levels of symbolic links"),
     ],

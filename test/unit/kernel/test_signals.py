@@ -33,14 +33,14 @@ while True:
 
 def test_all_below_are_killed_but_those_that_are_spared() -> None:
     with child(PARENT) as process:
-        spared, other = map(int, process.first_line.split())  # type: ignore[attr-defined]
+        skipped, other = map(int, process.first_line.split())  # type: ignore[attr-defined]
         try:
-            signals.kill_below(process.pid, [spared])
+            signals.kill_below(process.pid, [skipped])
             wait_until(lambda: procfs.is_dead(other), "it is dead")
-            assert not procfs.is_dead(spared)
+            assert not procfs.is_dead(skipped)
             assert process.poll() is None
         finally:
-            os.kill(spared, signal.SIGKILL)
+            os.kill(skipped, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kill", [lambda pid: signals.kill_all([1 << 30, pid]), signals.kill_group])

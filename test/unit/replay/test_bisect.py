@@ -54,7 +54,7 @@ def test_a_fault_of_parameters_is_reduced_to_them(
         ("False", "forward", "not reproduced in 2 tries of 13 requests"),
         (BY_PARAMETERS, "another_place", "not reproduced in 2 tries of 13 requests"),
         # Whatever is sent brings it back.
-        ("served > 0", "forward", "others bring it back, too, so it is no one request's"),
+        ("served > 0", "forward", "others bring it back, too, so it is not due to one request"),
     ],
 )
 def test_what_does_not_come_back_is_said(

@@ -72,7 +72,7 @@ class Listener:
         return message
 
     def kill(self) -> None:
-        """End it as a crash would: the socket stays, and nobody is behind it."""
+        """End it as a crash would: the socket stays, and no one is behind it."""
         self.process.kill()
         self.process.wait(LONG)
 

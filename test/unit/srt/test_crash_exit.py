@@ -108,7 +108,7 @@ def is_gone(pid: int) -> bool:
         ("kill_process_tree(os.getpid(), include_parent=False); sys.exit(7)", {}, 7),
         (f"start_child(); {BEGIN}; {KILL}", UPSTREAM, -signal.SIGKILL),
         (f"{BEGIN}; {KILL}", OFF, -signal.SIGKILL),
-        # It ends in time, whoever hangs and whatever is locked, unless the deadline is moved.
+        # It ends in time, the process that hangs and whatever is locked, unless the deadline is moved.
         (LOCKED, {}, 82),
         (STANDS_STILL, {}, 1),
         ("crash_exit.begin(82, 3); crash_exit.allow(60); time.sleep(3.5); sys.exit(3)", {}, 3),

@@ -120,7 +120,7 @@ def end_by(error: BaseException | None, *, caught: bool) -> None:
         (SystemExit("no model"), True, "SystemExit: no model", 1),
         (ValueError("before SGLang catches any"), False, "ValueError: before SGLang catches any", 1),
         (ValueError("told by SGLang's own"), True, "ValueError: told by SGLang's own", 0),
-        # Nobody wants to know of these.
+        # No one wants to know of these.
         (SystemExit(0), True, None, 0),
         (SystemExit(), True, None, 0),
         (KeyboardInterrupt(), True, None, 1),

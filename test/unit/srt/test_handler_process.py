@@ -83,7 +83,7 @@ class Started:
     Attributes:
         lines: its log.
         took: how long the start took, in seconds.
-        handler: the handler's pid; None where there is none.
+        handler: the handler's pid; None if absent.
         environ: the variables that its children get.
     """
 
@@ -199,7 +199,7 @@ def test_a_handler_that_is_ready_too_late_ends(temporary: Path) -> None:
 
 
 def handlers_in(temporary: Path) -> list[int]:
-    """Return the processes of this temporary folder that nobody waits for."""
+    """Return the processes of this temporary folder that no one waits for."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -75,7 +75,7 @@ def test_a_stuck_standard_error_holds_nobody_up() -> None:
 def test_a_line_that_nobody_reads_is_no_error(open_both: Callable[[], Sequence[int]]) -> None:
     reader, writer = open_both()
     os.close(reader)
-    # As a program does that ends where nobody reads what it says.
+    # As a program does that ends where no one reads what it says.
     ends = "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
     code = HEAD + ends + "hooks.say_line('x')\nprint('on')"
     try:

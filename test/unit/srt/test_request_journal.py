@@ -163,11 +163,11 @@ def test_what_enters_has_begun_and_what_leaves_has_ended(states: JournaledStates
     states["a"].finished = True
     del states["a"]
     assert states.pop("b").obj.rid == "b"
-    assert states.pop("nobody", None) is None
+    assert states.pop("no one", None) is None
     with pytest.raises(KeyError):
-        states.pop("nobody")
+        states.pop("no one")
     with pytest.raises(KeyError):
-        del states["nobody"]
+        del states["no one"]
     assert states.popitem()[0] == "g"
     states.update({"h": state("h")})
     states |= {"i": state("i")}
@@ -273,7 +273,7 @@ def test_defaults_are_left_out_and_the_rest_is_kept() -> None:
             {},
             {"image_data": "list of 2, 100000 characters", "brand_new": "dict"},
         ),
-        # What is empty is none.
+        # What is empty does not count.
         (
             {"image_data": [], "brand_new": {}, "watermark": 0, "custom_logit_processor": "80049"},
             {"custom_logit_processor": "80049"},
@@ -435,11 +435,11 @@ def test_what_the_manager_aborts_is_noted_and_aborted() -> None:
         return {(reader.load(one) or {})["rid"] for one in reader.requests if one.aborted is not None}
 
     manager.abort_request("a")
-    manager.abort_request(rid="nobody")
+    manager.abort_request(rid="no one")
     assert given_up() == {"a"}
     manager.abort_request(abort_all=True)
     assert given_up() == {"a", "b", "c"}
-    assert aborted == [(("a",), {}), ((), {"rid": "nobody"}), ((), {"abort_all": True})]
+    assert aborted == [(("a",), {}), ((), {"rid": "no one"}), ((), {"abort_all": True})]
 
 
 def test_without_a_crash_handler_there_is_no_journal(

@@ -207,7 +207,7 @@ def test_a_users_own_faulthandler_stays(runtime: Path, tmp_path: Path) -> None:
 
 
 SERVER = INSTALL.replace("install_in_worker", "install_in_server")
-#: As a JVM does: a read of a page that may not be read is a fault, which its handler mends. What was sent is none.
+#: As a JVM does: a read of a page that may not be read is a fault, which its handler mends. A sent signal is no fault.
 MENDS_FAULTS = """
 import ctypes, mmap
 from ctypes import c_char, c_int, c_size_t, c_void_p

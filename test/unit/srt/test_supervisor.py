@@ -63,7 +63,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> list[tuple[int, f
 
 @pytest.fixture
 def serving(ends: list[Any], clock: FakeClock) -> Iterator[Serving]:
-    """A main process without a crash handler; nobody runs it but the test."""
+    """A main process without a crash handler; no one runs it but the test."""
     before = descriptors()
     serving = Serving(clock)
     serving.begin(None, follows=False)

@@ -1,4 +1,4 @@
-"""A scheduler that is none; in a module of its own, so that a spawned process can import it."""
+"""A stand-in for a scheduler; in a module of its own, so that a spawned process can import it."""
 
 from __future__ import annotations
 

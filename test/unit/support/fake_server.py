@@ -1,4 +1,4 @@
-"""A server that is none: titles, children and signals of a two-rank SGLang, which calls the kit's real hooks.
+"""A stand-in for a server: titles, children and signals of a two-rank SGLang, which calls the kit's real hooks.
 
 Run as a program by `unit.support.server_driver`; each line on its standard input is a command.
 """
@@ -264,7 +264,7 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 spin()
             elif verb == "run":
                 runpy.run_path(argument)
-    # As a real rank it does not mind that its parent is gone, and has told of its stacks; somebody else ends it.
+    # As a real rank it does not mind that its parent is gone, and has reported its stacks; somebody else ends it.
     while True:
         signal.pause()
 

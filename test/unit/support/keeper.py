@@ -38,7 +38,7 @@ class Keeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Whoever ends the test by its group leaves this one to end what was started.
+            # A signal that ends the test by its group leaves this one to end what was started.
             start_new_session=True,
         )
 

@@ -1,4 +1,4 @@
-"""A process whose memory map stays locked: whoever reads its command line waits, as with a driver that hangs.
+"""A process whose memory map stays locked: the process that reads its command line waits, as with a driver that hangs.
 
 One process reads a page of the target through ``/proc/PID/mem``, which a file system of ours never delivers, and holds
 the target's mmap lock meanwhile; a thread of the target that maps something waits to write it, and from then on every
@@ -49,7 +49,7 @@ def locked_process(folder: Path, title: str | None = None) -> Iterator[subproces
         address = target.first_line  # type: ignore[attr-defined]
         with subprocess.Popen([sys.executable, "-c", _READ_PAGE, f"/proc/{target.pid}/mem", address]) as reader:
             try:
-                assert is_asked.wait(LONG), "nobody asked for the page"
+                assert is_asked.wait(LONG), "no one asked for the page"
                 assert target.stdin is not None
                 target.stdin.write(b"\n")
                 target.stdin.flush()

@@ -126,7 +126,7 @@ class Server:
         return incidents[0]
 
     def wait_for_the_end(self) -> StoredIncident | None:
-        """Wait until server and handler are gone; return the incident that they left, None when there is none."""
+        """Wait until server and handler are gone; return the incident that they left, None if absent."""
         self.process.wait(LONG)
         self.wait_for_handler()
         incidents = self.incidents()

@@ -27,7 +27,7 @@ def mounted(folder: Path, options: str = "size=4m,mode=700") -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Whoever still holds something open in it does not matter.
+        # What is still open in it does not matter.
         subprocess.run(["umount", "--lazy", folder], check=True, timeout=30)
 
 

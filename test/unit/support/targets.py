@@ -45,14 +45,14 @@ ready()
 hold_the_lock()
 """
 )
-#: Its main thread waits in vfork(2) for a child that opens a pipe which nobody writes to, and holds the lock.
+#: Its main thread waits in vfork(2) for a child that opens a pipe which no one writes to, and holds the lock.
 ASLEEP = """
 def sleep_uninterruptibly():
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, sys.argv[2], os.O_RDONLY, 0)])
 ready()
 sleep_uninterruptibly()
 """
-#: Nobody may trace it but with CAP_SYS_PTRACE; PR_SET_DUMPABLE is 4.
+#: No one may trace it but with CAP_SYS_PTRACE; PR_SET_DUMPABLE is 4.
 UNDUMPABLE = """
 import ctypes
 ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)

@@ -15,7 +15,7 @@ def open_pipe(stem: str, rank: int) -> int:
     """Make the pipe as PyTorch does, and return what it reads it by."""
     path = Path(f"{stem}{rank}.pipe")
     path.unlink(missing_ok=True)
-    # It has its reader before it has its name: whoever sees the pipe may write to it.
+    # It has its reader before it has its name: the process that sees the pipe may write to it.
     unnamed = path.with_suffix(".unnamed")
     os.mkfifo(unnamed, 0o666)
     descriptor = os.open(unnamed, os.O_RDONLY | os.O_NONBLOCK)
@@ -59,7 +59,7 @@ def main() -> None:
     """Run as a program: stem of the pipe, stem of the dump, rank, file with the content, seconds, how."""
     pipe_stem, dump_stem, rank, content, seconds, how = sys.argv[1:]
     pipe, data = open_pipe(pipe_stem, int(rank)), Path(content).read_bytes()
-    # From now on whoever started it may write the content of the next one.
+    # From now on the process that started it may write the content of the next one.
     os.write(1, b"ready\n")
     answer(pipe, f"{dump_stem}{rank}", data, float(seconds), how)
 

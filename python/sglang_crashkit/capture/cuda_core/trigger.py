@@ -28,7 +28,7 @@ _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_P
 _DEFAULT_PIPE = "corepipe.cuda.%h.%p"
 _KNOWN_PIPE = re.compile(r"corepipe[._].*")
 _DEFAULT_FILE = "core_%t_%h_%p.nvcudmp"
-#: A file that nobody is seen to hold open and that does not grow for this long, in seconds, is not written any more.
+#: A file that no process holds open and that does not grow for this long, in seconds, is not written any more.
 STILL_SECS = 1.0
 #: What is written to the pipe. SGLang writes one byte; vLLM writes 1 MB, since a short write was seen to do nothing.
 TRIGGER = b"1"
@@ -50,7 +50,7 @@ Outcome = Literal["sent", "switched_off"] | WriteOutcome
 class NoCoreError(Exception):
     """There will be no core; the message says why, in a few words.
 
-    `outcome` is what came of asking; ``sent`` where it was asked for and there is none nonetheless.
+    `outcome` is what came of asking; ``sent`` where it was asked for and did not come.
     """
 
     def __init__(self, message: str, outcome: Outcome = "sent") -> None:
@@ -99,7 +99,7 @@ class CoreRequest:
         """Ask for the core, at `pipes` that were found before or are looked for; return at once.
 
         Raises:
-            NoCoreError: it cannot be asked: there is no pipe, nobody reads it, or it is not the process's own.
+            NoCoreError: it cannot be asked: there is no pipe, it has no reader, or it is not the process's own.
         """
         pipes = pipes or self.find_pipes()
         self._before = set(self._files())

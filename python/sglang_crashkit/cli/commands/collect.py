@@ -51,15 +51,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     which = parser.add_argument_group("which processes")
     server = which.add_mutually_exclusive_group()
-    server.add_argument("--pid", type=positive, help="of the server that this process belongs to, or is above")
-    server.add_argument("--all-servers", action="store_true", help="of each server, where there are several")
-    which.add_argument("--all", action="store_true", help="also main process, tokenizers, detokenizer, controller")
+    server.add_argument("--pid", type=positive, help="the server that this process belongs to or started")
+    server.add_argument("--all-servers", action="store_true", help="every server on this host")
+    which.add_argument(
+        "--all", action="store_true", help="also the main process, tokenizers, detokenizer and controller"
+    )
     whose = which.add_mutually_exclusive_group()
-    whose.add_argument("--user", metavar="NAME", help="of this user instead of your own")
-    whose.add_argument("--any-user", action="store_true", help="of every user")
+    whose.add_argument("--user", metavar="NAME", help="this user's processes instead of your own")
+    whose.add_argument("--any-user", action="store_true", help="every user's processes")
     when = parser.add_argument_group("when, and how often")
     when.add_argument(
-        "--when-unhealthy", metavar="URL", help="once the server there fails its health check, or does not answer it"
+        "--when-unhealthy",
+        metavar="URL",
+        help="wait until the server there fails its health check or does not answer it",
     )
     when.add_argument(
         "--wait",
@@ -67,15 +71,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         dest="wait_seconds",
         type=seconds,
-        help="wait before (0); with --when-unhealthy at most so long, and collect nothing then (for ever)",
+        help="wait first (0); with --when-unhealthy: give up after this time and collect nothing (never)",
     )
-    when.add_argument("--snapshots", metavar="K", type=positive, default=3, help="Python stacks of K moments (3)")
+    when.add_argument(
+        "--snapshots", metavar="K", type=positive, default=3, help="number of snapshots of the Python stacks (3)"
+    )
     when.add_argument("--interval", metavar="S", type=seconds, default=5.0, help="seconds between them (5)")
     when.add_argument(
         "--native",
         action=argparse.BooleanOptionalAction,
-        help="also native stacks and CUDA kernels, by cuda-gdb or gdb, which stop each process for seconds; not where"
-        " the stacks show no hang, or for certain who it is",
+        help="also take native stacks and CUDA kernels with cuda-gdb or gdb, which stops each process for seconds;"
+        " skipped where the Python stacks leave no question",
     )
     where = parser.add_argument_group("where to")
     where.add_argument("-o", "--output-dir", metavar="DIR", help="folder for the files ({log_dir}/backtraces)")
@@ -84,39 +90,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="YAML",
         type=Path,
-        help="a job's file, with a debug: section, which asks for --native and --all-servers",
+        help="a job file with a debug: section; implies --native and --all-servers",
     )
     where.add_argument("--json", action="store_true", help="print a JSON object")
-    where.add_argument("--with-snapshots", action="store_true", help="with the snapshots in the JSON object")
+    where.add_argument("--with-snapshots", action="store_true", help="include the snapshots in the JSON object")
     _configure_nodes(parser)
 
 
 def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     nodes = parser.add_argument_group("on every node of a Slurm job, or on several hosts")
     transport = nodes.add_mutually_exclusive_group()
-    transport.add_argument("--slurm-job", metavar="ID", help="on each node of this job, one result for all")
+    transport.add_argument("--slurm-job", metavar="ID", help="on each node of this job; one result for all")
     transport.add_argument(
         "--via",
         metavar="COMMAND",
-        help="on each of --hosts by this command, such as 'kubectl exec {host} -c sglang --', 'docker exec {host}' or"
-        " 'ssh {host}', one result for all; {command} in it is what is run there, quoted for a shell, which ssh gets"
-        " anyway",
+        help="on each of --hosts through this command, such as 'kubectl exec {host} -c sglang --', 'docker exec {host}'"
+        " or 'ssh {host}'; one result for all. {command} stands for what runs there, quoted for a shell",
     )
     hosts = nodes.add_mutually_exclusive_group()
-    hosts.add_argument(
-        "--hosts", metavar="A,B,...", type=_host_names, help="what {host} stands for, one after the other"
-    )
+    hosts.add_argument("--hosts", metavar="A,B,...", type=_host_names, help="the names that {host} stands for")
     hosts.add_argument(
         "--hosts-file",
         metavar="FILE",
         dest="hosts",
         type=_host_names_in,
-        help="the same from a file; - is the standard input",
+        help="the names from a file; - is standard input",
     )
     nodes.add_argument(
         "--container-name",
         metavar="PATTERN",
-        help="in each node's pyxis container of this name, such as sglang_{job_id}_{node}",
+        help="in the pyxis container of this name on each node, such as sglang_{job_id}_{node}",
     )
     nodes.add_argument("--fan-out", metavar="N", type=positive, default=32, help="nodes at a time (32)")
     nodes.add_argument(
@@ -248,10 +251,10 @@ def _say_end(collection: Collection, output: Path) -> None:
     """Print what the debuggers added, and the verdict where any stack was seen."""
     from sglang_crashkit.view.collected import debugged_line
 
-    if collection.spared:
-        say(f"native stacks: not taken: {collection.spared}")
+    if collection.skipped:
+        say(f"native stacks: not taken: {collection.skipped}")
     for one in collection.collected:
-        if one.debugged is not None and not collection.spared:
+        if one.debugged is not None and not collection.skipped:
             say(f"{one.process.title} (pid {one.process.pid}): {debugged_line(one.debugged)}")
     say(*filter(None, [collection.missing]), f"files: {output}")
     verdict, case = collection.judged()

@@ -206,7 +206,7 @@ def _who(incident: Incident) -> str:
 
 
 def _cause_of(incident: Incident, *, is_wide: bool) -> str:
-    """Return the class of the cause with its level, what the verdict says where there is none."""
+    """Return the class of the cause with its level, what the verdict says if there is no cause."""
     cause, verdict = incident.cause, incident.verdict
     if cause is not None:
         return f"{cause.kind} ({cause.level})" if is_wide else cause.kind

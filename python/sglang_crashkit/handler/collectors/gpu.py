@@ -158,7 +158,7 @@ class FlightRecorders(Awaited):
     Args:
         run: the incident; evidence goes into its reports.
         deadline: until when they may answer, by the monotonic clock.
-        late: of whom a dump may come that an earlier incident asked for; whoever does not answer in time is added.
+        late: ranks whose dump may still come from an earlier incident; one that does not answer in time is added.
     """
 
     def __init__(self, run: IncidentRun, deadline: float, late: set[int]) -> None:
@@ -247,7 +247,7 @@ class FlightRecorders(Awaited):
         if request is None:
             reason = "PyTorch was not told where to be asked for it when the process started"
         elif stat is not None and stat.state in "Tt":
-            reason = f"it is stopped, so that nobody {'reads its pipe' if recorder == 'nccl' else 'answers'}"
+            reason = f"it is stopped, and {'reads no pipe' if recorder == 'nccl' else 'cannot answer'}"
         else:
             try:
                 if isinstance(request, FlightRequest):
@@ -297,7 +297,7 @@ class FlightRecorders(Awaited):
 
     def _compare(self) -> None:
         """Take into the incident what the dumps say together."""
-        # Where no rank has NCCL, it is none of the matter that each has none; so with gloo.
+        # Do not report a missing NCCL dump where no rank uses NCCL; so with gloo.
         used = {None, *(record.recorder for record in self._records)} | self._failed
         missing = [line for recorder, line in self._missing if recorder in used]
         try:

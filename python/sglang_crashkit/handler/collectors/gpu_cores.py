@@ -45,7 +45,7 @@ _ORPHAN_SECS = 0.5
 class Cores(Awaited):
     """The cores of one incident, and what cuda-gdb says of them.
 
-    While one is written, whoever waits for the incident is told to wait on: the end of the server would cut it short.
+    While one is written, those who wait for the incident are told to wait on: the server's end would cut it short.
     The living schedulers are asked for one; the dead may have left one, as the driver writes by itself when the GPU
     fails.
 
@@ -166,7 +166,7 @@ class Cores(Awaited):
         elif any(piece.kind == "exception" for piece in report.evidence):
             reason = "it raised an exception, and ends by itself"
         elif stat is not None and stat.state in "Tt":
-            reason = "it is stopped, so that nobody reads its pipe"
+            reason = "it is stopped and reads no pipe"
         elif settings.core_wait_secs <= 0:
             reason = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS leaves no time for it"
         elif time.monotonic() >= self._last_write:

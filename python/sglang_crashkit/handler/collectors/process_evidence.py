@@ -92,7 +92,7 @@ def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
     if not status.known:
         detail = "its parent reaped it, and this kernel does not tell others"
         if procfs.read_stat(process.pid) is not None and not procfs.may_inspect(process.pid):
-            detail = "the kernel tells it to whoever may trace the process, and its parent did not answer"
+            detail = "the kernel tells it to a tracer of the process, and its parent did not answer"
         return Exit(None, None, "unknown", detail, noticed)
     core = ", the kernel wrote a core file" if status.core_dumped else ""
     if status.signal == "SIGKILL":
@@ -244,7 +244,7 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     output = parse_faulthandler(text, process.pid, hooks.main_thread, hooks.roots)
     faulty = next((thread for thread in output.threads if thread.active), None)
     if output.error and output.is_whole:
-        # Of a thread that is none of Python's there is no stack.
+        # A thread that Python did not start has no stack.
         report.hit_in_main = faulty is not None and faulty.native_id == report.pid
     doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
 
@@ -323,7 +323,7 @@ def _keep(
     snapshot: int | None = None,
     doing: Sequence[str] = (),
 ) -> None:
-    """Write the stacks of a process, or why there are none; the file begins with what it was doing."""
+    """Write the stacks of a process, or why they are missing; the file begins with what it was doing."""
     report, seconds, source = run.report(process), sample.seconds, sample.source
     if not sample.threads:
         reason = sample.problem

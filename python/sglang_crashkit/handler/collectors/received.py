@@ -118,7 +118,7 @@ class Held:
 
     @property
     def is_of_dead(self) -> bool:
-        """Whether nobody writes it any more."""
+        """Whether it has no writer any more."""
         return self.process.exited_at is not None
 
 
@@ -200,7 +200,7 @@ class RequestJournals(HeldMemory):
         """
         if not self.held or run.problem:
             return
-        # Before they are read: whoever ends meanwhile may have written more.
+        # Before they are read: a process that ends meanwhile may have written more.
         dead = [held for held in self.held if held.is_of_dead]
         began = time.time() - (time.monotonic() - run.opened)
         journals = [(held.process.pid, held.descriptor) for held in self.held]

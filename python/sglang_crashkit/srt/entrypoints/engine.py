@@ -195,7 +195,7 @@ class Following(Supervisor):
             self._fail(ended[0], f", and this did not follow: {names}")
 
     def _patience(self) -> float | None:
-        """Return how long the living still have to follow those that ended, in seconds; None where nobody has to."""
+        """Return how long the living still have to follow those that ended, in seconds; None where none has to."""
         ended = self.ended()
         if not ended or not self.living():
             return None

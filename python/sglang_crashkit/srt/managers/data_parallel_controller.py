@@ -178,7 +178,7 @@ class _GroupEvent:
 def _waited_secs() -> float:
     """Return how long the launching process has waited for this one's schedulers, with the head start, in seconds.
 
-    Of those that an elastic controller starts later nobody waited before.
+    Of those that an elastic controller starts later nothing waited before.
     """
     launched = startup.launched_at()
     return 0.0 if launched is None else time.monotonic() - launched + _HEAD_START_SECS

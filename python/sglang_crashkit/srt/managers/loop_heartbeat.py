@@ -29,7 +29,7 @@ _tasks: set[asyncio.Task[None]] = set()
 
 
 def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> HeartbeatWriter | None:
-    """Return a heartbeat of this process, of which its crash handler knows; None where nobody wants to know.
+    """Return a heartbeat of this process, of which its crash handler knows; None where there is no handler.
 
     Args:
         who: what it is the heartbeat of, for the log.
@@ -118,6 +118,6 @@ def _beat_with_messages(manager: Any) -> None:
             words[LOOP_TIME] = monotonic()
             words[FLAGS] = WAITING
 
-    # It keeps the writer's memory; nobody but the loop calls it.
+    # It keeps the writer's memory; only the loop calls it.
     dispatch_and_beat.writer = writer  # type: ignore[attr-defined]
     manager._request_dispatcher = dispatch_and_beat

@@ -67,7 +67,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
 
 
 def _watch_sigquit(router: Any) -> None:
-    """Start a thread that hears of SIGQUIT whoever handles it.
+    """Start a thread that hears of SIGQUIT, whichever handler it has.
 
     The interpreter writes the number of each signal that has a Python handler to one descriptor, before that runs.
     """

@@ -40,8 +40,8 @@ def on_parent_told() -> None:
     settings = Settings.from_environ()
     if settings.enabled:
         answer = request("await_incident", settings.budget_secs + _FINISH_SECS)
-        # The server ends its processes, this one too, with a status that tells of the crash, which a kill would not.
-        # Where there is no crash handler, its end tells of the dump, too.
+        # The server ends its processes, this one too, with a status that tells the cause, which a kill would not.
+        # Where there is no crash handler, its end reports the dump, too.
         with contextlib.suppress(OSError):
             server = ProcessHandle(find_server(os.getpid()))
             server.has_exited(settings.budget_secs if answer is None else _FINISH_SECS)

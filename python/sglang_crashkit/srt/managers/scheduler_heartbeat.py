@@ -133,7 +133,7 @@ def _flag_of(kind: type) -> int:
 
 
 def _begin() -> memoryview[float] | None:
-    """Tell the crash handler where the beat is; None where nobody wants to know."""
+    """Tell the crash handler where the beat is; None where there is no handler."""
     global _writer, _words, _is_off
     _is_off = True
     supervisor.join(is_ready=True)

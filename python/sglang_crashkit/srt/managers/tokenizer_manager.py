@@ -37,7 +37,7 @@ _UPSTREAM_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP
 _SAVED = "_crashkit_saved_requests"
 _ONGOING = "_crashkit_ongoing_dump"
 _ORDERLY = "_crashkit_orderly_exit"
-#: A signal whose handler dumps, too, may interrupt whoever holds it.
+#: A signal whose handler dumps, too, may interrupt the process that holds it.
 _claims = threading.RLock()
 #: On a disk with less than this, in bytes, no file of requests is begun.
 _LEAST_FREE_BYTES = 1 << 20
@@ -156,7 +156,7 @@ def _dump_once(manager: Any, save: Callable[[], Any]) -> Any:
         return save()
     _settle_folder(manager)
     if sys.exc_info()[0] is not None:
-        # Called where the tokenizer manager's own exception is handled: nobody else tells of it.
+        # Called where the tokenizer manager's own exception is handled: nothing else reports it.
         tell_exception()
     has_handler = notify("crash_dump_begun")
     if has_handler:
@@ -217,7 +217,7 @@ def on_sigterm(handler: Function) -> Function:
     """Wrap ``SignalHandler.sigterm_handler``: from now on an exit with status 0 is no crash.
 
     Of a server whose health check failed, which upstream ends up to 5 s later without waiting for its requests, the
-    crash handler takes the evidence at once: whoever sent SIGTERM sends SIGKILL some time after.
+    crash handler takes the evidence at once: the sender of SIGTERM sends SIGKILL some time after.
     """
     return before(handler, _note_sigterm)
 

@@ -2,7 +2,7 @@
 
 Releases before 0.5.11 neither wait nor have the functions for it, and later ones poll; here these have one meaning. The
 names that upstream's functions look up in their module (``_still_holding_resources``, ``psutil``, ``time``, ``logger``)
-are looked up there by these too, so that whoever replaces one there reaches both.
+are looked up there by these too, so that a replacement there reaches both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_WARN_SECS = 10.0
 _CHILDREN_SECS = 10.0
 #: So often they are looked for and killed.
 _SWEEPS = 3
-#: What a program ends with that was asked to end: also as a shell tells of the signal.
+#: What a program ends with that was asked to end: as a shell reports the signal, too.
 _ASKED_STATUSES = (None, 0, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
 
@@ -73,13 +73,13 @@ def on_kill_process_tree(kill: Function) -> Function:
             return kill(*args, **(kwargs if waits else {name: kwargs[name] for name in kwargs if name != _WAIT}))
         pid = bound.arguments["parent_pid"]
         # As process 1 of a container this process is above its crash handler, too.
-        spared = handler_process.pid_below() if pid is None or pid == os.getpid() else None
+        skipped = handler_process.pid_below() if pid is None or pid == os.getpid() else None
         _prepare_kill(pid, bound.arguments)
-        if spared is not None:
+        if skipped is not None:
             if "skip_pid" not in signature.parameters or bound.arguments.get("skip_pid") is not None:
                 bound.apply_defaults()
-                return _kill_and_wait(**bound.arguments, spared=spared)
-            bound.arguments["skip_pid"] = spared
+                return _kill_and_wait(**bound.arguments, skipped=skipped)
+            bound.arguments["skip_pid"] = skipped
         seconds = None if waits else bound.arguments.pop(_WAIT, None)
         if seconds is not None:
             return _kill_and_wait(**bound.arguments, wait_timeout=seconds)
@@ -110,9 +110,9 @@ def end_after_crash(skip_pid: int | None = None) -> NoReturn:
     """End this process's children, but the one to be skipped, and then itself, with the status of the crash."""
     report_faults()
     announce_teardown(os.getpid(), whole=True)
-    spared = handler_process.pid_below()
+    skipped = handler_process.pid_below()
     handler_process.announce_exit()
-    crash_exit.end(functools.partial(_kill_own_children, skip_pid, spared))
+    crash_exit.end(functools.partial(_kill_own_children, skip_pid, skipped))
 
 
 def on_wait_for_reap(wait: Function) -> Function:
@@ -202,7 +202,7 @@ def _kill_and_wait(
     include_parent: bool = True,
     skip_pid: int | None = None,
     wait_timeout: float | None = 0.0,
-    spared: int | None = None,
+    skipped: int | None = None,
 ) -> None:
     module = _names()
     module.logger.info(
@@ -212,7 +212,7 @@ def _kill_and_wait(
         parent_pid, include_parent = os.getpid(), False
     try:
         itself = module.psutil.Process(parent_pid)
-        doomed = [child for child in itself.children(recursive=True) if child.pid not in (skip_pid, spared)]
+        doomed = [child for child in itself.children(recursive=True) if child.pid not in (skip_pid, skipped)]
     except psutil.NoSuchProcess:
         return
     killed = [child for child in doomed if _kill(child)]
@@ -228,12 +228,12 @@ def _kill_and_wait(
         module._wait_for_reap_or_raise(killed, wait_timeout)
 
 
-def _kill_own_children(*spared: int | None) -> None:
+def _kill_own_children(*skipped: int | None) -> None:
     module = _names()
     # Another thread, that of the supervisor of tokenizer workers, may start new ones for those that died.
     for _ in range(_SWEEPS):
         children = module.psutil.Process().children(recursive=True)
-        killed = [child for child in children if child.pid not in spared and _kill(child)]
+        killed = [child for child in children if child.pid not in skipped and _kill(child)]
         module._wait_for_reap_or_raise(killed, _CHILDREN_SECS)
 
 

@@ -30,7 +30,7 @@ from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Function, in_place_of, 
 from sglang_crashkit.srt.server_args import crash_dump_environ
 
 _NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
-# Whoever filters SGLang's log by module finds the messages where they are in later releases.
+# A filter of SGLang's log by module finds the messages where they are in later releases.
 logger = logging.getLogger(_NAME)
 
 _SCHEDULER = "sglang::scheduler"
@@ -198,7 +198,7 @@ def _dump_stack(pid: int, deadline: float) -> None:
 def _trigger(process: psutil.Process) -> bool:
     path = _resolve_cuda_coredump_pipe_path(process)
     try:
-        # Not blocking: a pipe that nobody reads any more would hold this process up for ever.
+        # Not blocking: a pipe without a reader would hold this process up for ever.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(descriptor, TRIGGER)

@@ -33,7 +33,7 @@ def run(
         what: one of `CORES`.
         steps: in how many pieces it is written.
     """
-    # It has its reader before it has its name: whoever sees the pipe may write to it.
+    # It has its reader before it has its name: the process that sees the pipe may write to it.
     unnamed = Path(f"{pipe}.unnamed")
     os.mkfifo(unnamed, 0o600)
     with os.fdopen(os.open(unnamed, os.O_RDWR), "rb", buffering=0) as trigger:

@@ -86,7 +86,7 @@ def test_what_is_written_of_a_core_grows(tmp_path: Path) -> None:
     [
         ("switched off", "switched_off", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set"),
         ("nothing", "no_pipe", r"there is no pipe .*pipe\.\d+: CUDA was not initialised"),
-        ("pipe", "no_reader", "nobody reads it"),
+        ("pipe", "no_reader", "it has no reader"),
         ("file", "foreign_pipe", "is not a pipe of the process's own user"),
         ("link", "foreign_pipe", "is not a pipe of the process's own user"),
     ],

@@ -12,7 +12,7 @@ import zstandard
 from sglang_crashkit.cli.main import main
 from unit.support.stored import make_incident
 
-SECRET = "a prompt that nobody else may read"
+SECRET = "a prompt that no one else may read"
 GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
 
 
@@ -52,7 +52,7 @@ def test_a_bundle_holds_the_folder_and_a_report(
     assert [left.name for left in tmp_path.iterdir() if left.name.startswith(".x")] == []
 
 
-CANARY = 'CANARY: "quoted", ünïcode and a second line that nobody else may read; CANARY.'
+CANARY = 'CANARY: "quoted", ünïcode and a second line that no one else may read; CANARY.'
 
 
 def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(
@@ -96,7 +96,7 @@ def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(
         "prompts": False,
         "left_out": sorted({*left_out, "link", "stacks/pipe"}),
     }
-    signs = [b"CANARY", b"nobody else may", b"quoted", "ünïcode".encode(), b"n\\u00efcode"]
+    signs = [b"CANARY", b"no one else may", b"quoted", "ünïcode".encode(), b"n\\u00efcode"]
     assert [(name, sign) for name, data in packed.items() for sign in signs if sign in data] == []
     assert json.loads(packed["incident.json"])["verdict"]["text"] == "TP1 raised ValueError: <redacted> TP0 is well."
     assert b'File "a.py", line 1, in f' in packed["report.md"]

@@ -118,7 +118,7 @@ def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, capsys: 
     assert collect(rank, tmp_path, *QUICK, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert_fits(document, "collect")
-    # Nobody asked for native stacks.
+    # No one asked for native stacks.
     assert not gdb.with_name("cuda-gdb.ran").exists()
     (one,) = document["processes"]
     assert (one["pid"], one["title"], one["ranks"], one["states"]) == (rank, TITLE, {"tp": 0}, ["S", "S"])

@@ -16,7 +16,7 @@ from unit.support.stored import NOON, make_incident
 SUSPECT = "bbb2806ce0da4c099796b96369187b3e"
 GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
 GOLDEN["suspects"] = [{"rid": SUSPECT, "level": "unknown", "reasons": ["it was in the step"]}]
-SECRET = "a prompt that nobody else may read"
+SECRET = "a prompt that no one else may read"
 REQUESTS = [
     {"rid": SUSPECT, "state": "unfinished", "arrived": "2026-11-23T04:57:27.805000Z"}
     | {"text": SECRET, "sampling_params": {"max_new_tokens": 2000}},

@@ -291,7 +291,7 @@ def test_without_nccl_gloo_names_the_rank_that_is_behind(start_recording: Start,
         [server.ranks["scheduler_TP1"]],
         [server.ranks["scheduler_TP0"]],
     )
-    # Of NCCL, which nobody has, nothing is said to be missing.
+    # Of NCCL, which no one has, nothing is said to be missing.
     assert told["collectives"]["missing"] == []
     assert finding["statement"] in told["verdict"]["text"]
     for rank in (0, 1):
@@ -349,7 +349,7 @@ def test_a_stopped_rank_is_not_asked(start_recording: Start, record: Record) -> 
     record(server, 0, pickled(WAITING))
     server.kill("scheduler_TP0", signal.SIGSTOP)
     piece = piece_of(crash(server), "scheduler_TP0")
-    assert (piece["status"], piece["reason"]) == ("skipped", "it is stopped, so that nobody reads its pipe")
+    assert (piece["status"], piece["reason"]) == ("skipped", "it is stopped and reads no pipe")
 
 
 def test_what_pytorch_wrote_before_it_ended_a_rank_is_taken(

@@ -1,4 +1,4 @@
-"""GPU cores in an incident: asked for, waited for as long as they grow, and nobody killed meanwhile; then cuda-gdb."""
+"""GPU cores in an incident: asked for, waited for as long as they grow, and no one killed meanwhile; then cuda-gdb."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FAILURE = (
 
 @pytest.fixture
 def cuda_gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
-    """A stand-in for cuda-gdb, which tells of a core; return what has it do something else."""
+    """A stand-in for cuda-gdb, which reads a core; return what has it do something else."""
     program = tmp_path / "cuda" / "bin" / "cuda-gdb"
     program.parent.mkdir(parents=True)
     (tmp_path / "told").write_text(CORE)
@@ -92,7 +92,7 @@ def core_of(server: Server, stored: StoredIncident, title: str) -> dict[str, Any
         ({}, "0.2 0.5 die", "failed", ".*(no whole core|it ended while its core)"),
         ({}, "", "skipped", ".*CUDA was not initialised"),
         ({WAIT: "0"}, "60 1", "skipped", f"{WAIT} leaves no time for it$"),
-        ({}, "stopped", "skipped", "it is stopped, so that nobody reads its pipe$"),
+        ({}, "stopped", "skipped", "it is stopped and reads no pipe$"),
         ({"SGLANG_CRASHKIT_KEEP_FREE_MB": "1e12"}, "60 1", "skipped", "less than SGLANG_CRASHKIT_KEEP_FREE_MB "),
         (
             {"SGLANG_CRASHKIT_MAX_USE_MB": "100"},

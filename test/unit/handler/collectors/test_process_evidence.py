@@ -162,7 +162,7 @@ OTHER_THREAD = 'hread 0x20 (most recent call first):\n  File "g.py", line 1 in c
         (f"{FATAL}Current t{OTHER_THREAD}\nT{MAIN_THREAD}", False),
         # One that never ran Python.
         (f"{FATAL}T{OTHER_THREAD}\nT{MAIN_THREAD}", False),
-        # Nobody hit anything, or nobody knows who.
+        # No one hit anything, or no one knows who.
         (f"Current t{MAIN_THREAD}", None),
         (f"{FATAL}T{OTHER_THREAD}", None),
     ],

@@ -357,7 +357,7 @@ def test_without_room_those_in_flight_come_first(tmp_path: Path) -> None:
     assert (told.unfinished, told.finished, told.left_out, told.path) == (3, 1, 4, REQUESTS)
     assert (tmp_path / REQUESTS).stat().st_size <= sum(taken)
     assert len(lines(tmp_path)) == 4
-    # Whoever is asked may have to look at the whole disk.
+    # A helper that is asked may have to look at the whole disk.
     assert len(asked) <= 10
 
 

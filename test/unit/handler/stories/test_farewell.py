@@ -92,7 +92,7 @@ def test_a_clean_stop_in_a_container_leaves_nothing(short_folder: Path, tmp_path
 
 def test_process_1s_handler_outlives_the_servers_children(short_folder: Path, tmp_path: Path) -> None:
     with contained(short_folder, tmp_path) as server:
-        # WHEN the program shuts its engine down, and a process that is none of the server's asks for nothing
+        # WHEN the program shuts its engine down, and a process of another program asks for nothing
         server.say("teardown children")
         assert server.line() == "done"
         assert len(left(short_folder, tmp_path)) == 2

@@ -152,7 +152,7 @@ def test_what_holds_a_rank_is_said(
     assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
     looks = report_of(document, "scheduler_TP1")["looks"]
     assert [(look["state"], look["lock"]) for look in looks] == [(state, lock) for state in states]
-    # Of one that goes on, nobody but py-spy tells what it does while it holds its lock.
+    # Of one that goes on, no one but py-spy tells what it does while it holds its lock.
     assert all(look["doing"][0].startswith(f"{way} (") if not tool else look["doing"] == [] for look in looks)
     # The frames are in files of their own.
     assert looks[0].keys() == {"time", "state", "cpu_secs", "doing", "lock"}
@@ -177,7 +177,7 @@ def test_a_hang_is_told_in_the_servers_own_log(start_server: Start, capfd: pytes
     os.kill(server.pid, signal.SIGTERM)
     assert server.wait_for_the_end() is not None
     document = document_of(stored)
-    # Nobody stands out of two that do the same.
+    # No one stands out of two that do the same.
     assert (document["verdict"]["first_failure"], document["verdict"]["level"]) == (None, "supported")
     assert "server_exited" in events_of(document)
 
@@ -306,7 +306,7 @@ def test_the_rank_that_is_stopped_is_named(start_server: Start) -> None:
     assert silent == {server.ranks[name] for name in RANKS}
 
 
-@pytest.mark.parametrize("hang_secs", ["60", "0"], ids=["silent", "nobody knows whether it beats"])
+@pytest.mark.parametrize("hang_secs", ["60", "0"], ids=["silent", "no one knows whether it beats"])
 def test_the_rank_that_another_waits_for_is_named(start_server: Start, tmp_path: Path, hang_secs: str) -> None:
     server = start_beating(start_server, environ={"SGLANG_CRASHKIT_HANG_SECS": hang_secs})
     hush(server, *RANKS)

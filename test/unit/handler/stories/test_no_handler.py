@@ -36,7 +36,7 @@ def saved(server: Server) -> bytes:
 
 
 def serves_on(server: Server) -> bool:
-    """Say whether the server has neither ended nor been told of a failed child, after a while."""
+    """Say whether the server has neither ended nor heard that a child failed, after a while."""
     time.sleep(LOOK_SECS)
     return server.process.poll() is None and server.ask("draining") == "done"
 
@@ -47,7 +47,7 @@ def serves_on(server: Server) -> bool:
     [
         ("SIGKILL", ServerExit.KILLED),
         ("SIGSEGV", 128 + signal.SIGSEGV),
-        # Those that end by themselves do so a moment later, and also where they end well: nobody asked the server to.
+        # Those that end by themselves do so a moment later, and also where they end well: no one asked the server to.
         ("exit 3", ServerExit.EXITED),
         ("exit 0", ServerExit.EXITED),
     ],

@@ -111,7 +111,7 @@ def test_the_heartbeat_tells_who_waited_before_their_wait_is_ended(heard: Any) -
 
 def test_a_failed_transfer_tells_who_waits_at_each_stage(heard: Any) -> None:
     queue = prefill_queue(failed_sessions={"s1"})
-    queue.queue = [sending("nobody asked", 9), sending("just asked", 1)]
+    queue.queue = [sending("no one asked", 9), sending("just asked", 1)]
     queue.scheduler.waiting_queue = [sending("both", 2)]
     queue.scheduler.disagg_prefill_inflight_queue = [sending("on its way", 1)]
     queue.kv_manager.update_status(1, TRANSFERRING)
@@ -132,7 +132,7 @@ def test_a_failed_transfer_tells_who_waits_at_each_stage(heard: Any) -> None:
         ({"failed_sessions": set()}, 2, SEND, set()),
         # NIXL and Mori do not.
         ({}, 2, "NIXL transfer encountered ERR room=2", {DECODE, "[fd00::2]:42"}),
-        ({}, 3, "nobody asked for it", set()),
+        ({}, 3, "no one asked for it", set()),
         *[
             ({}, 1, reason, set())
             for reason in (

@@ -1,4 +1,4 @@
-"""A scheduler that is none: what the step recorder uses of SGLang's, shaped like it."""
+"""A stand-in for a scheduler: what the step recorder uses of SGLang's, shaped like it."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ def test_nothing_that_is_noted_grows(scheduler: Scheduler) -> None:
 def test_without_a_handler_nothing_is_noted_but_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "nobody"))
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "no one"))
     before = len(descriptors())
     for _round in range(3):
         Scheduler().step(batch_of(DECODE, [A]))
@@ -361,7 +361,7 @@ def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) ->
     scheduler = Scheduler()
     step_recorder.on_received(scheduler, [TokenizedGenerateReqInput("a"), FlushCacheReqInput()])
     assert read().control == "flush_cache"
-    # What only reads, as a router does again and again, is none.
+    # What only reads, as a router does again and again, does not count.
     for requests in ([], [type("GetLoadsReqInput", (), {})()]):
         step_recorder.on_received(scheduler, requests)
         assert read().control == ""
