@@ -14,19 +14,19 @@ from sglang_crashkit.errors import CrashkitError, ExitCode
 
 #: What each command does; the module of the same name, but for `_MODULES`, is imported when it is called.
 COMMANDS = {
-    "apply": "patch the SGLang that a python imports",
-    "revert": "take the patches out again, to the exact bytes",
-    "status": "say whether the SGLang that a python imports is patched",
-    "doctor": "say what would keep a crash here from being recorded, and the command that mends it",
-    "wheel": "build a patched SGLang wheel and put the kit's own beside it",
-    "explain": "say what a log, stacks or kernel lines tell of a failure; needs no kit on the server",
-    "incidents": "list the incidents below a crash folder, newest first",
-    "show": "print one incident on one screen, or one part of it in full",
+    "apply": "patch the installed SGLang",
+    "revert": "take the patches out again: the files have their exact bytes back",
+    "status": "say whether the installed SGLang is patched, and which running servers have a crash handler",
+    "doctor": "check this host: what would keep a crash from being recorded, and how to fix it",
+    "wheel": "build a patched SGLang wheel, and the kit's own beside it",
+    "explain": "explain a failure from a log, stacks or kernel messages; needs no kit on the server",
+    "incidents": "list the incidents in a crash folder, newest first",
+    "show": "show one incident on one screen, or one part of it in full",
     "bundle": "pack an incident and a report of it into one file, for a bug report",
-    "replay": "send the requests of an incident again, and find those that bring its fault back",
-    "steps": "print the last steps of the ranks in an incident side by side, and where they diverged",
-    "core": "say which kernels a GPU core shows, and what failed",
-    "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
+    "replay": "send the requests of an incident again, and find those that reproduce the fault",
+    "steps": "show the last steps of the ranks side by side, and where they diverged",
+    "core": "read a GPU core: which kernels ran, and what failed",
+    "collect": "take the stacks of all ranks of a hung server, patched or not, and name the one to look at",
 }
 _MODULES = {"revert": "apply"}
 _EXAMPLES = """\

@@ -1,10 +1,9 @@
-"""The user's command: what it is given, how it ends, and the recipes of docs/recipes.md as they stand there."""
+"""The user's command: what it is given, how it ends, and the scripts of docs/on_incident as they are."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import stat
 import sys
@@ -28,7 +27,7 @@ from unit.support.stored import make_incident
 from unit.support.targets import is_gone
 from unit.support.waiting import LONG, wait_until
 
-RECIPES = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+SCRIPTS = Path(__file__).parents[3] / "docs" / "on_incident"
 
 
 @pytest.fixture
@@ -187,37 +186,22 @@ def test_a_failure_is_said_in_the_handlers_log(
     assert f"{COMMAND} for incident {incident}: " in caplog.text
 
 
-# -- the recipes
+# -- the scripts
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Callable[[str], str]:
-    """Write a recipe into an executable file, and return its path."""
-
-    def write(name: str) -> str:
-        (script,) = re.findall(rf"```sh\n(#!/bin/sh\n# {name} .*?)```", RECIPES, re.DOTALL)
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
-        return str(tmp_path / name)
-
-    return write
-
-
-def test_the_recipe_for_slack_posts_the_summary(
-    outcome_of: Callable[..., dict[str, Any]], incident: Path, tmp_path: Path, recipe: Callable[[str], str]
+def test_the_script_for_slack_posts_the_summary(
+    outcome_of: Callable[..., dict[str, Any]], incident: Path, tmp_path: Path
 ) -> None:
     with hook(200) as server:
         (tmp_path / "hook.curl").write_text(f'url = "{server.url}"\n')
-        assert outcome_of(f"{recipe('tell-slack')} {tmp_path}/hook.curl")["done"]
+        assert outcome_of(f"{SCRIPTS}/tell-slack {tmp_path}/hook.curl")["done"]
     (body,) = server.bodies
     assert json.loads(body) == {"text": (incident / "summary.md").read_text(errors="replace")}
 
 
-def test_the_recipe_for_alertmanager_posts_one_alert(
-    outcome_of: Callable[..., dict[str, Any]], incident: Path, recipe: Callable[[str], str]
-) -> None:
+def test_the_script_for_alertmanager_posts_one_alert(outcome_of: Callable[..., dict[str, Any]], incident: Path) -> None:
     with hook(503, 200) as server:
-        assert outcome_of(f"{recipe('tell-alertmanager')} {server.url}")["done"]
+        assert outcome_of(f"{SCRIPTS}/tell-alertmanager {server.url}")["done"]
     # A busy Alertmanager is asked again.
     assert len(server.bodies) == 2
     (alert,) = json.loads(server.bodies[-1])
@@ -226,15 +210,15 @@ def test_the_recipe_for_alertmanager_posts_one_alert(
     assert alert["annotations"] == {"summary": "scheduler_TP1 was killed by SIGKILL", "path": str(incident)}
 
 
-def test_the_recipe_for_kubernetes_makes_an_event_of_the_pod(
-    outcome_of: Callable[..., dict[str, Any]], incident: Path, tmp_path: Path, recipe: Callable[[str], str]
+def test_the_script_for_kubernetes_makes_an_event_of_the_pod(
+    outcome_of: Callable[..., dict[str, Any]], incident: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "bin").mkdir()
     kubectl = tmp_path / "bin" / "kubectl"
     kubectl.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat > {tmp_path}/event\n')
     kubectl.chmod(0o755)
     variables = {"PATH": f"{kubectl.parent}:{os.environ['PATH']}", "POD_NAME": "pod-1", "POD_NAMESPACE": "inference"}
-    assert outcome_of(recipe("tell-kubernetes"), **variables)["done"]
+    assert outcome_of(str(SCRIPTS / "tell-kubernetes"), **variables)["done"]
     assert (tmp_path / "arguments").read_text() == "create --namespace inference --filename -\n"
     event = json.loads((tmp_path / "event").read_text())
     validate(event, latest_version(), strict=True)
@@ -246,11 +230,11 @@ def test_the_recipe_for_kubernetes_makes_an_event_of_the_pod(
     assert event["message"] == f"killed; scheduler_TP1 was killed by SIGKILL; {incident}"
 
 
-def test_the_recipe_for_a_collector_posts_one_log_record(
-    outcome_of: Callable[..., dict[str, Any]], incident: Path, recipe: Callable[[str], str]
+def test_the_script_for_a_collector_posts_one_log_record(
+    outcome_of: Callable[..., dict[str, Any]], incident: Path
 ) -> None:
     with hook(200) as server:
-        assert outcome_of(f"{recipe('tell-collector')} {server.url}")["done"]
+        assert outcome_of(f"{SCRIPTS}/tell-collector {server.url}")["done"]
     (body,) = server.bodies
     # OpenTelemetry's own schema: a field that it does not know is an error.
     request = json_format.Parse(body, ExportLogsServiceRequest())

@@ -29,7 +29,11 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EXAMPLES.get(parser.prog.rpartition(" ")[2])
-    parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        help="interpreter or virtual environment with the SGLang that is meant; this one by default",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -20,13 +20,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  sglang-crashkit doctor --crash-dump-folder /var/crash/sglang   before the server is started\n"
         "  sglang-crashkit doctor --pid 4711                              while it serves"
     )
-    parser.add_argument("--pid", type=int, help="a process of the server that is meant; all of this user's by default")
+    parser.add_argument("--pid", type=int, help="a process of the server to check; by default all servers of this user")
     parser.add_argument(
-        "--crash-dump-folder", type=Path, metavar="DIR", help="what the server is given; by default what it was given"
+        "--crash-dump-folder", type=Path, metavar="DIR", help="crash folder to check; by default the server's own"
     )
-    parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
     parser.add_argument(
-        "--grace-secs", type=seconds, metavar="S", help="how long the server has between SIGTERM and SIGKILL"
+        "--python",
+        metavar="PATH",
+        help="interpreter or virtual environment with the SGLang that is meant; this one by default",
+    )
+    parser.add_argument(
+        "--grace-secs",
+        type=seconds,
+        metavar="S",
+        help="seconds between SIGTERM and SIGKILL, where it is not Slurm that says so",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

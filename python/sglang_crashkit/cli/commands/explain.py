@@ -43,14 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="*",
-        help="a log, stacks, dmesg … (also gzip), a folder of these, an incident, or - for the standard input",
+        help="a log, stacks, dmesg (also gzipped), a folder of these, an incident, or - for standard input",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
-    form.add_argument("--markdown", action="store_true", help="print what goes into an issue, without secrets")
-    form.add_argument("--save", metavar="FOLDER", type=Path, help="keep it as an incident for show and bundle")
-    form.add_argument("--html", metavar="FILE", type=Path, help="write it as one page, to look at in a browser")
-    form.add_argument("--class", dest="kind", metavar="CLASS", help="print what a class of verdicts, or all, means")
+    form.add_argument("--markdown", action="store_true", help="print a report for an issue, without secrets")
+    form.add_argument("--save", metavar="FOLDER", type=Path, help="save it as an incident, for show and bundle")
+    form.add_argument("--html", metavar="FILE", type=Path, help="write it as a page for a browser")
+    form.add_argument("--class", dest="kind", metavar="CLASS", help="print what a class means; all for every class")
 
 
 def run(args: argparse.Namespace) -> ExitCode:

@@ -33,24 +33,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EXAMPLE
     add_incident(parser, default=None)
-    parser.add_argument("--only", nargs="+", metavar="RID", help="these requests alone")
-    parser.add_argument("--suspects", action="store_true", help="those alone that the incident suspects")
+    parser.add_argument("--only", nargs="+", metavar="RID", help="send only these requests")
+    parser.add_argument("--suspects", action="store_true", help="send only the requests that the incident suspects")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url", help="a server that may break")
-    where.add_argument("--serve", metavar="COMMAND", type=command, help="start a patched server, and end it afterwards")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key of --url")
+    where.add_argument("--url", help="send them to this server, which may crash")
+    where.add_argument(
+        "--serve", metavar="COMMAND", type=command, help="start this patched server for it, and end it afterwards"
+    )
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key for --url")
     parser.add_argument(
-        "--max-gap", type=seconds, default=1.0, metavar="S", help="send them as far apart as they came, up to S (1)"
+        "--max-gap", type=seconds, default=1.0, metavar="S", help="keep their original spacing, up to S seconds (1)"
     )
     parser.add_argument(
-        "--request-secs", type=seconds, default=300.0, metavar="S", help="the longest to wait for an answer (300)"
+        "--request-secs", type=seconds, default=300.0, metavar="S", help="seconds to wait for an answer (300)"
     )
-    parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
-    parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="of --serve; default: replay-<id>")
-    parser.add_argument("--bisect", action="store_true", help="with --serve: find the fewest that bring the fault back")
-    parser.add_argument("--tries", type=positive, default=3, metavar="N", help="before it is not reproduced (3)")
-    parser.add_argument("--starts", type=positive, default=30, metavar="N", help="start at most so many servers (30)")
-    parser.add_argument("--json", action="store_true", help="one JSON object an answer, and one of the outcome last")
+    parser.add_argument(
+        "--ready-secs", type=seconds, default=900.0, metavar="S", help="seconds to wait for a server to start (900)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder for logs, crash folders and the reproducer (replay-ID)",
+    )
+    parser.add_argument(
+        "--bisect", action="store_true", help="with --serve: find the fewest requests that reproduce the fault"
+    )
+    parser.add_argument(
+        "--tries",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="with --bisect: send all of them up to N times before giving up (3)",
+    )
+    parser.add_argument(
+        "--starts", type=positive, default=30, metavar="N", help="with --bisect: start at most N servers (30)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object for each answer, and one for the outcome last"
+    )
 
 
 def run(args: argparse.Namespace) -> ExitCode:

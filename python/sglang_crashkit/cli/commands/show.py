@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--env", action="store_true", help="model, versions, memory, and where the server ran")
     part.add_argument("--json", action="store_true", help="print incident.json")
     part.add_argument("--schema", action="store_true", help="print the JSON Schema of incident.json")
-    part.add_argument("--html", metavar="FILE", type=Path, help="write it as one page, to look at in a browser")
+    part.add_argument("--html", metavar="FILE", type=Path, help="write it as a page for a browser")
     parser.add_argument("--prompts", action="store_true", help="with --html: with what users of the server wrote")
 
 

@@ -29,7 +29,11 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EXAMPLES
-    parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        help="interpreter or virtual environment with the SGLang that is meant; this one by default",
+    )
     parser.add_argument(
         "--check", action="store_true", help="end with 1 unless SGLang is patched and each running server is watched"
     )
@@ -60,7 +64,7 @@ class RunningServer:
     pid: int  # a worker's; the main process's where no worker is known
     title: str  # the process's
     runtime: str  # the runtime folder of its crash handler; empty where it has none
-    handler: int | None  # the crash handler's pid; None where nobody knows it
+    handler: int | None  # the crash handler's pid; None if unknown
     problem: str  # why the handler does not hear of a crash; empty where it does
 
 
