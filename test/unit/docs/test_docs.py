@@ -70,3 +70,8 @@ def test_the_documents_say_what_the_last_run_measured() -> None:
 def test_the_page_of_classes_is_what_explain_prints() -> None:
     page = (ROOT / "docs" / "classes.md").read_text()
     assert page.splitlines() == list(classes.page(load("classes")))
+
+
+def test_the_pages_that_are_written_by_hand_are_short() -> None:
+    written = [page for page in PAGES[2:] if page.stem not in ("benchmarks", "classes", "commands")]
+    assert sum(len(page.read_text().splitlines()) for page in written) <= 1800
