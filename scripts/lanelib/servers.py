@@ -20,7 +20,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,9 @@ _holders: list[socket.socket] = []
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 #: A library that cannot be loaded turns pynccl off, and gloo carries the collectives.
 NO_NCCL = "/nonexistent.so"
+#: A folder has such a name below a crash folder only when its incident is whole.
+INCIDENTS = "*/incidents/[0-9]*"
+INCIDENT_TIMEOUT_S = 60.0
 #: Where a server on a GPU keeps what it compiles, below its lane.
 CACHES = ("TRITON_CACHE_DIR", "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH")
 
@@ -227,6 +230,16 @@ def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_T
                 next_step=f"read {slow.log_path}",
             )
         time.sleep(POLL_S)
+
+
+def find_incident(crash_folder: Path, known: Set[Path] = frozenset()) -> Path:
+    """Wait for an incident that is not among `known`, and return its folder."""
+    deadline = time.monotonic() + INCIDENT_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for path in {*crash_folder.glob(INCIDENTS)} - known:
+            return path
+        time.sleep(0.01)
+    raise LaneError(f"no incident below {crash_folder} after {INCIDENT_TIMEOUT_S:.0f} s")
 
 
 def free_port() -> int:
