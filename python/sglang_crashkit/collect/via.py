@@ -44,7 +44,7 @@ _MARKS = re.compile(r"^(?:error: |Error from server )")
 _REASONS: tuple[Reason, ...] = (
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION",
-        "its key is not known here, or another one: {said}",
+        "its host key is unknown here, or has changed: {said}",
         "log in once by hand to compare and keep its key, or write it into known_hosts",
     ),
     (

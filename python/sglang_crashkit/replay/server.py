@@ -100,7 +100,7 @@ class OwnServer:
             self._stop()
             say(f"{self.folder.name}: {problem} (see {log}), start {number} of {_MAX_STARTS}")
         raise CrashkitError(
-            f"the server was not ready in {_MAX_STARTS} starts: so its fault is no request's",
+            f"the server was not ready in {_MAX_STARTS} starts: so no request is to blame",
             next_step=f"read {log}, and the incidents below {self.folder}",
         )
 

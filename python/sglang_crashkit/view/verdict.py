@@ -17,7 +17,7 @@ CLASSES_PAGE = "docs/classes.md"
 _LEVELS = {
     "established": "established: the kernel, the driver or the exception itself says so",
     "supported": "supported: the evidence points there",
-    "unknown": "unknown: the evidence does not tell",
+    "unknown": "unknown: the evidence is not enough",
 }
 _RESTART = {"yes": "likely to help", "no": "does not help", "unknown": "may help or not"}
 _WIDTH, _LABEL = 118, 9

@@ -245,7 +245,7 @@ def test_a_healthy_server_stays_as_fast_and_meets_no_debugger(story: Story) -> N
 def test_of_two_servers_one_has_to_be_named(beside: Beside) -> None:
     status, said = beside.refused
     assert status == 4
-    assert "SGLang servers on this host, and it is not said which:" in said
+    assert "SGLang servers on this host, so name one:" in said
     for pid, ranks in zip(beside.servers, ("2 schedulers", "1 scheduler"), strict=True):
         assert f"  --pid {pid}: {ranks}, port " in said
     assert "  next: sglang-crashkit collect --pid " in said

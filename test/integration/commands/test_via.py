@@ -141,7 +141,7 @@ def test_the_files_of_both_hosts_are_here(story: Story) -> None:
     ("host", "why", "following"),
     [
         ("locked", "it asks for a password, or takes no key: ", "BatchMode=yes"),
-        ("stranger", "its key is not known here, or another one: ", "known_hosts"),
+        ("stranger", "its host key is unknown here, or has changed: ", "known_hosts"),
         ("gone", "it cannot be reached: ssh: connect to host 127.0.0.1 port ", "ssh -o BatchMode=yes -F "),
     ],
 )

@@ -119,7 +119,7 @@ def test_wrapped_ssh_must_be_told_where_the_command_goes(template: str) -> None:
             "it turned the connection away",
             "--fan-out",
         ),
-        ("Host key verification failed.\n", "its key is not known here, or another one", "known_hosts"),
+        ("Host key verification failed.\n", "its host key is unknown here, or has changed", "known_hosts"),
         ("command terminated with exit code 137\n", "ended there with status 1 and without a result", "h/kubectl.log"),
         ("snapshot 1 of 3\nKilled\n", "without a result: Killed", "h/kubectl.log"),
     ],

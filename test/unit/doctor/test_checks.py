@@ -52,7 +52,7 @@ def test_a_problem_is_the_exit_status_with_its_path_escaped(tmp_path: Path, caps
 
 def test_a_process_of_no_server_is_nothing_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--pid", str(os.getpid())]) == 3
-    assert "is of no server" in capsys.readouterr().err
+    assert "belongs to no server" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,7 @@ def _require_one_server(found: Discovery) -> None:
         lines[server if server is not None else one.pid] = ", ".join(words)
     listed = "".join(f"\n  --pid {pid}: {words}" for pid, words in lines.items())
     raise RefusedError(
-        f"there are {len(lines)} SGLang servers on this host, and it is not said which:{listed}",
+        f"there are {len(lines)} SGLang servers on this host, so name one:{listed}",
         next_step=f"sglang-crashkit collect --pid {next(iter(lines))}, or --all-servers",
     )
 

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--grace-secs",
         type=seconds,
         metavar="S",
-        help="seconds between SIGTERM and SIGKILL, where it is not Slurm that says so",
+        help="seconds between SIGTERM and SIGKILL; by default what Slurm says",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     servers = {pid: [one for one in found if one.server == pid] for pid in sorted({one.server or 0 for one in found})}
     servers.pop(0, None)
     if args.pid is not None and not servers:
-        raise NothingToDoError(f"process {args.pid} is of no server", next_step="sglang-crashkit status")
+        raise NothingToDoError(f"process {args.pid} belongs to no server", next_step="sglang-crashkit status")
     pid = next(iter(servers), os.getpid())
     arguments = servers[pid][0].server_arguments if servers else ()
     folder = args.crash_dump_folder or value_of(arguments, "--crash-dump-folder")

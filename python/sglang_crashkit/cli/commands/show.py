@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add_incident(parser)
     part = parser.add_mutually_exclusive_group()
-    part.add_argument("--stacks", action="store_true", help="where the processes were, those that agree once")
+    part.add_argument("--stacks", action="store_true", help="what the processes were doing, identical ones once")
     part.add_argument("--requests", action="store_true", help="the requests in flight, without prompts")
     part.add_argument("--steps", action="store_true", help="the last steps of the ranks side by side")
     part.add_argument("--timeline", action="store_true", help="the events in order, by seconds since it began")
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--json", action="store_true", help="print incident.json")
     part.add_argument("--schema", action="store_true", help="print the JSON Schema of incident.json")
     part.add_argument("--html", metavar="FILE", type=Path, help="write it as a page for a browser")
-    parser.add_argument("--prompts", action="store_true", help="with --html: with what users of the server wrote")
+    parser.add_argument("--prompts", action="store_true", help="with --html: include prompts")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
