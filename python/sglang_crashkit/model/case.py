@@ -36,6 +36,14 @@ from sglang_crashkit.model.event import (
 _RANK = re.compile(r"\b(TP|DP|PP|EP|ATTN_CP|MOE_DP|CP)\s?(\d+)\b")
 #: Processes that hold no model.
 _ROLES = ("detokenizer", "tokenizer", "router", "controller", "encoder", "trainer")
+#: In which list of its process, or of the case, an event of a class stands.
+_OF_PROCESS: dict[type, str] = {Line: "lines", Raised: "raised", Stack: "stacks", Exit: "exits", Stage: "stages"}
+_OF_PROCESS |= {Progress: "progress"}
+_OF_CASE: dict[type, str] = {
+    **{Arguments: "servers", Kernel: "kernel", Container: "containers", Gpu: "gpus", Collective: "collectives"},
+    **{GpuKernel: "gpu_kernels", Stop: "stops", Compared: "compared", Suspect: "suspects", Dumped: "dumped"},
+    Unread: "unread",
+}
 
 
 class Process(msgspec.Struct, kw_only=True):
@@ -127,50 +135,22 @@ def _add(case: Case, event: AnyEvent) -> None:
     case.last_at = max(case.last_at, last)
     process = _process_of(case, event)
     process.last_at = max(process.last_at, last)
+    if (name := _OF_PROCESS.get(type(event))) is not None:
+        getattr(process, name).append(event)
+    elif (name := _OF_CASE.get(type(event))) is not None:
+        getattr(case, name).append(event)
     match event:
         case Arguments():
-            case.servers.append(event)
             case.arguments = case.arguments or event.values
             case.release = case.release or event.release
-        case Line():
-            process.lines.append(event)
-        case Raised():
-            process.raised.append(event)
         case Stack():
-            process.stacks.append(event)
             process.pid = process.pid or event.sample.pid
-        case Exit():
-            process.exits.append(event)
-        case Stage():
-            process.stages.append(event)
-            if event.name == "ready":
-                case.ready_at = event.at if case.ready_at is None else min(case.ready_at, event.at)
-        case Progress():
-            process.progress.append(event)
-            if event.kind in ("prefill", "decode") and case.ready_at is None:
-                case.ready_at = event.at
-        case Kernel():
-            case.kernel.append(event)
-        case Container():
-            case.containers.append(event)
-        case Gpu():
-            case.gpus.append(event)
-        case Collective():
-            case.collectives.append(event)
-        case GpuKernel():
-            case.gpu_kernels.append(event)
-        case Stop():
-            case.stops.append(event)
+        case Stage(name="ready"):
+            case.ready_at = event.at if case.ready_at is None else min(case.ready_at, event.at)
+        case Progress(kind="prefill" | "decode") if case.ready_at is None:
+            case.ready_at = event.at
         case Watched():
             case.watched = case.watched or event
-        case Compared():
-            case.compared.append(event)
-        case Suspect():
-            case.suspects.append(event)
-        case Dumped():
-            case.dumped.append(event)
-        case Unread():
-            case.unread.append(event)
 
 
 def _process_of(case: Case, event: AnyEvent) -> Process:
