@@ -24,8 +24,8 @@ from pathlib import Path
 import setproctitle
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.session import Session
 from sglang_crashkit.incident.store import MAX_JSON, is_finished, parse_name
 from sglang_crashkit.kernel.forked import ForkedCall, is_reaped
 from sglang_crashkit.kernel.private_files import read_json
@@ -148,15 +148,15 @@ class MetricsPublisher:
 
     Args:
         tree: the server's processes.
-        session: what is known of them.
+        received: what they passed on.
         incidents: this host's folder of incidents.
         show: hands gauges to the server's main process.
     """
 
     def __init__(
-        self, tree: ProcessTree, session: Session, incidents: Path, show: Callable[[list[Gauge]], None]
+        self, tree: ProcessTree, received: Received, incidents: Path, show: Callable[[list[Gauge]], None]
     ) -> None:
-        self._tree, self._session, self._incidents, self._show = tree, session, incidents, show
+        self._tree, self._received, self._incidents, self._show = tree, received, incidents, show
         self._file = os.environ.get(FILE, "").strip()
         self._port = ""
         self._causes: dict[str, str] = {}
@@ -178,7 +178,7 @@ class MetricsPublisher:
         self.take_answer(0.0)
         if self.late and not is_reaped(self.late):
             return
-        arguments = self._session.received.environment.arguments()
+        arguments = self._received.environment.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
         # A server without metrics leaves the variable to other programs.
         is_shown = bool(os.environ.get(SHARED) and arguments.get("enable_metrics"))
@@ -196,13 +196,11 @@ class MetricsPublisher:
     def _measure(self) -> Measured:
         now, clock = time.time(), time.monotonic()
         signs: dict[str, float] = {}
-        for pid, sign in self._session.received.heartbeats.last_signs().items():
+        for pid, sign in self._received.heartbeats.last_signs().items():
             process = self._tree.get(pid)
             if process is not None and process.exited_at is None and not sign.is_off:
                 signs[_rank_of(process.title)] = now - clock + sign.at
-        pauses = {
-            (_rank_of(title), kind): count for (title, kind), count in self._session.received.pauses.counts.items()
-        }
+        pauses = {(_rank_of(title), kind): count for (title, kind), count in self._received.pauses.counts.items()}
         return Measured(self._port, True, now, signs, pauses)
 
     def _publish(self, measured: Measured, *, is_shown: bool) -> bytes:

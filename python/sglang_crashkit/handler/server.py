@@ -72,13 +72,13 @@ class CrashHandler:
         self._place = place
         self._hangs = HangDetector(self.tree, self.session, settings, self.session.log.say)
         self.history: list[str] = []
-        incidents = place.host_folder / "incidents"
-        self._metrics = MetricsPublisher(self.tree, self.session, incidents, self.session.log.show_metrics)
+        incidents, received = place.host_folder / "incidents", self.session.received
+        self._metrics = MetricsPublisher(self.tree, received, incidents, self.session.log.show_metrics)
         self._kept = KeptFolder(place.runtime)
         self._lost_peers = LostPeers(self.tree, self.session)
         self._shared_memory = SharedMemory(self.tree)
         self._marker = ServerMarker(place.spool, self.session.log.say)
-        self._pauses = self.session.received.pauses
+        self._pauses = received.pauses
         self._pauses.say = self.session.log.say
         #: Pids of senders that a look did not find among the server's processes.
         self._foreign: set[int] = set()

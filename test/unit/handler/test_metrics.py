@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,14 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_crashkit.handler import metrics
+from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.metrics import FILE, SHARED, Gauge, MetricsPublisher, causes_in
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel.forked import is_reaped
-from sglang_crashkit.memory.heartbeat import Heartbeat
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.memory.heartbeat import LOOP_TIME, HeartbeatWriter
+from sglang_crashkit.memory.ring import write_blob
+from sglang_crashkit.settings import Settings
 from unit.support.server_driver import Server
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG, wait_until
@@ -44,8 +48,8 @@ def read(path: Path) -> Values:
     return values_of(text_string_to_metric_families(path.read_text()))
 
 
-def beat(at: float) -> Heartbeat:
-    return Heartbeat(at, at, 3, 1, paused=False, is_busy=False, is_off=False)
+#: No process has it.
+REAPED = 5_000_000
 
 
 @pytest.fixture
@@ -65,30 +69,32 @@ def publisher(incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """
     monkeypatch.setattr(metrics, "FIRST_SECS", 0.0)
     monkeypatch.setattr(metrics, "INTERVAL_SECS", 0.0)
-    made: list[MetricsPublisher] = []
-    now = time.monotonic()
-    ranks = {
-        7: SimpleNamespace(title="sglang::scheduler_DP0_TP1", exited_at=None),
-        8: SimpleNamespace(title="sglang::scheduler_TP2", exited_at=1.0),
-    }
-    signs = {7: beat(now - 60), 8: beat(now)}
+    made, now, tree = list[MetricsPublisher](), time.monotonic(), ProcessTree(os.getpid())
+    received, writers = Received(tree, Settings.from_environ({})), [HeartbeatWriter(), HeartbeatWriter()]
+    received.pauses.counts["sglang::scheduler_TP2", "slow_step"] = 3
+    for pid, title, writer, sign, exited_at in (
+        (REAPED, "sglang::scheduler_DP0_TP1", writers[0], now - 60, None),
+        (REAPED + 1, "sglang::scheduler_TP2", writers[1], now, 1.0),
+    ):
+        rank = tree.add_reaped(pid, title, ExitStatus(), 1.0)
+        rank.exited_at = exited_at
+        writer.words[LOOP_TIME] = sign
+        received.heartbeats.follow(rank, writer.fd)
 
     def show(gauges: list[Gauge]) -> None:
         (tmp_path / "shown").write_text(json.dumps(gauges))
 
     def make(arguments: dict[str, Any], **environ: str) -> MetricsPublisher:
-        received = SimpleNamespace(
-            environment=SimpleNamespace(arguments=lambda: arguments),
-            heartbeats=SimpleNamespace(last_signs=lambda: signs),
-            pauses=SimpleNamespace(counts={("sglang::scheduler_TP2", "slow_step"): 3}),
-        )
+        told = write_blob(json.dumps({"arguments": arguments}).encode())
+        received.environment.hold(told, 0.0, ready=True)
+        os.close(told)
         for name in (FILE, SHARED):
             monkeypatch.setenv(name, environ.get(name, ""))
-        made.append(MetricsPublisher(ranks, SimpleNamespace(received=received), incidents, show))
+        made.append(MetricsPublisher(tree, received, incidents, show))
         return made[-1]
 
     yield make
-    for each in made:
+    for each in (*made, received, tree, *received.heartbeats.followed.values(), *writers):
         each.close()
 
 
