@@ -2,176 +2,188 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.handler import hang_detector, heartbeats
-from sglang_crashkit.handler.findings import render
+from sglang_crashkit.handler import hang_detector, incident
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
 from sglang_crashkit.handler.heartbeats import Heartbeats
-from sglang_crashkit.handler.incident import Moment
-from sglang_crashkit.handler.triage import Seen, Shutdown
+from sglang_crashkit.handler.incident import Collector, IncidentRun, Moment
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.triage import Seen, Triage
 from sglang_crashkit.incident.folder import NullFolder
-from sglang_crashkit.memory.heartbeat import BEAT_SECS, Heartbeat, NotAHeartbeatError
-from sglang_crashkit.model.incident import Incident, Verdict
+from sglang_crashkit.judge import verdict as verdict  # once, and not in each child that judges
+from sglang_crashkit.kernel.forked import call_within
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.memory import heartbeat
+from sglang_crashkit.memory.heartbeat import BEAT_SECS, HeartbeatWriter
+from sglang_crashkit.model.incident import Trigger
 from sglang_crashkit.settings import Settings
-from unit.support.waiting import child
+from unit.support.waiting import LONG, child
 
-ROOT = 1
-
-
-class Process:
-    """A scheduler, or the server itself."""
-
-    def __init__(self, pid: int, role: str = "scheduler") -> None:
-        self.pid = pid
-        self.role, self.is_root = role, pid == ROOT
-        self.title = f"sglang::{role}_TP{pid - 10}"
-        self.exited_at: float | None = None
+#: The process that runs the tests is the server's main process; the others are none.
+ROOT = os.getpid()
+FLAGS = {"paused": heartbeat.PAUSED, "is_busy": heartbeat.BUSY, "is_off": heartbeat.OFF}
+FLAGS |= {"is_waiting": heartbeat.WAITING}
+WORDS = {"loop_at": heartbeat.LOOP_TIME, "batch_at": heartbeat.BATCH_TIME, "batches": heartbeat.BATCHES}
+WORDS |= {"requests": heartbeat.REQUESTS, "mode": heartbeat.MODE, "tokens": heartbeat.TOKENS}
+EXTEND = 1
+#: Where a rank is that compiles, and where those are that wait for it.
+COMPILES, WAITS = "compile (triton/compiler/compiler.py:1)", "all_reduce (torch/distributed/distributed_c10d.py:1)"
 
 
-class Run:
-    """What the watch uses of an incident."""
-
-    problem, path = "", Path("/incidents/one")
-
-    def __init__(self) -> None:
-        self.incident = Incident.of({"id": "one", "kind": "hang"})
-        self.incident.verdict = Verdict("hang", None, "supported", "TP1 hangs.", ["TP1 hangs."])
-        self.conclusion = render(self.incident, NullFolder("no disk"))
-        self.finished = False
-        self.silent: list[int] = []
-        self.hows: list[str] = []
-        self.captures = 0
-        self.progress: list[float] = []
-
-    def ask(self) -> None:
-        """Whether it is busy, a test says."""
-
-    def refresh(self) -> None:
-        """There is no folder."""
-
-    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
-        if event == "progress_returned":
-            self.progress.append(fields["hung_secs"])
-
-    @property
-    def is_open(self) -> bool:
-        return not self.finished
-
-    def add_silence(self, process: Any, beat: Heartbeat | None, secs: float, how: str = "") -> None:
-        assert secs >= 0
-        assert (beat is None) is bool(how)
-        self.silent.append(process.pid)
-        self.hows.append(how)
-
-    def take(self, _moment: Moment) -> None:
-        self.captures += 1
-
-    def add_remark(self, sentence: str) -> None:
-        assert sentence.startswith("Progress returned after ")
+class Received:
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        self.heartbeats = heartbeats
 
 
-class Current:
-    """What the watch uses of the current incident."""
+class Session:
+    """What the watch uses of the handler's session; its incidents are on no disk, and it takes nothing but a count."""
 
-    def __init__(self) -> None:
-        self.run: Run | None = None
-        self.hang: Run | None = None
-        self.runs: list[Run] = []
+    def __init__(self, tree: ProcessTree, heartbeats: Heartbeats, settings: Settings) -> None:
+        self.run: IncidentRun | None = None
+        self.hang: IncidentRun | None = None
+        self.runs: list[IncidentRun] = []
         self.triggers: list[int] = []
+        self.captures: list[IncidentRun] = []
         self.is_free = True
         self.expected = "no_progress"
-        self.received = SimpleNamespace(heartbeats=None)
+        self.received = Received(heartbeats)
         self.begin_hang_at_end: Any = None
-        self.discarded: list[Run] = []
+        self.discarded: list[IncidentRun] = []
         self.writing_cores: frozenset[int] = frozenset()
-        self.pages: list[Run] = []
-        self.page = SimpleNamespace(begin=lambda run, again: self.pages.append(run))
+        self.pages: list[IncidentRun] = []
+        self.page = self
         self.withdrawable = False
-        self.triage = SimpleNamespace(shutdown=Shutdown())
+        self.triage = Triage(ROOT, 30.0)
         self.dies = False
+        #: What the processes do, by pid.
+        self.doing: dict[int, str] = {}
+        self._tree, self._settings = tree, settings
+        self._collectors = (Collector("stacks", Moment.CAPTURE, lambda _run: True, self._take, lambda *_: math.inf),)
 
-    def open_observed(self, seen: Seen, process: Any) -> Run | None:
+    def _take(self, run: IncidentRun, _deadline: float) -> None:
+        self.captures.append(run)
+        for process in self._tree:
+            run.report(process).doing = [self.doing[process.pid]] if process.pid in self.doing else []
+
+    def begin(self, run: IncidentRun, again: bool) -> None:
+        self.pages.append(run)
+
+    def open_observed(self, seen: Seen, process: TrackedProcess) -> IncidentRun | None:
         assert (seen.kind, seen.trigger, seen.pid) == ("hang", self.expected, process.pid)
         self.triggers.append(process.pid)
         if not self.is_free:
             return None
-        self.run = Run()
+        trigger = Trigger(seen.trigger, "", process.pid, process.title)
+        self.run = IncidentRun(
+            "hang", trigger, self._tree, NullFolder("no disk"), Path(), self._settings, self._collectors
+        )
         self.withdrawable = seen.withdrawable
         self.runs.append(self.run)
         return self.run
 
     def capture(self) -> None:
+        assert self.run is not None
         # The incident knows who is silent before anything else can happen to it.
-        assert self.run.silent
+        assert silent_in(self.run)
         assert self.hang is self.run
         if self.dies:
             self.run.finished = True
-            self.run = Run()
-            return
-        self.run.take(Moment.CAPTURE)
+        else:
+            self.run.take(Moment.CAPTURE)
 
-    def is_withdrawable(self, run: Run) -> bool:
+    def is_withdrawable(self, run: IncidentRun) -> bool:
         return self.run is run and self.withdrawable
 
-    def withdraw(self, run: Run) -> None:
+    def withdraw(self, run: IncidentRun) -> None:
         self.discarded.append(run)
+        run.discard()
         self.run = None
 
     def finish_observed(self) -> None:
-        self.run.finished = True
+        assert self.run is not None
+        self.run.finish()
+
+
+def silent_in(run: IncidentRun) -> list[int | None]:
+    """Return who is said to be silent, in that order."""
+    return [entry.pid for entry in run.incident.timeline if entry.event == "no_progress"]
+
+
+def hows(run: IncidentRun) -> list[str]:
+    """Return how they are."""
+    return [failure.message.rpartition(" for ")[0] for failure in run.incident.failures]
+
+
+def progress(run: IncidentRun) -> list[float]:
+    """Return how long a hang had taken each time that it was over."""
+    return [entry["hung_secs"] for entry in run.incident.timeline if entry.event == "progress_returned"]
 
 
 class World:
-    """Two schedulers, their clock and the watch; nothing of it is real but the watch."""
+    """Two schedulers, their heartbeats and the watch, on a clock of their own; no process of them runs."""
 
-    last: World
+    made: list[World] = []  # noqa: RUF012 - all that a test made
 
     def __init__(self, hang_secs: float = 5.0, pids: tuple[int, ...] = (10, 11)) -> None:
-        World.last = self
+        self.made.append(self)
         self.now = 1000.0
-        self.beats: dict[int, Heartbeat] = {}
-        self.states = dict.fromkeys((ROOT, *pids), "S")
+        self.states = {ROOT: "S"}
         self.compiling: set[int] = set()
         #: CPU time that the main thread of each process has used, in seconds.
         self.cpu_secs: dict[int, float] = {}
-        self.root = Process(ROOT, "server")
-        self.processes = [Process(pid) for pid in pids]
-        self.current = Current()
-        self.shutdown = self.current.triage.shutdown
+        self.tree, self.writers = ProcessTree(ROOT), dict[int, HeartbeatWriter]()
         settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
-        tree: Any = SimpleNamespace(
-            root=self.root,
-            alive=lambda: [p for p in self.processes if p.exited_at is None],
-        )
-        current: Any = self.current
+        self.heartbeats = Heartbeats(self.tree, is_on=hang_secs > 0, clock=lambda: self.now)
+        self.session: Any = Session(self.tree, self.heartbeats, settings)
+        self.shutdown = self.session.triage.shutdown
         self.said: list[str] = []
-        self.heartbeats = Heartbeats(tree, is_on=hang_secs > 0, clock=lambda: self.now)
-        current.received.heartbeats = self.heartbeats
-        self.watch = HangDetector(tree, current, settings, self.said.append, lambda: self.now)
+        self.watch = HangDetector(self.tree, self.session, settings, self.said.append, lambda: self.now)
+        #: Those that beat, or are to.
+        self.processes = [self.add(pid, f"sglang::scheduler_TP{pid - 10}") for pid in pids]
         for process in self.processes:
             self.beat(process.pid)
+
+    def add(self, pid: int, title: str) -> TrackedProcess:
+        """Add a process that lives."""
+        process = self.tree.add_reaped(pid, title, ExitStatus(), 0.0)
+        process.exited_at = None
+        self.states[pid] = "S"
+        return process
+
+    def close(self) -> None:
+        self.tree.close()
+        for followed in self.heartbeats.followed.values():
+            followed.close()
+        self.heartbeats.forget_all_but([])
+        for writer in self.writers.values():
+            writer.close()
 
     def follow(self, *pids: int) -> World:
         for process in self.processes:
             if not pids or process.pid in pids:
-                self.heartbeats.follow(process, process.pid)  # type: ignore[arg-type]
+                self.heartbeats.follow(process, self.writers[process.pid].fd, {str(EXTEND): "extend"})
         return self
 
     def beat(self, *pids: int, **fields: Any) -> None:
         """Let schedulers begin a round now, and in it do what `fields` say."""
+        told = {"loop_at": self.now, "batches": 100} | fields
         for pid in pids or [process.pid for process in self.processes]:
-            made = {"loop_at": self.now, "batch_at": 0.0, "batches": 100, "requests": 0}
-            flags = {"paused": False, "is_busy": False, "is_off": False}
-            self.beats[pid] = Heartbeat(**(made | flags | fields))  # type: ignore[arg-type]
+            if pid not in self.writers:
+                self.writers[pid] = HeartbeatWriter()
+            words = self.writers[pid].words
+            words[heartbeat.FLAGS] = sum(flag for name, flag in FLAGS.items() if told.get(name))
+            for name, word in WORDS.items():
+                words[word] = told.get(name, 0)
 
     def batch(self, *pids: int, number: int = 100, **fields: Any) -> None:
         self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3, **fields)
@@ -179,6 +191,10 @@ class World:
     def stop(self, *pids: int, state: str = "T") -> None:
         for pid in pids:
             self.states[pid] = state
+
+    def die(self) -> None:
+        for process in self.processes:
+            process.exited_at = 1.0
 
     def pass_time(self, secs: float, meanwhile: Callable[[], None] | None = None) -> World:
         """Let the handler's loop run for so long; `meanwhile` happens before each of its turns."""
@@ -192,37 +208,32 @@ class World:
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to the server."""
-        self.current.expected = "silent_at_sigterm"
+        self.session.expected = "silent_at_sigterm"
         self.shutdown.draining = True
         self.watch.begin_at_end()
 
     @property
-    def hangs(self) -> list[Run]:
-        return self.current.runs
+    def hangs(self) -> list[IncidentRun]:
+        runs: list[IncidentRun] = self.session.runs
+        return runs
 
-
-class Reader:
-    """Reads the beats of the last world made."""
-
-    def __init__(self, fd: int, modes: Any) -> None:
-        assert modes == {}
-        if fd < 0:
-            raise NotAHeartbeatError("no heartbeat")
-        self.pid = fd
-
-    def read(self) -> Heartbeat:
-        return World.last.beats[self.pid]
-
-    def close(self) -> None:
-        self.pid = -1
+    def captures(self, run: IncidentRun) -> int:
+        return sum(one is run for one in self.session.captures)
 
 
 @pytest.fixture(autouse=True)
-def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "HeartbeatReader", Reader)
-    monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in World.last.compiling)
-    monkeypatch.setattr(hang_detector, "state_of", lambda process: World.last.states[process.pid])
-    monkeypatch.setattr(hang_detector, "cpu_secs_of", lambda process: World.last.cpu_secs.get(process.pid, 0.0))
+def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def last() -> World:
+        return World.made[-1]
+
+    # A busy machine takes longer to judge than a server is kept waiting for it.
+    monkeypatch.setattr(incident, "call_within", lambda _secs, work, most: call_within(LONG, work, most))
+    monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in last().compiling)
+    monkeypatch.setattr(hang_detector, "state_of", lambda process: last().states[process.pid])
+    monkeypatch.setattr(hang_detector, "cpu_secs_of", lambda process: last().cpu_secs.get(process.pid, 0.0))
+    yield
+    while World.made:
+        World.made.pop().close()
 
 
 @pytest.fixture
@@ -244,25 +255,23 @@ def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
 
 def test_what_is_silent_at_sigterm_is_a_hang() -> None:
     world = asked_to_end()
-    assert [run.silent for run in world.hangs] == [[10, 11]]
-    assert world.current.withdrawable
+    assert [silent_in(run) for run in world.hangs] == [[10, 11]]
+    assert world.session.withdrawable
     world.pass_time(2.1)
-    assert (world.hangs[0].captures, world.hangs[0].finished) == (3, True)
+    assert (world.captures(world.hangs[0]), world.hangs[0].finished) == (3, True)
     # It is the same one after the usual time.
     world.pass_time(100)
     assert len(world.hangs) == 1
 
 
-@pytest.mark.parametrize("is_another_at_hand", [False, True])
-def test_where_they_go_on_there_was_none(is_another_at_hand: bool) -> None:
+@pytest.mark.parametrize("is_current", [True, False])
+def test_where_they_go_on_there_was_none(is_current: bool) -> None:
     world = asked_to_end()
-    if is_another_at_hand:
-        world.current.run, world.current.withdrawable = Run(), False
-    at_hand = world.current.run
+    if not is_current:
+        world.session.run = None
     world.pass_time(5, world.beat)
-    assert world.current.hang is None
-    assert world.current.discarded == ([] if is_another_at_hand else world.hangs)
-    assert world.current.run is (at_hand if is_another_at_hand else None)
+    assert world.session.hang is None
+    assert world.session.discarded == (world.hangs if is_current else [])
 
 
 @pytest.mark.parametrize("silent_secs", [0.0, 1.0, 2.9])
@@ -275,7 +284,7 @@ def test_a_rank_that_falls_silent_around_sigterm_is_whole_in_time(silent_secs: f
     world.pass_time(3.0 - silent_secs - 0.1)
     assert world.hangs == []
     world.pass_time(0.7)
-    assert [run.silent for run in world.hangs] == [[10, 11]]
+    assert [silent_in(run) for run in world.hangs] == [[10, 11]]
     world.pass_time(2.1)
     assert world.hangs[0].finished
 
@@ -286,7 +295,7 @@ def test_a_rank_that_falls_silent_around_sigterm_is_whole_in_time(silent_secs: f
         ({"compiling": {11}, "batch": {}}, 50),
         # An update of the weights, and a long prompt.
         ({"who": (11,), "beat": {"is_busy": True}}, 29),
-        ({"batch": {"mode": "extend", "tokens": 163_840}}, 29),
+        ({"batch": {"mode": EXTEND, "tokens": 163_840}}, 29),
     ],
 )
 def test_a_rank_at_work_at_sigterm_is_no_hang(facts: dict[str, Any], secs: float) -> None:
@@ -300,9 +309,9 @@ def test_a_rank_at_work_at_sigterm_is_no_hang(facts: dict[str, Any], secs: float
 def test_one_that_the_stacks_show_at_work_at_sigterm_is_withdrawn() -> None:
     world = asked_to_end()
     (run,) = world.hangs
-    run.incident.verdict.kind = "busy"
+    compile_something(world)
     world.pass_time(2.1)
-    assert (world.current.discarded, run.finished) == ([run], False)
+    assert (world.session.discarded, run.finished) == ([run], False)
     # It is looked at again.
     world.pass_time(6)
     assert len(world.hangs) == 2
@@ -310,10 +319,9 @@ def test_one_that_the_stacks_show_at_work_at_sigterm_is_withdrawn() -> None:
 
 def test_where_they_are_dead_there_was_one() -> None:
     world = asked_to_end()
-    for process in world.processes:
-        process.exited_at = 1.0
+    world.die()
     world.pass_time(5)
-    assert world.current.discarded == []
+    assert world.session.discarded == []
 
 
 def test_a_hang_that_was_noticed_before_is_not_another_one(world: World) -> None:
@@ -343,16 +351,17 @@ def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     assert world.hangs == []
     world.pass_time(1.6)
     (run,) = world.hangs
-    assert run.silent == [10, 11]
-    assert world.current.hang is run
+    assert silent_in(run) == [10, 11]
+    assert world.session.hang is run
     world.pass_time(4.5)
-    assert run.captures == 3
+    assert world.captures(run) == 3
     assert run.finished
     world.pass_time(10_000)
     assert len(world.hangs) == 1
-    assert run.captures == 3
-    assert world.said[0] == "TP1 hangs"
-    assert world.said[-1] == "TP1 hangs. Incident: /incidents/one"
+    assert world.captures(run) == 3
+    assert run.conclusion is not None
+    assert run.incident.verdict is not None
+    assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: no disk"]
     assert len(world.said) <= 6
 
 
@@ -360,78 +369,77 @@ def test_the_one_that_was_silent_first_is_the_trigger(world: World) -> None:
     world.now += 0.2
     world.beat(10)
     world.pass_time(6.5)
-    assert world.current.triggers == [11]
+    assert world.session.triggers == [11]
 
 
 def test_progress_is_noted_when_all_go_on(world: World) -> None:
     world.pass_time(20)
     (first,) = world.hangs
     world.pass_time(5, lambda: world.beat(10))
-    assert first.progress == []
+    assert progress(first) == []
     world.pass_time(2, world.beat)
-    (hung_secs,) = first.progress
+    (hung_secs,) = progress(first)
     assert 24 < hung_secs < 28
-    # It stays an incident, and its page shows the progress.
-    assert (world.current.hang, world.current.discarded) == (None, [])
-    assert world.current.pages == [first]
+    # It stays an incident, and its page tells of the progress.
+    assert (world.session.hang, world.session.discarded) == (None, [])
+    assert world.session.pages == [first]
     world.pass_time(20)
-    assert [run.progress for run in world.hangs] == [first.progress, []]
-    assert world.hangs[1].silent == [10, 11]
+    assert [progress(run) for run in world.hangs] == [progress(first), []]
+    assert silent_in(world.hangs[1]) == [10, 11]
 
 
 def test_one_sign_is_no_progress(world: World) -> None:
     world.pass_time(7)
     world.beat()
     world.pass_time(7)
-    assert [run.progress for run in world.hangs] == [[]]
+    assert [progress(run) for run in world.hangs] == [[]]
 
 
 def test_whoever_falls_silent_later_joins_the_hang(world: World) -> None:
     world.pass_time(7, lambda: world.beat(10))
-    assert world.hangs[0].silent == [11]
+    assert silent_in(world.hangs[0]) == [11]
     world.pass_time(7)
-    assert [run.silent for run in world.hangs] == [[11, 10]]
+    assert [silent_in(run) for run in world.hangs] == [[11, 10]]
 
 
 def test_snapshots_end_with_the_incident(world: World) -> None:
     world.pass_time(6.1)
     world.hangs[0].finished = True
     world.pass_time(10)
-    assert world.hangs[0].captures == 1
+    assert world.captures(world.hangs[0]) == 1
 
 
 def test_no_snapshot_is_taken_while_a_gpu_core_is_written(world: World) -> None:
     world.pass_time(6.1)
-    world.current.writing_cores = frozenset({10})
+    world.session.writing_cores = frozenset({10})
     world.pass_time(10)
-    assert world.hangs[0].captures == 1
-    world.current.writing_cores = frozenset()
+    assert world.captures(world.hangs[0]) == 1
+    world.session.writing_cores = frozenset()
     world.pass_time(10)
-    assert world.hangs[0].captures == 3
+    assert world.captures(world.hangs[0]) == 3
 
 
 def test_a_death_before_the_first_snapshot_ends_the_snapshots(world: World) -> None:
-    world.current.dies = True
+    world.session.dies = True
     world.pass_time(10)
     (run,) = world.hangs
-    assert (run.silent, run.captures) == ([10, 11], 0)
+    assert (silent_in(run), world.captures(run)) == ([10, 11], 0)
 
 
 def test_a_hang_whose_schedulers_all_died_is_over(world: World) -> None:
     world.pass_time(7)
-    for process in world.processes:
-        process.exited_at = 1.0
+    world.die()
     world.pass_time(2)
-    assert world.current.hang is None
-    assert world.hangs[0].progress == []
+    assert world.session.hang is None
+    assert progress(world.hangs[0]) == []
     assert world.watch.next_due() == float("inf")
 
 
 def test_an_incident_that_cannot_begin_is_tried_again(world: World) -> None:
-    world.current.is_free = False
+    world.session.is_free = False
     world.pass_time(30)
-    assert 2 <= len(world.current.triggers) <= 4
-    world.current.is_free = True
+    assert 2 <= len(world.session.triggers) <= 4
+    world.session.is_free = True
     world.pass_time(11)
     assert len(world.hangs) == 1
 
@@ -491,10 +499,10 @@ def set_up(**facts: Any) -> Callable[[World], None]:
         (set_up(who=(11,), beat={"is_busy": True}, states={11: "T"}), 4.5, 6.5),
         (set_up(who=(11,), beat={"batch_at": 2000.0, "batches": 1}, states={11: "T"}), 4.5, 6.5),
         # A prompt that is taken in at once has the more time the longer it is.
-        (set_up(batch={"mode": "extend", "tokens": 16_384}), 4, 7),
-        (set_up(batch={"mode": "extend", "tokens": 32_767}), 4, 7),
-        (set_up(batch={"mode": "extend", "tokens": 32_768}), 9, 12),
-        (set_up(batch={"mode": "extend", "tokens": 1_000_000}), 99, 102),
+        (set_up(batch={"mode": EXTEND, "tokens": 16_384}), 4, 7),
+        (set_up(batch={"mode": EXTEND, "tokens": 32_767}), 4, 7),
+        (set_up(batch={"mode": EXTEND, "tokens": 32_768}), 9, 12),
+        (set_up(batch={"mode": EXTEND, "tokens": 1_000_000}), 99, 102),
         # Not even after hours: the server is stopped as a whole, held by a debugger, or being ended.
         (set_up(states={ROOT: "T", 10: "T", 11: "T"}), 600, None),
         (set_up(states={10: "t"}), 600, None),
@@ -512,7 +520,7 @@ def test_so_long_a_silence_is_no_hang(
     assert world.hangs == []
     if hang_by is not None:
         world.pass_time(hang_by - no_hang_for)
-        assert [run.silent for run in world.hangs] == [[10, 11]]
+        assert [silent_in(run) for run in world.hangs] == [[10, 11]]
 
 
 @pytest.mark.parametrize(("hang_secs", "silent_secs", "hangs"), [(60, 2.9, 0), (60, 3.1, 1), (2, 1.9, 0), (2, 2.1, 1)])
@@ -531,7 +539,7 @@ def test_so_long_a_silence_is_a_hang_at_the_end(hang_secs: float, silent_secs: f
         # All of a server's schedulers are ready before it takes in a request.
         ((10,), 9, (), (), [10]),
         ((10,), 0, (), (), None),
-        # One that cannot be followed excuses no one.
+        # One that cannot be followed excuses nobody.
         ((10, -11), 0, (), (), [10]),
         ((10, -11), 1, (), (), [10]),
         ((10, 11), 0, (), (), [10, 11]),
@@ -544,12 +552,11 @@ def test_who_hangs(
     world.beat(batches=batches)
     for process in world.processes:
         if process.pid in followed or -process.pid in followed:
-            descriptor = process.pid if process.pid in followed else -1
-            world.heartbeats.follow(process, descriptor)  # type: ignore[arg-type]
+            world.heartbeats.follow(process, world.writers[process.pid].fd if process.pid in followed else 0)
     for pid in off:
         world.beat(pid, is_off=True)
     world.pass_time(6.5, (lambda: world.beat(*beating)) if beating else None)
-    assert [run.silent for run in world.hangs] == ([] if silent is None else [silent])
+    assert [silent_in(run) for run in world.hangs] == ([] if silent is None else [silent])
 
 
 @pytest.mark.parametrize("state", ["t", "T"])
@@ -588,7 +595,7 @@ def test_only_time_that_was_seen_to_pass_counts(is_loop: bool, gaps: list[float]
     # A machine that was suspended, a handler that got no CPU: it looks after an hour, and saw nothing of it.
     world = World(hang_secs)
     if is_loop:
-        world.processes.append(world.root)
+        world.processes.append(world.tree.root)
         world.beat()
     world.follow()
     interval = min(2.0, hang_secs / 10)
@@ -605,8 +612,8 @@ def test_a_heartbeat_switched_off_in_a_hang_ends_it(world: World) -> None:
     world.pass_time(12)
     world.beat(11, is_off=True)
     world.pass_time(5, lambda: world.beat(10))
-    assert world.current.hang is None
-    assert len(world.hangs[0].progress) == 1
+    assert world.session.hang is None
+    assert len(progress(world.hangs[0])) == 1
 
 
 def test_a_first_batchs_hang_is_whole_before_upstreams_watchdog() -> None:
@@ -637,38 +644,37 @@ def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
 # -- busy
 
 
-def busy(world: World) -> Run:
-    """Let the current incident say that the schedulers are at work."""
+def compile_something(world: World) -> None:
+    """Let one scheduler be at work, and the other wait for it."""
+    world.session.doing = {10: WAITS, 11: COMPILES}
+
+
+def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World) -> None:
+    compile_something(world)
+    world.pass_time(15)
     (run,) = world.hangs
-    run.incident.verdict.kind = "busy"
-    return run
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World, is_whole: bool) -> None:
-    world.pass_time(6 if not is_whole else 15)
-    run = busy(world)
-    assert run.finished is is_whole
+    assert run.finished
     world.pass_time(5, world.beat)
-    assert (world.current.discarded, world.current.hang) == ([run], None)
+    assert (world.session.discarded, world.session.hang) == ([run], None)
     assert world.said[-1].startswith("Progress returned after ")
-    assert world.said[-1].endswith(" s: it was no hang, and incident one is withdrawn.")
+    assert world.said[-1].endswith(f" s: it was no hang, and incident {run.incident.id} is withdrawn.")
 
 
 def test_what_is_busy_for_too_long_is_another_incident() -> None:
     world = World(5.0).follow()
+    compile_something(world)
     world.pass_time(15)
-    run = busy(world)
-    world.current.expected = "busy_too_long"
+    (run,) = world.hangs
+    world.session.expected = "busy_too_long"
     world.pass_time(84)
     assert world.hangs == [run]
     world.pass_time(3)
     assert len(world.hangs) == 2
-    assert world.current.discarded == [run]
+    assert world.session.discarded == [run]
     # By now it is a hang, which stays.
     world.pass_time(200)
     world.pass_time(5, world.beat)
-    assert (len(world.hangs), world.current.discarded) == (2, [run])
+    assert (len(world.hangs), world.session.discarded) == (2, [run])
 
 
 #: Starts a program below itself, which ends with it.
@@ -696,8 +702,7 @@ def test_a_compiler_is_known_by_its_name(tmp_path: Path, name: str, is_one: bool
 def served() -> World:
     """A world whose schedulers are followed, and beat, beside a detokenizer."""
     world = World().follow()
-    world.processes.append(Process(20, "detokenizer"))
-    world.states[20] = "S"
+    world.add(20, "sglang::detokenizer")
     return world
 
 
@@ -711,10 +716,10 @@ def test_a_detokenizer_that_is_stopped_hangs_until_it_goes_on(served: World) -> 
     served.pass_time(4, beat_on(served))
     assert served.hangs == []
     served.pass_time(6, beat_on(served))
-    assert [run.silent for run in served.hangs] == [[20]]
+    assert [silent_in(run) for run in served.hangs] == [[20]]
     served.stop(20, state="S")
     served.pass_time(2, beat_on(served))
-    assert len(served.hangs[0].progress) == 1
+    assert len(progress(served.hangs[0])) == 1
 
 
 @pytest.mark.parametrize(("is_busy", "hung"), [(True, [[20]]), (False, [[10, 11, 20]])])
@@ -723,7 +728,7 @@ def test_who_has_more_time_does_not_hang_with_one_stopped(served: World, is_busy
     served.pass_time(1)
     served.stop(20)
     served.pass_time(8)
-    assert [sorted(run.silent) for run in served.hangs] == hung
+    assert [sorted(silent_in(run)) for run in served.hangs] == hung
 
 
 @pytest.mark.parametrize("busy_secs", [8, 30])
@@ -734,7 +739,7 @@ def test_one_stopped_hangs_beside_a_far_longer_control_request(served: World, bu
     served.pass_time(4)
     assert served.hangs == []
     served.pass_time(2.5)
-    assert [run.silent for run in served.hangs] == [[20]]
+    assert [silent_in(run) for run in served.hangs] == [[20]]
 
 
 @pytest.mark.parametrize(
@@ -754,13 +759,13 @@ def test_one_that_is_stopped_hangs_where_nothing_excuses_it(
     served.states |= states
     beating = [pid for pid in (10, 11) if served.states[pid] != "T"]
     served.pass_time(20, lambda: served.beat(*beating) if beating else None)
-    assert [run.silent for run in served.hangs] == hung
+    assert [silent_in(run) for run in served.hangs] == hung
 
 
 def test_of_one_that_never_ends_being_loaded_nothing_is_said() -> None:
     world = World(pids=(10, 11)).follow(10)
-    world.processes.append(Process(20, "detokenizer"))
-    world.states[20] = "T"
+    world.add(20, "sglang::detokenizer")
+    world.stop(20)
     world.beat(10, batches=0)
     world.pass_time(20, lambda: world.beat(10, batches=0))
     assert world.hangs == []
@@ -768,47 +773,48 @@ def test_of_one_that_never_ends_being_loaded_nothing_is_said() -> None:
 
 # -- those of them that beat
 
-LOOPS, DETOKENIZER = ("server", "tokenizer_worker"), 20
+DETOKENIZER, WORKER = 20, 21
 
 
 @pytest.fixture
 def whole(served: World) -> World:
-    """A world in which the main process's loop and the detokenizer beat, too."""
-    served.processes.append(served.root)
-    served.beat(ROOT)
+    """A world in which the loops of the main process and of a tokenizer worker beat, and the detokenizer, too."""
+    served.processes += [served.tree.root, served.add(WORKER, "sglang::tokenizer_worker:1")]
+    served.processes.append(served.tree.get(DETOKENIZER))
+    served.beat(ROOT, WORKER)
     served.beat(DETOKENIZER, is_waiting=True)
     return served.follow()
 
 
-def live(world: World, *silent: int, cpu: float = 0.0) -> Callable[[], None]:
+def live(world: World, *quiet: int, cpu: float = 0.0) -> Callable[[], None]:
     """Return what lets all go on but these; the detokenizer waits, and `cpu` is its share of a CPU."""
 
     def act() -> None:
-        world.beat(*{10, 11, ROOT}.difference(silent))
+        if beating := {10, 11, ROOT, WORKER}.difference(quiet):
+            world.beat(*beating)
         world.cpu_secs[DETOKENIZER] = cpu * world.now
 
     return act
 
 
-@pytest.mark.parametrize("role", LOOPS)
-def test_a_loop_that_does_not_come_round_hangs_until_then(whole: World, role: str) -> None:
-    whole.root.role = role
+@pytest.mark.parametrize("loop", [ROOT, WORKER], ids=["main process", "tokenizer worker"])
+def test_a_loop_that_does_not_come_round_hangs_until_then(whole: World, loop: int) -> None:
     whole.pass_time(20, live(whole))
-    whole.pass_time(4, live(whole, ROOT))
+    whole.pass_time(4, live(whole, loop))
     assert whole.hangs == []
-    whole.pass_time(10, live(whole, ROOT))
+    whole.pass_time(10, live(whole, loop))
     (run,) = whole.hangs
-    assert (run.silent, run.hows) == ([ROOT], ["did not come back to its event loop"])
-    assert (run.captures, run.progress) == (3, [])
+    assert (silent_in(run), hows(run)) == ([loop], ["did not come back to its event loop"])
+    assert (whole.captures(run), progress(run)) == (3, [])
     whole.pass_time(3, live(whole))
-    assert len(run.progress) == 1
-    assert whole.current.hang is None
+    assert len(progress(run)) == 1
+    assert whole.session.hang is None
 
 
 @pytest.mark.parametrize("root_hangs", [False, True])
 def test_a_loop_between_two_heartbeats_does_not_hang_too(root_hangs: bool) -> None:
     world = World(hang_secs=2.0)
-    world.processes.append(world.root)
+    world.processes.append(world.tree.root)
     world.beat()
     world.follow().pass_time(10, world.beat)
     due = world.now + BEAT_SECS
@@ -822,7 +828,7 @@ def test_a_loop_between_two_heartbeats_does_not_hang_too(root_hangs: bool) -> No
             due = world.now + 1.4 * BEAT_SECS
 
     world.pass_time(8, act)
-    assert [run.silent for run in world.hangs] == [[10, ROOT] if root_hangs else [10]]
+    assert [silent_in(run) for run in world.hangs] == [[10, ROOT] if root_hangs else [10]]
 
 
 @pytest.mark.parametrize(
@@ -853,7 +859,7 @@ def test_what_a_detokenizer_hangs_in(
     whole.pass_time(4, live(whole, cpu=cpu))
     assert whole.hangs == []
     whole.pass_time(60, live(whole, cpu=cpu))
-    assert [(run.silent, run.hows) for run in whole.hangs] == ([] if how is None else [([DETOKENIZER], [how])])
+    assert [(silent_in(run), hows(run)) for run in whole.hangs] == ([] if how is None else [([DETOKENIZER], [how])])
 
 
 @pytest.mark.parametrize("cpu", [0.0, 1.0])
@@ -890,10 +896,10 @@ def test_a_loop_hangs_while_a_scheduler_compiles(whole: World) -> None:
     # The schedulers' compilers are among its descendants.
     whole.compiling = {ROOT}
     whole.pass_time(6.5, live(whole, ROOT))
-    assert [run.silent for run in whole.hangs] == [[ROOT]]
+    assert [silent_in(run) for run in whole.hangs] == [[ROOT]]
 
 
 def test_descriptors_passed_on_by_ended_processes_are_closed(whole: World) -> None:
-    whole.root.exited_at = 1.0
+    whole.tree.root.exited_at = 1.0
     whole.pass_time(60, live(whole, ROOT))
-    assert (whole.hangs, whole.heartbeats.said_by(whole.root)) == ([], None)  # type: ignore[arg-type]
+    assert (whole.hangs, whole.heartbeats.said_by(whole.tree.root)) == ([], None)

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.handler.heartbeats import Heartbeats
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.memory.heartbeat import FLAGS, LOOP_TIME, WAITING, HeartbeatWriter
+from unit.support.tracked import tracked
 
 
 class World:
@@ -18,17 +20,11 @@ class World:
     def __init__(self) -> None:
         self.now = 1000.0
         self.writers = {10: HeartbeatWriter(), 11: HeartbeatWriter()}
-        self.processes = {pid: self.process(pid) for pid in self.writers}
-        tree: Any = SimpleNamespace(reread_title=lambda _process: None)
-        self.heartbeats = Heartbeats(tree, clock=lambda: self.now)
-        self.beat(10, 11)
-
-    def process(self, pid: int, role: str = "scheduler") -> Any:
-        return SimpleNamespace(pid=pid, role=role, title=f"sglang::{role}", exited_at=None)
-
-    def beat(self, *pids: int) -> None:
-        for pid in pids:
-            self.writers[pid].words[LOOP_TIME] = self.now
+        self.processes = {pid: tracked(pid, "sglang::scheduler") for pid in self.writers}
+        self.tree = ProcessTree(os.getpid())
+        self.heartbeats = Heartbeats(self.tree, clock=lambda: self.now)
+        for writer in self.writers.values():
+            writer.words[LOOP_TIME] = self.now
 
     def follow(self, modes: Any = None) -> World:
         for pid, process in self.processes.items():
@@ -40,14 +36,12 @@ class World:
 def world() -> Iterator[World]:
     world = World()
     yield world
-    for heartbeat in world.heartbeats.followed.values():
-        heartbeat.close()
-    for writer in world.writers.values():
-        writer.close()
+    for each in (*world.heartbeats.followed.values(), *world.writers.values(), world.tree):
+        each.close()
 
 
 def test_only_schedulers_with_a_heartbeat_are_followed(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.heartbeats.follow(world.process(12, "helper"), world.writers[10].fd)
+    world.heartbeats.follow(tracked(12, "nvcc"), world.writers[10].fd)
     world.heartbeats.follow(world.processes[10], None)
     assert caplog.records == []
     with Path("/dev/null").open() as no_heartbeat:
@@ -58,7 +52,7 @@ def test_only_schedulers_with_a_heartbeat_are_followed(world: World, caplog: pyt
 
 @pytest.mark.parametrize("role", ["server", "detokenizer", "tokenizer_worker"])
 def test_another_process_that_the_server_needs_is_no_scheduler(world: World, role: str) -> None:
-    process, writer = world.process(12, role), world.writers[10]
+    process, writer = tracked(12, f"sglang::{role}", is_root=role == "server"), world.writers[10]
     assert world.heartbeats.said_by(process) is None
     writer.words[FLAGS] = WAITING
     for _again in range(2):

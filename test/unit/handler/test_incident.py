@@ -39,6 +39,7 @@ from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import MB, DiskLimits, Settings
 from unit.support.killing import kill_at_file_operation
 from unit.support.server_driver import Server
+from unit.support.tracked import begin_incident
 from unit.support.waiting import LONG, child, wait_until
 
 #: At least as many file operations as one incident takes.
@@ -50,11 +51,8 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     """Do what the crash handler does in one incident."""
     tree = ProcessTree(root_pid)
     reached("before anything")
-    folder = IncidentFolder(incidents, "exception", new_id(), time.time())
-    trigger = Trigger("exception", iso_time(time.time()), root_pid, tree.root.title)
-    settings = Settings.from_environ({})
-    collectors = collectors_of(Received(tree, settings), Driver(is_on=False))
-    run = IncidentRun("exception", trigger, tree, folder, incidents, settings, collectors)
+    collectors = collectors_of(Received(tree, Settings.from_environ({})), Driver(is_on=False))
+    run = begin_incident(tree, incidents, collectors=collectors)
     reached("opened")
     run.permit(Capture.OBSERVE)
     run.take(Moment.CAPTURE)
@@ -298,11 +296,8 @@ def is_short(found: StoredIncident) -> bool:
 
 def test_what_could_not_be_logged_is_logged_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        tree = ProcessTree(process.pid)
-        folder = IncidentFolder(tmp_path, "exception", new_id(), time.time())
-        trigger = Trigger("exception", iso_time(time.time()), process.pid, tree.root.title)
-        run = IncidentRun("exception", trigger, tree, folder, tmp_path, Settings.from_environ({}))
-        append = folder.append
+        run = begin_incident(ProcessTree(process.pid), tmp_path)
+        folder, append = run.folder, run.folder.append
 
         def refuse(name: str, lines: Sequence[str]) -> None:
             raise NoRoomError(errno.ENOSPC, "no room")
@@ -325,9 +320,7 @@ def test_an_incident_that_cannot_be_judged_says_who_failed_first(
 ) -> None:
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         tree = ProcessTree(process.pid)
-        folder = IncidentFolder(tmp_path, "exception", new_id(), time.time())
-        trigger = Trigger("exception", iso_time(time.time()), process.pid, tree.root.title)
-        run = IncidentRun("exception", trigger, tree, folder, tmp_path, Settings.from_environ({}))
+        run = begin_incident(tree, tmp_path)
         run.add_exception(tree.root, time.time(), "ValueError: x", None)
         if again:
             run.finish()
@@ -384,11 +377,8 @@ def test_a_kind_of_evidence_is_one_row(tmp_path: Path) -> None:
         collector("sample", Moment.CAPTURE),
     )
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        tree, settings = ProcessTree(process.pid), Settings.from_environ({})
-        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
-        trigger = Trigger("process_exited", iso_time(time.time()), process.pid, tree.root.title)
-        more = (tmp_path, settings, table, lambda name, _error: failed.append(name))
-        run = IncidentRun("killed", trigger, tree, folder, *more)
+        note_error = lambda name, _error: failed.append(name)  # noqa: E731
+        run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=table, note_error=note_error)
         for _ in range(2):
             run.take(Moment.ASK)
         assert (taken, failed) == ([("late", 7.0), ("broken", 7.0)], ["failing"])

@@ -2,48 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler.heartbeats import Heartbeats
 from sglang_crashkit.handler.pauses import LONG_COLLECTION, LOOK_SECS, SLOW_STEP, Pauses
-from sglang_crashkit.memory.heartbeat import Heartbeat
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.memory import heartbeat
+from sglang_crashkit.memory.heartbeat import HeartbeatWriter
 from sglang_crashkit.model.step import Step
-
-IDLE = Heartbeat(1000.0, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
+from unit.support.tracked import tracked
 
 
 def step(number: int, secs: float, mode: str = "decode", began: float = 900.0) -> Step:
     return Step(number, began, began + secs, "processed", mode, (), 3, 3)
 
 
+WORDS = {"long_collections": heartbeat.LONG_COLLECTIONS, "collection_secs": heartbeat.COLLECTION_SECS}
+WORDS |= {"collection_ended": heartbeat.COLLECTION_ENDED, "flags": heartbeat.FLAGS}
+
+
 class Ranks:
     """Schedulers whose heartbeats and steps are made up, on a clock of their own."""
 
+    made: list[Ranks] = []  # noqa: RUF012 - all that a test made
+
     def __init__(self, *pids: int) -> None:
+        self.made.append(self)
         self.now = 1000.0
         self.said: list[str] = []
-        self.signs = dict.fromkeys(pids, IDLE)
         self.steps: dict[int, list[Step]] = {pid: [] for pid in pids}
         self.read: list[int] = []
-        processes = {pid: SimpleNamespace(pid=pid, title=f"sglang::scheduler_TP{pid}") for pid in pids}
-        followed: Any = {
-            pid: SimpleNamespace(process=process, last=lambda pid=pid: self.signs[pid])
-            for pid, process in processes.items()
-        }
-        heartbeats: Any = SimpleNamespace(followed=followed, living=lambda: list(followed.values()))
-        self.pauses = Pauses(heartbeats, self._steps_of, lambda: self.now)
+        self.tree, self.writers = ProcessTree(os.getpid()), {pid: HeartbeatWriter() for pid in pids}
+        self.heartbeats = Heartbeats(self.tree, clock=lambda: self.now)
+        self.beat()
+        for pid, writer in self.writers.items():
+            self.heartbeats.follow(tracked(pid, f"sglang::scheduler_TP{pid}"), writer.fd)
+        self.pauses = Pauses(self.heartbeats, self._steps_of, lambda: self.now)
         self.pauses.say = self.said.append
 
-    def _steps_of(self, process: Any) -> tuple[Step, ...]:
+    def close(self) -> None:
+        for each in (*self.heartbeats.followed.values(), *self.writers.values(), self.tree):
+            each.close()
+
+    def _steps_of(self, process: TrackedProcess) -> tuple[Step, ...]:
         self.read.append(process.pid)
         return tuple(self.steps[process.pid])
 
-    def beat(self, *pids: int, **fields: Any) -> None:
-        for pid in pids or self.signs:
-            self.signs[pid] = replace(self.signs[pid], loop_at=self.now, **fields)
+    def beat(self, *pids: int, **fields: float) -> None:
+        for pid in pids or self.writers:
+            words = self.writers[pid].words
+            words[heartbeat.LOOP_TIME] = self.now
+            for name, value in fields.items():
+                words[WORDS[name]] = value
 
     def pass_time(self, secs: float, *beating: int) -> None:
         """Let so much time pass, in which these ranks, by default none, go round their loops."""
@@ -59,6 +73,13 @@ class Ranks:
         found: list[dict[str, Any]] = []
         self.pauses.add_to(lambda _at, event, **fields: found.append({"event": event} | fields))
         return found
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while Ranks.made:
+        Ranks.made.pop().close()
 
 
 def test_a_long_collection_is_noted_once() -> None:
@@ -117,16 +138,16 @@ def test_a_step_that_is_not_slow_is_not_told(secs: float, others: int, usual: fl
 
 def test_steps_are_not_read_of_a_server_that_goes_on() -> None:
     ranks = Ranks(*range(8))
-    ranks.pass_time(100.0, *ranks.signs)
+    ranks.pass_time(100.0, *ranks.writers)
     assert ranks.read == []
-    ranks.beat(3, paused=True)
+    ranks.beat(3, flags=heartbeat.PAUSED)
     ranks.pass_time(20.0)
-    for pid in ranks.signs:
-        ranks.beat(pid, paused=False)
-    ranks.pass_time(LOOK_SECS, *ranks.signs)
+    for pid in ranks.writers:
+        ranks.beat(pid, flags=0)
+    ranks.pass_time(LOOK_SECS, *ranks.writers)
     # One at a look, and not of one that was paused.
     assert len(ranks.read) == 1
-    ranks.pass_time(10 * LOOK_SECS, *ranks.signs)
+    ranks.pass_time(10 * LOOK_SECS, *ranks.writers)
     assert sorted(ranks.read) == [0, 1, 2, 4, 5, 6, 7]
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
 from unit.support.server_driver import Server
-from unit.support.stored import make_incident
 from unit.support.targets import start_ticks
+from unit.support.tracked import begin_incident
 from unit.support.waiting import LONG, wait_until
 
 STEP = 20.0
@@ -147,44 +146,22 @@ def test_lines_of_the_start_wait_until_somebody_listens(short_folder: Path) -> N
 HANGS = (sys.executable, "-c", "import os, sys, time; open(sys.argv[2], 'w').write(str(os.getpid())); time.sleep(1000)")
 
 
-@pytest.fixture
-def hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_killed_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(reporting, "PROGRAM", HANGS)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Any:
-    """What the page needs of an incident that is finished."""
-    path = make_incident(tmp_path)
-    folder = SimpleNamespace(charge=lambda size: None)
-    return SimpleNamespace(finished=True, problem="", path=path, folder=folder, incident=SimpleNamespace(id="0123abcd"))
-
-
-def pid_in(path: Path) -> int:
-    wait_until(lambda: path.exists() and path.read_text(), "it has begun")
-    return int(path.read_text())
-
-
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists()
-
-
-def make_page(run: Any, is_wanted: bool = True) -> None:
-    page = HtmlPage(is_wanted)
+    monkeypatch.setattr(reporting, "PAGE_SECS", 0.5)
+    tree, page = ProcessTree(os.getpid()), HtmlPage(wanted=True)
+    run = begin_incident(tree, tmp_path)
+    path = run.finish()
+    tree.close()
+    before = (path / "incident.json").read_bytes()
     page.begin(run)
     page.wait()
-
-
-@pytest.mark.usefixtures("hangs")
-def test_one_that_hangs_is_killed_at_its_deadline(
-    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(reporting, "PAGE_SECS", 0.5)
-    before = (run.path / "incident.json").read_bytes()
-    make_page(run)
     assert "did not end within 0.5 s" in caplog.text
-    assert is_gone(pid_in(run.path / PAGE))
-    assert (run.path / "incident.json").read_bytes() == before
+    wait_until((path / PAGE).exists, "it has begun")
+    assert not Path("/proc", wait_until((path / PAGE).read_text, "it has said who it is")).exists()
+    assert (path / "incident.json").read_bytes() == before
 
 
 def test_a_crash_leaves_a_page_with_its_end(start_server: Callable[..., Server]) -> None:

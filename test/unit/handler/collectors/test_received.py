@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +17,13 @@ import pytest
 from sglang_crashkit import redact
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import StepRecords, format_log
+from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.memory.ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS, LastSteps, StepReader, StepWriter
-from sglang_crashkit.model.incident import Evidence, Incident, ProcessReport
+from sglang_crashkit.model.incident import Evidence
 from unit.support.server_driver import Server, document_of, piece_of, report_of
+from unit.support.tracked import begin_incident
 from unit.support.waiting import descriptors, wait_until
 
 Start = Callable[..., Server]
@@ -149,39 +152,32 @@ class OddReader(StepReader):
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_a_rank_whose_steps_cannot_be_read_costs_no_other_its_own(odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_steps_cannot_be_read_costs_no_other_its_own(
+    tmp_path: Path, odd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(received, "StepReader", OddReader)
-    records, reports, writers = StepRecords(), dict[int, ProcessReport](), list[StepWriter]()
-    ranks: list[Any] = [
-        SimpleNamespace(pid=pid, title=f"sglang::scheduler_TP{pid}", role="scheduler", exited_at=None)
-        for pid in range(3)
-    ]
+    records, tree, writers = StepRecords(), ProcessTree(os.getpid()), list[StepWriter]()
+    ranks = [tree.add_reaped(pid, f"sglang::scheduler_TP{pid}", ExitStatus(), 1.0) for pid in range(3)]
     for rank in ranks:
-        reports[rank.pid] = ProcessReport(rank.pid, rank.title, rank.role, {})
         writers.append(writer := StepWriter())
         writer.begin_round(1, 1.0)
         writer.schedule(1, 1.0, 1, ["ab12"], [5], None, 1, {}, 0)
         records.follow(rank, writer.fd, {"1": OddReader.odd if rank.pid == odd else "decode"})
-    run: Any = SimpleNamespace(
-        tree=ranks,
-        report=lambda process: reports[process.pid],
-        begun=set(),
-        incident=Incident.of({"id": "one", "kind": "killed"}),
-        path=Path(),
-        opened=0.0,
-        folder=SimpleNamespace(write_text=lambda name, _text: name),
-    )
+    run = begin_incident(tree, tmp_path)
     records.take(run, math.inf)
     records.close()
-    for writer in writers:
-        writer.close()
+    run.discard()
+    for each in (tree, *writers):
+        each.close()
     for rank in ranks:
-        (piece,) = reports[rank.pid].evidence
+        report = run.report(rank)
+        (piece,) = report.evidence
         if rank.pid == odd:
             assert piece == Evidence("steps", "failed", reason="it cannot be read: KeyError")
         else:
             assert piece.status == "captured"
-            assert [step.number for step in reports[rank.pid].steps.last] == [1]
+            assert report.steps is not None
+            assert [step.number for step in report.steps.last] == [1]
 
 
 PROMPT = "once upon a time there was a mine in the hills"

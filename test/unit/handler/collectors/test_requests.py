@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -17,24 +17,23 @@ import pytest
 
 from sglang_crashkit.handler.collectors.received import RequestJournals
 from sglang_crashkit.handler.collectors.requests import export_requests
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.memory import journal
 from sglang_crashkit.memory.journal import KEPT_SECS, JournalWriter
-from sglang_crashkit.model.incident import Incident, JournaledRequests
+from sglang_crashkit.model.incident import JournaledRequests
 from unit.support.server_driver import Server
-from unit.support.waiting import wait_until
+from unit.support.tracked import begin_incident, tracked
+from unit.support.waiting import descriptors, wait_until
 
 Start = Callable[..., Server]
 
 
 def rings(server: Server) -> list[str]:
     """Return the journals that the crash handler holds."""
-    found = []
-    for link in Path(f"/proc/{server.handler.pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(link.readlink().name)
-    return [name for name in found if name.startswith("memfd:sglang-crashkit-journal")]
+    paths = descriptors(server.handler.pid).values()
+    return [path for path in paths if path.startswith("/memfd:sglang-crashkit-journal")]
 
 
 def told(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -95,66 +94,45 @@ def test_a_server_killed_while_it_saves_leaves_requests(start_server: Start) -> 
     assert [(line["rid"], line["state"]) for line in lines] == [("only", "unfinished")]
 
 
-class Run:
-    """What the journals use of an incident."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.folder = SimpleNamespace(opened=path, charge=lambda _growth: None)
-        self.opened = time.monotonic()
-        self.problem = ""
-        self.incident = Incident.of({"id": "one", "kind": "killed"})
-
-    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
-        self.incident.note(seconds, event, **fields)
-
-    def checkpoint(self) -> None:
-        """There is no folder."""
-
-    def rids(self) -> set[str]:
-        return {json.loads(line)["rid"] for line in (self.path / "requests/requests.jsonl").read_text().splitlines()}
+def worker(pid: int, exited_at: float | None = None) -> TrackedProcess:
+    return tracked(pid, "sglang::tokenizer_worker", exited_at=exited_at)
 
 
-def process(pid: int, exited_at: float | None = None) -> Any:
-    return SimpleNamespace(pid=pid, title="sglang::tokenizer_worker", exited_at=exited_at)
-
-
-def passed_on(journals: RequestJournals, sender: Any) -> JournalWriter:
+def pass_on(journals: RequestJournals, sender: TrackedProcess) -> None:
     """Have a process pass on a journal, of a request that is called as the process is."""
-    writer = JournalWriter(2**20)
+    writer = ring()
     writer.begin({"rid": str(sender.pid)})
     journals.follow(sender, writer.fd)
-    return writer
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    writer.close()
 
 
 def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
-    journals, before, living = RequestJournals(), descriptors(), process(1)
+    tree, journals, living = ProcessTree(os.getpid()), RequestJournals(), worker(1)
+    run = begin_incident(tree, tmp_path)
+    before = len(descriptors())
     for _ in range(3):
-        passed_on(journals, living).close()
+        pass_on(journals, living)
     for pid in range(10, 60):
-        passed_on(journals, process(pid, exited_at=1.0)).close()
-        assert descriptors() <= before + 3 + 4
-    run = Run(tmp_path)
-    journals.take(run, math.inf)  # type: ignore[arg-type]
-    assert run.rids() == {"1", "56", "57", "58", "59"}
+        pass_on(journals, worker(pid, exited_at=1.0))
+        assert len(descriptors()) <= before + 3 + 4
+    journals.take(run, math.inf)
+    assert {line["rid"] for line in lines(run.path)} == {"1", "56", "57", "58", "59"}
     assert run.incident.requests.journal.reason == "the journals of 46 processes that had ended before were dropped"
     for _ in range(20):
-        passed_on(journals, living).close()
-    assert descriptors() <= before + 4 + 4
+        pass_on(journals, living)
+    assert len(descriptors()) <= before + 4 + 4
     journals.close()
-    assert descriptors() <= before
+    assert len(descriptors()) <= before
+    run.discard()
+    tree.close()
 
 
 def test_what_is_no_journal_is_not_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journals, before = RequestJournals(), descriptors()
-    journals.follow(process(7), None)
+    journals, before = RequestJournals(), len(descriptors())
+    journals.follow(worker(7), None)
     with (tmp_path / "file").open("wb") as file:
-        journals.follow(process(7), file.fileno())
-    assert descriptors() == before
+        journals.follow(worker(7), file.fileno())
+    assert len(descriptors()) == before
     assert caplog.text.count("passed on no request journal") == 2
 
 
