@@ -1,11 +1,29 @@
 from __future__ import annotations
 
-from hypothesis import settings
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
-from unit.support.targets import runtime  # noqa: F401 - a fixture
+import pytest
+from hypothesis import settings
 
 # The machine may be busy with other things, and nothing is to be left in the working folder.
 settings.register_profile("unit", deadline=None, max_examples=60, database=None)
 settings.load_profile("unit")
 # scripts/test --fast asks for this one.
 settings.register_profile("fast", parent=settings.get_profile("unit"), max_examples=15)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with a short path: that of a socket has 107 bytes at most, too few for `tmp_path`."""
+    folder = Path(tempfile.mkdtemp(prefix="ck-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def runtime(short_folder: Path) -> Path:
+    """A runtime folder, which has sockets."""
+    return short_folder

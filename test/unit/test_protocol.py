@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,11 +21,8 @@ from unit.support.waiting import LONG, child, descriptors, wait_until
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    """Where a socket may be: `tmp_path` is too long for one."""
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    yield str(folder / "sock")
-    shutil.rmtree(folder)
+def path(short_folder: Path) -> str:
+    return str(short_folder / "sock")
 
 
 @pytest.fixture

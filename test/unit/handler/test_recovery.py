@@ -17,7 +17,7 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import private_files, procfs
 from sglang_crashkit.kernel.private_files import FolderLock
-from unit.support.killing import kill_at_file_operation
+from unit.support.killing import run_and_kill
 from unit.support.stored import NOON, make_incident
 from unit.support.waiting import LONG, child
 
@@ -217,7 +217,7 @@ def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypa
     while True:
         incidents = tmp_path / str(step)
         abandon(incidents, processes=[REPORT], pieces={"stacks/x-8.txt": "x"})
-        if not recover_and_kill(incidents, step):
+        if not run_and_kill(lambda folder=incidents: finish_abandoned(folder), incidents, step):
             break
         finish_abandoned(incidents)
         (found,) = find_incidents(incidents)
@@ -226,16 +226,6 @@ def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypa
         assert found.document["processes"][0]["evidence"][0]["path"] == "stacks/x-8.txt"
         step += 1
     assert step > 5
-
-
-def recover_and_kill(incidents: Path, step: int) -> bool:
-    """Finish what is in `incidents` in a child that is killed before its file operation number `step`."""
-    pid = os.fork()
-    if pid == 0:
-        kill_at_file_operation(incidents, step)
-        finish_abandoned(incidents)
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
 def test_pipes_in_place_of_files_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from sglang_crashkit.model.case import case_of
 from sglang_crashkit.settings import ENDED
 from sglang_crashkit.sources.incident import read_incident
 from sglang_crashkit.sources.text.reader import read
-from unit.support.killing import kill_at_file_operation
+from unit.support.killing import run_and_kill
 from unit.support.small_disk import fill, mounted
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG, wait_until
@@ -231,12 +231,7 @@ def test_a_start_that_is_killed_leaves_one_incident_for_the_next(tmp_path: Path)
     for step in range(1000):
         incidents = tmp_path / str(step)
         leave(incidents)
-        pid = os.fork()
-        if pid == 0:
-            kill_at_file_operation(incidents, step)
-            finish_abandoned(incidents)
-            os._exit(0)
-        was_killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        was_killed = run_and_kill(lambda folder=incidents: finish_abandoned(folder), incidents, step)
         for partial in incidents.glob(".partial-*"):
             os.utime(partial, (1, 1))
         finish_abandoned(incidents)

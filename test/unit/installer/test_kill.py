@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -13,23 +12,12 @@ import pytest
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.status import State, read_tree
 from unit.installer.fake_sglang import install, snapshot
-from unit.support.killing import kill_at, run_in_child
+from unit.support.killing import run_and_kill
 
 
 def placed(environment, site: Path):
     """Return `environment` as it is in a copy of its site folder."""
     return replace(environment, package=site / "sglang", dist_info=site / environment.dist_info.name)
-
-
-def run_and_kill(environment, kit, action, step: int) -> bool:
-    """Run `action` in a child that is killed before its step number `step`.
-
-    Returns:
-        Whether it was killed; False where it ended before that step.
-    """
-    status = run_in_child(lambda: action(environment, kit.patches, kit.lock), environment.site, kill_at(step))
-    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
-    return os.WIFSIGNALED(status)
 
 
 class Scene:
@@ -55,6 +43,9 @@ class Scene:
         site = self.folder / f"try-{self.count}"
         shutil.copytree(self.folder / state, site)
         return placed(self.environment, site)
+
+    def run_and_kill(self, environment, kit, action, step: int) -> bool:
+        return run_and_kill(lambda: action(environment, kit.patches, kit.lock), environment.site, step)
 
     def check_claim(self, environment) -> None:
         """Check that the tree is what its one word says."""
@@ -112,7 +103,7 @@ def kill_at_every_step(scene: Scene, start: str, action) -> None:
     step = 0
     while True:
         environment = scene.fresh(start)
-        if not run_and_kill(environment, scene.kit, action, step):
+        if not scene.run_and_kill(environment, scene.kit, action, step):
             break
         scene.check_claim(environment)
         scene.check_finish(environment)
@@ -127,6 +118,6 @@ def test_several_kills_in_a_row_can_be_finished(scene):
         environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))
         for _ in range(chance.randint(2, 4)):
             kit = chance.choice([scene.kit, scene.other_kit])
-            run_and_kill(environment, kit, chance.choice([apply, revert]), chance.randint(0, 60))
+            scene.run_and_kill(environment, kit, chance.choice([apply, revert]), chance.randint(0, 60))
             scene.check_claim(environment)
         scene.check_finish(environment)

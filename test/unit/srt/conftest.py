@@ -3,10 +3,8 @@ from __future__ import annotations
 import faulthandler
 import json
 import multiprocessing
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,13 +73,6 @@ class Listener:
         """End it as a crash would: the socket stays, and no one is behind it."""
         self.process.kill()
         self.process.wait(LONG)
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

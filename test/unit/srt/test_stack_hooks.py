@@ -22,7 +22,6 @@ from sglang_crashkit.srt import stack_hooks, supervisor
 from sglang_crashkit.srt.stack_hooks import start_answering, stop_answering
 from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.support.targets import INSTALL, SLEEPER, TITLE, hooked, start_ticks
-from unit.support.targets import runtime as runtime
 from unit.support.waiting import LONG, child, descriptors, wait_until
 
 FALL = """

@@ -40,8 +40,12 @@ def run_in_child(action: Callable[[], object], site: Path, at_step: Callable[[St
     return os.waitpid(child, 0)[1]
 
 
-def kill_at(number: int) -> Callable[[Step], None]:
-    """Kill the process at the step of that number, with half of what it was writing."""
+def run_and_kill(action: Callable[[], object], site: Path, number: int) -> bool:
+    """Run `action` in a child that is killed at the step of that number, with half of what it was writing.
+
+    Returns:
+        Whether it was killed; False where it ended before that step.
+    """
 
     def at_step(step: Step) -> None:
         if step.number == number:
@@ -49,7 +53,9 @@ def kill_at(number: int) -> Callable[[Step], None]:
                 os.ftruncate(step.descriptor, os.fstat(step.descriptor).st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return at_step
+    status = run_in_child(action, site, at_step)
+    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+    return os.WIFSIGNALED(status)
 
 
 def _watch(site: Path, at_step: Callable[[Step], None]) -> None:
@@ -58,22 +64,10 @@ def _watch(site: Path, at_step: Callable[[Step], None]) -> None:
     def hook(event: str, args: tuple[object, ...]) -> None:
         writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
         paths = tuple(str(each) for each in args if isinstance(each, str | Path))
-        if (writes or event in CHANGING) and paths and (paths[0].startswith(str(site)) or event == "os.remove"):
+        # By an opened folder, too.
+        is_below = bool(paths) and paths[0].startswith((str(site), "/proc/self/fd/"))
+        if (writes or event in CHANGING) and (is_below or event == "os.remove"):
             at_step(Step(next(numbers), event, paths))
 
     os.fsync = lambda descriptor: at_step(Step(next(numbers), "fsync", descriptor=descriptor))
     sys.addaudithook(hook)
-
-
-def kill_at_file_operation(folder: Path, step: int) -> None:
-    """Have the kernel kill this process before it opens, creates, renames or removes number `step` below `folder`."""
-    counter = iter(range(1_000_000))
-
-    def count(event: str, arguments: tuple[object, ...]) -> None:
-        is_file = event == "open" or event.startswith(("os.", "shutil."))
-        # By an opened folder, too.
-        is_below = arguments and str(arguments[0]).startswith((str(folder), "/proc/self/fd/"))
-        if is_file and is_below and next(counter) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)

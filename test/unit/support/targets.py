@@ -7,11 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import StackHooks, read_stack_hooks
@@ -149,14 +146,6 @@ def run_unprivileged(code: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture
-def runtime() -> Iterator[Path]:
-    """A runtime folder with a path short enough for sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def make_tool(folder: Path, script: str) -> str:

@@ -1,13 +1,7 @@
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.test.evidence import Death, Survivor
@@ -86,13 +80,6 @@ def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypa
     assert death.incident.path == incident.path
     assert "scheduler_TP1" in death.verdict
     assert f"[FIXTURE FAIL-FAST] incident: {death.verdict}" in capsys.readouterr().err
-
-
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def test_one_process_of_each_side_is_named_schedulers_first():

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +23,10 @@ pause()
 
 
 @pytest.fixture
-def runtime() -> Iterator[Path]:
+def runtime(short_folder: Path) -> Path:
     """The runtime folder of a handler, which is this process."""
-    folder = Path(tempfile.mkdtemp(prefix="ck-"))
-    (folder / HANDLER_PID).write_text("4711")
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    (short_folder / HANDLER_PID).write_text("4711")
+    return short_folder
 
 
 def found(runtime: Path) -> list[RunningServer]:
