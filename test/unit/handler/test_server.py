@@ -21,62 +21,31 @@ from sglang_crashkit.protocol import notify
 from unit.support.server_driver import HOST, Server, document_of, events_of, finished, piece_of, report_of
 from unit.support.waiting import LONG, wait_until
 
-#: Fields of the request that the stand-in server saves in a crash.
-SAVED = {"finished": 3, "unfinished": 1, "reason": None, "source": "pickle", "journal": None}
-
 Start = Callable[..., Server]
 
 
 @pytest.mark.story
 def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
+    """What is in the files; `stories/test_golden` has the fields."""
     server = start_server()
     server.kill("scheduler_TP1")
     assert server.line() == "sigquit"
     document = document_of(server)
-    folder = Path(document["folder"])
-    assert (document["schema_version"], document["complete"], document["kind"]) == (1, True, "killed")
+    folder, summary = Path(document["folder"]), (Path(document["folder"]) / "summary.md").read_text()
     assert document["id"] in folder.name
-    killed = {"pid": server.ranks["scheduler_TP1"], "title": "sglang::scheduler_TP1"}
-    assert {"event": "process_exited"} | killed == {k: v for k, v in document["trigger"].items() if k != "time"}
-    its = {"pid", "start_ticks", "pid_namespace", "sglang_version", "kit_version", "hostname"}
-    assert document["server"].keys() == its
-    assert document["server"]["pid"] == server.pid
-    path = server.crash_folder / HOST / "crash_dump.pkl"
-    assert document["requests"] == SAVED | {"path": str(path)}
-    assert path.read_bytes() == b"requests"
-    verdict = document["verdict"]
-    assert (verdict["kind"], verdict["level"], verdict["first_failure"]) == ("signal", "established", killed)
-
-    dead, survivor = report_of(document, "scheduler_TP1"), report_of(document, "scheduler_TP0")
-    assert (dead["role"], dead["rank"]) == ("scheduler", {"tp": 1})
-    assert (dead["exit"]["code"], dead["exit"]["signal"], dead["exit"]["cause"]) == (None, "SIGKILL", "signal")
-    assert [piece_of(dead, kind)["status"] for kind in ("exit", "stack")] == ["captured", "skipped"]
-    assert survivor["exit"] is None
-    assert [piece_of(survivor, kind)["status"] for kind in ("proc_state", "stack")] == ["captured", "captured"]
+    assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
+    survivor = report_of(document, "scheduler_TP0")
     stack = folder / piece_of(survivor, "stack")["path"]
     assert "wait_for_a_command (fake_server.py:" in stack.read_text()
-    assert survivor["doing"][0].startswith("wait_for_a_command (fake_server.py:")
-    assert survivor["doing"][0] in verdict["text"]
+    assert survivor["doing"][0] in document["verdict"]["text"]
     as_json = json.loads(stack.with_suffix(".json").read_text())
     assert as_json["threads"][0]["frames"][0]["function"] == "wait_for_a_command"
     for piece in (piece for process in document["processes"] for piece in process["evidence"]):
-        assert (piece["status"] == "captured") == (piece["reason"] is None)
         assert piece["path"] is None or (folder / piece["path"]).is_file()
-
     times = [entry["time"] for entry in document["timeline"]]
     assert times == sorted(times)
-    wanted = [
-        "stacks_captured",
-        "sigquit_sent",
-        "crash_dump_begun",
-        "requests_saved",
-        "incident_finished",
-        "server_exited",
-    ]
-    assert events_of(document)[0] == "process_exited"
-    assert [event for event in events_of(document) if event in wanted] == wanted
-    assert verdict["text"] in (folder / "summary.md").read_text()
-    assert f"sglang-crashkit show {folder} --stacks\n" in (folder / "summary.md").read_text()
+    assert document["verdict"]["text"] in summary
+    assert f"sglang-crashkit show {folder} --stacks\n" in summary
 
 
 @pytest.mark.story

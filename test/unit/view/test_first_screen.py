@@ -284,7 +284,9 @@ def test_what_was_cut_short_is_said_to_be_so(killed: dict[str, Any]) -> None:
 def mangled(value: object, wrong: object) -> list[Any]:
     """Each form of a document in which one value is of another type."""
     if isinstance(value, list):
-        return [[form, *value[1:]] for one in value[:1] for form in mangled(one, wrong)]
+        # The first process is no rank, the second is one.
+        places = enumerate(value[:2])
+        return [[*value[:at], form, *value[at + 1 :]] for at, one in places for form in mangled(one, wrong)]
     if not isinstance(value, dict):
         return []
     forms = []
@@ -295,6 +297,7 @@ def mangled(value: object, wrong: object) -> list[Any]:
 
 
 @pytest.mark.parametrize("wrong", [None, 5, "text", [], [None], {}, [{}]])
-def test_a_document_of_another_shape_has_a_screen(killed: dict[str, Any], wrong: object) -> None:
+def test_a_document_of_another_shape_has_a_screen_and_a_summary(killed: dict[str, Any], wrong: object) -> None:
     for document in [{}, *mangled(deepcopy(killed), wrong)]:
         assert first_screen(document)
+        assert format_summary(Incident.of(document)).startswith("# ")

@@ -143,21 +143,6 @@ def test_the_headline_names_who_failed_and_not_who_told() -> None:
     assert format_termination_message(incident, "/x").startswith(f"{before}\n")
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {},
-        {"processes": 5, "timeline": "x", "verdict": [], "requests": None, "server": "y"},
-        {"trigger": {"pid": 1}, "processes": [{"pid": 1, "steps": 5}], "divergence": 3},
-        {"trigger": {"pid": 1}, "processes": [{"pid": 1, "steps": {"last": 5, "in_step": {"rids": 1}}}]},
-        {"trigger": {"pid": []}, "processes": [{"pid": [], "steps": {"last": [{"requests": 5}, 7]}}]},
-        {"processes": [None, {}, {"doing": None, "evidence": [1, {}], "exit": {}}], "timeline": [{}, 1]},
-    ],
-)
-def test_a_document_of_another_shape_has_a_summary(document: dict[str, Any]) -> None:
-    assert format_summary(Incident.of(document)).startswith("# ")
-
-
 def test_collectives_are_told_with_missing_ranks() -> None:
     incident = make_incident()
     told = CollectiveFinding("process group 0", "behind", [1], statement="One had not begun it.", level="established")
