@@ -532,6 +532,8 @@ class IncidentRun:
         if self.finished:
             self.checkpoint()
         else:
+            # Named even where nothing could be collected of it.
+            self.report(process)
             self.incident.failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
     def set_last_sign(self, process: TrackedProcess, sign: Heartbeat, secs: float) -> LastSign:

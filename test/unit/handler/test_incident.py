@@ -322,6 +322,17 @@ def test_an_incident_that_cannot_be_judged_says_who_failed_first(
     assert "It went on." in (stored.path / "events.jsonl").read_text() or not again
 
 
+def test_one_that_stands_still_is_named_though_nothing_could_be_collected(tmp_path: Path) -> None:
+    with child("ready(); pause()", title="sglang::detokenizer") as process:
+        run = begin_incident(ProcessTree(process.pid), tmp_path, "hang")
+        run.add_silence(run.tree.root, None, 7.0, "answered no health check")
+        run.finish()
+    (stored,) = find_incidents(tmp_path)
+    text = f"sglang::detokenizer (pid {process.pid}) answered no health check for 7.0 s."
+    assert stored.incident.verdict is not None
+    assert stored.incident.verdict.text == text
+
+
 class Late(Awaited):
     """Evidence that comes at the second look, or breaks."""
 
