@@ -75,7 +75,6 @@ def test_a_server_serves_on_after_cuda_gdb(healthy, findings):
         pytest.skip(missing)
     before, pid = answers_of(healthy), healthy.pid_of(SCHEDULER)
     stat = procfs.read_stat(pid)
-    assert stat is not None
 
     debugged = debug(debugger, pid, stat.start_ticks, CORE_S)
 

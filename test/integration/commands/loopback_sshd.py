@@ -125,7 +125,6 @@ class Sshd:
             self._process.wait(LONG)
 
     def _listens(self) -> bool:
-        assert self._process is not None
         assert self._process.poll() is None, (self._folder / "sshd.log").read_text()
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", self._port)) == 0

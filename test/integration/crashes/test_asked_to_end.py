@@ -66,7 +66,6 @@ def test_the_stopped_rank_is_named_within_the_grace_period(release: str, tmp_pat
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     (stored,) = find_incidents(folder)
-    assert stored.document is not None
     assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("hang", "silent_at_sigterm")
     assert stored.document["verdict"]["first_failure"]["title"] == TP1
     assert stored.document["requests"]["journal"]["unfinished"] == 1

@@ -74,7 +74,6 @@ def check_the_essential(left: Left, found: StoredIncident) -> dict[str, Any]:
     assert left.wreck.seconds_to_exit < 60
     assert f"crash kit: incident {found.path}" in left.wreck.log
     document = found.document
-    assert document is not None
     assert document["complete"] is True
     assert document["verdict"]["first_failure"]["title"] == SCHEDULER
     assert document["verdict"]["level"] == "established"

@@ -135,7 +135,6 @@ def check_what_can_be_read(stage: Stage, found: StoredIncident, left: Wreck, lis
     assert str(found.path) in listed
     assert ("(not finished)" in listed) is not stage.is_published
     document = found.document
-    assert document is not None
     assert document["complete"] is stage.is_published
     # It is written after the document, for want of room before all else: it may tell what was known a moment before.
     known = "sglang::scheduler_TP1" if stage is OPENED else "was killed by SIGKILL"
@@ -146,7 +145,6 @@ def check_what_can_be_read(stage: Stage, found: StoredIncident, left: Wreck, lis
 def check_the_evidence(stage: Stage, found: StoredIncident, left: Wreck) -> None:
     """Who died is there at every stage, and from the capture on what the others did."""
     document = found.document
-    assert document is not None
     verdict = document["verdict"]
     assert (verdict["first_failure"]["pid"], verdict["level"]) == (left.pids[RANK], "established")
     reports = {process["pid"]: process for process in document["processes"]}
@@ -162,7 +160,6 @@ def check_the_evidence(stage: Stage, found: StoredIncident, left: Wreck) -> None
 def check_what_is_finished(stage: Stage, found: StoredIncident, left: Wreck) -> None:
     """What the next server's handler made of it says what is missing and why, and has the requests."""
     document = found.document
-    assert document is not None
     assert document["complete"] is False
     assert "The crash handler was killed before it was done." in document["verdict"]["text"]
     assert "The crash handler was killed before it was done." in (found.path / "summary.md").read_text()

@@ -101,7 +101,6 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             os.kill(handler, signal.SIGCONT)
         stored = wait_for_incident(folder, LONG)
         wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", LONG)
-        assert stored is not None
         assert stored.document is not None
         yield Left(status, state.state if state else "", folder, stored.path, stored.document, answered)
 

@@ -186,7 +186,6 @@ def tell(
             told.well = load(server, load_secs, factory.mktemp("collected"))
         told.rids = go_astray(server, way, tokens, prompt)
         stored = wait_for_incident(crash, LONG)
-        assert stored is not None
         told.document, told.folder = stored.document or {}, stored.path
     told.steps = kit("steps", str(told.folder), "--last", "5")
     return told

@@ -73,7 +73,6 @@ def dumping_ranks(lane: Lane, folder: Path) -> Iterator[list[Path]]:
         for rank in ranks:
             rank.kill()
             rank.wait(60)
-            assert rank.stdin is not None
             rank.stdin.close()
 
 

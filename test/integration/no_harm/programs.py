@@ -112,14 +112,12 @@ class Program:
         for process in [*self._known.values(), *tree_of(self.popen.pid)]:
             send(process, signal.SIGKILL)
         self.popen.wait(60)
-        assert self.popen.stdin is not None
         self.popen.stdin.close()
         for process in wait_gone(handlers, 60):
             send(process, signal.SIGKILL)
 
     def tell(self, source: str) -> None:
         """Let it run `source` next, and do not wait for it."""
-        assert self.popen.stdin is not None
         self.popen.stdin.write(f"{json.dumps(source)}\n".encode())
         self.popen.stdin.flush()
         self._steps += 1

@@ -162,7 +162,6 @@ def tell(release: str, folder: Path, temporary: Path, site: Path) -> Story:
 def flood(server: Server, temporary: Path) -> None:
     """Send the crash handler what is no event of the server: as its user, and, where that can be, as another one."""
     start = procfs.read_stat(server.pid)
-    assert start is not None
     path = str(temporary / socket_path(server.pid, start.start_ticks).relative_to(socket_path(0, 0).parents[3]))
     teardown = json.dumps({"event": "teardown", "pid": server.pid}).encode()
     rubbish = [b"", b"\x80rubbish" * 1000, b"[" * 50_000, json.dumps({"event": "exception"}).encode()]

@@ -96,7 +96,6 @@ def test_without_its_socket_it_serves_and_the_handler_ends_it(tmp_path: Path, te
         server.wait_ready()
         before = answers_of(server)
         stat = procfs.read_stat(server.pid)
-        assert stat is not None
         name = socket_path(server.pid, stat.start_ticks).relative_to(socket_path(0, 0).parents[3])
         (temporary / name).unlink()
         assert answers_of(server) == before

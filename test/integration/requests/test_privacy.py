@@ -97,7 +97,6 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         client.join(timeout=EXIT_TIMEOUT_S)
     stored = wait_for_incident(folder, EXIT_TIMEOUT_S)
-    assert stored is not None
     assert stored.document is not None
     return Left(lane, folder, stored.document)
 

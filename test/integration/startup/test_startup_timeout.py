@@ -60,13 +60,11 @@ def test_ranks_that_stay_silent_end_the_server_at_its_limit(tmp_path: Path) -> N
     if (ended := end_at(limit_s, folder, patiently=False)) is None:
         limit_s, folder = LIMITS_S[1], tmp_path / "second"
         ended = end_at(limit_s, folder, patiently=True)
-    assert ended is not None
     status, took, log = ended.status, ended.took, ended.log
     assert status == ServerExit.FAILED_START
     assert took > limit_s
     (stored,) = find_incidents(folder)
     incident = stored.document
-    assert incident is not None
     assert (incident["kind"], incident["complete"]) == ("failed_start", True)
     assert "startup_timeout" in {entry["event"] for entry in incident["timeline"]}
     for title in RANKS:

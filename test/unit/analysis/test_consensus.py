@@ -44,7 +44,6 @@ def test_events_are_read_as_they_were_logged(log: str, events: list[str] | None)
 )
 def test_the_first_event_that_differs_is_told(ranks: dict[str, list[str]], words: str, outliers: int) -> None:
     found = disagreement({pid: (name, events) for pid, (name, events) in enumerate(ranks.items(), 10)})
-    assert found is not None
     assert found.is_one
     assert words in found.statement
     assert found.pids == ((11,) if outliers else tuple(range(10, 10 + len(ranks))))

@@ -200,7 +200,6 @@ def test_a_watch_ends_with_who_started_it(driver: Driver, mode: str) -> None:
         "watch = XidWatch(); print(watch.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as starter:
-        assert starter.stdout is not None
         pid = int(starter.stdout.readline())
         # Before that it would end by itself, as its starter is not there any more.
         wait_until(lambda: _loads(pid, driver), "the watch has the library")

@@ -110,7 +110,6 @@ class Session:
         self.run = None
 
     def finish_observed(self) -> None:
-        assert self.run is not None
         self.run.finish()
 
 
@@ -360,7 +359,6 @@ def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     assert len(world.hangs) == 1
     assert world.captures(run) == 3
     assert run.conclusion is not None
-    assert run.incident.verdict is not None
     assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: no disk"]
     assert len(world.said) <= 6
 

@@ -58,7 +58,6 @@ def test_another_process_that_the_server_needs_is_no_scheduler(world: World, rol
     for _again in range(2):
         world.heartbeats.follow(process, writer.fd)
     said = world.heartbeats.said_by(process)
-    assert said is not None
     assert (said.is_waiting, said.loop_at) == (True, world.now)
     assert (world.heartbeats.followed, world.heartbeats.last_signs()) == ({}, {})
     world.heartbeats.forget_all_but([])

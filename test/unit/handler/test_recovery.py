@@ -151,7 +151,6 @@ def test_without_locks_a_writer_is_known_by_its_process(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(private_files.fcntl, "flock", refuse)
     stat = procfs.read_stat(os.getpid())
-    assert stat is not None
     living = abandon(tmp_path, handler={"pid": stat.pid, "start_ticks": stat.start_ticks})
     recycled = abandon(tmp_path, handler={"pid": stat.pid, "start_ticks": stat.start_ticks - 1}, seconds=NOON + 1)
     recent = abandon(tmp_path, seconds=NOON + 2)
@@ -222,7 +221,6 @@ def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypa
         finish_abandoned(incidents)
         (found,) = find_incidents(incidents)
         assert found.finished
-        assert found.document is not None
         assert found.document["processes"][0]["evidence"][0]["path"] == "stacks/x-8.txt"
         step += 1
     assert step > 5

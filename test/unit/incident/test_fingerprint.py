@@ -95,7 +95,6 @@ def test_a_fault_says_who_failed_of_what_and_where() -> None:
 def test_only_what_tells_faults_apart_does(document: dict[str, Any], path: str, value: Any, is_same: bool) -> None:
     fault, other = found_fault(changed(document, path, value)), found_fault(document)
     assert fault is not None
-    assert other is not None
     assert (fault.key == other.key) is is_same
 
 
@@ -118,7 +117,6 @@ def starting(title: str, rank: dict[str, int], doing: list[str]) -> dict[str, An
 def test_at_startup_neither_the_moment_nor_a_missing_title_matters() -> None:
     one = found_fault(starting("sglang::scheduler_TP1", {"tp": 1}, ["get_code (<frozen importlib>:1)"]))
     assert one == found_fault(starting("Rank 1 scheduler", {}, ["compile (model.py:7)"]))
-    assert one is not None
     assert one.who == "scheduler tp=1"
     assert one not in (found_fault(KILLED), found_fault(starting("Rank 2 scheduler", {}, [])))
     early = starting("python", {}, [])
@@ -196,7 +194,6 @@ def test_a_large_batch_makes_no_earlier_suspect_forgotten(tmp_path: Path) -> Non
     for batch in ({"first": "poison"}, others):
         count_fault(tmp_path, FAULT, "id", "name", 0, suspects=batch)
     found = count_fault(tmp_path, FAULT, "id", "name", 0, suspects={"again": "poison"})
-    assert found is not None
     assert found.seen == {"again": 1}
 
 

@@ -237,7 +237,6 @@ def test_a_start_that_is_killed_leaves_one_incident_for_the_next(tmp_path: Path)
         finish_abandoned(incidents)
         assert not list(incidents.glob(f"*/{MARKER}"))
         (found,) = [found for found in find_incidents(incidents) if found.document and found.document["verdict"]]
-        assert found.document is not None
         assert found.document["cause"]["class"] == "vanished"
         if not was_killed:
             break
@@ -262,7 +261,6 @@ class Handler:
 
     def begin(self) -> None:
         stat = procfs.read_stat(os.getpid())
-        assert stat is not None
         self.marker.begin(stat.pid, stat.start_ticks)
 
     def advance(self, secs: float = TOUCH_SECS) -> None:
@@ -286,7 +284,6 @@ def has_ended(process: psutil.Process) -> bool:
 @pytest.fixture
 def spool(tmp_path: Path) -> Path:
     stat = procfs.read_stat(os.getpid())
-    assert stat is not None
     spool = tmp_path / f"{SPOOL}{server_key(stat.pid, stat.start_ticks)}"
     spool.mkdir()
     return spool

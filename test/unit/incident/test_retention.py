@@ -273,7 +273,6 @@ def test_what_may_be_written_still_stays(incidents: Path) -> None:
 
 def test_what_another_server_left_stays_while_it_lives_or_may_live(incidents: Path) -> None:
     stat = procfs.read_stat(os.getpid())
-    assert stat is not None
     own = {"pid": stat.pid, "start_ticks": stat.start_ticks, "pid_namespace": procfs.own_namespace()}
     old = [with_core(incidents, 0, server=own)]
     with pytest.raises(NoRoomError):

@@ -83,8 +83,6 @@ def test_an_unfinished_incident_is_shown_with_who_failed_first(tmp_path: Path) -
     failure = {"pid": 8, "seconds": 1.0, "kind": "exit", "fatal_signal": True}
     path = make_incident(tmp_path, publish=False, processes=[process], failures=[failure])
     found = read_log(path)
-    assert found is not None
-    assert found.verdict is not None
     assert found.verdict.text == "sglang::scheduler_TP1 (pid 8) was killed by SIGKILL: no OOM kill."
     (stored,) = find_incidents(tmp_path)
     assert (stored.finished, stored.incident.first_failure) == (False, found.first_failure)

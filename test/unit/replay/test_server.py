@@ -160,7 +160,6 @@ def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path, p
     serve = ["sh", "-c", f'{end} {shlex.join(_SERVE)} "$0" "$@"; true']
     words = [sys.executable, "-c", START, str(tmp_path / "own"), *serve]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
-        assert popen.stdout is not None
         assert popen.stdout.readline() == b"serves\n"
         popen.kill()
         popen.wait(LONG)

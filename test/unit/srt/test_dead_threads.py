@@ -28,7 +28,6 @@ def serve(printed: int, *, of_all: bool) -> None:
     """Be a process of a server that loses threads; an earlier hook writes their names."""
 
     def before(args: threading.ExceptHookArgs) -> None:
-        assert args.thread is not None
         os.write(printed, f"{args.thread.name} ".encode())
 
     threading.excepthook = before

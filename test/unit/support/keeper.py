@@ -55,7 +55,6 @@ class Keeper:
     def close(self) -> None:
         """End all that was started, and what that left behind."""
         with self._process:
-            assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
             status = self._process.wait(4 * _KILL_TIMEOUT_S)

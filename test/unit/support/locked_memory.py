@@ -50,7 +50,6 @@ def locked_process(folder: Path, title: str | None = None) -> Iterator[subproces
         with subprocess.Popen([sys.executable, "-c", _READ_PAGE, f"/proc/{target.pid}/mem", address]) as reader:
             try:
                 assert is_asked.wait(LONG), "no one asked for the page"
-                assert target.stdin is not None
                 target.stdin.write(b"\n")
                 target.stdin.flush()
                 wait_until(lambda: _is_uninterruptible(target.pid), "the lock is waited for")

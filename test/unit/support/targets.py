@@ -66,7 +66,6 @@ def attach(thread):
 
 def start_ticks(pid: int) -> int:
     stat = procfs.read_stat(pid)
-    assert stat is not None
     return stat.start_ticks
 
 

@@ -35,7 +35,6 @@ def spawned(argv: Sequence[object], **options: Any) -> Iterator[subprocess.Popen
     """Run a program, which prints one line when it is ready, `first_line`, and end it at the end of the block."""
     with subprocess.Popen(list(map(str, argv)), stdout=subprocess.PIPE, **options) as process:
         try:
-            assert process.stdout is not None
             first = process.stdout.readline()
             assert first, "the child ended before it was ready"
             process.first_line = first.decode().strip()  # type: ignore[attr-defined]

@@ -24,7 +24,6 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
     with child("ready(); pause()") as unwatched:
         survivor = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE)
         with survivor:
-            assert survivor.stdout is not None
             grandchild = int(survivor.stdout.readline())
             watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
             wait_until(lambda: Watcher.covering([victim, survivor]), "both are watched")
@@ -37,7 +36,6 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
     doing = {entry.pid: entry.doing for entry in death.survivors}
     assert {survivor.pid, grandchild} == set(doing)
     assert doing[survivor.pid][0].startswith("serve_requests (")
-    assert death.folder is not None
     assert death.folder.parent == tmp_path / "evidence"
     assert death.folder.stat().st_mode & 0o077 == 0
     texts = [path.read_text() for path in death.folder.glob("*.txt")]
@@ -76,7 +74,6 @@ def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypa
     finally:
         server.close()
     assert incident is not None
-    assert death.incident is not None
     assert death.incident.path == incident.path
     assert "scheduler_TP1" in death.verdict
     assert f"[FIXTURE FAIL-FAST] incident: {death.verdict}" in capsys.readouterr().err

@@ -221,7 +221,6 @@ def test_parameters_are_told_where_they_are_printed() -> None:
     (kernel,) = parse(TABLE).kernels
     assert kernel.call == "flash_fwd<128, true>(params={q = 0x7f, n = 8})"
     focus = parse(TABLE).focus
-    assert focus is not None
     assert (focus.function, focus.places["block"]) == ("flash_fwd<128, true>(Params)", "(1,0,0)")
 
 

@@ -95,7 +95,6 @@ def test_for_another_machine_it_ends_with_its_reader(rank: int, tmp_path: Path, 
         if is_debugging:
             wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
         tools = set(TreeScanner(collector.pid).scan()) - {collector.pid}
-        assert collector.stdout is not None
         collector.stdout.close()
         collector.wait(LONG)
     assert collector.returncode == ExitCode.TERMINATED
@@ -254,7 +253,6 @@ def _titles_below(pid: int) -> set[str]:
 def test_an_interrupt_while_it_waits_ends_it_at_once(rank: int, tmp_path: Path) -> None:
     arguments = ["--pid", str(rank), "--output-dir", str(tmp_path / "out"), "--wait-seconds", "600"]
     with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
-        assert collector.stderr is not None
         assert collector.stderr.readline() == f"collecting in 600 s: 1 process: {TITLE}\n"
         collector.terminate()
         assert collector.wait(LONG) == 143

@@ -50,7 +50,6 @@ def watcher_of(server: Server) -> int:
     """Return the pid of the child that waits for Xid events."""
 
     def found() -> int | None:
-        assert server.handler is not None
         children = Path(f"/proc/{server.handler.pid}/task/{server.handler.pid}/children").read_text().split()
         return next(
             (int(pid) for pid in children if "gpu_facts_child" in " ".join(procfs.read_cmdline(int(pid)))), None

@@ -32,7 +32,6 @@ RANKS = ("scheduler_TP0", "scheduler_TP1")
 
 def records(server: Server) -> int:
     """Return how many records of steps the crash handler holds."""
-    assert server.handler is not None
     return sum(name.startswith("/memfd:sglang-crashkit-steps") for name in descriptors(server.handler.pid).values())
 
 
@@ -176,7 +175,6 @@ def test_a_rank_whose_steps_cannot_be_read_costs_no_other_its_own(
             assert piece == Evidence("steps", "failed", reason="it cannot be read: KeyError")
         else:
             assert piece.status == "captured"
-            assert report.steps is not None
             assert [step.number for step in report.steps.last] == [1]
 
 

@@ -73,7 +73,6 @@ def wait_for_more(server: Server) -> None:
 
 def last_of(server: Server) -> Document:
     stored = server.wait_for_the_end()
-    assert stored is not None
     assert stored.document is not None
     return stored.document
 
