@@ -13,7 +13,7 @@ import shlex
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -39,6 +39,8 @@ _NAME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)\.(\d{3})Z-([a-z_]+)-
 _CRASH_FOLDER = "--crash-dump-folder"
 STEPS_SUFFIX = ".steps.jsonl"
 
+#: Incidents of one host this close to each other are about one failure, and those of several hosts. Seconds.
+_SAME_HOST_SECS, _OTHER_HOST_SECS = 60.0, 900.0
 #: An incident gets another name when it is finished, and is gone when it is removed; such a reader looks again.
 _LOOKS = 5
 #: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
@@ -136,6 +138,28 @@ def find_incidents(
     if unreadable is not None:
         unreadable += closed
     return sorted(incidents, key=lambda incident: incident.name, reverse=True)
+
+
+def incidents_below(folders: Iterable[Path]) -> tuple[list[Path], int]:
+    """Return the incidents below crash folders that are about one failure, and how many others there are.
+
+    They are the newest of each host, with those that came shortly before it, as of a prefill and decode pair; of hosts
+    whose newest is far older than all others, none.
+    """
+    hosts: dict[Path, list[tuple[float, Path]]] = {}
+    for path in {path for folder in folders for path in folder.rglob("*")}:
+        name = parse_name(path.name)
+        if name is not None and path.is_dir():
+            hosts.setdefault(path.parent, []).append((name.seconds, path))
+    newest = {host: max(seconds for seconds, _path in found) for host, found in hosts.items()}
+    last = max(newest.values(), default=0.0)
+    together = [
+        path
+        for host, found in hosts.items()
+        for seconds, path in sorted(found)
+        if newest[host] - seconds <= _SAME_HOST_SECS and last - newest[host] <= _OTHER_HOST_SECS
+    ]
+    return together, sum(map(len, hosts.values())) - len(together)
 
 
 def _look(folder: Path, keep: Keep | None) -> tuple[list[StoredIncident], list[OSError], bool]:

@@ -151,6 +151,7 @@ class _Failures:
         self._work, self._began = work, [one.place for one in (*work, *(it for it in stages if it.name == "ready"))]
         self._starts = [one.place for one in case.events if isinstance(one, Arguments) and one.values]
         self._stages = {one.who: one.place for one in stages}  # the last of each
+        self._ready = {(one.who, one.file): one.place for one in stages if one.name == "ready"}
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
@@ -378,14 +379,14 @@ class _Failures:
 
     def _is_outlived(self, event: AnyEvent) -> bool:
         """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
-        place = event.place
         if isinstance(event, Raised) and event.thread and any("sglang/srt/" in one.file for one in event.error.frames):
             return False  # what that thread did for the server is not done any more
-        end = min((one for one in self._starts if one > place), default=(float("inf"), 0))
+        if event.at and self._ready.get((event.who, event.file), (0.0, 0)) > event.place:
+            return True
+        end = min((one for one in self._starts if one > event.place), default=(float("inf"), 0))
         for one in self._work:
-            if one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
-                continue
-            if one.who and event.who and one.who != event.who and one.kind != "answer":
+            is_other = one.who and event.who and one.who != event.who and one.kind != "answer"
+            if is_other or one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
                 continue
             later = one.last_at - max(event.at, getattr(event, "last_at", 0.0)) if one.last_at and event.at else 0.0
             if one.last_order > event.order and (later >= _OUTLIVED_S or (not later and not one.last_at)):
@@ -588,8 +589,7 @@ class _Failures:
     def _vanished(self) -> Iterator[Finding]:
         """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
         for start in (one for one in self._case.events if isinstance(one, Arguments) and one.values):
-            log = start.source.partition(":")[0]
-            own = [one for one in self._case.events if one.source.partition(":")[0] == log]
+            own = [one for one in self._case.events if one.file == start.file]
             is_again = any(isinstance(one, Progress) and one.order < start.order for one in own)
             if is_again and any(isinstance(one, Stage) and one.order > start.order for one in own):
                 yield finding_of("starts_anew", start.place, [f"{start.source}: it starts again"])

@@ -130,8 +130,7 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     if not (waiting or is_begun or (is_busy and answered < last.last_at)):
         return 0.0
     # By the clock of its own log: that of stacks or of another host need not agree with it.
-    log = last.source.partition(":")[0]
-    own = [event for event in case.events if event.source.partition(":")[0] == log]
+    own = [event for event in case.events if event.file == last.file]
     if any(isinstance(event, Arguments) and event.values and event.order > last.last_order for event in own):
         return 0.0  # it was started anew
     silent = max(map(_last_at, own)) - max(last.last_at, answered)
@@ -142,9 +141,9 @@ def _last_word(case: Case, batch: Place, end: Place) -> tuple[str, bool]:
     """Return what a server said last, or was asked for, from a batch to an end, and whether something began by that."""
     progress = case.progress
     found = [((one.last_at, one.last_order), one.text) for one in progress if one.kind == "control"]
-    logs = {one.source.partition(":")[0] for one in progress or case.events}
+    logs = {one.file for one in progress or case.events}
     found += [(one.place, one.text) for process in case.processes.values() for one in process.lines
-              if one.level in ("info", "warning") and one.source.partition(":")[0] in logs
+              if one.level in ("info", "warning") and one.file in logs
               and one.place < end and _pattern("own_word").match(one.text)]  # fmt: skip
     place, text = max(found, default=((0.0, 0), ""))
     return (text[:120], bool(_pattern("begins").match(text))) if batch < place else ("", False)

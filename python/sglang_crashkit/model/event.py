@@ -46,6 +46,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
         """
         return self.at, self.order
 
+    @property
+    def file(self) -> str:
+        """The file that it stands in."""
+        return self.source.partition(":")[0]
+
 
 class Arguments(Event, frozen=True, kw_only=True, tag="arguments"):
     """The arguments that a server was started with, by their Python names (``tp_size``), and SGLang's release."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -17,6 +18,8 @@ from integration.crashes.whole import End, assert_ends, assert_present, assert_r
 from integration.scenario import PATIENCE, RELEASES, Member, Sent, ask_in_flight, left_of, members_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 
@@ -161,6 +164,18 @@ def test_the_other_node_says_that_it_lost_a_peer(loss: tuple[Node, Node]) -> Non
     assert (verdict["kind"], verdict["level"]) == ("lost_peer", "supported")
     assert verdict["first_failure"]["pid"] == other.rank
     assert_whole(other, {})
+
+
+def test_both_incidents_together_name_who_was_first(
+    loss: tuple[Node, Node], capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim, other = loss
+    folders = [str(node.incidents[0].path.parents[1]) for node in (other, victim)]
+    assert main(["explain", *folders, "--json"]) == ExitCode.DONE
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    assert (verdict["class"], verdict["level"]) == ("killed", "established")
+    # SGLang's title of the one that was killed.
+    assert f"sglang::scheduler_{verdict['first']}" in [one.title for one in victim.members if one.pid == victim.rank]
 
 
 @pytest.mark.matrix

@@ -19,6 +19,7 @@ from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.sources.text import reader
+from unit.support.stored import NOON, make_incident
 
 CASE = Path(__file__).parents[2] / "corpus" / "22-hbm-of-one-gpu-fails"
 INCIDENT = Path(__file__).parents[1] / "incident" / "data" / "exception.json"
@@ -118,6 +119,27 @@ def test_in_a_folder_regular_files_alone_are_read(
     monkeypatch.chdir(tmp_path)
     assert main(["explain", str(odd), *form]) == ExitCode.DONE
     assert [file.name for file in (tmp_path / "kept").rglob("logs/*")] == (["0-server.log"] if "kept" in form else [])
+
+
+def test_of_crash_folders_the_incidents_of_the_last_failure_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.loads(INCIDENT.read_text())
+    about = {name: told[name] for name in ("verdict", "processes", "failures", "timeline") if name in told}
+    pieces = {"environment.json": '{"arguments": {"hicache_storage_prefetch_policy": "timeout"}}'}
+    first, second = (tmp_path / node / "host" / "incidents" for node in ("0", "1"))
+    incident = make_incident(first, kind="exception", pieces=pieces, complete=True, **about)
+    # GIVEN another node without a word of its own, an older incident, and a file that tells nothing
+    make_incident(second, seconds=NOON + 30.0)
+    make_incident(second, seconds=NOON - 3600.0)
+    (tmp_path / "notes.txt").write_text("nothing to see\n")
+    # WHEN both crash folders are read, or what holds them
+    expected = verdict_of(capsys, incident)
+    for paths in ([tmp_path], [tmp_path / "0", tmp_path / "1"]):
+        assert main(["explain", *map(str, paths), "--json"]) == ExitCode.DONE
+        said = capsys.readouterr()
+        assert json.loads(said.out)["verdict"]["class"] == expected["class"]
+        assert "1 older incidents there are not read" in said.err
 
 
 @pytest.mark.timeout(60)

@@ -180,3 +180,12 @@ def test_the_option_of_a_message_is_named_first() -> None:
 def test_a_part_is_known_by_its_frames_or_words(frame: str, words: str, part: str | None) -> None:
     assert component_of(frames_of([frame]), words) == part
     assert way_out(part, {}, is_seen=False) == ""
+
+
+@pytest.mark.parametrize(("source", "expected"), [("server.log", "killed"), ("prefill.log", "exception")])
+def test_what_a_program_failed_with_before_it_was_ready_it_has_outlived(source: str, expected: str) -> None:
+    """Such as a warm-up that failed; of another program, ready says nothing."""
+    failed = raised("ConnectionError: refused", "send (requests/adapters.py:729)", who="", source="server.log:9")
+    ready = Stage(order=6, at=6.0, name="ready", is_done=True, source=f"{source}:30")
+    killed = Exit(order=7, at=7.0, who="TP0", signal="SIGKILL", source="incident")
+    assert verdict_of(failed, ready, killed).kind == expected

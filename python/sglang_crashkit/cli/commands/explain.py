@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="*",
-        help="a log, stacks, dmesg (also gzipped), a folder of these, an incident, or - for standard input",
+        help="a log, stacks, dmesg (also gzipped), a folder of these, an incident, a crash folder, or - for stdin",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON object")
@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         return _class(args.kind)
     if not args.files:
         raise UsageError("there is no file to explain", next_step="sglang-crashkit explain FILE, or - for stdin")
+    from sglang_crashkit.incident.store import incidents_below
     from sglang_crashkit.judge.verdict import judge
     from sglang_crashkit.model.case import case_of
     from sglang_crashkit.redact import redact_json, redact_text
@@ -68,7 +69,13 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     paths = [_path_of(name) for name in dict.fromkeys(args.files)]
     incidents = [path for path in paths if is_incident(path)]
-    texts = [path for path in paths if path not in incidents]
+    below, others = incidents_below(path for path in paths if path not in incidents and path.is_dir())
+    # What else a host's folder holds is in its incidents.
+    hosts = {path.parent.parent if path.parent.name == "incidents" else path for path in below}
+    texts = [text for path in paths if path not in incidents for text in _texts_in(path, hosts)]
+    incidents += below
+    if others:
+        say_text(f"sglang-crashkit explain: {others} older incidents there are not read", error=True)
     events = [event for path in incidents for event in read_incident(path)]
     problems: list[CrashkitError] = []
     logs = [log for path in incidents for log in logs_of(path)]
@@ -99,6 +106,13 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_title(redact_text(head))
         say(*map(redact_text, rest))
     return ExitCode.PARTIAL if problems else ExitCode.DONE
+
+
+def _texts_in(path: Path, hosts: set[Path]) -> list[Path]:
+    """Return what is to be read as text of a path that may hold the crash folders of hosts."""
+    if not any(host.is_relative_to(path) for host in hosts):
+        return [path]
+    return [file for file in sorted(path.rglob("*")) if file.is_file() and hosts.isdisjoint(file.parents)]
 
 
 def _show_progress(path: Path, size: int) -> None:

@@ -327,7 +327,7 @@ class _File:
                 what = "a snapshot of collect"
                 found = snapshots.stacks_of(head + self._some(opened, snapshots.MAX_BYTES))
             elif cluster.is_inspection(head):
-                what = "what Docker tells of a container"
+                what = "what Docker says about a container"
                 found = cluster.inspected(head + self._some(opened, _MAX_WHOLE))
             for event in found:
                 self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
