@@ -66,7 +66,6 @@ class Member:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self.process.pid
 
     @property
@@ -112,13 +111,11 @@ class Wreck:
 
     @property
     def incident(self) -> dict[str, Any]:
-        """The only incident."""
         assert len(self.incidents) == 1, f"{len(self.incidents)} incidents: {[str(p) for p, _ in self.incidents]}"
         return self.incidents[0][1]
 
     @property
     def folder(self) -> Path:
-        """The folder of the only incident."""
         assert self.incident
         return self.incidents[0][0]
 

@@ -101,7 +101,6 @@ class StateWatch:
         self._threads: list[threading.Thread] = []
 
     def start(self, pids: Iterable[int]) -> None:
-        """Begin."""
         for pid in pids:
             self._states[pid] = []
             self._threads.append(threading.Thread(target=self._watch, args=(pid,), daemon=True))

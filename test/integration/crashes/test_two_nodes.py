@@ -58,7 +58,6 @@ class Node:
 
     @property
     def incident(self) -> dict[str, Any]:
-        """The only incident."""
         assert len(self.incidents) == 1, f"{[str(found.path) for found in self.incidents]}\n{self.log[-3000:]}"
         return self.incidents[0].document or {}
 

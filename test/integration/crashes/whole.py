@@ -33,7 +33,6 @@ def assert_whole(left: Wreck, ends: Mapping[str, End] | None = None) -> None:
 
 
 def pid_of(members: Iterable[Member], title: str) -> int:
-    """Return the pid of the only process with this title."""
     pids = [member.pid for member in members if member.title == title]
     assert len(pids) == 1, f"{len(pids)} processes titled {title}"
     return pids[0]

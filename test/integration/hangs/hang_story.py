@@ -85,7 +85,6 @@ class Story:
     log: str = ""
 
     def report_on(self, title: str, document: dict[str, Any]) -> dict[str, Any]:
-        """Return what an incident reports of a rank."""
         (found,) = [process for process in document["processes"] if process["pid"] == self.pids[title]]
         report: dict[str, Any] = found
         return report

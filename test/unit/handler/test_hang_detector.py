@@ -119,7 +119,6 @@ def silent_in(run: IncidentRun) -> list[int | None]:
 
 
 def hows(run: IncidentRun) -> list[str]:
-    """Return how they are."""
     return [failure.message.rpartition(" for ")[0] for failure in run.incident.failures]
 
 
@@ -153,7 +152,6 @@ class World:
             self.beat(process.pid)
 
     def add(self, pid: int, title: str) -> TrackedProcess:
-        """Add a process that lives."""
         process = self.tree.add_reaped(pid, title, ExitStatus(), 0.0)
         process.exited_at = None
         self.states[pid] = "S"

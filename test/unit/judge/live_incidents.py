@@ -63,7 +63,6 @@ def incident(
 def killed(
     signal: str = "SIGKILL", detail: str = "its memory cgroup counts no OOM kill", cause: Any = "signal"
 ) -> Exit:
-    """Return the end by a signal."""
     return Exit(None, signal, cause, detail, "t")
 
 
@@ -78,5 +77,4 @@ def hung(first: str | None = None, **fields: Any) -> dict[str, Any]:
 
 
 def died(signal: str = "SIGKILL", detail: str = "x", first: str = TP1, **fields: Any) -> dict[str, Any]:
-    """Return an incident of a process that died of a signal."""
     return incident("signal", first, end=killed(signal, detail), **fields)

@@ -100,7 +100,6 @@ def start(order: dict[str, object]) -> str:
 
 
 def reap() -> None:
-    """Reap the dead."""
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass

@@ -70,7 +70,6 @@ class Case:
         return [event.pid for event in run.incident.failures]
 
     def verdict(self) -> Any:
-        """Return the incident's verdict."""
         run = self.handler.session.run
         return judge(run.incident, run.path)
 

@@ -207,5 +207,4 @@ def piece_of(report: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def events_of(document: dict[str, Any]) -> list[str]:
-    """Return the names of an incident's events."""
     return [entry["event"] for entry in document["timeline"]]
