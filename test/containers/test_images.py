@@ -33,9 +33,8 @@ def dockerfile() -> str:
 
 
 def init_container() -> dict[str, Any]:
-    manifests = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", RECIPES, re.DOTALL)]
-    (found,) = [one["spec"]["initContainers"][0] for one in manifests if "initContainers" in one["spec"]]
-    return dict(found)
+    manifest = yaml.safe_load((ROOT / "docs" / "kubernetes" / "init-container.yaml").read_text())
+    return dict(manifest["spec"]["initContainers"][0])
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
-"""The manifests of docs/recipes.md: Kubernetes' own schemas know each field of them."""
+"""The manifests of docs/kubernetes: Kubernetes' own schemas know each field of them."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import yaml
 from kubernetes_validate import ValidationError, latest_version, validate
 
-RECIPES = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
-MANIFESTS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", RECIPES, re.DOTALL)]
+FOLDER = Path(__file__).parents[3] / "docs" / "kubernetes"
+MANIFESTS = [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.iterdir())]
 #: The oldest that the package of schemas has, and the newest.
 VERSIONS = ("1.25.0", latest_version())
 
