@@ -91,7 +91,9 @@ def settle_in_lock(pid: int) -> None:
 
 def settle_in_sleep(pid: int) -> None:
     """Wait until a `SLEEPER` is in its sleep."""
-    wait_until(lambda: "nanosleep" in procfs.read_wchan(pid), f"process {pid} sleeps")
+    # Python 3.10 sleeps in select(2).
+    places = ("nanosleep", "poll_schedule", "do_select")
+    wait_until(lambda: any(place in procfs.read_wchan(pid) for place in places), f"process {pid} sleeps")
 
 
 @contextlib.contextmanager

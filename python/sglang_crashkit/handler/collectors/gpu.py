@@ -247,7 +247,7 @@ class FlightRecorders(Awaited):
         if request is None:
             reason = "PyTorch was not told where to be asked for it when the process started"
         elif stat is not None and stat.state in "Tt":
-            reason = f"it is stopped, and {'reads no pipe' if recorder == 'nccl' else 'cannot answer'}"
+            reason = f"it is stopped and {'reads no pipe' if recorder == 'nccl' else 'cannot answer'}"
         else:
             try:
                 if isinstance(request, FlightRequest):

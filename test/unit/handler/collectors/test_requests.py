@@ -347,14 +347,15 @@ def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path) -> Non
     writer.begin({"rid": "deep", "sampling_params": {"custom_params": deep}})
     writer.begin({"rid": "flat"})
     limit = sys.getrecursionlimit()
-    # The writer had more room than the reader has.
+    # The writer had more room than the reader has; from Python 3.12 on both have what the C stack has.
     sys.setrecursionlimit(600)
     try:
         told = export([(7, writer.fd)], tmp_path)
     finally:
         sys.setrecursionlimit(limit)
-    assert [line["rid"] for line in lines(tmp_path)] == ["flat"]
-    assert (told.left_out, told.unfinished) == (1, 1)
+    rids = [line["rid"] for line in lines(tmp_path)]
+    assert rids[-1] == "flat"
+    assert (told.left_out, told.unfinished) == (2 - len(rids), len(rids))
 
 
 def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
