@@ -67,13 +67,12 @@ def ask(site: Path, program: str, **environ: str) -> tuple[dict[str, object], st
 WITHOUT = """
     import os, threading
     from sglang.srt.crashkit import on_kill_process_tree, on_engine_launch, on_scheduler_groups, open_crash_dump
-    from sglang.srt.crashkit import crash_dump_flags, provide_fail_fast_watcher, on_tokenizer_router
+    from sglang.srt.crashkit import provide_fail_fast_watcher, on_tokenizer_router
     from sglang.srt.crashkit import set_crash_dump_env, still_holding_resources
     class Router: ...
     found["decorator"] = on_kill_process_tree(os.kill) is os.kill and on_tokenizer_router(Router) is Router
     found["event"] = on_engine_launch(object(), more=1)
     found["value"] = on_scheduler_groups(object(), ["ready"])
-    found["fields"] = crash_dump_flags(bool, float)
     provide_fail_fast_watcher()([("server", None)]).set()
     class Arguments:
         _handle_crash_dump_env = set_crash_dump_env
@@ -93,7 +92,6 @@ def test_without_the_kit_sglang_does_what_it_does_as_published(site):
         "decorator": True,
         "event": None,
         "value": ["ready"],
-        "fields": {},
         "method": None,
         "absent": "this function is sglang-crashkit's, which is not there; next: pip install sglang-crashkit",
     }
@@ -189,7 +187,6 @@ BY_USE = {
     "statement": {"_nothing"},
     "value": {"_unchanged"},
     "with": {"_opened"},
-    "update": {"_no_fields"},
     "name": {"_nothing", "_absent"},
     "factory": {"_no_watcher"},
 }
@@ -225,8 +222,6 @@ def uses(tree: ast.Module, hooks: set[str]) -> dict[str, str]:
             args = [ast.unparse(each) for each in node.value.args]
             is_kept = bool(args) and _names(node, args[-1])
             found[called(node.value)] = "value" if is_kept else "factory"
-        elif isinstance(node, ast.Call) and node.args and (name := called(node.args[0])) in hooks:
-            found |= {name: "update"} if ast.unparse(node.func) == "vars().update" else {}
     return {name: use for name, use in found.items() if name in hooks}
 
 
@@ -267,7 +262,7 @@ class Router:
     def __init__(self, *args):
         self.upstreams = True
 
-ALONE = {"still_holding_resources", "wait_for_reap_or_raise", "open_crash_dump", "crash_dump_flags", "stand_in_for"}
+ALONE = {"still_holding_resources", "wait_for_reap_or_raise", "open_crash_dump", "stand_in_for"}
 CLASSES = {"on_tokenizer_router", "on_tokenizer_worker"}
 
 def call(name, hook, kind):

@@ -14,10 +14,10 @@ from patches.release_files import ReleaseFiles
 pytestmark = pytest.mark.wheels
 
 FLAGS = {
-    "SGLANG_PYSPY_DUMP_BEFORE_CRASH",
-    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
-    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS",
-    "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "EnvBool(True)",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "EnvBool(True)",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "EnvFloat(60.0)",
+    "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "EnvBool(False)",
 }
 DIAGNOSTICS = {
     "_resolve_cuda_coredump_pipe_path",
@@ -83,9 +83,10 @@ def test_the_module_of_the_diagnostics_is_there(parse: Parse) -> None:
 
 def test_each_flag_is_an_attribute_of_envs(parse: Parse) -> None:
     envs = find(parse("srt/environ.py"), "Envs")
-    body = "\n".join(ast.unparse(node) for node in envs.body)
-    by_kit = "vars().update(crash_dump_flags(EnvBool, EnvFloat))" in body
-    assert (names_in(envs.body) & FLAGS) == (set() if by_kit else FLAGS)
+    given = {
+        ast.unparse(node.targets[0]): ast.unparse(node.value) for node in envs.body if isinstance(node, ast.Assign)
+    }
+    assert given.items() >= FLAGS.items()
 
 
 def test_resolving_the_arguments_sets_the_core_dump_variables(parse: Parse) -> None:

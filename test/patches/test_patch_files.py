@@ -27,7 +27,8 @@ def test_a_patch_is_in_its_one_spelling(name):
 @each_caller
 def test_each_function_that_a_header_names_is_in_the_kit(name):
     calls = REFS[name].read().calls
-    assert calls
+    # A declaration alone calls none, and stays when the kit is gone.
+    assert calls or REFS[name].path == "srt/environ.py"
     for function in calls:
         module, _, attribute = function.rpartition(".")
         assert module.startswith(("sglang_crashkit.srt.", "sglang_crashkit.test.")), function

@@ -94,7 +94,7 @@ def names_of(path: str, source: bytes) -> set[str]:
             exec(compile(source, path, "exec"), vars(module))
             return {name for name in read_hooks(source) if callable(getattr(module, name))}
     nodes = list(ast.walk(ast.parse(source)))
-    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     names |= {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     return names | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
