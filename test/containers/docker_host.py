@@ -39,7 +39,7 @@ PACKAGE = "docker.io"
 LONG_S = 120.0
 #: Where a daemon is that a user's PATH does not lead to, and Debian's client rather than another one.
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-#: The image with nothing in it.
+#: The image with nothing in it but a temporary folder.
 EMPTY = "empty"
 #: What programs need of this machine.
 # Docker puts its own init into /sbin.
@@ -172,8 +172,10 @@ class DockerHost:
         pid = self._keeper.start(argv, self.folder / "dockerd.log", clean_environment() | self._environ)
         self._daemon = read_process(pid)
         wait_until(self._answers, f"the daemon answers\n{self.log()}", LONG_S)
-        with tarfile.open(self.folder / "empty.tar", "w"):
-            pass
+        with tarfile.open(self.folder / "empty.tar", "w") as tar:
+            temporary = tarfile.TarInfo("tmp")
+            temporary.type, temporary.mode = tarfile.DIRTYPE, 0o1777
+            tar.addfile(temporary)
         self.run("import", str(self.folder / "empty.tar"), EMPTY)
 
     def _answers(self) -> bool:
