@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -68,6 +69,18 @@ SlurmdDebug=info
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
+
+
+#: How a node runs the container of ``srun --container``; what Slurm's manual has for runc.
+_OCI = "".join(
+    f'RunTime{what}="runc --root={{folder}}/runc {command} %n.%u.%j.%s.%t{more}"\n'
+    for what, command, more in (
+        ("Query", "state", ""),
+        ("Kill", "kill -a", ""),
+        ("Delete", "delete --force", ""),
+        ("Run", "run", " -b %b"),
+    )
+)
 
 
 def why_not() -> str:
@@ -174,6 +187,21 @@ class Cluster:
         wait_until(lambda: self.state(job) == "RUNNING", f"job {job} runs\n{self.logs()}", LONG_S)
         return job
 
+    def bundle(self, writable: Sequence[Path], places: Sequence[Path]) -> Path:
+        """Make an OCI bundle for ``srun --container``: an empty root with folders of this machine, and its network."""
+        bundle = Path(tempfile.mkdtemp(prefix="bundle-", dir=self.folder))
+        (bundle / "rootfs").mkdir()
+        self.run(["runc", "spec", f"--bundle={bundle}"])
+        config = json.loads((bundle / "config.json").read_text())
+        config["process"]["terminal"] = config["root"]["readonly"] = False
+        spaces = config["linux"]["namespaces"]
+        config["linux"]["namespaces"] = [space for space in spaces if space["type"] != "network"]
+        for mode, paths in (("rw", writable), ("ro", places)):
+            mount = {"type": "bind", "options": ["rbind", mode]}
+            config["mounts"] += [mount | {"source": str(p), "destination": str(p)} for p in paths if p.exists()]
+        (bundle / "config.json").write_text(json.dumps(config))
+        return bundle
+
     def state(self, job: str) -> str:
         """Return the state of a job, such as RUNNING; empty once Slurm knows nothing more of it."""
         return self.run(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]).strip()
@@ -235,6 +263,7 @@ class Cluster:
         first_job = 1000 + secrets.randbelow(10**6)
         conf = _CONF.format(host=host, port=ports[0], folder=self.folder, nodes=nodes, first_job=first_job)
         (self.folder / "slurm.conf").write_text(conf)
+        (self.folder / "oci.conf").write_text(_OCI.format(folder=self.folder))
         self._keeper = Keeper()
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._launch(
