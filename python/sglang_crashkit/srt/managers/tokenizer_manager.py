@@ -298,7 +298,8 @@ def safe_folder(folder: Path) -> Path:
             raise OSError(errno.ENOSPC, "the disk is full", str(folder))
     except (OSError, CrashkitError) as error:
         safe = make_private_folder(fallback_folder()) / folder.name
-        logger.error("crash kit: %s: the requests go to %s", error, safe)
+        why = error.strerror if isinstance(error, OSError) else error
+        logger.error("crash kit: no requests can be saved in %s (%s): the requests go to %s", folder, why, safe)
         return make_private_folder(safe)
     return folder
 

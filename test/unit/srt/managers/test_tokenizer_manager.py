@@ -394,4 +394,4 @@ def test_where_a_folder_takes_no_more_the_fallback_does(
         assert safe_folder(folder / "host") == folder / "host"
         spoil(folder)
         assert safe_folder(folder / "host") == fallback / "host"
-    assert f"{reason}: '{folder}/host': the requests go to {fallback}/host" in caplog.text
+    assert f"no requests can be saved in {folder}/host ({reason}): the requests go to {fallback}/host" in caplog.text
