@@ -389,7 +389,7 @@ class ProcessTree:
             for process in living:
                 process.oom_counter = process.newer_oom_counter or process.oom_counter
                 process.newer_oom_counter = cgroup.find_counter(process.pid)
-        # The counts before the processes: whoever is killed meanwhile is in none of them.
+        # The counts before the processes: a process that is killed meanwhile is in none of them.
         now = {counter.path: counter.read_again() for process in living if (counter := process.oom_counter)}
         behind = [process for process in living if (counter := process.oom_counter) and now[counter.path] != counter]
         if behind and not any(procfs.is_ending(process.pid) for process in living):

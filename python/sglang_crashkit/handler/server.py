@@ -193,7 +193,7 @@ class CrashHandler:
 
     def _take_message(self, message: Message) -> None:
         if message.event == "member" and titles.role_of(title := message.fields.get("title", "")) in _UNTITLED:
-            # Of one that Ray's daemon started nobody but itself can say that it is this server's.
+            # Of one that Ray's daemon started only itself can say that it is this server's.
             self.tree.adopt(message.pid, title)
         elif message.pid not in self.tree and message.pid not in self._foreign:
             self.look()

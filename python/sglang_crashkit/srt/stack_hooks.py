@@ -124,7 +124,7 @@ def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
     """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler.
 
     Args:
-        server_args: the ``ServerArgs``, where they are at hand.
+        server_args: the ``ServerArgs``, where they are known.
         title: what it is where SGLang gives it no title.
     """
     named = {"title": title} if title else {}

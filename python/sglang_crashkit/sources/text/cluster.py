@@ -93,7 +93,7 @@ def inspected(data: bytes) -> Iterator[AnyEvent]:
     """Yield each container that ``docker inspect`` prints.
 
     Raises:
-        ValueError: it is cut off, or is none.
+        ValueError: it is cut off, or is no inspection.
     """
     told = json.loads(data)
     for one in told if isinstance(told, list) else [{"State": told}]:
