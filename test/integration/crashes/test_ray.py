@@ -95,7 +95,6 @@ def told(folder: Path) -> StoredIncident:
 
 
 def first_failure(stored: StoredIncident) -> Any:
-    assert stored.document is not None
     return stored.document["verdict"]["first_failure"]
 
 

@@ -356,7 +356,6 @@ def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     world.pass_time(10_000)
     assert len(world.hangs) == 1
     assert world.captures(run) == 3
-    assert run.conclusion is not None
     assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: no disk"]
     assert len(world.said) <= 6
 

@@ -73,7 +73,6 @@ def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypa
         incident = server.wait_for_the_end()
     finally:
         server.close()
-    assert incident is not None
     assert death.incident.path == incident.path
     assert "scheduler_TP1" in death.verdict
     assert f"[FIXTURE FAIL-FAST] incident: {death.verdict}" in capsys.readouterr().err
