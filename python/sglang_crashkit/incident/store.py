@@ -147,7 +147,7 @@ def incidents_below(folders: Iterable[Path]) -> tuple[list[Path], int]:
     whose newest is far older than all others, none.
     """
     hosts: dict[Path, list[tuple[float, Path]]] = {}
-    for path in {path for folder in folders for path in folder.rglob("*")}:
+    for path in sorted({path for folder in folders for path in folder.rglob("*")}):
         name = parse_name(path.name)
         if name is not None and path.is_dir():
             hosts.setdefault(path.parent, []).append((name.seconds, path))
