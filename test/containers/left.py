@@ -10,7 +10,6 @@ from incident_schema import assert_fits
 from integration.scenario import Sent, ask_in_flight
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.server_driver import Server as StandIn
-from unit.support.waiting import LONG
 
 REQUEST = Sent("in-flight", "Once upon a time")
 TP0, TP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
@@ -41,13 +40,7 @@ def the_incident(volume: Path) -> tuple[Path, dict[str, Any]]:
 
 def after_the_next_start(volume: Path, temporary: Path) -> list[StoredIncident]:
     """Start and end another server with that crash folder and host name, and return the incidents that are whole."""
-    server = StandIn(temporary, crash_folder=volume)
-    try:
-        server.say("teardown")
-        server.process.wait(LONG)
-        server.wait_for_handler()
-    finally:
-        server.close()
+    StandIn(temporary, crash_folder=volume).tear_down()
     return [stored for stored in find_incidents(volume) if stored.finished]
 
 

@@ -242,7 +242,7 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
 
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
-    """Tell the crash handler, wait until the incident is whole, and return its answer; None if absent.
+    """Tell the crash handler, wait until the incident is whole, and return its answer; None without a handler.
 
     Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
     """

@@ -72,7 +72,7 @@ class Serving(Supervisor):
         self.excused: dict[int, int] = {}
         self.when_ready: Callable[[], object] | None = None
         self._ready: set[int] = set()
-        # A signal may interrupt the process that holds it.
+        # A signal may interrupt the thread that holds it.
         self._lock = threading.RLock()
         counter = cgroup.find_counter(self.pid)
         self._oom_counters, self._oom_read_at = (counter, counter), self.clock.now()
@@ -84,7 +84,7 @@ class Serving(Supervisor):
         """Watch from now on; to be called at each launch, from any thread.
 
         Args:
-            handler: the crash handler's pid; None if absent, or nothing is known of it.
+            handler: the crash handler's pid; None if there is none, or it is unknown.
             follows: this node's rank is above 0; rank 0 tells its schedulers to end.
         """
         child = Child("", handler)

@@ -80,13 +80,7 @@ class Host:
 
     def next_start_reports(self) -> list[StoredIncident]:
         """Start and end another server on this host, and return the incidents that are there then."""
-        server = StandIn(self.temporary, crash_folder=self.crash)
-        try:
-            server.say("teardown")
-            server.process.wait(EXIT_S)
-            server.wait_for_handler()
-        finally:
-            server.close()
+        StandIn(self.temporary, crash_folder=self.crash).tear_down(EXIT_S)
         return self.incidents
 
 

@@ -263,6 +263,14 @@ class Handler:
         stat = procfs.read_stat(os.getpid())
         self.marker.begin(stat.pid, stat.start_ticks)
 
+    def begin_written(self) -> None:
+        """Begin, and wait until the marker names the server."""
+        self.marker.create()
+        self.begin()
+        self.advance(0.0)
+        wait_until(lambda: "boot_id" in self.path.read_text(), "the marker is written")
+        self.settle()
+
     def advance(self, secs: float = TOUCH_SECS) -> None:
         before = psutil.Process().children()
         self.now += secs
@@ -320,11 +328,7 @@ def test_a_marker_names_a_server_program_and_is_touched(spool: Path) -> None:
 
 def test_a_crash_folder_that_somebody_removed_is_told_once(spool: Path) -> None:
     handler = Handler(spool)
-    handler.marker.create()
-    handler.begin()
-    handler.advance(0.0)
-    wait_until(lambda: "boot_id" in handler.path.read_text(), "the marker is written")
-    handler.settle()
+    handler.begin_written()
     shutil.rmtree(spool)
     for _ in range(3):
         handler.advance()
@@ -351,11 +355,7 @@ def test_a_marker_has_the_command_line_that_a_crash_handler_reads_by_a_helper(sp
 
 def test_a_marker_that_was_removed_does_not_come_back(spool: Path) -> None:
     handler = Handler(spool)
-    handler.marker.create()
-    handler.begin()
-    handler.advance(0.0)
-    wait_until(lambda: "boot_id" in handler.path.read_text(), "the marker is written")
-    handler.settle()
+    handler.begin_written()
     handler.advance()
     handler.settle()
     handler.path.unlink()

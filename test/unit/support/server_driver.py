@@ -133,6 +133,15 @@ class Server:
         assert len(incidents) <= 1, incidents
         return incidents[0] if incidents else None
 
+    def tear_down(self, timeout_secs: float = LONG) -> None:
+        """Have it end in good order, and its handler with it."""
+        try:
+            self.say("teardown")
+            self.process.wait(timeout_secs)
+            self.wait_for_handler()
+        finally:
+            self.close()
+
     def wait_for_handler(self) -> None:
         """Wait until the handler has left."""
         wait_until(self.handler.has_exited, "the handler leaves")

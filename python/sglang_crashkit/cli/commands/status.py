@@ -91,9 +91,9 @@ def find_running_servers() -> list[RunningServer]:
         servers.setdefault(one.server or one.pid, []).append(one)
     for main, members in servers.items():
         if hooked.isdisjoint(one.pid for one in members):
-            # Its ranks have no titles yet, or get none.
             runtime = next(filter(None, map(_runtime_of, dict.fromkeys([main, *(one.pid for one in members)]))), "")
             worker = members[0]
+            # Where it is known by its command line, its ranks have no titles yet, or get none.
             is_new = worker.way == "command line"
             problem = "" if is_new else "it was started without the kit, or by a launch that has none"
             unwatched = RunningServer(worker.pid, worker.title, "", None, problem)
