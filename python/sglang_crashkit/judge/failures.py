@@ -170,9 +170,10 @@ class _Failures:
         first = next((it.who for it in (*sure, self._case.watched) if it and re.search(r"\d", it.who or "")), None)
         named = {one.who for one in found if one.weight >= 41}
         layout, arguments = topology_of(self._case), self._case.arguments
-        is_aiter = any("aiter" in one.text for one in self._case.events if isinstance(one, Line))
+        seen = filter(is_telling, (component_of(one.frames) for dump in self._dumps for one in dump.sample.threads))
+        said = ("aiter" for one in self._case.events if isinstance(one, Line) and "aiter" in one.text)
         on = (name for name in _known("suspects") if is_switched_on(name, arguments))
-        suspect = next(on, "aiter" if is_aiter else "gpu")
+        suspect = next((name for some in (on, seen, said) for name in some), "gpu")
         for one in found:
             if one.kind in ("killed", "exited", "aborted") and one.weight < 40:
                 # What itself only follows from another failure explains an exit status, and no signal.

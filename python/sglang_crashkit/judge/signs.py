@@ -252,8 +252,7 @@ def _gpus(signs: Signs, case: Case) -> Finding | None:
 def _recorders(signs: Signs, case: Case) -> Finding | None:
     """Return what the last operations of the ranks tell, by flight recorders or by the watchdog of NCCL or gloo."""
     last: dict[str, dict[int, Collective]] = {one.group: {} for one in case.collectives}
-    # A dump has all that is unfinished: the first of these is what the rank waits in.
-    # What is not finished counts, the first of it; else the last that is.
+    # Of what is not finished the first counts, which the rank waits in; else the last that is.
     for one in sorted(case.collectives, key=lambda one: 1e18 - one.number if one.state == "completed" else one.number):
         last[one.group].setdefault(one.rank, one)
     for name, by_rank in last.items():
@@ -268,9 +267,9 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
         )
         behind = [rank for rank, one in ranks.items() if one.number == min(numbers)]
         who = f"TP{behind[0]}" if len(behind) == 1 else None
-        row = "other_operation" if len(numbers) == 1 else "not_joined"
         where = signs.where or min(one.place for one in by_rank.values())
         kind = "rank_stuck" if who and len(numbers) > 1 else None
+        row = "other_operation" if len(numbers) == 1 else "not_joined"
         return finding_of(row, where, [told], kind=kind, who=who, group=name and f"group {name}", told=told)
     if not (found := signs.all("nccl", "gloo")):
         return None
@@ -411,7 +410,7 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     if stands < patience:
         at_work = stages[max(begun, key=order.index)]["component"] if begun else None
         part = signs.part if is_telling(signs.part) else at_work
-        return finding_of("starting", end_of(case), component=part, told=told)
+        return finding_of("starting", end_of(case), component=part, told=told, slow=stages[stage].get("slow"))
     behind = [who for name, some in places.items() if order.index(name) < order.index(stage) for who in some]
     nodes = topology.topology_of(case).unseen_nodes
     named = topology.name_ranks(behind) if 0 < len(behind) <= 2 else None

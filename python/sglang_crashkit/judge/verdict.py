@@ -25,8 +25,7 @@ def judge(case: Case) -> Verdict:
     findings = [*find_failures(case), *stalls]
     said = [case.watched.text] if case.watched is not None and case.watched.text else []
     chosen = min(findings, key=_rank, default=None) or guess(case) or finding_of("unknown", because=said)
-    is_hang = any(one is chosen for one in stalls)
-    chosen = refine(case, chosen)
+    is_hang, chosen = any(one is chosen for one in stalls), refine(case, chosen)
     row = load("classes").get(chosen.kind) or load("classes")["unknown"]
     verdict = Verdict(
         kind=chosen.kind,
@@ -52,6 +51,8 @@ def judge(case: Case) -> Verdict:
     steps += row["next"]
     if chosen.kind in _VAGUE and (before := _said_before(case, chosen)):
         steps += steps_of("before", line=before)
+    for text, count in case.loudest if chosen.kind in ("no_incident", "busy") else ():
+        steps += steps_of("loudest", text=text[:170], count=count if count > 1 else None)
     if query:
         steps[_MAX_STEPS - 1 :] = [f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}"]
     verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(_by_vendor(steps, case))][:_MAX_STEPS]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,9 @@ from sglang_crashkit.model.event import (
 )
 
 _RANK = re.compile(r"\b(TP|DP|PP|EP|ATTN_CP|MOE_DP|CP)\s?(\d+)\b")
+_LOUD = {"critical": 2, "error": 2, "warning": 1}
+#: What Python warns of, and the head of an exception that is told by itself.
+_NO_FAILURE = re.compile(r"\w+Warning: |deprecated|Exception in ASGI application")
 #: Processes that hold no model.
 _ROLES = ("detokenizer", "tokenizer", "router", "controller", "encoder", "trainer")
 #: In which list of its process, or of the case, an event of a class stands.
@@ -102,6 +106,18 @@ class Case(msgspec.Struct, kw_only=True):
         """The processes that hold the model, in the order of their ranks."""
         found = [one for one in self.processes.values() if one.role == "scheduler"]
         return sorted(found, key=lambda one: (one.side, *(one.ranks.get(name, -1) for name in ("pp", "dp", "tp"))))
+
+    @property
+    def loudest(self) -> list[tuple[str, int]]:
+        """The two exceptions, errors or warnings that were told most, the worse kind first, and how often each was."""
+        told: Counter[tuple[int, str]] = Counter()
+        for one in self.events:
+            if isinstance(one, Raised):
+                told[3, f"{one.error.type}: {one.error.text.strip().partition(chr(10))[0]}"] += 1
+            elif isinstance(one, Line) and one.level in _LOUD and not _NO_FAILURE.search(one.text):
+                told[_LOUD[one.level], one.text] += one.count
+        found = sorted(told.items(), key=lambda it: (it[0][0], it[1]), reverse=True)
+        return [(text, count) for (_kind, text), count in found[:2]]
 
 
 def ranks_in(who: str) -> dict[str, int]:

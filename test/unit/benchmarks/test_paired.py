@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from paired import interval, spread, trimmed
-
-
-def test_a_median_is_told_with_its_spread() -> None:
-    assert spread([5.0, 1.0, 3.0, 2.0, 4.0], ".1f").strip() == "3.0 (5 pairs; 95 %: 1.0 to 5.0)"
+from paired import interval, trimmed
 
 
 def test_the_interval_of_a_ratio_narrows_with_more_pairs() -> None:

@@ -18,7 +18,8 @@ _ENDINGS = ("Error", "Exception", "Warning", "Interrupt", "Exit", "Iteration", "
 #: A frame in the box that `rich` draws, and the box's own lines.
 _BOXED_FRAME = re.compile(r"[│|] (\S{1,600}\.py):(\d{1,9}) in (\S{1,300})")
 _BOX = "╭│╰"
-_GROUP = re.compile(r"\s*[|+](?:-{4,}.{0,60}|\s)\s?")
+#: What stands before each line of a group of exceptions, and around each of the group.
+_GROUP = re.compile(r"\s*[|+](?:(?:-\+)?-{4,}.{0,60}|\s)\s?")
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -45,13 +46,14 @@ class Traceback:
     blank: int = 0
     is_flat: bool = False
     is_after_frame: bool = False
+    is_group: bool = False  # of several exceptions, each with a traceback
     is_cut: bool = False  # its head is not there
     asserted: str = ""  # the innermost source line that asserts something
     indent: int = 0  # of the last frame: the exception stands no further in, a source line does
 
     def take(self, line: str) -> bool:
         """Take a line into it; return whether the line belongs to it."""
-        if (match := _GROUP.match(line)) and line.lstrip()[:1] in "|+" and (self.frames or self.errors):
+        if (self.frames or self.errors or self.is_group) and (match := _GROUP.match(line)):
             line = line[match.end() :]
         stripped = line.strip()
         if stripped[:1] == "│" and (inner := stripped.strip("│ ")) and self._is_framed(inner):
@@ -62,8 +64,9 @@ class Traceback:
                 self._add(match[1], match[2], match[3])
             return True
         if HEADER in line:
-            if not self.awaits_next and (self.type or self.frames):
+            if not (self.awaits_next or self.is_group) and (self.type or self.frames):
                 return False
+            self.is_group = self.is_group or "Exception Group " in line
             self._finish()
             self.awaits_next = False
             return True
