@@ -22,11 +22,12 @@ from sglang_crashkit.model.event import (
     Line,
     Progress,
     Raised,
+    Stack,
     Stage,
     Stop,
     Watched,
 )
-from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.verdict import Verdict
 
 RAISED = yaml.safe_load((Path(__file__).parent / "raised.yaml").read_text())
@@ -189,3 +190,28 @@ def test_what_a_program_failed_with_before_it_was_ready_it_has_outlived(source: 
     ready = Stage(order=6, at=6.0, name="ready", is_done=True, source=f"{source}:30")
     killed = Exit(order=7, at=7.0, who="TP0", signal="SIGKILL", source="incident")
     assert verdict_of(failed, ready, killed).kind == expected
+
+
+def test_what_a_healthy_server_says_most_is_told_and_what_python_warns_of_is_not() -> None:
+    lines = [("an image is broken", 7), ("a retry", 2), ("UserWarning: slow", 90)]
+    events = [
+        Line(order=number, at=float(number), text=text, level="warning", count=count)
+        for number, (text, count) in enumerate(lines, 5)
+    ]
+    end = Progress(order=20, at=20.0, who="TP0", kind="decode", count=9, last_at=300.0, last_order=40)
+    verdict = verdict_of(READY, *events, end)
+    assert verdict.kind == "no_incident"
+    assert [step for step in verdict.next if "goes on after" in step] == [
+        "it goes on after what it says 7 times: an image is broken",
+        "it goes on after what it says 2 times: a retry",
+    ]
+
+
+def test_a_gpu_fault_is_of_the_part_that_the_dump_of_its_process_was_in() -> None:
+    words = "CUDA error: an illegal memory access was encountered"
+    frames = frames_of(["all_reduce (sglang/srt/distributed/device_communicators/custom_all_reduce.py:377)", *FORWARD])
+    thread = Thread("MainThread", None, frames=frames, active=True, owns_gil=True)
+    dump = Stack(order=6, at=6.0, who="TP0", fatal="Aborted", sample=Sample(pid=9, threads=(thread,)))
+    line = Line(order=5, at=5.0, who="TP0", text=f"watchdog thread terminated with exception: {words}", level="error")
+    verdict = verdict_of(READY, line, dump)
+    assert (verdict.kind, verdict.component) == ("cuda_fault", "custom_all_reduce")

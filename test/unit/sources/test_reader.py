@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import textwrap
+import traceback
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,26 @@ def test_a_traceback_is_read_in_each_form(tmp_path: Path, form: str) -> None:
     (raised,) = [one for one in read([path]) if isinstance(one, Raised)]
     assert (raised.error.type, raised.error.text) == ("KeyError", "'a'")
     assert [(frame.function, frame.line) for frame in raised.error.frames] == [("prepare", 20), ("run_batch", 10)]
+
+
+def test_an_exception_of_a_group_is_read(tmp_path: Path) -> None:
+    async def refuse() -> None:
+        raise RuntimeError("the queue is full")
+
+    async def serve() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(refuse())
+
+    path = tmp_path / "server.log"
+    try:
+        asyncio.run(serve())
+    except BaseException:  # noqa: BLE001 - a group, which this Python may not know by name
+        path.write_text(f"[2026-10-05 08:00:04] ERROR:    Exception in ASGI application\n{traceback.format_exc()}")
+
+    raised = [one.error for one in read([path]) if isinstance(one, Raised)]
+    assert [(one.type, one.text, one.frames[0].function) for one in raised] == [
+        ("RuntimeError", "the queue is full", "refuse")
+    ]
 
 
 def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path: Path) -> None:
