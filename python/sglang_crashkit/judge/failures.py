@@ -170,7 +170,7 @@ class _Failures:
         first = next((it.who for it in (*sure, self._case.watched) if it and re.search(r"\d", it.who or "")), None)
         named = {one.who for one in found if one.weight >= 41}
         layout, arguments = topology_of(self._case), self._case.arguments
-        seen = filter(is_telling, (component_of(one.frames) for dump in self._dumps for one in dump.sample.threads))
+        seen = (part for one in self._raises if (part := component_of(one.error.frames)) not in _NOTICED)
         said = ("aiter" for one in self._case.events if isinstance(one, Line) and "aiter" in one.text)
         on = (name for name in _known("suspects") if is_switched_on(name, arguments))
         suspect = next((name for some in (on, seen, said) for name in some), "gpu")
@@ -386,7 +386,8 @@ class _Failures:
             return True
         end = min((one for one in self._starts if one > event.place), default=(float("inf"), 0))
         for one in self._work:
-            is_other = one.who and event.who and one.who != event.who and one.kind != "answer"
+            is_named = one.who and event.who and one.who != event.who
+            is_other = event.who == "detokenizer" or (is_named and one.kind != "answer")
             if is_other or one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
                 continue
             later = one.last_at - max(event.at, getattr(event, "last_at", 0.0)) if one.last_at and event.at else 0.0

@@ -22,12 +22,11 @@ from sglang_crashkit.model.event import (
     Line,
     Progress,
     Raised,
-    Stack,
     Stage,
     Stop,
     Watched,
 )
-from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.verdict import Verdict
 
 RAISED = yaml.safe_load((Path(__file__).parent / "raised.yaml").read_text())
@@ -207,11 +206,9 @@ def test_what_a_healthy_server_says_most_is_told_and_what_python_warns_of_is_not
     ]
 
 
-def test_a_gpu_fault_is_of_the_part_that_the_dump_of_its_process_was_in() -> None:
+def test_a_gpu_fault_is_of_the_part_that_an_exception_of_it_came_through() -> None:
     words = "CUDA error: an illegal memory access was encountered"
-    frames = frames_of(["all_reduce (sglang/srt/distributed/device_communicators/custom_all_reduce.py:377)", *FORWARD])
-    thread = Thread("MainThread", None, frames=frames, active=True, owns_gil=True)
-    dump = Stack(order=6, at=6.0, who="TP0", fatal="Aborted", sample=Sample(pid=9, threads=(thread,)))
     line = Line(order=5, at=5.0, who="TP0", text=f"watchdog thread terminated with exception: {words}", level="error")
-    verdict = verdict_of(READY, line, dump)
-    assert (verdict.kind, verdict.component) == ("cuda_fault", "custom_all_reduce")
+    place = "forward (sglang/srt/layers/moe/fused_moe_triton/layer.py:10)"
+    verdict = verdict_of(READY, line, raised(f"RuntimeError: {words}", place, *FORWARD, order=6))
+    assert (verdict.kind, verdict.component) == ("cuda_fault", "moe")

@@ -118,6 +118,8 @@ _LOGGERS = (
     ("rust", re.compile(r"panicked at|RUST_BACKTRACE")),
     ("glog", re.compile(r"^[IWEF]\d{4}(?:\d{4})? \d\d:\d\d:\d\d")),
 )
+#: What runs in one process alone whose lines have no name, which a rank's line may stand before.
+_WITHOUT_A_NAME = {"run_detokenizer_process": "detokenizer", "init_tokenizer_manager": "tokenizer"}
 #: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
 _MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
 #: Of a message, characters; lines after its first one, and characters of each.
@@ -568,6 +570,8 @@ class _File:
             if chain:
                 said = stream.traceback.said
                 who = facts.subject_of(said) if said.startswith("Process ") else stream.who
+                alone = (_WITHOUT_A_NAME[one.function] for one in chain[0].frames if one.function in _WITHOUT_A_NAME)
+                who = next(alone, who)
                 self._add(
                     key,
                     Raised(
