@@ -37,7 +37,7 @@ from sglang_crashkit.model.event import (
 _RANK = re.compile(r"\b(TP|DP|PP|EP|ATTN_CP|MOE_DP|CP)\s?(\d+)\b")
 _LOUD = {"critical": 2, "error": 2, "warning": 1}
 #: What Python warns of, and the head of an exception that is told by itself.
-_NO_FAILURE = re.compile(r"\w+Warning: |deprecated|Exception in ASGI application")
+_NO_FAILURE = re.compile(r"Warning: |deprecated|Exception in ASGI application")
 #: Processes that hold no model.
 _ROLES = ("detokenizer", "tokenizer", "router", "controller", "encoder", "trainer")
 #: In which list of its process, or of the case, an event of a class stands.
