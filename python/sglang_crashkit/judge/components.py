@@ -74,9 +74,7 @@ def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:
     for switch in row["switch"] if row else ():
         name, _, value = switch.partition("=")
         has = arguments.get(name)
-        if has in (None, False, "", "none", "None"):
-            continue
-        if not value or re.fullmatch(value, str(has)):
+        if has not in (None, False, "", "none", "None") and (not value or re.fullmatch(value, str(has))):
             return True
     return False
 

@@ -380,14 +380,15 @@ class _Failures:
 
     def _is_outlived(self, event: AnyEvent) -> bool:
         """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
-        if isinstance(event, Raised) and event.thread and any("sglang/srt/" in one.file for one in event.error.frames):
-            return False  # what that thread did for the server is not done any more
+        if isinstance(event, Raised):
+            is_of_sglang = any("sglang/srt/" in one.file for one in event.error.frames)
+            if event.who == "detokenizer" or (event.thread and is_of_sglang):
+                return False  # what that process, or that thread, did for the server is not done any more
         if event.at and self._ready.get((event.who, event.file), (0.0, 0)) > event.place:
             return True
         end = min((one for one in self._starts if one > event.place), default=(float("inf"), 0))
         for one in self._work:
-            is_named = one.who and event.who and one.who != event.who
-            is_other = event.who == "detokenizer" or (is_named and one.kind != "answer")
+            is_other = one.who and event.who and one.who != event.who and one.kind != "answer"
             if is_other or one.side != event.side or one.node != event.node or (one.last_at, one.last_order) > end:
                 continue
             later = one.last_at - max(event.at, getattr(event, "last_at", 0.0)) if one.last_at and event.at else 0.0

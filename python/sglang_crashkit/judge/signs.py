@@ -267,9 +267,9 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
         )
         behind = [rank for rank, one in ranks.items() if one.number == min(numbers)]
         who = f"TP{behind[0]}" if len(behind) == 1 else None
+        row = "other_operation" if len(numbers) == 1 else "not_joined"
         where = signs.where or min(one.place for one in by_rank.values())
         kind = "rank_stuck" if who and len(numbers) > 1 else None
-        row = "other_operation" if len(numbers) == 1 else "not_joined"
         return finding_of(row, where, [told], kind=kind, who=who, group=name and f"group {name}", told=told)
     if not (found := signs.all("nccl", "gloo")):
         return None

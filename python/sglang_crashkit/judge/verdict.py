@@ -25,7 +25,7 @@ def judge(case: Case) -> Verdict:
     findings = [*find_failures(case), *stalls]
     said = [case.watched.text] if case.watched is not None and case.watched.text else []
     chosen = min(findings, key=_rank, default=None) or guess(case) or finding_of("unknown", because=said)
-    is_hang, chosen = any(one is chosen for one in stalls), refine(case, chosen)
+    chosen = refine(case, chosen)
     row = load("classes").get(chosen.kind) or load("classes")["unknown"]
     verdict = Verdict(
         kind=chosen.kind,
@@ -39,7 +39,7 @@ def judge(case: Case) -> Verdict:
     )
     steps, query = [*chosen.next], ""
     if not chosen.is_calm:
-        issues = known_issues(case, is_hang=is_hang, who=chosen.who)
+        issues = known_issues(case, is_hang=any(one is chosen for one in stalls), who=chosen.who)
         columns = KnownIssue.__struct_fields__
         verdict.known_issues = [KnownIssue(**{name: entry[name] for name in columns}) for entry in issues]
         steps[1:1] = [

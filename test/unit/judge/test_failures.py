@@ -212,3 +212,16 @@ def test_a_gpu_fault_is_of_the_part_that_an_exception_of_it_came_through() -> No
     place = "forward (sglang/srt/layers/moe/fused_moe_triton/layer.py:10)"
     verdict = verdict_of(READY, line, raised(f"RuntimeError: {words}", place, *FORWARD, order=6))
     assert (verdict.kind, verdict.component) == ("cuda_fault", "moe")
+
+
+@pytest.mark.parametrize("who", ["detokenizer", "tokenizer"])
+def test_an_answer_of_the_web_server_does_not_outlive_the_detokenizer(who: str) -> None:
+    failed = raised("OSError: no such vocabulary", "run_detokenizer_process (sglang/srt/x.py:442)", who=who)
+    answered = Progress(order=20, at=20.0, kind="answer", count=9, last_at=300.0, last_order=40)
+    assert (verdict_of(READY, failed, answered).kind == "no_incident") == (who != "detokenizer")
+
+
+def test_a_line_of_the_detokenizer_is_outlived_by_answers() -> None:
+    line = Line(order=5, at=5.0, who="detokenizer", text="CUDA error: an illegal memory access", level="error")
+    answered = Progress(order=20, at=20.0, kind="answer", count=9, last_at=300.0, last_order=40)
+    assert verdict_of(READY, line, answered).kind == "no_incident"

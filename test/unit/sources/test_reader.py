@@ -114,13 +114,29 @@ def test_an_exception_of_a_group_is_read(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     try:
         asyncio.run(serve())
-    except BaseException:  # noqa: BLE001 - a group, which this Python may not know by name
+    except Exception:  # noqa: BLE001 - a group, which older Pythons do not know by name
         path.write_text(f"[2026-10-05 08:00:04] ERROR:    Exception in ASGI application\n{traceback.format_exc()}")
 
     raised = [one.error for one in read([path]) if isinstance(one, Raised)]
     assert [(one.type, one.text, one.frames[0].function) for one in raised] == [
         ("RuntimeError", "the queue is full", "refuse")
     ]
+
+
+@pytest.mark.parametrize(
+    ("function", "who"),
+    [("run_detokenizer_process", "detokenizer"), ("init_tokenizer_manager", "tokenizer"), ("load_model", "TP6")],
+)
+def test_an_exception_is_of_the_process_that_its_function_runs_in(tmp_path: Path, function: str, who: str) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(
+        "[2026-10-05 08:00:04 TP6] Load weight begin. avail mem=78.70 GB\n"
+        "Traceback (most recent call last):\n"
+        f'  File "/opt/sglang/srt/some.py", line 10, in {function}\n'
+        "    begin()\n"
+        "OSError: no such vocabulary\n"
+    )
+    assert [one.who for one in read([path]) if isinstance(one, Raised)] == [who]
 
 
 def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path: Path) -> None:
