@@ -8,7 +8,8 @@ in SIGBUS::
     steps      `STEPS` slots of 128 bytes; the step of number n lies in slot n modulo `STEPS`
     data       the rest; the newest overwrites the oldest: ids and lengths of each step's requests
 
-A step says where in the data its requests lie; steps of the same requests share the list of their ids.
+A step says where in the data its requests lie; steps of the same requests share the list of their ids, and of a decode
+that goes on with them the lengths, too: it says how many tokens each has more.
 
 There is no lock, and a writer may be killed anywhere. So a reader believes only what has the right checksum: the body
 of a step, and its pieces of the data. What changes as a step goes on is stored by single instructions: how far it came,
@@ -40,7 +41,7 @@ DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "timeout")
 #: More requests of one step than these are counted, and not recorded.
 MAX_REQUESTS = 2048
 
-_VERSION = 6
+_VERSION = 7
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
 PAGE, SLOT = 4096, 128
 #: Where the slots begin, and how long each is, in words of 64 bits.
@@ -60,8 +61,8 @@ NUMBER_AT, _ENDED, FIXED = 16, 1, 16
 _MARKS = struct.Struct("@Qd")
 #: Number, when it began, rolling hash; place, size and checksum of the ids, place and checksum of the lengths; how many
 #: requests are listed, and how many there are; how many tokens, mode, whether tokens lie behind the lengths; which
-#: decisions there are, and their numbers.
-BODY = struct.Struct("<QdQ5I3I3B6Q")
+#: decisions there are, and their numbers; how many tokens each request has more than the lengths say.
+BODY = struct.Struct("<QdQ5I3I3B6QB")
 CHECKED = struct.Struct(f"<I{BODY.size}s")
 NO_DECISIONS = (0,) * (1 + len(DECISIONS))
 _ID_LENGTH = struct.Struct("<H")
@@ -69,6 +70,8 @@ _ID_LENGTH = struct.Struct("<H")
 MAX_KNOWN = 4096
 #: After so many bytes a list of ids is written again, so that it is there as long as its steps.
 _FRESH = DATA_BYTES // 2
+#: So many steps share the lengths of one, at most.
+_MAX_ADDED = 255
 #: A reader reads so many requests at most, of the newest steps.
 MAX_READ = 65_536
 
@@ -115,6 +118,10 @@ class StepWriter:
         #: The ids that were written last, and their place in the data, size and checksum.
         self._rids: Sequence[str] = ()
         self._ids = 0, 0, 0
+        #: Of the step that was written last: what agrees, the sum of its lengths, and what its body holds behind them.
+        self._same: tuple[int, ...] = ()
+        self._sum = self._added = 0
+        self._rest: tuple[int, ...] = ()
         self._has_control = False
         #: The step that was scheduled last, the place of its first word, and that word without mode and phase.
         self._newest, self._place, self._word = 0, _UNUSED, 0
@@ -183,11 +190,22 @@ class StepWriter:
             OverflowError, TypeError: a length is not one; nothing was noted.
         """
         decided = _mask_of(decisions) if decisions else NO_DECISIONS
-        self._place = self._write(number, began, mode, rids, lengths, tokens, total, decided, agreed, SCHEDULED)
-        self._newest, self._word = number, number << NUMBER_AT
-        self._words[_OPEN] = 0
-        if self._has_control:
-            self._end_control()
+        self._write(number, began, mode, rids, lengths, tokens, total, decided, agreed, SCHEDULED)
+
+    def schedule_again(self, number: int, began: float) -> bool:
+        """Note that what was noted last, by `schedule` and without decisions, was scheduled again.
+
+        Each request has one token more.
+
+        Returns:
+            Whether that was noted; False where it is to be written out.
+        """
+        if self._added == _MAX_ADDED:
+            return False
+        self._added += 1
+        self._sum += self._same[1]
+        self._put(number, began, SCHEDULED)
+        return True
 
     def _write(
         self,
@@ -201,8 +219,8 @@ class StepWriter:
         decided: tuple[int, ...],
         agreed: int,
         phase: int,
-    ) -> int:
-        """Write a step, of which `agreed` and what is before it must agree; return the place of its first word."""
+    ) -> None:
+        """Write a step, of which `agreed` and what is before it must agree."""
         size = len(rids)
         if size > MAX_REQUESTS:
             rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
@@ -219,25 +237,35 @@ class StepWriter:
             self._ids = self._append(ids), len(ids), crc32(ids)
             self._rids = rids
         ids_at, ids_size, ids_sum = self._ids
-        lengths_at, lengths_sum = self._append(raw), crc32(raw)
-        told = 0
-        if phase == SCHEDULED:
-            # Once it differs it stays different. Of numbers only: the hash of anything else differs by process. And of
-            # small ones: that of a large one is a remainder.
-            told = hash((self._agreed, number, mode, size, total, agreed, decided, ids_sum, lengths_sum)) & _IDLE
-            self._agreed = told
+        lengths_at = self._append(raw)
+        self._added, self._sum = 0, sum(lengths)
+        self._same = mode, size, total, agreed, ids_sum, *decided
         # fmt: off
-        body = BODY.pack(
-            number, began, told, ids_at % DATA_BYTES, ids_size, ids_sum, lengths_at % DATA_BYTES, lengths_sum,
+        self._rest = (
+            ids_at % DATA_BYTES, ids_size, ids_sum, lengths_at % DATA_BYTES, crc32(raw),
             len(rids), size, total, mode, tokens is not None, *decided,
         )
         # fmt: on
+        self._put(number, began, phase)
+
+    def _put(self, number: int, began: float, phase: int) -> None:
+        """Put a step into its slot."""
+        words, told = self._words, 0
+        if phase == SCHEDULED:
+            # Once it differs it stays different. Of numbers only: the hash of anything else differs by process. And of
+            # small ones: that of a large one is a remainder.
+            self._agreed = told = hash((self._agreed, number, self._sum, self._same)) & _IDLE
+        body = BODY.pack(number, began, told, *self._rest, self._added)
         slot = number % STEPS
         place = _FIRST_WORD + slot * _WORDS
-        self._words[place] = 0
+        words[place] = 0
         CHECKED.pack_into(self._map, PAGE + slot * SLOT + FIXED, crc32(body), body)
-        self._words[place] = number << NUMBER_AT | phase
-        return place
+        words[place] = number << NUMBER_AT | phase
+        if phase == SCHEDULED:
+            self._newest, self._place, self._word = number, place, number << NUMBER_AT
+            words[_OPEN] = 0
+            if self._has_control:
+                self._end_control()
 
     def leave_out(self) -> None:
         """Note that the batch that was scheduled last is another one than was noted last."""
@@ -382,7 +410,7 @@ class _Body:
 
     def step(self, modes: Mapping[int, str], found: _Requests) -> Step:
         agreed, ids_at, ids_size, ids_sum, lengths_at, lengths_sum, count, size, total, mode, *rest = self.rest
-        has_tokens, mask, *values = rest
+        has_tokens, mask, *values, added = rest
         return Step(
             number=self.number,
             began=self.began,
@@ -390,7 +418,7 @@ class _Body:
             phase=PHASES[min(self.phase, PROCESSED)],
             mode=modes.get(mode, str(mode)) if mode else "",
             forward=modes.get(self.forward, "") if self.forward else "",
-            requests=found.of(count, (ids_at, ids_size, ids_sum), (lengths_at, lengths_sum), bool(has_tokens)),
+            requests=found.of(count, (ids_at, ids_size, ids_sum), (lengths_at, lengths_sum), bool(has_tokens), added),
             size=size,
             tokens=total,
             decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
@@ -435,12 +463,12 @@ class _Requests:
         self._rids: dict[tuple[int, int, int], list[str]] = {}
 
     def of(
-        self, count: int, ids: tuple[int, int, int], lengths: tuple[int, int], has_tokens: bool
+        self, count: int, ids: tuple[int, int, int], lengths: tuple[int, int], has_tokens: bool, added: int
     ) -> tuple[StepRequest, ...]:
         """Return the requests of a step, `count` of them, none where they were overwritten.
 
         Place, size and checksum of their `ids` are given, and place and checksum of their `lengths`, behind which may
-        lie how many tokens the step computes for each.
+        lie how many tokens the step computes for each; `added` is how many tokens each has more.
         """
         if not 0 < count <= min(MAX_REQUESTS, self._requests_left):
             return ()
@@ -453,7 +481,7 @@ class _Requests:
         if len(rids) != count or not numbers:
             return ()
         tokens = numbers[count:] if has_tokens else (1,) * count
-        return tuple(map(StepRequest, rids, tokens, numbers[:count]))
+        return tuple(map(StepRequest, rids, tokens, (number + added for number in numbers[:count])))
 
     def _take(self, size: int, start: int, checksum: int) -> bytes:
         if size > self._bytes_left:

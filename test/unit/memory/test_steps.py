@@ -89,6 +89,18 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     assert (ended.phase, ended.ended) == ("processed", 8.25)
 
 
+def test_a_step_that_goes_on_is_read_and_compared_as_one_that_is_written_out(writer: StepWriter) -> None:
+    other = StepWriter()
+    for number in range(1, 600):
+        lengths = [number + 40, number + 4]
+        run(other, number, ["ab", "c"], lengths)
+        writer.begin_round(number, float(number))
+        if number == 1 or not writer.schedule_again(number, float(number)):
+            run(writer, number, ["ab", "c"], lengths)
+    assert read(writer) == read(other)
+    other.close()
+
+
 def test_of_a_long_id_start_end_and_length_are_kept(writer: StepWriter) -> None:
     run(writer, 1, ["x" * MAX_RID, "y" * 1_000_000, "", "\ud800"], [1, 2, 3, 4])
     (step,) = read(writer).steps
@@ -267,6 +279,7 @@ def craft(writer: StepWriter, count: int, size: int) -> None:
         body = module.BODY.pack(
             *(number, 1.0, 1, start, len(whole), crc32(whole), 0, crc32(lengths), count, count, 1, DECODE, 0),
             *module.NO_DECISIONS,
+            0,
         )
         place = module.PAGE + number % STEPS * module.SLOT
         module.CHECKED.pack_into(memory, place + module.FIXED, crc32(body), body)

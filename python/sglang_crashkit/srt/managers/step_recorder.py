@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 #: Names of the modes in which a batch takes in tokens, and of the one that only stands for what was received elsewhere.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
 _PREBUILT = "prebuilt"
+#: That of a batch each of whose requests gets one token more, unless it speculates.
+_DECODE = "decode"
 #: So many of the requests that were received for one step are looked at; the others are counted.
 _MAX_RECEIVED = 256
 #: More batches than these are under way in no event loop.
@@ -66,7 +68,8 @@ class StepRecorder:
         self.writer = writer
         self.failures = 0
         self._extends = frozenset(number for number, name in modes.items() if name in _EXTENDS)
-        self._prebuilt = next((number for number, name in modes.items() if name == _PREBUILT), -1)
+        by_name = {name: number for number, name in modes.items()}
+        self._prebuilt, self._decode = by_name.get(_PREBUILT, -1), by_name.get(_DECODE, -1)
         self._is_cpu = str(getattr(scheduler, "device", None)) == "cpu"
         #: While a stage of a pipeline has nothing to do in one round, another batch may be under way.
         self._is_staged = getattr(scheduler, "pp_size", 1) > 1
@@ -86,6 +89,10 @@ class StepRecorder:
         self._processing = self._processed = 0
         #: The last step of requests that came from a prefill server which holds an idle batch, and the step of that.
         self._inner_of = self._inner = 0
+        #: The requests of a decode that was noted last and goes on where the next one has the same; SGLang makes another
+        #: list where one ends, and lengthens it where one comes.
+        self._reqs: Sequence[Any] | None = None
+        self._size = 0
         #: Of all that was ever received, as bytes and as a number.
         self._received_hash, self._received_sum = bytes(8), 0
         self._no_controls: set[type] = set()
@@ -118,6 +125,8 @@ class StepRecorder:
         else:
             if not self._is_staged:
                 self._pending.clear()
+            # Nobody else may hold the requests any more.
+            self._reqs = None
             self.writer.begin_round(0, now)
 
     def _number_of(self, scheduler: Any) -> int:
@@ -168,37 +177,14 @@ class StepRecorder:
         """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
         self._batches, self._has_begun = self._batches + 1, True
         number, reqs, mode = self._number_of(scheduler), batch.reqs, int(batch.forward_mode or 0)
-        is_extend = mode in self._extends
-        tokens: Sequence[int] | None = None
-        lengths: Sequence[int]
-        # With beams there are more rows than requests.
-        if is_extend and len(batch.extend_lens) == len(batch.prefix_lens) == len(reqs):
-            tokens = batch.extend_lens
-            lengths = list(map(add, batch.prefix_lens, tokens))
-        else:
-            counted, algorithm = batch.seq_lens_cpu, batch.spec_algorithm
-            if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
-                lengths = counted.tolist()
-            else:
-                # With speculative decoding that arrives from the GPU at some time, so the requests are asked.
-                inputs, outputs = map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs))
-                lengths = list(map(add, inputs, outputs))
         decisions = self._decisions
         if queue := getattr(self._grammars, "grammar_queue", None):
             decisions["grammar"] = len(queue)
         for name, attribute in self._cache:
             decisions[name] = len(getattr(scheduler.tree_cache, attribute))
-        self.writer.schedule(
-            number,
-            self._began,
-            mode,
-            [one.rid for one in reqs],
-            lengths,
-            tokens,
-            sum(tokens) if tokens is not None else (is_extend and batch.extend_num_tokens) or len(reqs),
-            decisions,
-            self._received_sum,
-        )
+        goes_on = reqs is self._reqs and len(reqs) == self._size and mode == self._decode
+        if not goes_on or self._has_received or decisions or not self.writer.schedule_again(number, self._began):
+            self._write_out(number, batch, mode)
         if self._inner_of and self._inner_of == number - 1:
             # It has no results of its own.
             self._inner = number
@@ -208,6 +194,37 @@ class StepRecorder:
             self._inner_of = number if batch.inner_idle_batch is not None else 0
         if self._has_received or decisions:
             self._forget_received()
+
+    def _write_out(self, number: int, batch: Any, mode: int) -> None:
+        reqs, is_extend, self._reqs = batch.reqs, mode in self._extends, None
+        is_counted = False
+        tokens: Sequence[int] | None = None
+        lengths: Sequence[int]
+        # With beams there are more rows than requests.
+        if is_extend and len(batch.extend_lens) == len(batch.prefix_lens) == len(reqs):
+            tokens = batch.extend_lens
+            lengths = list(map(add, batch.prefix_lens, tokens))
+        else:
+            counted, algorithm = batch.seq_lens_cpu, batch.spec_algorithm
+            if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
+                lengths, is_counted = counted.tolist(), True
+            else:
+                # With speculative decoding that arrives from the GPU at some time, so the requests are asked.
+                inputs, outputs = map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs))
+                lengths = list(map(add, inputs, outputs))
+        self.writer.schedule(
+            number,
+            self._began,
+            mode,
+            [one.rid for one in reqs],
+            lengths,
+            tokens,
+            sum(tokens) if tokens is not None else (is_extend and batch.extend_num_tokens) or len(reqs),
+            self._decisions,
+            self._received_sum,
+        )
+        if is_counted and mode == self._decode:
+            self._reqs, self._size = reqs, len(reqs)
 
     def take_results(self, batch: Any, result: Any) -> None:
         """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""

@@ -90,6 +90,43 @@ def test_attributes_that_are_gone_change_nothing(
     )
 
 
+def test_a_decode_goes_on_until_its_requests_change(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step says is the same whether it was written out or goes on, however SGLang changes the batch."""
+    batch = batch_of(DECODE, [A, B])
+    written_out = []
+    write = step_recorder.StepRecorder._write_out
+
+    def noting(recorder: Any, number: int, *given: Any) -> None:
+        written_out.append(number)
+        write(recorder, number, *given)
+
+    monkeypatch.setattr(step_recorder.StepRecorder, "_write_out", noting)
+
+    def step(lengths: list[int], **changed: Any) -> None:
+        vars(batch).update({"seq_lens_cpu": Lengths(lengths), "forward_mode": DECODE, **changed})
+        scheduler.step(batch)
+        known = zip(batch.reqs, lengths, strict=True)
+        assert [(one.rid, one.length) for one in last().requests] == [(req.rid, length) for req, length in known]
+        assert last().mode == batch.forward_mode.name.lower()
+
+    step([4, 7])
+    step([5, 8])
+    step([6, 9])
+    batch.reqs.append(Req("c", 3))
+    step([7, 10, 3])
+    step([8, 11, 4])
+    step([9, 12], reqs=batch.reqs[:2])
+    step([9, 12], forward_mode=VERIFY)
+    step([9, 12], spec_algorithm=SimpleNamespace(is_none=lambda: False), reqs=[Req("d", 9), Req("e", 12)])
+    step([9, 12], spec_algorithm=None)
+    step([10, 13])
+    scheduler.last_batch = None
+    for _ in range(2):
+        scheduler.process_input_requests()
+    step([11, 14])
+    assert written_out == [1, 4, 6, 7, 8, 9, 11]
+
+
 def test_a_step_goes_through_its_phases(scheduler: Scheduler) -> None:
     batch = batch_of(EXTEND, [A, B], prefix_lens=[0, 5], extend_lens=[4, 2])
     scheduler.process_input_requests([TokenizedGenerateReqInput("a"), FlushCacheReqInput()])
