@@ -89,9 +89,9 @@ class StepRecorder:
         self._processing = self._processed = 0
         #: The last step of requests that came from a prefill server which holds an idle batch, and the step of that.
         self._inner_of = self._inner = 0
-        #: The requests of a decode that was noted last and goes on where the next one has the same; SGLang makes another
-        #: list where one ends, and lengthens it where one comes.
-        self._reqs: Sequence[Any] | None = None
+        #: The requests of a decode that was noted last, and goes on where the next one has the same: SGLang makes
+        #: another list where one ends, and lengthens it where one comes.
+        self._reqs: list[Any] = []
         self._size = 0
         #: Of all that was ever received, as bytes and as a number.
         self._received_hash, self._received_sum = bytes(8), 0
@@ -126,7 +126,7 @@ class StepRecorder:
             if not self._is_staged:
                 self._pending.clear()
             # Nobody else may hold the requests any more.
-            self._reqs = None
+            self._reqs = []
             self.writer.begin_round(0, now)
 
     def _number_of(self, scheduler: Any) -> int:
@@ -196,7 +196,7 @@ class StepRecorder:
             self._forget_received()
 
     def _write_out(self, number: int, batch: Any, mode: int) -> None:
-        reqs, is_extend, self._reqs = batch.reqs, mode in self._extends, None
+        reqs, is_extend, self._reqs = batch.reqs, mode in self._extends, []
         is_counted = False
         tokens: Sequence[int] | None = None
         lengths: Sequence[int]
