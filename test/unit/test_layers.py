@@ -29,7 +29,7 @@ ALLOWED = {
     "protocol": {"kernel"},
     "memory": {"errors", "kernel", "model", "redact"},
     "analysis": {"model"},
-    "judge": {"model"},
+    "judge": {"analysis", "model"},
     "view": {"analysis", "capture", "errors", "incident", "judge", "kernel", "model", "redact", "visible"},
     "sources": {"errors", "kernel", "model", "redact"},
     "capture": {"errors", "kernel", "model", "settings"},

@@ -42,6 +42,8 @@ _MAX_TEXT, _MAX_QUOTE, _MAX_HEADLINE = 3000, 220, 1000
 _NEAR = 5
 #: Seconds of work after a failure by which a server is taken to have outlived it.
 _OUTLIVED_S = 3.0
+#: Seconds without a batch and an answer after which a healthy server is called idle.
+_IDLE_S = 30.0
 #: The kernel's log may be in another time zone: what is further apart than this in seconds is so by the clock.
 _ANY_ZONE_S = 15 * 3600.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
@@ -232,7 +234,10 @@ class _Failures:
         if self._case.is_started and self._case.watched is None:
             said = [one.text for one in self._case.events if isinstance(one, Line | Progress)]
             notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
-            yield finding_of("no_failure", (self._case.last_at, 0), notes=notes)
+            answers = sum(one.count for one in self._work if one.kind == "answer")
+            idle = self._case.last_at - max((one.last_at or float("inf") for one in self._work), default=float("inf"))
+            idle_for = f"{idle:.0f}" if answers and idle > _IDLE_S else None
+            yield finding_of("no_failure", (self._case.last_at, 0), notes=notes, answers=answers, idle=idle_for)
         for stop in self._asked[:1]:
             by = f"{_known('askers').get(stop.by, stop.by)}: {stop.text.strip()[:160]}"
             found = finding_of("asked_to_stop", stop.place, [_quoted(stop, stop.text)], by=by)
@@ -353,7 +358,8 @@ class _Failures:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
             likely = "" if event.is_cut and role == "scheduler" else role
-            who = who or likely
+            is_launch = not is_started and any(re.search("launch_server|cli/serve", one.file) for one in frames)
+            who = who or likely or ("main process" if is_launch else "")
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
@@ -362,6 +368,7 @@ class _Failures:
             text = "the traceback is cut off before its last line, which names it"
         side = f" of the {event.side} server" if event.side else ""
         is_telling_itself = error.text.strip() or error.type == "AssertionError"
+        on = [one for one in load("components") if not name and is_switched_on(one, arguments)]
         # One line of an excerpt does not tell whether the server was ready.
         is_phase_known = frames or self._began or self._starts or self._case.watched is not None
         return finding_of(
@@ -374,7 +381,7 @@ class _Failures:
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
             steps=_steps(row, named, error.text), way=way_out(part, arguments, is_seen=bool(frames)),
-            is_consequence=row.follows,
+            on=", ".join(on[:4]), is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
 
@@ -439,12 +446,14 @@ class _Failures:
         kind = row.kind_at(is_started)
         part = component_of(words=event.text, arguments=self._case.arguments)
         by_words = "router" if _pattern("router_line").search(event.text) else ""
-        who = named.get("who") or row.who_is or event.who or by_words
+        by_pid = f"worker (pid {named['pid']})" if "pid" in named else ""
+        who = named.get("who") or row.who_is or event.who or by_words or by_pid
         if not who and (following := self._next(self._raises, event)):
             # What a library prints without a name is told by what the process that called it raises.
             who = following.who
             frames = [frame for error in following.chain for frame in error.frames]
-            part = part or component_of(frames, arguments=self._case.arguments)
+            of_frames = component_of(frames, arguments=self._case.arguments)
+            part = of_frames if part in _NOTICED and is_telling(of_frames) else part or of_frames
         elif not who and (ended := self._next(self._exits, event)):
             who = ended.who
         part = row.part_of(part)
@@ -462,7 +471,8 @@ class _Failures:
     def _next(self, events: Sequence[_Event], event: AnyEvent) -> _Event | None:
         """Return the first of some events, in the order of their places, that comes right after another one."""
         place = bisect.bisect_left(events, event.place, key=lambda one: one.place)
-        return next((one for one in events[place : place + 1] if one.at - event.at <= _NEXT_S), None)
+        near = (it for it in events[place : place + 1] if it.at - event.at <= _NEXT_S or it.order == event.order + 1)
+        return next(near, None)
 
     # -- the kernel, ends, containers
 
@@ -487,6 +497,12 @@ class _Failures:
         pid = event.pid or (pids.pop() if by_pid and len(pids) == 1 else 0)
         gpu, library = str(facts.get("gpu", "")), str(facts.get("library") or "")
         who = event.who or self._named(pid) or self._rank_of(gpu) or (f"pid {pid}" if by_pid and pid else None)
+        if event.kind == "segfault" and not who:
+            # The kernel numbers the thread that faulted, and others the process; a stack says more.
+            died = {one.who for one in self._exits if one.signal == "SIGSEGV"}
+            if self._dumps and not library:
+                return
+            who = died.pop() if len(died) == 1 else None
         said = [one.text for one in events if isinstance(one, Line) and "host memory" in one.text]
         parts = (component_of(words=one) for one in said if row["row"] == "oom_kill")
         part = component_of(words=library) or next(filter(is_telling, parts), None)
@@ -572,12 +588,18 @@ class _Failures:
         # The innermost are those of what handled the signal.
         frames = [one for one in (thread.frames if thread else ()) if not _pattern("handlers").match(one.function)]
         part = component_of(frames, arguments=self._case.arguments)
+        role = _role("", frames) or _role("", [frame for one in sample.threads for frame in one.frames])
+        is_there = thread is None or thread.active or thread.name or sample.native
+        if not is_there:
+            # Without the thread that faulted, the others tell what the process was for.
+            parts = (component_of(one.frames, arguments=self._case.arguments) for one in sample.threads)
+            part = part or next(filter(None, parts), None)
         known = self._closed() or self._named(sample.pid)
-        who = known or event.who or _only(self._case, event) or _role("", frames)
+        who = known or event.who or _only(self._case, event) or role
         is_told = known or sample.title or self._case.watched is not None or self._case.arguments.get("tp_size") == 1
         because = [_quoted(event, f"Fatal Python error: {event.fatal}"), *map(str, frames[:4])]
-        values: dict[str, Any] = {"who": who, "part": part, "place": next(iter(frames), None), "fatal": event.fatal,
-                  "way": way_out(part, self._case.arguments, is_seen=True)}  # fmt: skip
+        values: dict[str, Any] = {"who": who, "part": part, "place": next(iter(frames if is_there else ()), None),
+                  "fatal": event.fatal, "way": way_out(part, self._case.arguments, is_seen=True)}  # fmt: skip
         is_started = self._is_started(event, frames)
         row = self._family(None, "", frames, is_started=is_started, role="scheduler")
         if row is not None and kind == "aborted":

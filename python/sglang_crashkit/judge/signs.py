@@ -14,7 +14,7 @@ from sglang_crashkit.judge.components import component_of, is_telling, way_out
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import AnyEvent, Arguments, Collective, Exit, Line, Raised, Stack
+from sglang_crashkit.model.event import AnyEvent, Arguments, Collective, Exit, Line, Progress, Raised, Stack, Stage
 
 _MAX_TEXT = 4000
 #: What comes within so many seconds of the end of the evidence goes on to its end.
@@ -57,6 +57,7 @@ class Signs(msgspec.Struct, kw_only=True):
     batch: str = ""  # what the last batch was, and of which rank; empty without one
     last_word: str = ""  # what a server that stands still said last, or was asked for, after its last batch
     part: str | None = None  # the component that this speaks of
+    complaint: list[str] = []  # what somebody wrote beside the log: that it does not go on
     told: list[str] = []  # the most telling of the lines, with their sources
 
     def all(self, *names: str) -> list[Sign]:
@@ -73,14 +74,12 @@ def read(case: Case) -> Signs:
     found.sort(key=lambda one: one.event.place)
     signs = Signs(found=found)
     batches, answers = [(0.0, 0)], [(0.0, 0)]
+    signs.batch = _last_batch(case.processes.values())[0]
     for process in case.processes.values():
         batches += [one.place for one in process.lines if _pattern("batch").match(one.text)]
         for one in process.progress:
             place = one.last_at or one.at, one.last_order
             if one.kind in ("prefill", "decode"):
-                if place > max(batches):
-                    who = f" of {topology.short_name(process)}" if process.ranks else ""
-                    signs.batch = f"a {one.kind} batch{who} ({one.running} running, {one.queued} queued)"
                 batches.append(place)
             elif one.kind in ("answer", "refused") or (one.kind == "health" and one.status < 400):
                 answers.append(place)
@@ -103,17 +102,33 @@ def read(case: Case) -> Signs:
     # GPUs that are all at full use in a hang run a kernel that waits, or does not end.
     is_spinning = bool(case.gpus) and all(one.use >= 95.0 for one in case.gpus)
     signs.part = component_of(words=signs.last_word) or ("gpu" if is_spinning else None)
-    signs.stands_for = _stands_for(case, is_begun=is_begun)
+    logs = {event.file for event in case.events if isinstance(event, Arguments | Progress | Stage)}
+    prose = (event for event in case.events if isinstance(event, Line) and event.file not in logs)
+    told = (event for event in prose if _pattern("complaint").search(event.text))
+    signs.complaint = [f"{event.source}: {event.text[:160]}" for event in told][:1]
+    is_told = signs.complaint or (case.gpus and all(one.is_waiting for one in case.gpus))
+    signs.stands_for = _stands_for(case, is_begun=is_begun, least=0.0 if is_told else _STANDS_S)
     is_wrong = signs.is_hang or bool(signs.stands_for) or _failed_after(case, good, max(batches))
     signs.is_alive = is_seen and is_recent and looked <= good and not is_wrong
     signs.told = [f"{one.text.strip()[:160]} ({one.event.source or 'log'})" for one in _once(hang)]
     return signs
 
 
-def _stands_for(case: Case, *, is_begun: bool) -> float:
+def _last_batch(processes: Iterable[Process]) -> tuple[str, str]:
+    """Return what the last batch of some processes was, and of which side of a pair; empty without one."""
+    every = [(one, its) for its in processes for one in its.progress if one.kind in ("prefill", "decode")]
+    if not every:
+        return "", ""
+    one, process = max(every, key=lambda it: (it[0].last_at or it[0].at, it[0].last_order))
+    who = f" of {topology.short_name(process)}" if process.ranks else ""
+    return f"a {one.kind} batch{who} ({one.running} running, {one.queued} queued)", one.side
+
+
+def _stands_for(case: Case, *, is_begun: bool, least: float) -> float:
     """Return for how many seconds requests have been in a batch, or waited for one, and no batch ran and none ended.
 
-    0.0 where they go on, or no request is under way. The main process alone may answer health checks all the while.
+    0.0 where they go on, or no request is under way, and of less than `least`. The main process alone may answer health
+    checks all the while.
     """
     progress = case.progress
     work = [one for one in progress if one.kind in ("prefill", "decode")]
@@ -134,7 +149,7 @@ def _stands_for(case: Case, *, is_begun: bool) -> float:
     if any(isinstance(event, Arguments) and event.values and event.order > last.last_order for event in own):
         return 0.0  # it was started anew
     silent = max(map(_last_at, own)) - max(last.last_at, answered)
-    return silent if silent >= _STANDS_S else 0.0
+    return max(silent, 0.1) if silent >= least else 0.0
 
 
 def _last_word(case: Case, batch: Place, end: Place) -> tuple[str, bool]:
@@ -363,9 +378,12 @@ def _standing(signs: Signs, case: Case) -> Finding | None:
     """Return that requests do not go on while the server answers its health check, where nothing else tells."""
     if not signs.stands_for or case.stops or _failed_after(case, (signs.last_batch, 0), (0.0, 0)):
         return None
-    seconds = f"{signs.stands_for:.0f}"
-    because = [f"nothing of a batch in the last {seconds} s"]
-    return finding_of("standing", (signs.last_batch, 0), because, seconds=seconds, **silence_of(signs, case))
+    seconds = f"{signs.stands_for:.0f}" if signs.stands_for >= _STANDS_S else None
+    because = [f"nothing of a batch in the last {seconds} s"] if seconds else []
+    return finding_of(
+        "standing", (signs.last_batch, 0), [*because, *signs.complaint], seconds=seconds,
+        who=_last_batch(case.processes.values())[1], **silence_of(signs, case),
+    )  # fmt: skip
 
 
 def silence_of(signs: Signs, case: Case) -> dict[str, Any]:
@@ -407,7 +425,7 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
         # What Kubernetes counts goes on after the last line.
         hours, minutes = (int(one or 0) for one in over.groups())
         stands = max(stands, 3600.0 * hours + 60.0 * minutes - (last - case.first_at))
-    if stands < patience:
+    if stands < patience and not signs.complaint:
         at_work = stages[max(begun, key=order.index)]["component"] if begun else None
         part = signs.part if is_telling(signs.part) else at_work
         return finding_of("starting", end_of(case), component=part, told=told, slow=stages[stage].get("slow"))
@@ -416,9 +434,11 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     named = topology.name_ranks(behind) if 0 < len(behind) <= 2 else None
     is_joining = stage == "distributed"
     return finding_of(
-        "start_stands", (last, 0), kind={"distributed": "startup_timeout", "weights": "slow_storage"}.get(stage),
+        "start_stands", (last, 0), signs.complaint,
+        kind={"distributed": "startup_timeout", "weights": "slow_storage"}.get(stage),
         who=topology.name_nodes(nodes) if nodes and is_joining else named, component=part, is_joining=is_joining,
-        minutes=f"{stands / 60:.0f}", told=told, way=way_out(part, case.arguments, is_seen=True),
+        minutes=f"{stands / 60:.0f}" if stands >= patience else None, told=told,
+        way=way_out(part, case.arguments, is_seen=True),
     )  # fmt: skip
 
 
@@ -437,10 +457,13 @@ def _watchdogs(signs: Signs, case: Case) -> Finding | None:
     who = list(dict.fromkeys(one.who for one in found if one.who))
     layout = topology.topology_of(case, first.process.side)
     told = topology.name_ranks(who) if who else "the scheduler"
+    replicas = {one.process.ranks.get("dp", -1) for one in found}
+    alike = [one for one in case.schedulers if one.ranks.get("dp", -1) in replicas]
+    is_one = len(replicas) == 1 and len(alike) < len(case.schedulers) and not layout.is_dp_attention
     return finding_of(
-        "watchdog", first.event.place, _quote(*found[:4]), secs=secs,
-        told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, batch=signs.batch,
-        component=signs.part, word=signs.last_word,
+        "watchdog", first.event.place, _quote(*found[:4]), secs=secs, who=f"DP{replicas.pop()}" if is_one else None,
+        told=f"all {len(who)} ranks" if len(who) == layout.ranks > 1 else told, component=signs.part,
+        word=signs.last_word, batch=_last_batch(alike)[0] or signs.batch,
         nodes=topology.name_nodes(layout.unseen_nodes),
     )  # fmt: skip
 

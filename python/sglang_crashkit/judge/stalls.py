@@ -26,7 +26,6 @@ from sglang_crashkit.judge.activity import (
     innermost,
     is_loop,
     is_own,
-    of_frames,
     role_by,
 )
 from sglang_crashkit.judge.components import component_of, way_out
@@ -425,8 +424,11 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
         waits[stage] = set() if is_elsewhere else {(stage + one) % layout.pp for one in ahead if one is not None}
     if all(one.last.is_for_requests or one.last.purpose == "transfers" for one in members) and not scene.signs.is_hang:
         return None
-    roots = topology.root_stages(waits)
-    unseen = sorted({other for others in waits.values() for other in others} - set(stages))
+    awaited = {other for others in waits.values() for other in others}
+    # The upstream-most that wait for no other: of a ring none does, and all are looked at.
+    free = [stage for stage, others in sorted(waits.items()) if not others]
+    roots = [stage for stage in free if stage in awaited] or free or sorted(waits)
+    unseen = sorted(awaited - set(stages))
     if unseen:
         name = f"PP{unseen[0]}"
         who = topology.name_nodes(layout.unseen_nodes) or name
@@ -514,9 +516,6 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     if not ranks or any(one.last.kind in ("unknown", "dead") for one in ranks):
         return []
     if scene.signs.is_hang or scene.signs.stands_for:
-        if beside := _other_threads(ranks):
-            found = _finding(scene, "other_thread", [], members, words=beside[1])
-            return [msgspec.structs.replace(found, component=beside[0])]
         silence = signs.silence_of(scene.signs, scene.case)
         if silence["kind"]:
             return [_finding(scene, "update_waits", [], members, **silence)]
@@ -532,21 +531,6 @@ def _calm(scene: Scene, members: Sequence[Member]) -> list[Finding]:
     awake = "moving" if any(one.is_moving for one in ranks) else "one_look"
     row = awake if not is_idle else "idle_alone" if is_alone else "idle"
     return [_finding(scene, row, [], members, ranks=_who(ranks), other=other)]
-
-
-def _other_threads(members: Sequence[Member]) -> tuple[str | None, str] | None:
-    """Return the part and the words of threads beside the main one that are at work or wait for something outside."""
-    for one in members:
-        sample = one.stacks[-1].sample
-        for thread in sample.threads:
-            if thread.frames == one.frames[-1] or not any(map(is_own, thread.frames)):
-                continue
-            activity = of_frames(thread.frames)
-            name = thread.name.replace("_", " ")
-            is_io = re.search(r"(?i)\b(io|aux|prefetch|backup|transfer|load|storage)", name) is not None
-            if activity.kind in ("storage", "http", "file", "transfer") or (activity.kind == "own" and is_io):
-                return component_of(thread.frames), f"a thread of {one.name} ({thread.name}) {activity.words}"
-    return None
 
 
 # -- in words

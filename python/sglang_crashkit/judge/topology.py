@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang_crashkit.analysis.ranks import name_some, ranges
 from sglang_crashkit.model.case import Case, Process
 
 _T = TypeVar("_T")
@@ -125,50 +126,18 @@ def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[
     return [{"tp": tp, **({"pp": pp} if topology.pp > 1 else {})} for pp, tp in missing]
 
 
-def root_stages(waits: Mapping[int, set[int]]) -> list[int]:
-    """Return the stages from which the wait of a pipeline comes, upstream-most first.
-
-    Args:
-        waits: by stage, the stages that it waits for; empty for one that waits for no other.
-
-    Returns:
-        The stages that wait for no other, of those that others wait for; all of a ring in which each waits.
-    """
-    awaited = {other for others in waits.values() for other in others}
-    roots = [stage for stage, others in sorted(waits.items()) if not others]
-    return [stage for stage in roots if stage in awaited] or roots or sorted(waits)
-
-
 def name_nodes(nodes: Sequence[int]) -> str:
     """Return nodes as a short name: ``node 1``, ``nodes 1, 2 and 3``; empty without any."""
-    return f"node{'s' * (len(nodes) > 1)} {_listed([str(one) for one in nodes])}" if nodes else ""
+    return f"node{'s' * (len(nodes) > 1)} {name_some([*map(str, nodes)], _MAX_NAMED)}" if nodes else ""
 
 
 def name_ranks(names: Sequence[str]) -> str:
-    """Return who they are as part of a sentence; of many of one kind the range: ``TP0 to TP7``."""
+    """Return who they are as part of a sentence; of many of one kind their numbers: ``8 ranks (TP0-7)``."""
     if len(names) <= _MAX_NAMED:
-        return _listed(names)
-    numbers = [found.group() if (found := re.fullmatch(r"TP(\d+)", name)) else "" for name in names]
-    if all(numbers):
-        return f"{len(names)} ranks ({_ranges([int(one[2:]) for one in numbers])})"
-    return f"{len(names)} ranks ({', '.join(names[:2])} … {names[-1]})"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    told: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if told and number == told[-1][1] + 1:
-            told[-1][1] = number
-        else:
-            told.append([number, number])
-    words = [f"TP{first}" if first == last else f"TP{first} to TP{last}" for first, last in told[:_MAX_NAMED]]
-    return ", ".join(words) + (" …" if len(told) > _MAX_NAMED else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
-    *first, last = [*names[:_MAX_NAMED], *more] or [""]
-    return f"{', '.join(first)} and {last}" if first else last
+        return name_some(names) if names else ""
+    numbers = [int(name[2:]) for name in names if re.fullmatch(r"TP\d{1,6}", name)]
+    told = f"TP{ranges(numbers)}" if len(numbers) == len(names) else f"{', '.join(names[:2])} … {names[-1]}"
+    return f"{len(names)} ranks ({told})"
 
 
 def short_name(process: Process) -> str:

@@ -15,6 +15,8 @@ from sglang_crashkit.model.event import Error, Kernel, Line, Raised
 from sglang_crashkit.model.verdict import KnownIssue, Verdict
 
 _MAX_STEPS, _MAX_STEP = 8, 240
+#: Classes in which what was said loudest is not told by anything else.
+_SILENT = frozenset({"no_incident", "busy", "no_progress"})
 #: Classes that say no more than that something failed; and how many seconds before it a line may tell what led to it.
 _VAGUE, _BEFORE_S = frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted"}), 5.0
 
@@ -51,7 +53,7 @@ def judge(case: Case) -> Verdict:
     steps += row["next"]
     if chosen.kind in _VAGUE and (before := _said_before(case, chosen)):
         steps += steps_of("before", line=before)
-    for text, count in case.loudest if chosen.kind in ("no_incident", "busy") else ():
+    for text, count in case.loudest if chosen.kind in _SILENT else ():
         steps += steps_of("loudest", text=text[:170], count=count if count > 1 else None)
     if query:
         steps[_MAX_STEPS - 1 :] = [f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}"]

@@ -181,8 +181,17 @@ class Gpu(Event, frozen=True, kw_only=True, tag="gpu"):
     used_mb: float = 0.0
     total_mb: float = 0.0
     use: float = -1.0  # percent, -1 where it is not known
+    watts: float = -1.0  # what it draws, and its limit; -1 where they are not known
+    most_watts: float = -1.0
     faults: str = ""  # uncorrectable errors, ``ERR!``, ``Unknown Error`` …
     driver: str = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a kernel on it seems to wait: at full use it draws hardly more than an idle one."""
+        # Of a GPU of a server's kind whose limit is not known, an idle one draws up to 130 W.
+        limit = 0.3 * self.most_watts if self.most_watts > 0 else 160.0 if self.used_mb > 40_000 else 0.0
+        return self.use >= 95.0 and 0.0 < self.watts <= limit
 
 
 class Collective(Event, frozen=True, kw_only=True, tag="collective"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sglang_crashkit import judge
 from sglang_crashkit.judge.finding import finding_of, steps_of
@@ -53,3 +55,20 @@ def test_an_optional_part_and_a_condition_of_a_template() -> None:
     )
     assert len(steps_of("branch", places="`f`", hicache=True)) == len(steps_of("branch", places="`f`")) + 1
     assert steps_of("named_options", options="") == []
+
+
+@pytest.mark.parametrize(
+    "table", [*Path(judge.__file__).with_name("knowledge").glob("*.yaml")], ids=lambda one: one.name
+)
+def test_no_table_has_a_name_twice(table: Path) -> None:
+    def names_in(node: yaml.Node) -> Iterator[list[str]]:
+        if isinstance(node, yaml.MappingNode):
+            yield [key.value for key, _value in node.value]
+            for _key, value in node.value:
+                yield from names_in(value)
+        elif isinstance(node, yaml.SequenceNode):
+            for value in node.value:
+                yield from names_in(value)
+
+    for names in names_in(yaml.compose(table.read_text())):
+        assert len(names) == len(set(names)), names

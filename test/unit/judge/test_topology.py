@@ -76,21 +76,6 @@ def test_which_ranks_work_together(names: tuple[str, ...], arguments: dict[str, 
     assert [len(one) for one in topology.groups_of(layout, names, ranks_in)] == groups
 
 
-@pytest.mark.parametrize(
-    ("waits", "roots"),
-    [
-        ({0: {1}, 1: set()}, [1]),
-        ({0: set(), 1: {0}, 2: {1}}, [0]),
-        ({0: {1}, 1: {2}, 2: set(), 3: {2}}, [2]),
-        ({0: {1}, 1: {0}}, [0, 1]),
-        ({0: {3}, 1: {0}, 2: {1}, 3: {2}}, [0, 1, 2, 3]),
-        ({0: set(), 1: set()}, [0, 1]),
-    ],
-)
-def test_from_which_stage_the_wait_of_a_pipeline_comes(waits: dict[int, set[int]], roots: list[int]) -> None:
-    assert topology.root_stages(waits) == roots
-
-
 def test_the_side_of_a_pair_has_its_own_sizes() -> None:
     from sglang_crashkit.model.event import Arguments
 
@@ -107,8 +92,8 @@ def test_the_side_of_a_pair_has_its_own_sizes() -> None:
     [
         (["TP3"], "TP3"),
         (["TP0", "TP1"], "TP0 and TP1"),
-        ([f"TP{number}" for number in range(8)], "8 ranks (TP0 to TP7)"),
-        (["TP0", "TP1", "TP2", "TP5", "TP7"], "5 ranks (TP0 to TP2, TP5, TP7)"),
+        ([f"TP{number}" for number in range(8)], "8 ranks (TP0-7)"),
+        (["TP0", "TP1", "TP2", "TP5", "TP7"], "5 ranks (TP0-2,5,7)"),
     ],
 )
 def test_names_of_ranks(names: list[str], expected: str) -> None:

@@ -23,7 +23,9 @@ _GPU_HEAD = re.compile(
     r"\| {1,8}(\d{1,3}) {1,8}(\S.{1,40}?) {1,40}(?:On|Off|N/A) {0,12}\|"
     r"(?: {0,8}(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
 )
-_GPU_USE = re.compile(r"\|.{0,80}?\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)")
+_GPU_USE = re.compile(
+    r"\|(?:.{0,40}? (?P<watts>\d{1,4})W / *(?P<most>\d{1,4})W|.{0,80}?) *\| *(\d+)MiB / *(\d+)MiB *\| *(\d+|N/A|ERR!)"
+)
 _INSPECTED = re.compile(rb'\s*(?:\[\s*\{\s*"Id"|\{\s*"Status")')
 #: The head of a query, which names its columns.
 _QUERY = re.compile(r"(?=.{0,400}\bindex\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$")
@@ -140,13 +142,14 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             told = dict(zip(names, cells, strict=True))
             if (index := told.get("index", "")).isdigit():
                 use = told.get("utilization.gpu", "").removesuffix("%").strip()
-                sizes = [told.get(name, "").partition(" ")[0] for name in ("memory.used", "memory.total")]
-                used, total = (float(size) if size.isdigit() else 0.0 for size in sizes)
+                columns = ("memory.used", "memory.total", "power.draw", "power.limit")
+                cells = [told.get(name, "").partition(" ")[0] for name in columns]
+                sizes = [float(cell) if re.fullmatch(r"[\d.]{1,12}", cell) else 0.0 for cell in cells]
                 # The address is ``00000000:9C:00.0``.
                 found[int(index)] = Gpu(
                     index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
-                    used_mb=used, total_mb=total, use=float(use) if use.isdigit() else -1.0,
-                    driver=told.get("driver_version", ""),
+                    used_mb=sizes[0], total_mb=sizes[1], use=float(use) if use.isdigit() else -1.0,
+                    watts=sizes[2] or -1.0, most_watts=sizes[3] or -1.0, driver=told.get("driver_version", ""),
                 )  # fmt: skip
     yield from found.values()
 
@@ -165,9 +168,10 @@ def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             pending = (int(match[1]), match[2].strip(), fault, (match[3] or "").lower())
         elif pending is not None and (match := _GPU_USE.match(line)):
             index, name, fault, bus = pending
-            use = float(match[3]) if match[3].isdigit() else -1.0
+            use = float(match[5]) if match[5].isdigit() else -1.0
             yield Gpu(
-                index=index, bus=bus, name=name, used_mb=float(match[1]), total_mb=float(match[2]), use=use,
+                index=index, bus=bus, name=name, used_mb=float(match[3]), total_mb=float(match[4]), use=use,
+                watts=float(match["watts"] or -1), most_watts=float(match["most"] or -1),
                 driver=driver, faults=fault or ("ERR!" if "ERR!" in line else ""),
             )  # fmt: skip
             pending = None

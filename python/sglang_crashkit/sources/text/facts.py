@@ -39,7 +39,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
             r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead"
             r"|unsupported|not ready yet|invalid|"
             r"HSA_STATUS_ERROR_\w+|not supported|profiled value -\d+|unbound variable|command not found|"
-            r"mismatch|unhealthy|stuck|divergence|system boot)\b|(?:Error|Exception)[:( ]"
+            r"mismatch|unhealthy|stuck|divergence|defunct|system boot)\b|(?:Error|Exception)[:( ]"
         ),
     ),
     (

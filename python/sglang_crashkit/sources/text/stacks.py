@@ -24,6 +24,8 @@ _FAULT = re.compile(r"Fatal Python error: (.{1,200})")
 _FAULT_THREAD = re.compile(
     r"(Current thread|Thread) (0x[0-9a-fA-F]+|\d+)(?: \[?([^()\]]{0,80})\]?)? ?\(most recent call first\):"
 )
+#: Of several processes that wrote their stacks through each other.
+_MIXED_FRAME = re.compile(r"File.{0,10}File[^/]{0,10}((?:/[\w.+-]{1,80}){2,16}?\.py)")
 _FAULT_FRAME = re.compile(r'\s+File "([^"]{1,600})", line (\d{1,9}|\?{3}) in (.{1,300})')
 _GDB_THREAD = re.compile(r"Thread (\d+) \((?:Thread 0x[0-9a-f]+ )?\(?LWP (\d+)\)?(?: \"([^\"]{0,80})\")?\)?")
 _GDB_FRAME = re.compile(
@@ -170,7 +172,8 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
     if match := _FAULT.match(stripped):
         # faulthandler goes on where a library's handler of the same signal has ended.
         block = block if block is not None and block.by == "native" else StackBlock("faulthandler")
-        block.by, block.fatal = "faulthandler", match[1]
+        block.by = "faulthandler"
+        block.fatal = next((words for words in _FATAL.values() if words in match[1]), match[1])
         return block, True
     if match := _CORE.match(stripped):
         return StackBlock("gdb", title=match[1]), True
@@ -225,6 +228,9 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
     if block.by == "native" and _SIGNAL_NOTE.match(stripped):
         return block, True
     if not stripped or (_PYTHON.match(stripped) and not any(one[4] for one in block.threads)):
+        return block, True
+    if block.by == "faulthandler" and not block.threads and (match := _MIXED_FRAME.search(line)):
+        block.add(Frame("", short_path(match[1]), 0))
         return block, True
     if block.by == "faulthandler" and (stripped.startswith(("<no Python frame>", "...")) or not block.threads):
         return block, not block.threads and not stripped.startswith("[")
