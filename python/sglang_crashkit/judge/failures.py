@@ -40,10 +40,8 @@ from sglang_crashkit.model.sample import Frame
 _MAX_TEXT, _MAX_QUOTE, _MAX_HEADLINE = 3000, 220, 1000
 #: So many of the innermost frames tell whose code it was: the others are a library that SGLang called, or its callers.
 _NEAR = 5
-#: Seconds of work after a failure by which a server is taken to have outlived it.
-_OUTLIVED_S = 3.0
-#: Seconds without a batch and an answer after which a healthy server is called idle.
-_IDLE_S = 30.0
+#: Seconds of work after a failure by which a server has outlived it; without work, after which a healthy one is idle.
+_OUTLIVED_S, _IDLE_S = 3.0, 30.0
 #: The kernel's log may be in another time zone: what is further apart than this in seconds is so by the clock.
 _ANY_ZONE_S = 15 * 3600.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
@@ -95,8 +93,6 @@ class _Family(msgspec.Struct, kw_only=True):
             return None
         if (self.who and role != self.who) or (self.frames and not re.search(self.frames, places)):
             return None
-        if not self.words:
-            return {}
         if (found := re.search(self.words, text)) is None:
             return None
         named = {name: value for name, value in found.groupdict().items() if value}
@@ -135,9 +131,7 @@ def guess(case: Case) -> Finding | None:
     lines = [one for one in bad if not _pattern("harmless").search(one.text)]
     if not lines or case.is_started:
         return None
-    failures, first = _Failures(case), lines[0]
-    if (found := next((it for one in lines for it in failures.line(one, is_started=False)), None)) is not None:
-        return found
+    first = lines[0]
     return finding_of(
         "guess", first.place, [_quoted(first, first.text)], who=first.who, component=component_of(words=first.text),
         text=_first_line(first.text), steps=_steps(_Family(kind=""), {}, first.text),
@@ -158,8 +152,11 @@ class _Failures:
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
         self._dumps = [one for one in case.events if isinstance(one, Stack) and one.fatal]
-        # The server ends itself by a signal once a rank has failed.
-        self._asked = [one for one in case.stops if "sigquit" not in (text := one.text.lower()) and "child" not in text]
+        on = [name for name in load("components") if is_switched_on(name, case.arguments)]
+        self._on = ", ".join(on[:4])  # what the arguments switch on
+        # The server ends itself by a signal once a rank has failed; what came before it served is of another.
+        stops = [one for one in case.stops if one.place > min(self._began, default=(0.0, 0))]
+        self._asked = [one for one in stops if "sigquit" not in (text := one.text.lower()) and "child" not in text]
         self._end = min((one.place for one in case.stops if one.by != "signal" or one in self._asked), default=None)
 
     def find(self) -> Iterator[Finding]:
@@ -194,9 +191,8 @@ class _Failures:
                 if way := way_out(one.component, arguments, is_seen=False):
                     others = [step for step in one.next if not step.startswith("the scheduler part")]
                     one.next = [*steps_of("suspect", part=one.component, way=way), *others]
-            if one.kind == "gpu_oom_at_start" and any("create_weights" in step for step in one.because):
-                one.component = "model_loader"
-            if self._is_loading and one.kind in ("killed", "host_oom") and one.component in (None, "cgroup"):
+            is_loading = one.kind in ("killed", "host_oom") and self._is_loading and one.component in (None, "cgroup")
+            if is_loading or (one.kind == "gpu_oom_at_start" and any("create_weights" in it for it in one.because)):
                 one.component = "model_loader"
             one.component = one.component or _known("usual_part").get(one.kind)
             if one.kind in ("gpu_hardware", "host_oom", "cuda_fault") and not one.who:
@@ -236,8 +232,10 @@ class _Failures:
             notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
             answers = sum(one.count for one in self._work if one.kind == "answer")
             idle = self._case.last_at - max((one.last_at or float("inf") for one in self._work), default=float("inf"))
-            idle_for = f"{idle:.0f}" if answers and idle > _IDLE_S else None
-            yield finding_of("no_failure", (self._case.last_at, 0), notes=notes, answers=answers, idle=idle_for)
+            yield finding_of(
+                "no_failure", (self._case.last_at, 0), notes=notes, answers=answers, on=self._on,
+                idle=answers and idle > _IDLE_S and f"{idle:.0f}",
+            )  # fmt: skip
         for stop in self._asked[:1]:
             by = f"{_known('askers').get(stop.by, stop.by)}: {stop.text.strip()[:160]}"
             found = finding_of("asked_to_stop", stop.place, [_quoted(stop, stop.text)], by=by)
@@ -251,7 +249,7 @@ class _Failures:
             case Raised():
                 yield from self._raised(event)
             case Line() if event.level in levels or (event.level and _pattern("serious").search(event.text)):
-                yield from self.line(event, is_started=self._is_started(event))
+                yield from self._line(event, is_started=self._is_started(event))
             case Kernel():
                 yield from self._kernel(event)
             case Exit():
@@ -301,10 +299,11 @@ class _Failures:
             text = f"{chain[0].type}: {chain[0].text.strip()}"
             yield finding_of("request_failed", because=[_quoted(event, text)], error=text[:140])
             return
+        is_thread = bool(event.thread) and not event.who and "Main" not in event.thread and is_started
         # The one that came first tells most; a row may know the one that arrived.
         for error in reversed(chain):
             said = f"{event.said} {error.type}: {error.text}"
-            found = self._family(error, said, frames, is_started=is_started, role=role)
+            found = self._family(error, said, frames, is_started=is_started, role="" if is_thread else role)
             if found is not None and not (found[0].follows and len(chain) > 1 and error is not chain[0]):
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
@@ -312,9 +311,7 @@ class _Failures:
         # Without arguments or a frame of SGLang's it may be the start of any program.
         is_ours = bool(self._starts) or not frames or any("sglang" in one.file or "srt/" in one.file for one in frames)
         kind = "startup_failed" if is_ours and not is_started else "exception_in_sglang" if own else "exception"
-        if event.thread and not event.who and "Main" not in event.thread and is_started:
-            kind = "thread_died"
-        kind = "exited" if error.type == "SystemExit" else kind
+        kind = "thread_died" if is_thread else "exited" if error.type == "SystemExit" else kind
         is_telling_itself = error.text.strip() or (error.type == "AssertionError" and own)
         row = _Family(kind=kind, weight=50 if is_telling_itself else 38)
         yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
@@ -350,16 +347,17 @@ class _Failures:
         outer = component_of(frames, arguments=arguments)
         part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
         part = part or component_of(words=error.text, arguments=arguments)
-        if kind == "startup_version" and part == "http":
-            part = None  # the launcher imports everything
         who = named.get("who") or event.who
         # Before it is ready, a program that has the tokenizer's functions is the server's own.
         if not who and (role != "tokenizer" or is_started):
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
-            likely = "" if event.is_cut and role == "scheduler" else role
             is_launch = not is_started and any(re.search("launch_server|cli/serve", one.file) for one in frames)
-            who = who or likely or ("main process" if is_launch else "")
+            who = (
+                who
+                or (role if not event.is_cut or role != "scheduler" else "")
+                or ("main process" if is_launch else "")
+            )
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
@@ -368,7 +366,6 @@ class _Failures:
             text = "the traceback is cut off before its last line, which names it"
         side = f" of the {event.side} server" if event.side else ""
         is_telling_itself = error.text.strip() or error.type == "AssertionError"
-        on = [one for one in load("components") if not name and is_switched_on(one, arguments)]
         # One line of an excerpt does not tell whether the server was ready.
         is_phase_known = frames or self._began or self._starts or self._case.watched is not None
         return finding_of(
@@ -381,7 +378,7 @@ class _Failures:
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
             steps=_steps(row, named, error.text), way=way_out(part, arguments, is_seen=bool(frames)),
-            on=", ".join(on[:4]), is_consequence=row.follows,
+            on=not name and self._on, is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
 
@@ -389,7 +386,7 @@ class _Failures:
         """Return whether the server went on as if nothing had been, as it does after a request that it refused."""
         if isinstance(event, Raised):
             is_of_sglang = any("sglang/srt/" in one.file for one in event.error.frames)
-            if event.who == "detokenizer" or (event.thread and is_of_sglang):
+            if event.who == "detokenizer" or (event.thread and (is_of_sglang or not event.error.type)):
                 return False  # what that process, or that thread, did for the server is not done any more
         if event.at and self._ready.get((event.who, event.file), (0.0, 0)) > event.place:
             return True
@@ -423,7 +420,7 @@ class _Failures:
 
     # -- lines
 
-    def line(self, event: Line, *, is_started: bool) -> Iterator[Finding]:
+    def _line(self, event: Line, *, is_started: bool) -> Iterator[Finding]:
         """Yield what a line tells in a phase."""
         # What a start warned of may be why it failed, where nothing else tells.
         most = 37 if event.level == "warning" else 100
@@ -450,8 +447,8 @@ class _Failures:
         who = named.get("who") or row.who_is or event.who or by_words or by_pid
         if not who and (following := self._next(self._raises, event)):
             # What a library prints without a name is told by what the process that called it raises.
-            who = following.who
             frames = [frame for error in following.chain for frame in error.frames]
+            who = following.who or _role("", frames)
             of_frames = component_of(frames, arguments=self._case.arguments)
             part = of_frames if part in _NOTICED and is_telling(of_frames) else part or of_frames
         elif not who and (ended := self._next(self._exits, event)):
@@ -546,8 +543,7 @@ class _Failures:
         kind = _known("signals").get(event.signal, "fatal_signal" if event.signal else "exited")
         how = event.signal or f"exit status {event.code}"
         kind = "startup_failed" if kind == "exited" and seen is not None and seen.is_starting else kind
-        if kind == "exited" or seen is not None:
-            kind = _known("lost_role").get(event.who, kind)
+        kind = _known("lost_role").get(event.who, kind) if kind == "exited" or seen is not None else kind
         yield finding_of(
             "ended", because=[_quoted(event, event.text or how)], kind=kind, who=who, how=how,
             component=part if is_telling(part := component_of(words=event.text)) else None,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.judge import topology
-from sglang_crashkit.judge.components import component_of, is_telling, way_out
+from sglang_crashkit.judge.components import component_of, is_switched_on, is_telling, way_out
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
@@ -376,7 +376,8 @@ def end_of(case: Case) -> Place:
 
 def _standing(signs: Signs, case: Case) -> Finding | None:
     """Return that requests do not go on while the server answers its health check, where nothing else tells."""
-    if not signs.stands_for or case.stops or _failed_after(case, (signs.last_batch, 0), (0.0, 0)):
+    is_asked = any(one.place >= (signs.last_batch, 0) for one in case.stops)
+    if not signs.stands_for or is_asked or _failed_after(case, (signs.last_batch, 0), (0.0, 0)):
         return None
     seconds = f"{signs.stands_for:.0f}" if signs.stands_for >= _STANDS_S else None
     because = [f"nothing of a batch in the last {seconds} s"] if seconds else []
@@ -391,7 +392,10 @@ def silence_of(signs: Signs, case: Case) -> dict[str, Any]:
     kind = "weight_update_deadlock" if signs.part == "weight_update" else None
     asked = {one.text for one in case.progress if one.kind == "control"}
     steps = steps_of("update") if "/pause_generation" in asked else []
-    told = {"kind": kind, "component": signs.part, "batch": signs.batch, "word": signs.last_word}
+    on = (name for name in load("failures")["suspects"] if is_switched_on(name, case.arguments))
+    part = signs.part or next(on, None)
+    told = {"kind": kind, "component": part, "way": way_out(part, case.arguments, is_seen=False)}
+    told |= {"batch": signs.batch, "word": signs.last_word}
     return {**told, "update_steps": steps}
 
 

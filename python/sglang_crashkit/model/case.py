@@ -112,7 +112,7 @@ class Case(msgspec.Struct, kw_only=True):
         """The two exceptions, errors or warnings that were told most, the worse kind first, and how often each was."""
         told: Counter[tuple[int, str]] = Counter()
         for one in self.events:
-            if isinstance(one, Raised):
+            if isinstance(one, Raised) and one.error.type:
                 told[3, f"{one.error.type}: {one.error.text.strip().partition(chr(10))[0]}"] += 1
             elif isinstance(one, Line) and one.level in _LOUD and not _NO_FAILURE.search(one.text):
                 told[_LOUD[one.level], one.text] += one.count

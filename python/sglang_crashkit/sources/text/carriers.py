@@ -27,6 +27,8 @@ _JOURNAL = re.compile(
     r"([\w.-]{1,120}) ([\w./@:-]{1,120}?)(?:\[(\d{1,8})\])?: ?"
 )
 _RAY = re.compile(r"\(([\w.:-]{1,80}) pid=(\d{1,8})(?:, ip=([\d.a-f:]{3,45}))?(?:, \w+=[\w.-]{1,80})*\) ?")
+#: What Ray puts behind a line that several actors printed.
+_REPEATED = re.compile(r" ?\[repeated \d{1,6}x across cluster\].{0,200}$")
 #: What a trainer's console puts before Ray's own name of an actor.
 _BEFORE_RAY = re.compile(rf"\[({_TIME})[.,\d]{{0,10}}\] (?=\([\w.:-]{{1,80}} pid=\d)")
 _KERNEL = re.compile(
@@ -96,7 +98,7 @@ class Carrier:
             elif (match := _CRI.match(text)) or (match := _KUBECTL.match(text)) or (match := _BEFORE_RAY.match(text)):
                 text, at = text[match.end() :], seconds(match[1]) or at
             elif match := _RAY.match(text):
-                text, stream = text[match.end() :], f"{match[3] or ''}/{match[2]}".strip("/")
+                text, stream = _REPEATED.sub("", text[match.end() :]), f"{match[3] or ''}/{match[2]}".strip("/")
             elif (
                 (text[:1] in "[p" and (match := _POD.match(text)) and ("pod/" in match[0] or match[0][0] == "["))
                 or (self._is_compose and (match := _COMPOSE.match(text)))

@@ -50,6 +50,8 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         ),
     ),
 )
+#: How a sentence of a person's begins, who tells of a failure that is not in this log.
+_PROSE = re.compile(r"(?:I|We|My|Our|Still) [a-z]")
 _STATED = re.compile(r"(?:.{0,60}?[\s|\[(-])?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?=[:\s\]|)-])")
 
 ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP/[\d.]+" (\d{3})')
@@ -161,6 +163,8 @@ _MAX_ARGUMENTS = 20_000
 
 def level_of(text: str) -> LineLevel:
     """Return how bad a line is, by its own word where it has one, else by the words in it."""
+    if _PROSE.match(text):
+        return "info"
     # A router only informs that it waits for its workers.
     if "NCCL WARN" not in text and "not ready yet" not in text and (stated := _STATED.match(text)):
         word = stated[1].upper()

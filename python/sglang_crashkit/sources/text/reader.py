@@ -566,9 +566,10 @@ class _File:
         at, order = stream.started
         source = self._source(order)
         if stream.traceback is not None:
-            chain = stream.traceback.chain()
+            chain, said = stream.traceback.chain(), stream.traceback.said
+            if not chain and stream.who and "hit an exception" in said:
+                chain = (Error(type=""),)  # the log ends there
             if chain:
-                said = stream.traceback.said
                 who = facts.subject_of(said) if said.startswith("Process ") else stream.who
                 alone = (_WITHOUT_A_NAME[one.function] for one in chain[0].frames if one.function in _WITHOUT_A_NAME)
                 who = next(alone, who)

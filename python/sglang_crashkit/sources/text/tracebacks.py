@@ -27,6 +27,10 @@ _CHAINED = (
 _MAX_FRAMES, _MAX_TEXT, _MAX_CHAIN, _MAX_TEXT_LINES = 300, 4000, 8, 60
 
 
+#: A source line that is nothing but a call, or keeps what it returns.
+_CALL = re.compile(r"(?:return |await |[\w., ]{1,80} = (?:await )?)?(?:\w{1,60}\.){0,6}(\w{1,80})\(")
+
+
 @dataclass
 class Traceback:
     """One traceback while its lines are read.
@@ -49,6 +53,7 @@ class Traceback:
     is_group: bool = False  # of several exceptions, each with a traceback
     is_cut: bool = False  # its head is not there
     asserted: str = ""  # the innermost source line that asserts something
+    called: str = ""  # what the source line of the last frame calls
     indent: int = 0  # of the last frame: the exception stands no further in, a source line does
 
     def take(self, line: str) -> bool:
@@ -98,7 +103,7 @@ class Traceback:
         if match := _FRAME.match(line):
             self._add(match[1], match[2], match[3] or "<module>")
             self.is_flat = self.is_flat or line[:1] not in " \t"
-            self.is_after_frame, self.indent, self.asserted = True, len(line) - len(line.lstrip()), ""
+            self.is_after_frame, self.indent, self.asserted, self.called = True, len(line) - len(line.lstrip()), "", ""
             return True
         match = _EXCEPTION.match(stripped)
         is_named = match is not None and match[1].endswith(_ENDINGS)
@@ -106,6 +111,7 @@ class Traceback:
         if not stripped.strip("^~ ") or (line[:1] in " \t" and (self.frames or not is_named) and not is_moved):
             # The source line of a frame, its marks, or "Previous line repeated".
             self.asserted = stripped if stripped.startswith("assert ") else self.asserted
+            self.called = self.called or (match[1] if (match := _CALL.match(stripped)) else "")
             return True
         if self.is_flat and self.is_after_frame and not is_named:
             self.is_after_frame = False
@@ -122,6 +128,9 @@ class Traceback:
 
     def _finish(self) -> None:
         if self.type or self.frames:
+            if not self.type and self.called and self.frames[-1].function != self.called:
+                # It is cut off: what was called is the last that is known.
+                self.frames.append(Frame(self.called, self.frames[-1].file, self.frames[-1].line))
             # An assertion without words still says what it asserts.
             said = self.text or ([self.asserted] if self.type == "AssertionError" else [])
             text = "\n".join(said).strip()[:_MAX_TEXT]
