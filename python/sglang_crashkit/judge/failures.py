@@ -230,11 +230,13 @@ class _Failures:
         if self._case.is_started and self._case.watched is None:
             said = [one.text for one in self._case.events if isinstance(one, Line | Progress)]
             notes = [row["step"] for row in rows("failures", "notes") if any(map(row["pattern"].search, said))]
-            answers = sum(one.count for one in self._work if one.kind == "answer")
+            # What requests have met that failed one by one.
+            parts = filter(is_telling, (component_of(one.error.frames, one.error.text) for one in self._raises))
+            answers = sum(one.count for one in self._work if one.kind == "answer") or None
             idle = self._case.last_at - max((one.last_at or float("inf") for one in self._work), default=float("inf"))
             yield finding_of(
                 "no_failure", (self._case.last_at, 0), notes=notes, answers=answers, on=self._on,
-                idle=answers and idle > _IDLE_S and f"{idle:.0f}",
+                idle=f"{idle:.0f}" if answers and idle > _IDLE_S else None, component=next(iter(parts), None),
             )  # fmt: skip
         for stop in self._asked[:1]:
             by = f"{_known('askers').get(stop.by, stop.by)}: {stop.text.strip()[:160]}"
@@ -289,7 +291,8 @@ class _Failures:
         is_alone = len(frames) == 1 and re.match("/(?!.*python3)", frames[0].file) and "Ray" not in types
         is_script = is_alone or any(frame.function == "<module>" for frame in called[-1:])
         is_script = is_script and not any(re.search("-packages/|sglang|ray/", frame.file) for frame in called)
-        is_client = (is_script and not own) or any(_pattern("client").search(frame.file) for frame in frames)
+        is_client = (is_script and not own) or (not frames and bool(_pattern("client_error").match(chain[0].type)))
+        is_client |= any(_pattern("client").search(frame.file) for frame in frames)
         if (self._work or self._case.is_started) and not event.who and is_client:
             return  # a client of the server, which prints into the same evidence
         role = _role(event.who, frames)
@@ -347,6 +350,8 @@ class _Failures:
         outer = component_of(frames, arguments=arguments)
         part = row.part_of(outer if is_telling(outer) and part in (None, "scheduler") else part)
         part = part or component_of(words=error.text, arguments=arguments)
+        if kind == "startup_version" and part is None and error.frames and "/" in error.frames[0].file:
+            part = error.frames[0].file.partition("/")[0] or None  # the package that raised it
         who = named.get("who") or event.who
         # Before it is ready, a program that has the tokenizer's functions is the server's own.
         if not who and (role != "tokenizer" or is_started):
@@ -378,7 +383,8 @@ class _Failures:
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
             steps=_steps(row, named, error.text), way=way_out(part, arguments, is_seen=bool(frames)),
-            on=not name and self._on, is_consequence=row.follows,
+            on=not name and self._on, imports=not name and any(one.function == "<module>" for one in frames),
+            is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
 
@@ -457,7 +463,7 @@ class _Failures:
         sides = (one for one in ("prefill", "decode") if one in event.text.lower() and one != event.side)
         who = next(sides, who) if kind == "peer_lost" else who
         side = event.side if part in _known("of_a_pair") else ""
-        who = who or side or (_only(self._case, event) if kind in _known("of_a_rank") else "")
+        who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part, restart=row.restart_at(is_started),
             side=event.side, text=text, steps=_steps(row, named, event.text),
@@ -591,7 +597,7 @@ class _Failures:
             parts = (component_of(one.frames, arguments=self._case.arguments) for one in sample.threads)
             part = part or next(filter(None, parts), None)
         known = self._closed() or self._named(sample.pid)
-        who = known or event.who or _only(self._case, event) or role
+        who = known or event.who or _only(self._case, event) or role or ("scheduler" if self._is_loading else "")
         is_told = known or sample.title or self._case.watched is not None or self._case.arguments.get("tp_size") == 1
         because = [_quoted(event, f"Fatal Python error: {event.fatal}"), *map(str, frames[:4])]
         values: dict[str, Any] = {"who": who, "part": part, "place": next(iter(frames if is_there else ()), None),
@@ -651,4 +657,6 @@ def _quoted(event: AnyEvent, text: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:_MAX_QUOTE]
+    first, _, rest = text.strip().partition("\n")
+    # A compiler's says first only where, and last what.
+    return (f"{first} {rest.strip().rpartition(chr(10))[2]}" if first.endswith(":") and rest else first)[:_MAX_QUOTE]

@@ -134,7 +134,8 @@ def _stands_for(case: Case, *, is_begun: bool, least: float) -> float:
     work = [one for one in progress if one.kind in ("prefill", "decode")]
     last = max(work, key=lambda one: (one.last_at, one.last_order), default=None)
     if last is None or not last.last_at:
-        return 0.0
+        # Somebody has waited in vain for the first answer.
+        return 0.0 if least or not case.is_started or any(one.kind == "answer" for one in progress) else 0.1
     waiting = any(one.kind == "load" and one.queued for one in progress)
     asked = max((one for one in progress if one.kind == "control"), key=lambda one: one.last_at, default=None)
     if asked and asked.last_at >= last.last_at and re.match(r"/(?:pause|release)", asked.text) and not waiting:
@@ -172,7 +173,7 @@ def _failed_after(case: Case, good: Place, batch: Place) -> bool:
         if (isinstance(event, Exit) and (event.signal or event.code)) or (isinstance(event, Stack) and event.fatal):
             return True
         is_bad = isinstance(event, Raised) or (isinstance(event, Line) and event.level in ("error", "critical"))
-        if is_bad and event.place > good:
+        if is_bad and event.place > good and not _pattern("complaint").search(getattr(event, "text", "")):
             return True
     return False
 
@@ -380,9 +381,9 @@ def _standing(signs: Signs, case: Case) -> Finding | None:
     if not signs.stands_for or is_asked or _failed_after(case, (signs.last_batch, 0), (0.0, 0)):
         return None
     seconds = f"{signs.stands_for:.0f}" if signs.stands_for >= _STANDS_S else None
-    because = [f"nothing of a batch in the last {seconds} s"] if seconds else []
+    because = [f"nothing of a batch in the last {seconds} s"] * bool(seconds) + signs.complaint
     return finding_of(
-        "standing", (signs.last_batch, 0), [*because, *signs.complaint], seconds=seconds,
+        "standing", (signs.last_batch, 0), because, seconds=seconds,
         who=_last_batch(case.processes.values())[1], **silence_of(signs, case),
     )  # fmt: skip
 
@@ -394,9 +395,8 @@ def silence_of(signs: Signs, case: Case) -> dict[str, Any]:
     steps = steps_of("update") if "/pause_generation" in asked else []
     on = (name for name in load("failures")["suspects"] if is_switched_on(name, case.arguments))
     part = signs.part or next(on, None)
-    told = {"kind": kind, "component": part, "way": way_out(part, case.arguments, is_seen=False)}
-    told |= {"batch": signs.batch, "word": signs.last_word}
-    return {**told, "update_steps": steps}
+    told = {"kind": kind, "component": part, "way": way_out(part, case.arguments, is_seen=False), "update_steps": steps}
+    return told | {"batch": signs.batch, "word": signs.last_word}
 
 
 def _starting(signs: Signs, case: Case) -> Finding | None:

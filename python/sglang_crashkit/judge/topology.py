@@ -18,25 +18,16 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Topology(msgspec.Struct, kw_only=True):
-    """The ranks of one server, as far as its arguments, or what is seen of it, tell.
-
-    Attributes:
-        tp, pp, dp: sizes, 1 where they are not known.
-        nodes: on how many nodes it runs.
-        is_dp_attention: its data-parallel ranks are ranks of tensor parallelism, and work together.
-        side: ``prefill`` or ``decode``; empty where it is no half of a pair.
-        is_known: the sizes come from arguments.
-        seen: the ranks of which anything is seen.
-    """
+    """The ranks of one server, as far as its arguments, or what is seen of it, tell; sizes are 1 where not known."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     nodes: int = 1
-    is_dp_attention: bool = False
-    side: str = ""
-    is_known: bool = False
-    seen: list[Mapping[str, int]] = []
+    is_dp_attention: bool = False  # its data-parallel ranks are ranks of tensor parallelism, and work together
+    side: str = ""  # ``prefill`` or ``decode``; empty where it is no half of a pair
+    is_known: bool = False  # the sizes come from arguments
+    seen: list[Mapping[str, int]] = []  # the ranks of which anything is seen
 
     @property
     def ranks(self) -> int:

@@ -111,7 +111,10 @@ class Case(msgspec.Struct, kw_only=True):
     def loudest(self) -> list[tuple[str, int]]:
         """The two exceptions, errors or warnings that were told most, the worse kind first, and how often each was."""
         told: Counter[tuple[int, str]] = Counter()
+        logs = {one.file for one in self.progress}  # beside which a person's words tell nothing of that
         for one in self.events:
+            if logs and one.file not in logs:
+                continue
             if isinstance(one, Raised) and one.error.type:
                 told[3, f"{one.error.type}: {one.error.text.strip().partition(chr(10))[0]}"] += 1
             elif isinstance(one, Line) and one.level in _LOUD and not _NO_FAILURE.search(one.text):

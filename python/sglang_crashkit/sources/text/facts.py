@@ -27,7 +27,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
             r"^-- (?:Reboot|Boot [0-9a-f]{8,40}) --$"
             r'|"[A-Z]{3,7} https?://\S{1,300} HTTP/[\d.]{1,3}" [45]\d\d\b'
             r"|\bERROR\b|^(?:\[rank\d{1,5}\]:\[)?E\d{3,4}(?:\d{4})? \d\d:|^ERR\b"
-            r"|(?i:\berror\b|\bexception\b|\bfatal\b|\baborted?\b"
+            r"|(?i:\berror\b|\bout of bounds?\b|\bexception\b|\bfatal\b|\baborted?\b"
             r"|\bcrash(?:ed)?\b)"
         ),
     ),
