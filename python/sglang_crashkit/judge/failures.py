@@ -127,14 +127,13 @@ def find_failures(case: Case) -> list[Finding]:
 
 def guess(case: Case) -> Finding | None:
     """Return what the first bad line would mean at a start, or that it is bad; None without one, or once it served."""
-    bad = [one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical")]
-    lines = [one for one in bad if not _pattern("harmless").search(one.text)]
-    if not lines or case.is_started:
+    bad = (one for one in case.events if isinstance(one, Line) and one.level in ("error", "critical"))
+    first = next((one for one in bad if not _pattern("harmless").search(one.text)), None)
+    if first is None or case.is_started:
         return None
-    first = lines[0]
     return finding_of(
         "guess", first.place, [_quoted(first, first.text)], who=first.who, component=component_of(words=first.text),
-        text=_first_line(first.text), steps=_steps(_Family(kind=""), {}, first.text),
+        text=_first_line(first.text), steps=_steps(_Family(kind=""), {}, first.text, case.arguments),
         kind="startup_failed" if any(isinstance(one, Arguments | Stage) for one in case.events) else None,
     )  # fmt: skip
 
@@ -382,7 +381,7 @@ class _Failures:
             subject=f"the {who} server" if who and who == event.side else f"{who or 'a process'}{side}", name=name,
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
-            steps=_steps(row, named, error.text), way=way_out(part, arguments, is_seen=bool(frames)),
+            steps=_steps(row, named, error.text, arguments), way=way_out(part, arguments, is_seen=bool(frames)),
             on=not name and self._on, imports=not name and any(one.function == "<module>" for one in frames),
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
@@ -466,7 +465,7 @@ class _Failures:
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part, restart=row.restart_at(is_started),
-            side=event.side, text=text, steps=_steps(row, named, event.text),
+            side=event.side, text=text, steps=_steps(row, named, event.text, self._case.arguments),
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True), is_consequence=row.follows,
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
@@ -605,7 +604,7 @@ class _Failures:
         is_started = self._is_started(event, frames)
         row = self._family(None, "", frames, is_started=is_started, role="scheduler")
         if row is not None and kind == "aborted":
-            family, steps = row[0], _steps(*row, "")
+            family, steps = row[0], _steps(*row, "", {})
             yield finding_of("aborted_in", because=because, kind=family.kind, component=family.part or part,
                              steps=steps, **values)  # fmt: skip
         # A thread that aborted for another's fault, as a watchdog's, tells nothing.
@@ -644,10 +643,12 @@ def _only(case: Case, event: AnyEvent) -> str:
     return who if is_here else ""
 
 
-def _steps(row: _Family, named: dict[str, str], text: str) -> list[str]:
-    """Return a row's steps with what its pattern named, and the options that a message names itself."""
+def _steps(row: _Family, named: dict[str, str], text: str, arguments: dict[str, Any]) -> list[str]:
+    """Return a row's steps with what its pattern named, and the options that a message names, or as arguments."""
     is_none = row.follows or row.kind == "compile_failed"  # whose message has the compiler's
-    options = [] if is_none else list(dict.fromkeys(_pattern("option").findall(text[:_MAX_TEXT])))[:4]
+    spoken = [f"--{name.replace('_', '-')} ({str(arguments[name])[:40]} here)"
+              for name in _pattern("argument").findall(text[:_MAX_TEXT]) if name in arguments]  # fmt: skip
+    options = [] if is_none else list(dict.fromkeys([*_pattern("option").findall(text[:_MAX_TEXT]), *spoken]))[:4]
     return [*fill_steps(row.steps, named), *steps_of("named_options", options=", ".join(options))]
 
 

@@ -225,3 +225,10 @@ def test_a_line_of_the_detokenizer_is_outlived_by_answers() -> None:
     line = Line(order=5, at=5.0, who="detokenizer", text="CUDA error: an illegal memory access", level="error")
     answered = Progress(order=20, at=20.0, kind="answer", count=9, last_at=300.0, last_order=40)
     assert verdict_of(READY, line, answered).kind == "no_incident"
+
+
+def test_an_argument_is_named_as_the_option_that_sets_it_with_its_value() -> None:
+    told = Arguments(order=1, at=1.0, values={"page_size": 16, "attention_backend": "flashmla", "tp_size": 2})
+    frames = ("__init__ (sglang/srt/layers/attention/flashmla_backend.py:9)", "__init__ (sglang/srt/model_runner.py:3)")
+    verdict = verdict_of(told, raised("ValueError: page_size must be 64, and no_such_name is not told", *frames))
+    assert verdict.next[0] == "the message names --page-size (16 here): change that first"
