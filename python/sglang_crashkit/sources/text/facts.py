@@ -113,7 +113,7 @@ _STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
         (
             "kubernetes",
             False,
-            r"Stopping container|\bPreempt(?:ed|ing)\b|\bEvict(?:ed|ion)\b|ScalingReplicaSet"
+            r"Stopping container|\bPreempt(?:ed|ing)\b|\bEvicted\b(?! \d)|ScalingReplicaSet"
             r"|Scaled down|DeletionTimestamp",
         ),
         (
