@@ -23,6 +23,8 @@ def reader() -> Iterator[GuardedReader]:
     one = GuardedReader(DEADLINE_SECS)
     yield one
     one.close()
+    # The kernel ends one that was killed once a processor is free for it.
+    wait_until(lambda: helpers() == [], "the helpers have ended")
 
 
 def helpers() -> list[int]:
@@ -125,5 +127,4 @@ def test_a_process_with_a_locked_memory_map_is_read(tmp_path: Path, reader: Guar
             assert procfs.read_title(os.getpid()) != ""
         finally:
             guard_reads(None)
-        # The kernel ends one that was killed once a processor is free for it.
         wait_until(lambda: helpers() == [], "the helpers have ended")
