@@ -156,7 +156,7 @@ class _Failures:
         # The server ends itself by a signal once a rank has failed; what came before it served is of another.
         stops = [one for one in case.stops if one.place > min(self._began, default=(0.0, 0))]
         self._asked = [one for one in stops if "sigquit" not in (text := one.text.lower()) and "child" not in text]
-        self._end = min((one.place for one in case.stops if one.by != "signal" or one in self._asked), default=None)
+        self._end = min((one.place for one in stops if one.by != "signal" or one in self._asked), default=None)
 
     def find(self) -> Iterator[Finding]:
         """Yield a finding for each fact that tells one."""

@@ -242,6 +242,24 @@ def test_a_query_of_the_gpus_tells_their_last_use(tmp_path: Path) -> None:
     assert found == [(0, "0000:9c:00", 100.0, 70000.0), (1, "0000:9d:00", -1.0, 70000.0)]
 
 
+def test_what_a_gpu_draws_tells_a_kernel_that_waits(tmp_path: Path) -> None:
+    (tmp_path / "query.txt").write_text(
+        "index, utilization.gpu [%], power.draw [W], power.limit [W], memory.used [MiB]\n"
+        "0, 100 %, 121.40 W, 700.00 W, 129140 MiB\n"
+        "1, 100 %, 521.40 W, 700.00 W, 129140 MiB\n"
+        "2, 100 %, 1.2.3 W, [N/A], 129140 MiB\n"
+        "3, 3 %, 75.00 W, 700.00 W, 129140 MiB\n"
+    )
+    (tmp_path / "table.txt").write_text(
+        "| NVIDIA-SMI 570.86.10    Driver Version: 570.86.10    CUDA Version: 12.8 |\n"
+        "|   4  NVIDIA H200                    On  |   00000000:9C:00.0 Off |                    0 |\n"
+        "| N/A   38C    P0            119W /  700W |  129140MiB / 143771MiB |    100%      Default |\n"
+    )
+    found = {one.index: one for one in read([tmp_path]) if isinstance(one, Gpu)}
+    assert {index: one.is_waiting for index, one in found.items()} == {0: True, 1: False, 2: False, 3: False, 4: True}
+    assert (found[4].watts, found[4].most_watts, found[2].watts) == (119.0, 700.0, -1.0)
+
+
 def test_gzip_reads_as_the_text_in_it(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(LOG)
     (tmp_path / "b.log").write_bytes(gzip.compress(LOG.encode()))

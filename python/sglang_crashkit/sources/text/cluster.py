@@ -144,7 +144,7 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
                 use = told.get("utilization.gpu", "").removesuffix("%").strip()
                 columns = ("memory.used", "memory.total", "power.draw", "power.limit")
                 cells = [told.get(name, "").partition(" ")[0] for name in columns]
-                sizes = [float(cell) if re.fullmatch(r"[\d.]{1,12}", cell) else 0.0 for cell in cells]
+                sizes = [float(cell) if re.fullmatch(r"\d{1,9}(?:\.\d{1,4})?", cell) else 0.0 for cell in cells]
                 # The address is ``00000000:9C:00.0``.
                 found[int(index)] = Gpu(
                     index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
