@@ -55,6 +55,7 @@ class Signs(msgspec.Struct, kw_only=True):
     stands_for: float = 0.0  # seconds for which requests have been under way and none has gone on; 0.0 where they do
     was_ended: bool = False  # a watchdog or a time limit ended a process
     batch: str = ""  # what the last batch was, and of which rank; empty without one
+    side: str = ""  # of a pair, whose that batch was
     last_word: str = ""  # what a server that stands still said last, or was asked for, after its last batch
     part: str | None = None  # the component that this speaks of
     complaint: list[str] = []  # what somebody wrote beside the log: that it does not go on
@@ -74,7 +75,7 @@ def read(case: Case) -> Signs:
     found.sort(key=lambda one: one.event.place)
     signs = Signs(found=found)
     batches, answers = [(0.0, 0)], [(0.0, 0)]
-    signs.batch = _last_batch(case.processes.values())[0]
+    signs.batch, signs.side = _last_batch(case.processes.values())
     for process in case.processes.values():
         batches += [one.place for one in process.lines if _pattern("batch").match(one.text)]
         for one in process.progress:
@@ -382,10 +383,8 @@ def _standing(signs: Signs, case: Case) -> Finding | None:
         return None
     seconds = f"{signs.stands_for:.0f}" if signs.stands_for >= _STANDS_S else None
     because = [f"nothing of a batch in the last {seconds} s"] * bool(seconds) + signs.complaint
-    return finding_of(
-        "standing", (signs.last_batch, 0), because, seconds=seconds,
-        who=_last_batch(case.processes.values())[1], **silence_of(signs, case),
-    )  # fmt: skip
+    told = silence_of(signs, case)
+    return finding_of("standing", (signs.last_batch, 0), because, seconds=seconds, who=signs.side, **told)
 
 
 def silence_of(signs: Signs, case: Case) -> dict[str, Any]:

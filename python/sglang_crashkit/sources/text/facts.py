@@ -50,7 +50,7 @@ _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
         ),
     ),
 )
-#: How a sentence of a person's begins, who tells of a failure that is not in this log.
+#: How a person's sentence begins: the failure that it tells of is not in this log.
 _PROSE = re.compile(r"(?:I|We|My|Our|Still) [a-z]")
 _STATED = re.compile(r"(?:.{0,60}?[\s|\[(-])?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?=[:\s\]|)-])")
 

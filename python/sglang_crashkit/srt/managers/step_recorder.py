@@ -125,7 +125,7 @@ class StepRecorder:
         else:
             if not self._is_staged:
                 self._pending.clear()
-            # Nobody else may hold the requests any more.
+            # This may be the last reference to the requests.
             self._reqs = []
             self.writer.begin_round(0, now)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.memory.steps import NAME, LastSteps, StepReader
+from sglang_crashkit.memory.steps import NAME, LastSteps, StepReader, StepWriter
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.managers import step_recorder
@@ -94,13 +94,13 @@ def test_a_decode_goes_on_until_its_requests_change(scheduler: Scheduler, monkey
     """What a step says is the same whether it was written out or goes on, however SGLang changes the batch."""
     batch = batch_of(DECODE, [A, B])
     written_out = []
-    write = step_recorder.StepRecorder._write_out
+    write = StepWriter.schedule
 
-    def noting(recorder: Any, number: int, *given: Any) -> None:
+    def noting(writer: StepWriter, number: int, *given: Any) -> None:
         written_out.append(number)
-        write(recorder, number, *given)
+        write(writer, number, *given)
 
-    monkeypatch.setattr(step_recorder.StepRecorder, "_write_out", noting)
+    monkeypatch.setattr(StepWriter, "schedule", noting)
 
     def step(lengths: list[int], **changed: Any) -> None:
         vars(batch).update({"seq_lens_cpu": Lengths(lengths), "forward_mode": DECODE, **changed})
