@@ -216,8 +216,8 @@ def _judge_stacks(scene: Scene) -> list[Finding]:
     found = []
     for (side, _server), some in _by(ranks, lambda one: (one.process.side, one.server)).items():
         found += _judge_ranks(scene, side, some)
-    if not found or found[0].who is None:
-        # The stacks name no rank, and a flight recorder shows who is behind.
+    if not found or (found[0].who is None and found[0].kind != "rank_divergence"):
+        # The stacks tell neither a rank nor that one has a batch less, and a flight recorder shows who is behind.
         found = watched.compare_waits(scene.case, scene.where) or found
     if any(_tells(one, scene.case) for one in found):
         return found

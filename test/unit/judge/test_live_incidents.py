@@ -318,6 +318,9 @@ TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
     ("rank_divergence", EST): {"diverged": hung(doing=BOTH_WAIT, divergence=DIVERGED)},
     ("rank_divergence", SUP): {
         "aborted and apart": incident("signal", TP1, end=ABORTED, divergence=DIVERGED),
+        "a batch less, each behind the other": hung(
+            doing={TP0: [WAITS, *FORWARD], TP1: RECEIVES}, **crossed([10], [11])
+        ),
     },
     ("weight_update_deadlock", SUP): {
         "an update, with its class": hung(doing={TP0: ["f (x.py:1)", UPDATES]}),
