@@ -14,7 +14,7 @@ from sglang_crashkit.model.sample import Frame
 _NEAR = 14
 _MAX_WORDS = 1500
 _NEUTRAL = re.compile(
-    r"general_mm_embed_routine|"
+    r"general_mm_embed_routine|quantization/unquant|"
     r"torch/(?:nn/modules|utils|_ops|cuda|_C|functional|distributed)|c10d_logger|_call_impl|_wrapped_call|contextlib|"
     r"tvm_ffi|threading\.py|multiprocessing/(?:process|spawn|popen|context)|concurrent/|asyncio/|runpy|<string>"
 )
@@ -70,13 +70,11 @@ def _of_frame(place: str) -> Sequence[str]:
 
 def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:
     """Return whether the arguments have a part on that is off by default."""
-    row = load("components").get(component)
-    for switch in row["switch"] if row else ():
-        name, _, value = switch.partition("=")
-        has = arguments.get(name)
-        if has not in (None, False, "", "none", "None") and (not value or re.fullmatch(value, str(has))):
-            return True
-    return False
+    row = load("components").get(component) or {"switch": ()}
+    switches = (switch.partition("=") for switch in row["switch"])
+    told = ((arguments.get(name), value) for name, _, value in switches)
+    off = (None, False, "", "none", "None")
+    return any(has not in off and (not value or re.fullmatch(value, str(has))) for has, value in told)
 
 
 def way_out(component: str | None, arguments: Mapping[str, Any], *, is_seen: bool) -> str:

@@ -45,7 +45,7 @@ _OUTLIVED_S, _IDLE_S = 3.0, 30.0
 #: The kernel's log may be in another time zone: what is further apart than this in seconds is so by the clock.
 _ANY_ZONE_S = 15 * 3600.0
 #: Seconds after a library's line within which the exception of the process that called it comes.
-_NEXT_S = 2.0
+_NEXT_S = 5.0
 #: The weight of an exception that is cut off.
 _CUT_OFF = 36
 #: What is tried again so often is no passing trouble.
@@ -382,7 +382,8 @@ class _Failures:
             thread=event.thread, place=inner and f"{inner.function} ({inner.file}:{inner.line})",
             phase=is_phase_known and ("while it served" if is_started else "before it was ready"), text=text,
             steps=_steps(row, named, error.text, arguments), way=way_out(part, arguments, is_seen=bool(frames)),
-            on=not name and self._on, imports=not name and any(one.function == "<module>" for one in frames),
+            code=error.code, batch=is_started and self._case.batch_before(event), on=not name and self._on,
+            imports=not name and any(one.function == "<module>" for one in frames),
             is_consequence=row.follows,
             weight=min(row.weight or 70, 100 if is_telling_itself else 38 if name else _CUT_OFF),
         )  # fmt: skip
@@ -450,10 +451,11 @@ class _Failures:
         by_words = "router" if _pattern("router_line").search(event.text) else ""
         by_pid = f"worker (pid {named['pid']})" if "pid" in named else ""
         who = named.get("who") or row.who_is or event.who or by_words or by_pid
+        code = ""
         if not who and (following := self._next(self._raises, event)):
             # What a library prints without a name is told by what the process that called it raises.
             frames = [frame for error in following.chain for frame in error.frames]
-            who = following.who or _role("", frames)
+            who, code = following.who or _role("", frames), following.error.code
             of_frames = component_of(frames, arguments=self._case.arguments)
             part = of_frames if part in _NOTICED and is_telling(of_frames) else part or of_frames
         elif not who and (ended := self._next(self._exits, event)):
@@ -465,7 +467,7 @@ class _Failures:
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
         yield finding_of(
             "line", because=because, kind=kind, who=who, component=part, restart=row.restart_at(is_started),
-            side=event.side, text=text, steps=_steps(row, named, event.text, self._case.arguments),
+            side=event.side, text=text, code=code, steps=_steps(row, named, event.text, self._case.arguments),
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True), is_consequence=row.follows,
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip
@@ -591,10 +593,11 @@ class _Failures:
         part = component_of(frames, arguments=self._case.arguments)
         role = _role("", frames) or _role("", [frame for one in sample.threads for frame in one.frames])
         is_there = thread is None or thread.active or thread.name or sample.native
-        if not is_there:
-            # Without the thread that faulted, the others tell what the process was for.
-            parts = (component_of(one.frames, arguments=self._case.arguments) for one in sample.threads)
-            part = part or next(filter(None, parts), None)
+        if not is_there or not is_telling(part):
+            # Without the thread that faulted, the others tell what the process was for; else those amid a call of C.
+            others = (one for one in sample.threads if not is_there or "sglang/" in one.frames[0].file)
+            parts = [component_of(one.frames, arguments=self._case.arguments) for one in others]
+            part = next(filter(is_telling, parts), part or next(filter(None, parts), None))
         known = self._closed() or self._named(sample.pid)
         who = known or event.who or _only(self._case, event) or role or ("scheduler" if self._is_loading else "")
         is_told = known or sample.title or self._case.watched is not None or self._case.arguments.get("tp_size") == 1

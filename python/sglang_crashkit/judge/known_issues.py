@@ -97,7 +97,5 @@ def _place(frame: Frame) -> str:
 def _options(arguments: dict[str, Any]) -> Iterable[str]:
     for name, value in arguments.items():
         option = f"--{name.removesuffix('_size') if name in ('tp_size', 'dp_size') else name}".replace("_", "-")
-        if value is True:
-            yield option
-        elif value not in (None, False):
-            yield f"{option}={value}"
+        if value not in (None, False):
+            yield option if value is True else f"{option}={value}"

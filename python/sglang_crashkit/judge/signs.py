@@ -144,7 +144,8 @@ def _stands_for(case: Case, *, is_begun: bool, least: float) -> float:
     answered = max((one.last_at for one in progress if one.kind == "answer"), default=0.0)
     # The requests of a batch of new ones are not counted in its own line yet.
     is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
-    if not (waiting or is_begun or (is_busy and answered < last.last_at)):
+    is_idle = bool(least and case.gpus) and not any(one.use for one in case.gpus)
+    if not (waiting or is_begun or (is_busy and not is_idle and answered < last.last_at)):
         return 0.0
     # By the clock of its own log: that of stacks or of another host need not agree with it.
     own = [event for event in case.events if event.file == last.file]
@@ -294,12 +295,17 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
     layout = topology.topology_of(case)
     missing = sorted(set(range(layout.tp)) - set(reports)) if reports and layout.pp == 1 else []
     nodes = layout.unseen_nodes
-    late = f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
+    # At a start, a rank that compiles longer than the others wait keeps them.
+    compiling = [
+        one for one in signs.all("compile") if one.who and signs.last_batch < one.event.at <= found[0].event.at
+    ]
+    late = compiling[-1].who if compiling else f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
+    part = component_of(words=compiling[-1].text) if compiling else _part_of_errors(case.processes.values())
     reported = len(reports) or len({one.who for one in found if one.who})
     return finding_of(
         "time_limit", found[0].event.place, _quote(*found[:3]), kind="rank_stuck" if late else None,
         who=topology.name_nodes(nodes) or late,
-        component=_part_of_errors(case.processes.values()),
+        component=part or (compiling and "compiler"), is_compiling=bool(compiling),
         ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
         operation=next((one.operation for one in reports.values() if one.operation), ""), nodes=nodes,
         is_known=layout.is_known,
@@ -314,8 +320,8 @@ def _late_health(signs: Signs, _case: Case) -> Finding | None:
             continue
         hours, minutes, seconds = (int(one) for one in began.groups())
         lag = (sign.event.at - (3600 * hours + 60 * minutes + seconds)) % 86400.0
-        # What is off by half hours is another time zone.
-        if lag % _HALF_HOUR > float(sign.groups[0] or 0) + _LATE:
+        # What is off by half hours is another time zone, and a beginning right after the line another clock.
+        if float(sign.groups[0] or 0) + _LATE < lag % _HALF_HOUR < _HALF_HOUR - 3 * _LATE:
             late = f"{(lag % _HALF_HOUR if lag > 43200 else lag) / 60:.0f}"
             return finding_of("late_health", sign.event.place, _quote(sign), late=late, began=":".join(began.groups()))
     return None
@@ -348,13 +354,15 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
     if found := signs.all("transfer_timeout"):
         side = topology.topology_of(case, found[0].process.side).side
         return finding_of("transfer_timeout", found[0].event.place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
-    for process in case.schedulers:
+    # A prefill server runs none, and its queue grows for other reasons, too, so that there somebody has to complain.
+    least = {"decode": _STANDS_S} if not signs.complaint else {"decode": _STANDS_S / 3, "prefill": _STANDS_S / 3}
+    for process in case.processes.values():
         for one in process.progress:
-            since = one.last_at - one.transfers_since
-            if one.transfers > max(_FEW_TRANSFERS, 4 * one.running) and one.transfers_since and since >= _STANDS_S:
+            since = one.transfers_since and one.last_at - one.transfers_since
+            if one.transfers > max(_FEW_TRANSFERS, 4 * one.running) and since >= least.get(one.kind, float("inf")):
                 return finding_of(
                     "standing_transfers", (one.transfers_since, one.last_order), [f"{one.text[:200]} ({one.source})"],
-                    transfers=one.transfers, rank=topology.short_name(process), since=f"{since:.0f}",
+                    transfers=one.transfers, rank=topology.short_name(process) or one.side, since=f"{since:.0f}",
                     running=one.running,
                 )  # fmt: skip
     return None

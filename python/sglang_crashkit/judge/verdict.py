@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from sglang_crashkit.judge.components import component_of
 from sglang_crashkit.judge.failures import find_failures, guess
-from sglang_crashkit.judge.finding import TELLING, Finding, Place, finding_of, steps_of
+from sglang_crashkit.judge.finding import TELLING, Finding, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.known_issues import known_issues
 from sglang_crashkit.judge.stalls import find_stalls
@@ -18,7 +19,7 @@ _MAX_STEPS, _MAX_STEP = 8, 240
 #: Classes in which what was said loudest is not told by anything else.
 _SILENT = frozenset({"no_incident", "busy", "no_progress"})
 #: Classes that say no more than that something failed; and how many seconds before it a line may tell what led to it.
-_VAGUE, _BEFORE_S = frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted"}), 5.0
+_VAGUE, _BEFORE_S = frozenset({"exception", "exception_in_sglang", "startup_failed", "exited", "aborted"}), 30.0
 
 
 def judge(case: Case) -> Verdict:
@@ -26,7 +27,9 @@ def judge(case: Case) -> Verdict:
     stalls = find_stalls(case)
     findings = [*find_failures(case), *stalls]
     said = [case.watched.text] if case.watched is not None and case.watched.text else []
-    chosen = min(findings, key=_rank, default=None) or guess(case) or finding_of("unknown", because=said)
+    # What failed comes before what is well, a cause before what follows from it, and the first before the others.
+    findings.sort(key=lambda one: (one.is_calm, one.is_consequence, one.weight < TELLING, one.where, -one.weight))
+    chosen = next(iter(findings), None) or guess(case) or finding_of("unknown", because=said)
     chosen = refine(case, chosen)
     row = load("classes").get(chosen.kind) or load("classes")["unknown"]
     verdict = Verdict(
@@ -51,21 +54,16 @@ def judge(case: Case) -> Verdict:
         ]
         query = "" if issues else search_query(case, chosen)
     steps += row["next"]
-    if chosen.kind in _VAGUE and (before := _said_before(case, chosen)):
-        steps += steps_of("before", line=before)
+    if chosen.kind in _VAGUE and (before := case.said_before(chosen.where, chosen.who, verdict.headline, _BEFORE_S)):
+        steps += steps_of("before", line=" | ".join(text[:150] for text in before))
+        part = component_of(words=" ".join(before), arguments=case.arguments) if chosen.kind == "aborted" else None
+        verdict.component = verdict.component or part
     for text, count in case.loudest if chosen.kind in _SILENT else ():
         steps += steps_of("loudest", text=text[:170], count=count if count > 1 else None)
     if query:
         steps[_MAX_STEPS - 1 :] = [f"search upstream's issues: https://github.com/sgl-project/sglang/issues?q={query}"]
     verdict.next = [step[:_MAX_STEP] for step in dict.fromkeys(_by_vendor(steps, case))][:_MAX_STEPS]
     return verdict
-
-
-def _said_before(case: Case, chosen: Finding) -> str:
-    """Return what the process that failed, or one without a name, said right before; empty where it said nothing."""
-    at = chosen.where[0]
-    said = (one for one in reversed(case.events) if isinstance(one, Line) and one.place < chosen.where)
-    return next((one.text[:150] for one in said if one.who in ("", chosen.who) and at - one.at <= _BEFORE_S), "")
 
 
 def _by_vendor(steps: list[str], case: Case) -> list[str]:
@@ -80,11 +78,6 @@ def _by_vendor(steps: list[str], case: Case) -> list[str]:
                 steps = [step.replace(word, other) for step in steps]
             break
     return steps
-
-
-def _rank(finding: Finding) -> tuple[bool, bool, bool, Place, int]:
-    # What failed comes before what is well, a cause before what follows from it, and the first before the others.
-    return finding.is_calm, finding.is_consequence, finding.weight < TELLING, finding.where, -finding.weight
 
 
 def _headline(case: Case) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -106,6 +107,25 @@ class Case(msgspec.Struct, kw_only=True):
         """The processes that hold the model, in the order of their ranks."""
         found = [one for one in self.processes.values() if one.role == "scheduler"]
         return sorted(found, key=lambda one: (one.side, *(one.ranks.get(name, -1) for name in ("pp", "dp", "tp"))))
+
+    def batch_before(self, event: AnyEvent) -> str:
+        """Return the line of a batch of new requests after which an event came before another batch; empty without."""
+        batches = [one for one in self.progress if one.kind in ("prefill", "decode") and one.file == event.file]
+        last = max(batches, key=lambda one: one.last_order, default=None)
+        return last.text if last is not None and last.kind == "prefill" and last.last_order < event.order else ""
+
+    def said_before(self, place: tuple[float, int], who: str | None, besides: str, secs: float) -> list[str]:
+        """Return the two lines that a process, or one without a name, said last before a place, the last one first.
+
+        Args:
+            place: in the evidence.
+            who: short name of the process.
+            besides: a text that says the same: such lines are left out.
+            secs: how long before.
+        """
+        lines = (one for one in reversed(self.events) if isinstance(one, Line) and one.place < place)
+        near = (one.text for one in lines if one.who in ("", who) and place[0] - one.at <= secs)
+        return [*islice((text for text in near if text[:60] not in besides), 2)]
 
     @property
     def loudest(self) -> list[tuple[str, int]]:

@@ -78,6 +78,7 @@ class Error(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     type: str  # with its module as printed: ``torch.OutOfMemoryError``
     text: str = ""
     frames: tuple[Frame, ...] = ()  # innermost first
+    code: str = ""  # the source line of the innermost frame in SGLang, where a traceback has it
 
 
 class Raised(Event, frozen=True, kw_only=True, tag="raised"):
@@ -155,7 +156,7 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     last_order: int = 0
     running: int = 0  # requests that ran, by the last one
     queued: int = 0
-    transfers: int = 0  # KV transfers under way on the decode side
+    transfers: int = 0  # KV transfers under way on the decode side; on the prefill side what waits for them, too
     transfers_since: float = 0.0  # since when that number has not fallen
     status: int = 0  # the last HTTP status
     text: str = ""  # the last line; the path of a control request

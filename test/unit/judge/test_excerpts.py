@@ -23,3 +23,5 @@ def test_an_excerpt_is_told(name: str, tmp_path: Path) -> None:
         path.write_text(text)
     verdict = judge(case_of(read(paths)))
     assert (verdict.kind, verdict.first) == (expected["class"], expected["first"])
+    assert verdict.component == expected.get("part", verdict.component)
+    assert expected.get("says", "") in "\n".join(verdict.next)

@@ -139,11 +139,18 @@ def test_an_exception_is_of_the_process_that_its_function_runs_in(tmp_path: Path
     assert [one.who for one in read([path]) if isinstance(one, Raised)] == [who]
 
 
-def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path: Path) -> None:
-    path = tmp_path / "decode.log"
+@pytest.mark.parametrize(
+    "batch",
+    [
+        "Decode batch, #running-req: 1, #prealloc-req: 5, #transfer-req: {}, #queue-req: 0",
+        "Prefill batch, #new-seq: 1, #queue-req: 0, #bootstrap-req: 1, #inflight-req: {}, cuda graph: False",
+    ],
+)
+def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path: Path, batch: str) -> None:
+    path, waits = tmp_path / "pair.log", int("bootstrap" in batch)
     path.write_text(
         "".join(
-            f"[2026-10-05 08:00:{at:02d} TP0] Decode batch, #running-req: 1, #transfer-req: {count}, #queue-req: 0\n"
+            f"[2026-10-05 08:00:{at:02d} TP0] {batch.format(count - waits)}\n"
             for at, count in ((0, 9), (10, 4), (20, 4), (30, 7))
         )
     )

@@ -28,7 +28,10 @@ _GPU_USE = re.compile(
 )
 _INSPECTED = re.compile(rb'\s*(?:\[\s*\{\s*"Id"|\{\s*"Status")')
 #: The head of a query, which names its columns.
-_QUERY = re.compile(r"(?=.{0,400}\bindex\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$")
+_QUERY = re.compile(
+    r"(?=.{0,400}\b(?:index|memory\.used|utilization\.gpu)\b)[a-z_.]{4,40}(?: \[\S{1,5}\])?"
+    r"(?:, ?[a-z_.]{2,60}(?: \[\S{1,5}\])?){1,40}$"
+)
 _DRIVER = re.compile(r"Driver Version: (\S{3,20})")
 #: Headings and cells by which a file is known to be one of these.
 _KUBECTL, _SMI = ("Containers:", "Last State:", "Restart Count:"), "NVIDIA-SMI"
@@ -140,7 +143,8 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             names = [cell.partition(" ")[0] for cell in cells]
         elif len(cells) == len(names):
             told = dict(zip(names, cells, strict=True))
-            if (index := told.get("index", "")).isdigit():
+            # Without that column each row is another GPU's.
+            if (index := told.get("index", str(len(found)))).isdigit():
                 use = told.get("utilization.gpu", "").removesuffix("%").strip()
                 columns = ("memory.used", "memory.total", "power.draw", "power.limit")
                 cells = [told.get(name, "").partition(" ")[0] for name in columns]

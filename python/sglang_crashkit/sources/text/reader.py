@@ -52,7 +52,10 @@ from sglang_crashkit.sources.text import (
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _RANKS = r"(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5}"
-_OWN = re.compile(r"\[(?P<at>(?:(?:\d{4}-)?\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?(?P<who> [^\]\[]{1,60})?\] ?")
+_OWN = re.compile(
+    r"\[(?P<at>(?:(?:\d{4}-)?\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?(?P<who> [^\]\[]{1,60})?\] ?"
+    r"(?:\[\w{1,60}\.py:\d{1,6}\] ?)?(?:\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\]:? ?)?"
+)
 #: What is left of it where the time was cut out of a pasted line.
 _OWN_RANKS = re.compile(rf"(?P<at>)\[ ?(?P<who>(?:{_RANKS} ?){{1,5}})\] ?(?=\S)")
 #: A format of a logger's own, such as ``2026-10-05 08:00:00 INFO 77 [DP3 TP3 scheduler.py:310] …``.
@@ -104,7 +107,8 @@ _OF_SIDE = re.compile(
     r"(?:\[[^\]]{0,60}\] )?(?:(Prefill|Decode) (?:transfer|bootstrap|handshake) failed"
     r"|(Prefill) batch.{0,300}#inflight-req|(Decode) batch.{0,300}#(?:transfer|prealloc)-req)"
 )
-_TRANSFERS = re.compile(rb"#transfer-req: (\d+)")
+#: What a pair has under way: transfers to a decode server; on the prefill side what waits for it, and its transfers.
+_TRANSFERS = re.compile(rb"#transfer-req: (\d+)|#(?:prealloc|bootstrap)-req: (\d+), #inflight-req: (\d+)")
 #: Requests of an operator or a trainer, which are no work for a batch.
 _CONTROL = re.compile(
     r"/(?:pause|continue)_generation|/\w*weights\w*|/(?:un)?load_lora_adapter|/flush_cache|/\w*_memory_occupation"
@@ -232,11 +236,12 @@ class _Batches:
     )  # time and text
 
     def transfers(self) -> tuple[int, float]:
-        """Return how many KV transfers are under way, and since when that has not fallen."""
+        """Return how many requests a pair has under way, and since when that has not fallen."""
         now = 0
         since: bytes | float | None = None
         for time, text in self.recent:
-            before, now = now, int(found[1]) if (found := _TRANSFERS.search(text)) else 0
+            found = _TRANSFERS.search(text)
+            before, now = now, sum(int(one or 0) for one in found.groups()) if found else 0
             since = time if now < before or not before or since is None else since
         return now, (seconds(since.decode()) if isinstance(since, bytes) else since or 0.0) if now else 0.0
 
@@ -459,7 +464,7 @@ class _File:
             entry = self.batches[key] = _Batches(seconds(at.decode(errors="replace")), self.order)
         entry.count += 1
         entry.last, entry.last_time, entry.last_order = line[place : place + 600], at, self.order
-        if key[2] == "decode":
+        if key[2] in ("prefill", "decode"):
             entry.recent.append((at, entry.last))
         stream = self.streams.get(stream_key)
         if stream is not None and (stream.traceback or stream.block):
@@ -736,7 +741,7 @@ class _File:
             entry = self.batches[key, who, kind, status] = _Batches(at, self.order)
         entry.count += 1
         entry.last, entry.last_order, entry.last_at, entry.last_time = text[:600].encode(), self.order, at, b""
-        if kind == "decode":
+        if kind in ("prefill", "decode"):
             entry.recent.append((at, entry.last))
         self.understood = True
 

@@ -24,11 +24,13 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-_MAX_FRAMES, _MAX_TEXT, _MAX_CHAIN, _MAX_TEXT_LINES = 300, 4000, 8, 60
+_MAX_FRAMES, _MAX_TEXT, _MAX_CHAIN, _MAX_TEXT_LINES, _MAX_CODE = 300, 4000, 8, 60, 160
 
 
 #: A source line that is nothing but a call, or keeps what it returns.
 _CALL = re.compile(r"(?:return |await |[\w., ]{1,80} = (?:await )?)?(?:\w{1,60}\.){0,6}(\w{1,80})\(")
+#: A source line that the message says as well; of a statement of several lines the first.
+_SAYS_NOTHING = re.compile(r"(?:import|from|raise)\b|[~^ ]*$|(?:\w+ = )?\w+\($")
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Traceback:
     is_cut: bool = False  # its head is not there
     asserted: str = ""  # the innermost source line that asserts something
     called: str = ""  # what the source line of the last frame calls
+    code: str = ""  # the source line of the last frame in SGLang
     indent: int = 0  # of the last frame: the exception stands no further in, a source line does
 
     def take(self, line: str) -> bool:
@@ -104,6 +107,7 @@ class Traceback:
             self._add(match[1], match[2], match[3] or "<module>")
             self.is_flat = self.is_flat or line[:1] not in " \t"
             self.is_after_frame, self.indent, self.asserted, self.called = True, len(line) - len(line.lstrip()), "", ""
+            self.code = "" if "sglang/" in match[1] else self.code
             return True
         match = _EXCEPTION.match(stripped)
         is_named = match is not None and match[1].endswith(_ENDINGS)
@@ -112,6 +116,8 @@ class Traceback:
             # The source line of a frame, its marks, or "Previous line repeated".
             self.asserted = stripped if stripped.startswith("assert ") else self.asserted
             self.called = self.called or (match[1] if (match := _CALL.match(stripped)) else "")
+            is_telling = self.frames and "sglang/" in self.frames[-1].file and not _SAYS_NOTHING.match(stripped)
+            self.code = self.code or (stripped[:_MAX_CODE] if is_telling else "")
             return True
         if self.is_flat and self.is_after_frame and not is_named:
             self.is_after_frame = False
@@ -134,9 +140,12 @@ class Traceback:
             # An assertion without words still says what it asserts.
             said = self.text or ([self.asserted] if self.type == "AssertionError" else [])
             text = "\n".join(said).strip()[:_MAX_TEXT]
-            self.errors = [*self.errors, Error(type=self.type, text=text, frames=tuple(reversed(self.frames)))]
+            self.errors = [
+                *self.errors,
+                Error(type=self.type, text=text, frames=tuple(reversed(self.frames)), code=self.code),
+            ]
             self.errors = self.errors[-_MAX_CHAIN:]
-        self.frames, self.type, self.text, self.blank = [], "", [], 0
+        self.frames, self.type, self.text, self.blank, self.code = [], "", [], 0, ""
 
     def chain(self) -> tuple[Error, ...]:
         """Return the exceptions, the one that arrived first; empty where nothing was understood."""
