@@ -21,7 +21,7 @@ from sglang_crashkit.handler.incident import IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog
 from sglang_crashkit.handler.shortages import Shortages
-from sglang_crashkit.handler.triage import Action, ActionKind, Seen, Triage
+from sglang_crashkit.handler.triage import Action, Do, Seen, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_termination_message
 from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
@@ -110,7 +110,7 @@ class Session:
                 self._carry_out(action, subject)
             except Exception as error:  # noqa: BLE001 - told in the log and the incident
                 # One that fails must not cost what the others are for.
-                self.note_error(action.do.name.lower(), error)
+                self.note_error(action.do, error)
 
     def collect_exits(self) -> None:
         """Take in the exits that the kernel has not reported yet."""
@@ -154,66 +154,56 @@ class Session:
         self.take(seen, Subject(process, clock.now()))
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
-        process, message = subject.process, subject.message
-        steps: dict[ActionKind, Callable[[], object]] = {
-            ActionKind.OPEN: lambda: self._open(action.kind, action.words, subject),
-            ActionKind.CAPTURE: self.capture,
-            ActionKind.CAPTURE_AGAIN: self._sample_again,
-            ActionKind.TELL: self._tell_server,
-            ActionKind.FINISH: self.finish,
-            ActionKind.FORGET: self._forget,
-            ActionKind.DISCARD: self._discard,
-            ActionKind.MARK_EXITED: process.mark_exited,
-            ActionKind.KEEP_PROCESS: lambda: self._tree.keep(process),
-            ActionKind.FORGET_PROCESS: lambda: self._tree.forget(process),
-            ActionKind.LEARN_RANKS: lambda: self._learn_ranks(subject),
-            ActionKind.DROP_RECORD: lambda: self._place.drop_record(subject.fields.get("record")),
-            ActionKind.LOOK_FOR_SILENCE: lambda: self.begin_hang_at_end(),
-            ActionKind.CLOSE_JOURNALS: self.received.forget_requests,
+        process, seconds, fields, message = subject.process, subject.seconds, subject.fields, subject.message
+        run, record = self.run, fields.get("record")
+        steps: dict[Do, Callable[[], object]] = {
+            "open": lambda: self._open(action.kind, action.words, subject),
+            "capture": self.capture,
+            "capture_again": self._sample_again,
+            "tell": self._tell_server,
+            "finish": self.finish,
+            "forget": self._forget,
+            "discard": self._discard,
+            "mark_exited": process.mark_exited,
+            "keep_process": lambda: self._tree.keep(process),
+            "forget_process": lambda: self._tree.forget(process),
+            "learn_ranks": lambda: self._learn_ranks(subject),
+            "drop_record": lambda: self._place.drop_record(record),
+            "look_for_silence": lambda: self.begin_hang_at_end(),
+            "close_journals": self.received.forget_requests,
         }
+        # What is to be answered, or added to an incident, is nothing without a message, or an incident.
         if message is not None:
-            steps |= self._answers_to(message)
-        if self.run is not None:
-            steps |= self._additions_to(self.run, action, subject)
-        # What is to be added to an incident, or answered, is nothing without one.
+            steps |= {
+                "answer": lambda: self._answer(message),
+                "answer_when_finished": lambda: self._answers.add(message, self._secs_left),
+                "answer_captured": lambda: self._answer_captured(message),
+                "answer_stacks": lambda: self._answer_stacks(message),
+                "answer_saved": lambda: self._mailbox.acknowledge(message, ack="saved"),
+                "answer_orderly": lambda: self._mailbox.acknowledge(message, ack="finished", path=None, orderly=True),
+            }
+        if run is not None:
+            steps |= {
+                "permit": lambda: run.permit(action.captures),
+                "note": lambda: self._note(run, action.words, subject),
+                "add_exit": lambda: run.add_exit(process),
+                "add_exception": lambda: run.add_exception(
+                    process, seconds, fields.get("message", ""), self._place.record_of(record)
+                ),
+                "add_dead_thread": lambda: self._add_dead_thread(run, subject),
+                "add_hang": lambda: run.add_hang(process, seconds, fields),
+                "add_requests": lambda: run.add_requests(fields),
+                "set_requests": lambda: run.set_requests({"reason": action.words}),
+                "add_silence": lambda: self._add_silence(run),
+                "name_unknown": run.name_unknown,
+                "write": lambda: self._write(run),
+            }
         steps.get(action.do, lambda: None)()
-
-    def _additions_to(
-        self, run: IncidentRun, action: Action, subject: Subject
-    ) -> dict[ActionKind, Callable[[], object]]:
-        process, seconds, fields = subject.process, subject.seconds, subject.fields
-        return {
-            ActionKind.PERMIT: lambda: run.permit(action.captures),
-            ActionKind.NOTE: lambda: self._note(run, action.words, subject),
-            ActionKind.ADD_EXIT: lambda: run.add_exit(process),
-            ActionKind.ADD_EXCEPTION: lambda: run.add_exception(
-                process, seconds, fields.get("message", ""), self._place.record_of(fields.get("record"))
-            ),
-            ActionKind.ADD_DEAD_THREAD: lambda: self._add_dead_thread(run, subject),
-            ActionKind.ADD_HANG: lambda: run.add_hang(process, seconds, fields),
-            ActionKind.ADD_REQUESTS: lambda: run.add_requests(fields),
-            ActionKind.SET_REQUESTS: lambda: run.set_requests({"reason": action.words}),
-            ActionKind.ADD_SILENCE: lambda: self._add_silence(run),
-            ActionKind.NAME_UNKNOWN: run.name_unknown,
-            ActionKind.WRITE: lambda: self._write(run),
-        }
 
     def _add_dead_thread(self, run: IncidentRun, subject: Subject) -> None:
         fields, record = subject.fields, self._place.record_of(subject.fields.get("record"))
         told = subject.process, subject.seconds, fields.get("thread", ""), fields.get("message", "")
         self._dead_threads.append((*told, run.add_dead_thread(*told, record)))
-
-    def _answers_to(self, message: Message) -> dict[ActionKind, Callable[[], object]]:
-        return {
-            ActionKind.ANSWER: lambda: self._answer(message),
-            ActionKind.ANSWER_WHEN_FINISHED: lambda: self._answers.add(message, self._secs_left),
-            ActionKind.ANSWER_CAPTURED: lambda: self._answer_captured(message),
-            ActionKind.ANSWER_STACKS: lambda: self._answer_stacks(message),
-            ActionKind.ANSWER_SAVED: lambda: self._mailbox.acknowledge(message, ack="saved"),
-            ActionKind.ANSWER_ORDERLY: lambda: self._mailbox.acknowledge(
-                message, ack="finished", path=None, orderly=True
-            ),
-        }
 
     # -- the incident
 
@@ -236,7 +226,7 @@ class Session:
         if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
             run.take(Moment.ASK)
         # Whatever came of it: what is done to the server follows from the failure, and not from the stacks.
-        self.triage.done(ActionKind.CAPTURE, time.monotonic())
+        self.triage.done("capture", time.monotonic())
 
     @property
     def writing_cores(self) -> Set[int]:
@@ -261,7 +251,7 @@ class Session:
                     return
                 # It stays as its last checkpoint has it, for recovery.
                 run.finished = True
-                self.triage.done(ActionKind.FINISH, time.monotonic())
+                self.triage.done("finish", time.monotonic())
         self._answers.give(self._answer)
         if run is not None:
             self.page.begin(run)
@@ -281,7 +271,7 @@ class Session:
                 self._answers.ask_all_to_wait(run.secs_left)
                 return False
         self._write(run)
-        self.triage.done(ActionKind.FINISH, time.monotonic())
+        self.triage.done("finish", time.monotonic())
         if run.is_ending:
             self._place.remove_marker()
             write_termination_message(run.conclusion.message if run.conclusion is not None else "")
@@ -472,7 +462,7 @@ class Session:
         seconds = clock.now()
         if signals.tell(root.handle):
             run.note(seconds, "sigquit_sent", pid=root.pid)
-        self.triage.done(ActionKind.TELL, time.monotonic())
+        self.triage.done("tell", time.monotonic())
 
     def _answer_captured(self, message: Message) -> None:
         self._raised.append(message)
