@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from sglang_crashkit.handler.folders import KeptFolder, Place, SharedMemory
 from sglang_crashkit.handler.hang_detector import HangDetector
-from sglang_crashkit.handler.lost_peers import LostPeers
 from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
@@ -75,7 +74,6 @@ class CrashHandler:
         incidents, received = place.host_folder / "incidents", self.session.received
         self._metrics = MetricsPublisher(self.tree, received, incidents, self.session.log.show_metrics)
         self._kept = KeptFolder(place.runtime)
-        self._lost_peers = LostPeers(self.tree, self.session)
         self._shared_memory = SharedMemory(self.tree)
         self._marker = ServerMarker(place.spool, self.session.log.say)
         self._pauses = received.pauses
@@ -164,7 +162,7 @@ class CrashHandler:
             self.session.take(Seen("exiting", members=self._members_of(sender.pid)))
             self.session.on_exiting(message)
         elif event == "peer_lost":
-            self._lost_peers.take(fields, sender)
+            self.session.take_lost_peer(fields, sender)
         elif event == "member":
             # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
             if sender.is_own or self.tree.started_by_own(sender):

@@ -19,14 +19,14 @@ from sglang_crashkit.handler.evidence import collectors_of, secs_before_memory
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
-from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog
-from sglang_crashkit.handler.shortages import Shortages
+from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog, Shortages
 from sglang_crashkit.handler.triage import Action, Do, Seen, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_termination_message
 from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
 from sglang_crashkit.model.incident import Trigger, iso_time
+from sglang_crashkit.model.peers import LostPeer, describe
 from sglang_crashkit.policy import Event
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
@@ -40,6 +40,11 @@ SILENT_SECS = 2.0
 _MAX_FINISHES = 3
 #: So many threads that ended are remembered; and kinds of incidents that have nothing to do with those before.
 _MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapshot"})
+#: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
+_LOSS_SECS = 2.0
+#: Losses that come within this time of the last one, in seconds, belong to its incident, as in a restart of one server
+#: after the other, or of one that goes and comes; however they go on, it takes in no more after the longer time.
+_SAME_LOSS_SECS, _LONGEST_LOSS_SECS = 600.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,9 @@ class Session:
         self._raised: list[Message] = []
         self._collectors = collectors_of(self.received, self.driver)
         self._failed_finishes = 0
+        #: The incident of lost peers, when it began, and when the last loss came, by the monotonic clock.
+        self._losses: IncidentRun | None = None
+        self._losses_began = self._lost_at = 0.0
 
     # -- what happens, and what is decided
 
@@ -344,6 +352,39 @@ class Session:
         self._exiting.append(message)
         if self.triage.is_open:
             self._answers.ask_to_wait(message, self._secs_left or 0.0)
+
+    def take_lost_peer(self, fields: dict[str, Any], sender: TrackedProcess) -> None:
+        """Make an incident of what a rank reports of the other server of a pair, or add it to the one that is there."""
+        peer, shutdown, now = LostPeer.from_fields(fields, sender.pid), self.triage.shutdown, time.monotonic()
+        if peer is None:
+            return
+        text = " ".join(describe([peer]))
+        if self._tree.root.pid in shutdown.expected or (shutdown.draining and not peer.count):
+            logger.info("the server ends: %s", text)
+            return
+        # The exits that are looked for as one is opened may be an incident of their own, which is current then.
+        run = self._run_of_loss(now) or self._open_for_loss(sender, now) or self._run_of_loss(now)
+        if run is not None and run.add_peer(time.time(), peer):
+            self._lost_at = now
+            logger.error("%s", text)
+            self.log.say(text)
+
+    def _run_of_loss(self, now: float) -> IncidentRun | None:
+        """Return the incident that a loss of now belongs to."""
+        if self.run is not None and not self.run.finished:
+            return self.run
+        is_same = now < self._lost_at + _SAME_LOSS_SECS and now < self._losses_began + _LONGEST_LOSS_SECS
+        return self._losses if is_same else None
+
+    def _open_for_loss(self, witness: TrackedProcess, now: float) -> IncidentRun | None:
+        what, event = "peer_lost", Event.PEER_LOST
+        its = Seen("observed", witness.pid, witness.role, kind=what, trigger=what, event=event, secs=_LOSS_SECS)
+        run = self.open_observed(its, witness)
+        if run is not None:
+            self._losses, self._losses_began = run, now
+            # Who is there and in which state, without stacks: what happened, happened elsewhere.
+            self.capture()
+        return run
 
     # -- time
 

@@ -141,7 +141,7 @@ class World:
         self.cpu_secs: dict[int, float] = {}
         self.tree, self.writers = ProcessTree(ROOT), dict[int, HeartbeatWriter]()
         settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
-        self.heartbeats = Heartbeats(self.tree, is_on=hang_secs > 0, clock=lambda: self.now)
+        self.heartbeats = Heartbeats(self.tree, is_on=hang_secs > 0, now=lambda: self.now)
         self.session: Any = Session(self.tree, self.heartbeats, settings)
         self.shutdown = self.session.triage.shutdown
         self.said: list[str] = []

@@ -22,7 +22,7 @@ class World:
         self.writers = {10: HeartbeatWriter(), 11: HeartbeatWriter()}
         self.processes = {pid: tracked(pid, "sglang::scheduler") for pid in self.writers}
         self.tree = ProcessTree(os.getpid())
-        self.heartbeats = Heartbeats(self.tree, clock=lambda: self.now)
+        self.heartbeats = Heartbeats(self.tree, now=lambda: self.now)
         for writer in self.writers.values():
             writer.words[LOOP_TIME] = self.now
 

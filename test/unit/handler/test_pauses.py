@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.heartbeats import Heartbeats
-from sglang_crashkit.handler.pauses import LONG_COLLECTION, LOOK_SECS, SLOW_STEP, Pauses
+from sglang_crashkit.handler.heartbeats import LONG_COLLECTION, LOOK_SECS, SLOW_STEP, Heartbeats, Pauses
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.memory import heartbeat
 from sglang_crashkit.memory.heartbeat import HeartbeatWriter
@@ -37,7 +36,7 @@ class Ranks:
         self.steps: dict[int, list[Step]] = {pid: [] for pid in pids}
         self.read: list[int] = []
         self.tree, self.writers = ProcessTree(os.getpid()), {pid: HeartbeatWriter() for pid in pids}
-        self.heartbeats = Heartbeats(self.tree, clock=lambda: self.now)
+        self.heartbeats = Heartbeats(self.tree, now=lambda: self.now)
         self.beat()
         for pid, writer in self.writers.items():
             self.heartbeats.follow(tracked(pid, f"sglang::scheduler_TP{pid}"), writer.fd)

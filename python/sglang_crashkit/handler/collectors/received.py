@@ -19,9 +19,8 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.collectors.requests import add_journal, export_requests
 from sglang_crashkit.handler.findings import divergence_of
-from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
+from sglang_crashkit.handler.heartbeats import Heartbeats, Pauses, modes_of
 from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.pauses import Pauses
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.kernel import clock, procfs, titles
