@@ -203,7 +203,8 @@ class HangDetector:
         for one in self._others.values():
             said = self._heartbeats.said_by(one.process)
             # That of the others does not tell anything.
-            cpu_secs = cpu_secs_of(one.process) if said is not None and said.is_waiting else 0.0
+            uses_cpu = said is not None and said.is_waiting
+            cpu_secs = procfs.main_thread_cpu_secs(one.process.pid) if uses_cpu else 0.0
             one.look(state_of(one.process), said, cpu_secs, seen_secs, self._looked_at)
         return [*self._others.values()]
 
@@ -358,11 +359,6 @@ def state_of(process: TrackedProcess) -> str:
     """Return the kernel's state of a process, X where it is gone."""
     stat = procfs.read_stat(process.pid)
     return stat.state if stat is not None else "X"
-
-
-def cpu_secs_of(process: TrackedProcess) -> float:
-    """Return how much CPU time its main thread has used."""
-    return procfs.main_thread_cpu_secs(process.pid)
 
 
 #: As the kernel names them, in at most 15 bytes.
