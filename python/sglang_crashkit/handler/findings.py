@@ -81,11 +81,11 @@ class Conclusion(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Counting:
-    """How the fault of an incident is counted; see `count_repeat`."""
+    """How the fault of an incident is counted."""
 
-    keep: int
-    begun: Collection[str]
-    left_secs: float
+    keep: int  # how many incidents of a fault are kept in full a day; 0 for all
+    begun: Collection[str] = frozenset()  # the ids of the requests that were in a step of a rank
+    left_secs: float = math.inf  # how much of the time that it may take is left
 
 
 def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | None) -> Conclusion:
@@ -101,7 +101,7 @@ def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | No
     if counting is not None:
         name_suspects(incident)
         try:
-            spare = count_repeat(incident, folder, counting.keep, counting.begun, counting.left_secs)
+            spare = count_repeat(incident, folder, counting)
         except Exception:
             # It is kept in full.
             logger.exception("whether the fault was seen before is not known")
@@ -145,21 +145,8 @@ class Problems(logging.Handler):
         self.told.append(self.format(record)[:_MAX_PROBLEM])
 
 
-def count_repeat(
-    incident: Incident,
-    folder: IncidentFolder,
-    keep: int,
-    begun: Collection[str] = frozenset(),
-    left_secs: float = math.inf,
-) -> list[str]:
-    """Count the fault of an incident that is about to be written for the last time.
-
-    Args:
-        incident: with its verdict; it says afterwards what is not kept.
-        folder: where it is written.
-        keep: how many incidents of a fault are kept in full a day; 0 for all.
-        begun: the ids of the requests that were in a step of a rank.
-        left_secs: how much of the time that it may take is left.
+def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting) -> list[str]:
+    """Count the fault of a judged incident that is about to be written for the last time, and say what is not kept.
 
     Returns:
         The files that are of no use any more, relative to the folder, to be removed when the incident is written.
@@ -173,10 +160,10 @@ def count_repeat(
     unanswered: list[str] = []
     if not is_by_others(incident):
         first = incident.first_failure
-        unanswered = _unanswered(folder.path / REQUESTS, begun if first is not None and first.is_rank else ())
+        unanswered = _unanswered(folder.path / REQUESTS, counting.begun if first is not None and first.is_rank else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
-    deadline = time.monotonic() + min(_LOOK_SECS, left_secs)
+    deadline = time.monotonic() + min(_LOOK_SECS, counting.left_secs)
     looked_at = _fields_of([one.rid for one in candidates], folder.path / REQUESTS, deadline)
     # Not all at once in memory: their prompts may be long.
     asked = {rid: _asked_by(fields) for rid, fields in looked_at}
@@ -191,7 +178,7 @@ def count_repeat(
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
-        folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
+        folder.path.parent, fault, incident.id, folder.name, counting.keep, has_core=has_core, suspects=suspects
     )
     seen = incident.fault.seen if incident.fault is not None else {}
     name_suspects(incident, seen, compared, unanswered)
@@ -297,7 +284,8 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
 
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores; see `count_repeat` for `keep`."""
+    """Return the id of an earlier incident of the same fault that has GPU cores, None if absent; see `Counting`."""
+    incident.verdict = incident.verdict or judge(incident, None)
     fault = fault_of(incident.shown()) if keep and not folder.problem else None
     return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
 

@@ -19,13 +19,7 @@ import msgspec
 
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, requests_of
-from sglang_crashkit.handler.findings import (
-    Conclusion,
-    Counting,
-    conclude,
-    conclude_plainly,
-    incident_with_core,
-)
+from sglang_crashkit.handler.findings import Conclusion, Counting, conclude, conclude_plainly
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
@@ -274,10 +268,6 @@ class IncidentRun:
             any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
             for report in self.incident.processes
         )
-
-    def why_no_longer(self, folder: Path) -> str:
-        """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
-        return "" if self.problem else self.folder.make_room_beside(folder, 0)
 
     def checkpoint(self) -> None:
         """Log what came: whatever kills this process next, it is on disk. A finished one is stale then."""
@@ -573,11 +563,6 @@ class IncidentRun:
         self.begun.clear()
         logger.info("incident %s: %s", path, self.incident.verdict.text if self.incident.verdict else "")
         return path
-
-    def incident_with_core(self) -> str | None:
-        """Return the id of an earlier incident of the same fault that has GPU cores; None if absent."""
-        self.incident.verdict = self.incident.verdict or judge(self.incident, None)
-        return incident_with_core(self.incident, self.folder, self.settings.full_per_fault)
 
     def _take_kind(self) -> None:
         """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""

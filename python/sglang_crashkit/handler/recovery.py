@@ -117,7 +117,7 @@ def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskL
             if state == "taken" or (state == "unsupported" and time.time() - ages[spool] < _AGE_WITHOUT_LOCKS_SECS):
                 continue
             marker = read_marker(spool)
-            if marker is not None and _is_running(marker.server):
+            if marker is not None and _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is False:
                 # Its handler alone was killed.
                 continue
             has_ended = run is not None and (run / spool.name.removeprefix(SPOOL) / ENDED).exists()
@@ -310,11 +310,6 @@ def _adopt_records(incident: Incident, folder: Path) -> None:
         else:
             (folder / "ranks").mkdir(mode=0o700, exist_ok=True)
             record.replace(folder / "ranks" / f"rank-{pid}.exception.json")
-
-
-def _is_running(server: ServerInfo) -> bool:
-    is_seen = server.pid_namespace == procfs.own_namespace()
-    return is_seen and procfs.is_running(server.pid, server.start_ticks or 0)
 
 
 def _spool_of(incident: Incident, folder: Path) -> Path:

@@ -41,16 +41,8 @@ _MAX_MEMBERS = 4096
 _UNTITLED = frozenset({"scheduler", "encoder"})
 #: Messages that `triage` judges, beside those that anybody may send or the main process alone.
 _JUDGED = frozenset(
-    {
-        "exception",
-        "thread_died",
-        "crash_dump_begun",
-        "crash_dump_ended",
-        "launch_failed",
-        "startup_timeout",
-        "child_failed",
-    }
-    | {"await_incident", "watchdog_timeout", "stacks_wanted", "draining", "thread_died"}
+    {"exception", "thread_died", "crash_dump_begun", "crash_dump_ended", "launch_failed", "startup_timeout"}
+    | {"child_failed", "await_incident", "watchdog_timeout", "stacks_wanted", "draining"}
 )
 
 

@@ -390,18 +390,9 @@ class Triage:
     def _is_orderly_end(self) -> bool:
         return self.stage is None and self.shutdown.draining and self.shutdown.has_left
 
-    def _on_launch_failed(self, seen: Seen, now: float) -> None:
-        # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
-        self._on_failure("failed_start", seen, now, NOT_SERVING, learns_ranks=True)
-
-    _on_startup_timeout = _on_launch_failed
-
-    def _on_child_failed(self, seen: Seen, now: float) -> None:
-        # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
-        self._on_failure("child_failure", seen, now, "the server's main process held no requests")
-
-    def _on_failure(self, kind: str, seen: Seen, now: float, reason: str, *, learns_ranks: bool = False) -> None:
+    def _on_failure(self, seen: Seen, now: float) -> None:
         """Take in the main process's word for a failure, which may be that of a finished incident."""
+        is_start = seen.what != "child_failed"
         self._make_room()
         if self.is_ending:
             self._add("note", words=seen.what)
@@ -409,15 +400,19 @@ class Triage:
             return
         if self.stage is not None:
             self.stage.soft_until = None
-        if learns_ranks:
+        if is_start:
+            # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
             self._add("learn_ranks")
-        self._join(kind, seen.what, seen, now, Event.FAILED)
+        self._join("failed_start" if is_start else "child_failure", seen.what, seen, now, Event.FAILED)
         self._add("note", words=seen.what)
         if not seen.names_ranks:
             self._add("name_unknown")
-        self._add("set_requests", words=reason)
+        # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
+        self._add("set_requests", words=NOT_SERVING if is_start else "the server's main process held no requests")
         self._add("answer_when_finished")
         self._add("finish")
+
+    _on_launch_failed = _on_startup_timeout = _on_child_failed = _on_failure
 
     def _on_await_incident(self, _seen: Seen, _now: float) -> None:
         # What is about to end the server waits for what it would cut short.

@@ -330,55 +330,26 @@ def test_one_that_stands_still_is_named_though_nothing_could_be_collected(tmp_pa
     assert stored.incident.verdict.text == text
 
 
-class Late(Awaited):
-    """Evidence that comes at the second look, or breaks."""
+class Broken(Awaited):
+    """Evidence that breaks as it is looked at."""
 
-    def __init__(self, breaks: bool) -> None:
-        self._breaks, self._looks = breaks, 0
-
-    @property
-    def is_done(self) -> bool:
-        return self._looks == 2
+    is_done = False
 
     def look(self) -> None:
-        self._looks += 1
-        if self._breaks:
-            raise KeyError(7)
+        raise KeyError(7)
 
     def give_up(self, reason: str) -> None:
         raise AssertionError(reason)
 
 
-def test_a_kind_of_evidence_is_one_row(tmp_path: Path) -> None:
-    taken: list[tuple[str, float]] = []
+def test_evidence_that_breaks_as_it_is_looked_at_is_not_waited_for(tmp_path: Path) -> None:
     failed: list[str] = []
-
-    def take(name: str) -> Callable[[IncidentRun, float], Awaited | None]:
-        return lambda _run, deadline: taken.append((name, deadline)) or Late(breaks=name == "broken")
-
-    def collector(name: str, moment: Moment, *, is_wanted: bool = True) -> Collector:
-        return Collector(name, moment, lambda _run: is_wanted, take(name), lambda _run, _began: 7.0)
-
-    table = (
-        collector("last", Moment.WRITE),
-        Collector("failing", Moment.ASK, lambda _run: True, lambda *_: 1 / 0, lambda *_: 0.0),
-        collector("late", Moment.ASK),
-        collector("broken", Moment.ASK),
-        collector("unwanted", Moment.ASK, is_wanted=False),
-        collector("sample", Moment.CAPTURE),
-    )
+    row = Collector("broken", Moment.ASK, lambda _run: True, lambda *_: Broken(), lambda *_: 0.0)
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         note_error = lambda name, _error: failed.append(name)  # noqa: E731
-        run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=table, note_error=note_error)
-        for _ in range(2):
-            run.take(Moment.ASK)
-        assert (taken, failed) == ([("late", 7.0), ("broken", 7.0)], ["failing"])
-        # Who breaks as it is looked at is not waited for any more.
+        run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=(row,), note_error=note_error)
+        run.take(Moment.ASK)
+        assert run.is_waiting
         run.look()
-        assert (run.is_waiting, failed) == (True, ["failing", "the answer to Late"])
-        run.look()
-        assert not run.is_waiting
-        for _ in range(2):
-            run.take(Moment.CAPTURE)
-        assert taken[2:] == [("sample", 7.0)] * 2
+        assert (run.is_waiting, failed) == (False, ["the answer to Broken"])
         run.discard()

@@ -31,7 +31,7 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     server.kill("scheduler_TP1")
     assert server.line() == "sigquit"
     document = document_of(server)
-    folder, summary = Path(document["folder"]), (Path(document["folder"]) / "summary.md").read_text()
+    folder, summary = document["folder"], (document["folder"] / "summary.md").read_text()
     assert document["id"] in folder.name
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
     survivor = report_of(document, "scheduler_TP0")
@@ -81,7 +81,7 @@ def test_a_rank_that_raises_has_its_own_record(start_server: Start) -> None:
     assert r"ValueError: the weights in \udcff are odd" in document["verdict"]["text"]
     rank = report_of(document, "scheduler_TP0")
     assert [frame.partition(" (")[0] for frame in rank["doing"][:2]] == ["sample", "forward_one_batch"]
-    record = json.loads((Path(document["folder"]) / piece_of(rank, "exception")["path"]).read_text())
+    record = json.loads((document["folder"] / piece_of(rank, "exception")["path"]).read_text())
     assert record["message"] == "ValueError: the weights in \udcff are odd"
     # The rank itself is held in the hook meanwhile, so its stacks were captured as well.
     for title in ("scheduler_TP0", "scheduler_TP1"):
@@ -327,33 +327,20 @@ def test_a_rank_that_another_daemon_started_is_the_servers_by_its_own_word(
         assert server.incidents() == []
 
 
-def test_rubbish_is_passed_over(quiet_server: Server) -> None:
+def test_what_is_no_message_of_a_process_of_the_server_means_nothing(quiet_server: Server) -> None:
     server = quiet_server
     path = str(server.runtime / "handler.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         for data in (b"", b"{", b"[]", b"{}", b'{"event": 1}', b"\xff" * 1000, b"[" * 50_000, b'{"event": "unheard"}'):
             sender.sendto(data, path)
-    server.settle()
-    assert server.incidents() == []
-
-
-@pytest.mark.parametrize(
-    "event",
-    ["exception", "crash_dump_begun", "crash_dump_ended", "launch_failed", "watchdog_timeout", "stacks_wanted"],
-)
-def test_a_process_outside_the_tree_cannot_open_an_incident(quiet_server: Server, event: str) -> None:
-    path = str(quiet_server.runtime / "handler.sock")
-    notify(path, event, pid=quiet_server.pid, message="ValueError: not mine")
-    quiet_server.settle()
-    assert quiet_server.incidents() == []
-
-
-def test_a_teardown_of_something_else_means_nothing(quiet_server: Server) -> None:
-    path = str(quiet_server.runtime / "handler.sock")
+    # A process outside the tree cannot open an incident, and a teardown of something else is none of the server.
+    dumps, others = ("crash_dump_begun", "crash_dump_ended"), ("launch_failed", "watchdog_timeout", "stacks_wanted")
+    for event in ("exception", *dumps, *others):
+        notify(path, event, pid=server.pid, message="ValueError: not mine")
     for pid in (os.getpid(), -1, "x", None, 2**70, [1]):
         notify(path, "teardown", pid=pid)
-    quiet_server.settle()
-    assert quiet_server.incidents() == []
+    server.settle()
+    assert server.incidents() == []
 
 
 @pytest.mark.parametrize(

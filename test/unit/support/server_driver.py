@@ -195,7 +195,14 @@ def document_of(server: Server) -> dict[str, Any]:
     """Wait for the server's end, and return its one incident's document and ``folder``."""
     stored = server.wait_for_the_end()
     assert stored is not None, "there is no incident"
-    return stored.document | {"folder": str(stored.path)}
+    return stored.document | {"folder": stored.path}
+
+
+def crash(server: Server, signum: int = signal.SIGKILL, status: int | None = None) -> dict[str, Any]:
+    """Kill the second rank, and return the same once the server has ended, with a status that is known."""
+    server.kill("scheduler_TP1", signum)
+    assert status in (None, server.process.wait(2 * LONG))
+    return document_of(server)
 
 
 def finished(server: Server) -> list[dict[str, Any]]:

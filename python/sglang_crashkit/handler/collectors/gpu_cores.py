@@ -20,6 +20,7 @@ from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, 
 from sglang_crashkit.capture.debugger import find_cuda_gdb, max_at_once
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
+from sglang_crashkit.handler.findings import incident_with_core
 from sglang_crashkit.handler.incident import Awaited, IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.kernel import clock, procfs, titles
@@ -68,7 +69,9 @@ class Cores(Awaited):
         # One that had not got so far as to use its GPUs has nothing to tell.
         is_asked = run.incident.kind != "failed_start" and run.tree.root.exited_at is None
         living = [process for process in schedulers if is_asked and process.exited_at is None]
-        self._earlier = run.incident_with_core() if living and self._settings.cores else None
+        wanted = living and self._settings.cores
+        known = (run.incident, run.folder, self._settings.full_per_fault)
+        self._earlier = incident_with_core(*known) if wanted else None
         for process in living:
             self._ask(process, run.report(process))
         if self._under_way:
@@ -143,7 +146,8 @@ class Cores(Awaited):
         if sizes[longest] > most:
             which = f"that of process {longest} takes more than {MAX_CORE} ({most / MB:g} MB)"
         else:
-            which = self._run.why_no_longer(self._under_way[longest][1].folder)
+            folder = self._under_way[longest][1].folder
+            which = "" if self._run.problem else self._run.folder.make_room_beside(folder, 0)
         if which:
             logger.warning("GPU cores are cut short: %s", which)
             self._run.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)

@@ -186,7 +186,10 @@ def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: fl
     reports = {process.pid: run.report(process) for process in living}
     for process in living:
         if snapshot is not None:
-            reports[process.pid].samples.append(_sample_of(process.pid))
+            stat = procfs.read_stat(process.pid)
+            state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
+            its = Sample(pid=process.pid, time=clock.now(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
+            reports[process.pid].samples.append(its)
         if not process.is_python:
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
     wanted = {process.pid: process for process in living if process.is_python}
@@ -235,7 +238,10 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
         return
     start_ticks = process.handle.start_ticks
     hooks = read_stack_hooks(runtime, process.pid, start_ticks)
-    text = _read(HookFiles.of(runtime, process.pid, start_ticks).fault)
+    text = ""
+    with contextlib.suppress(OSError):
+        fault = HookFiles.of(runtime, process.pid, start_ticks).fault
+        text = read_regular(fault, _MAX_FAULT_BYTES).decode(errors="replace")
     if hooks is None or not text:
         if status.known:
             reason = "it wrote none" if hooks else "faulthandler was not enabled in it"
@@ -355,16 +361,3 @@ def _write(
 
 def _is_first(snapshot: int | None) -> bool:
     return snapshot is None or snapshot == 1
-
-
-def _sample_of(pid: int) -> Sample:
-    stat = procfs.read_stat(pid)
-    state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
-    return Sample(pid=pid, time=clock.now(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_regular(path, _MAX_FAULT_BYTES).decode(errors="replace")
-    except OSError:
-        return ""

@@ -444,7 +444,8 @@ class ServerEnvironment:
         from sglang_crashkit.capture import environment
 
         root, now, told = tree.root, clock.now(), self._told()
-        arguments = self.arguments()
+        arguments, versions = self.arguments(), told.get("versions")
+        known = {"sglang-crashkit": __version__} | (versions if isinstance(versions, dict) else {})
         words = procfs.read_cmdline(root.pid)
         sizes = {name: arguments.get(f"{name}_size", arguments.get(name)) for name in _SIZES}
         # This process is in the same cgroups and the same container, and has the same environment.
@@ -457,7 +458,7 @@ class ServerEnvironment:
             ),
             "model": lambda: arguments.get("model_path"),
             "parallel": lambda: {name: value for name, value in sizes.items() if type(value) is int},
-            "versions": lambda: _versions(told, environment.read_driver()),
+            "versions": lambda: known | ({"driver": driver} if (driver := environment.read_driver()) else {}),
             "place": lambda: environment.read_place(pid, os.environ),
             "cgroup": lambda: environment.read_cgroups(pid),
             "host": environment.read_host,
@@ -494,12 +495,6 @@ class ServerEnvironment:
             logger.warning("what the server reported of its launch cannot be read: %s", error)
             return {}
         return told if isinstance(told, dict) else {}
-
-
-def _versions(told: Mapping[str, Any], driver: str | None) -> dict[str, str]:
-    versions = told.get("versions")
-    known = {"sglang-crashkit": __version__} | (versions if isinstance(versions, dict) else {})
-    return known | ({"driver": driver} if driver else {})
 
 
 def _environment_in_short(document: Mapping[str, Any]) -> dict[str, Any]:

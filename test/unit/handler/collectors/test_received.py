@@ -22,7 +22,7 @@ from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.memory.ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS, LastSteps, StepReader, StepWriter
 from sglang_crashkit.model.incident import Evidence
-from unit.support.server_driver import Server, document_of, piece_of, report_of
+from unit.support.server_driver import Server, crash, document_of, piece_of, report_of
 from unit.support.tracked import begin_incident
 from unit.support.waiting import descriptors, wait_until
 
@@ -46,7 +46,7 @@ def lines_of(document: dict[str, Any], process: dict[str, Any]) -> list[dict[str
     piece = piece_of(process, "steps")
     assert piece["status"] == "captured", piece
     assert piece["path"] == f"ranks/{process['title'].removeprefix('sglang::')}-{process['pid']}.steps.jsonl"
-    path = Path(document["folder"]) / piece["path"]
+    path = document["folder"] / piece["path"]
     assert path.stat().st_mode & 0o077 == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -101,7 +101,7 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
     assert {line["size"] for line in lines} == {100}
     assert [len(line["requests"]) for line in process["steps"]["last"]] == [8] * 5
     assert (process["steps"]["in_step"]["size"], len(process["steps"]["in_step"]["rids"])) == (100, 64)
-    assert (Path(document["folder"]) / "incident.json").stat().st_size < 60_000
+    assert (document["folder"] / "incident.json").stat().st_size < 60_000
 
 
 @pytest.mark.parametrize("environ", [{}, {"SGLANG_CRASHKIT_STEPS": "0"}])
@@ -217,9 +217,8 @@ def test_what_could_not_be_searched_in_time_is_withheld() -> None:
 @pytest.mark.story
 def test_a_killed_rank_leaves_its_log_and_the_servers_environment(start_server: Start) -> None:
     server = start_server()
-    server.kill("scheduler_TP1")
-    document = document_of(server)
-    folder = Path(document["folder"])
+    document = crash(server)
+    folder = document["folder"]
     for title in ("scheduler_TP0", "scheduler_TP1", "detokenizer"):
         piece = piece_of(report_of(document, title), "log")
         assert piece["path"] == f"logs/{title}-{server.ranks[title]}.log"
@@ -242,6 +241,6 @@ def test_a_killed_servers_launch_facts_are_told(start_server: Start) -> None:
     server.process.kill()
     document = document_of(server)
     assert document["environment"]["model"] == "tiny"
-    assert "fake_server.py" in json.loads((Path(document["folder"]) / "environment.json").read_text())["command_line"]
+    assert "fake_server.py" in json.loads((document["folder"] / "environment.json").read_text())["command_line"]
     piece = piece_of(report_of(document, "scheduler_TP0"), "log")
     assert (piece["status"], piece["reason"]) == ("skipped", received.OFF)
