@@ -1,4 +1,4 @@
-"""What an incident concludes from its evidence as it is finished: divergence, suspects, repeats and the cause.
+"""What an incident concludes from its evidence as it is finished: suspects, repeats and the cause.
 
 A repeat of a known fault is counted, and has no GPU cores; of its stacks only those of the first failure are kept.
 """
@@ -14,15 +14,13 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sglang_crashkit.analysis.consensus import disagreement, events_in
-from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
-from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.analysis.suspects import (
     MAX_SUSPECTS,
     Asked,
@@ -37,11 +35,9 @@ from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.judging import explain, judge
 from sglang_crashkit.incident.requests import fingerprint_of, parameters_of, was_aborted_before
-from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.kernel.private_files import open_regular, read_regular
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.model.incident import Divergence, Incident, Suspect
-from sglang_crashkit.model.step import Step
 from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.sources.incident import name_of
 from sglang_crashkit.view.first_screen import LOG_LINES, first_screen
@@ -312,37 +308,3 @@ def _disagreement(incident: Incident, folder: Path) -> Divergence | None:
                 if events is not None:
                     told[one.pid] = (name_of(one), events)
     return disagreement(told)
-
-
-def divergence_of(
-    incident: Incident, steps: Mapping[int, Sequence[Step]], folder: Path, opened: float, read_at: float
-) -> Divergence | None:
-    """Return what an incident tells of it; None where no rank noted its steps, or none has another to agree with.
-
-    Args:
-        incident: with its processes.
-        steps: the last steps of the schedulers, by pid, without their requests: steps are compared by their hashes.
-        folder: the incident's, which has the steps with their requests.
-        opened: since when the incident is gathered, in seconds of the monotonic clock.
-        read_at: when the first of the steps were read, by the same clock.
-    """
-    name = "the hang was noticed" if incident.kind == "hang" else "the incident"
-    moment = Moment(opened, name, read_at)
-    ranks = [
-        RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid)
-        for report in sorted(incident.processes, key=lambda report: report.pid)
-        if report.is_rank
-    ]
-    if not any(one.steps for one in ranks):
-        return None
-    try:
-        found = find_divergence(ranks, moment)
-        if found is not None and found.step is not None:
-            told = {one.pid: one.steps for one in read_steps(folder, found.step)}
-            whole = [replace(one, steps=[*one.steps, *told.get(one.pid, ())]) for one in ranks]
-            found = find_divergence(whole, moment) or found
-    except Exception:
-        # What is known beside it is worth more.
-        logger.exception("the steps of the ranks cannot be compared")
-        return None
-    return found

@@ -50,23 +50,14 @@ _Make = Callable[[Callable[[], object]], str]
 
 @dataclass
 class Place:
-    """Where the handler works.
+    """Where the handler works."""
 
-    Attributes:
-        host_folder: the host's folder in the crash folder, or in the fallback folder; incidents go below it.
-        spool: where failing ranks leave their records.
-        runtime: the folder of the socket, removed at the end.
-        core_file: the template of the names of GPU cores; empty if absent.
-        flight_folder: where PyTorch's flight recorder writes; None where it cannot.
-        warnings: what the server's log is to say of what could not be made.
-    """
-
-    host_folder: Path
-    spool: Path
-    runtime: Path
-    core_file: str = ""
-    flight_folder: Path | None = None
-    warnings: list[str] = field(default_factory=list)
+    host_folder: Path  # the host's in the crash folder, or in the fallback folder; incidents go below it
+    spool: Path  # where failing ranks leave their records
+    runtime: Path  # the folder of the socket, removed at the end
+    core_file: str = ""  # the template of the names of GPU cores
+    flight_folder: Path | None = None  # where PyTorch's flight recorder writes; None where it cannot
+    warnings: list[str] = field(default_factory=list)  # what could not be made, for the server's log
 
     def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
         """Make the folder of an incident that happened at `seconds`, since the epoch.

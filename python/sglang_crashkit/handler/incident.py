@@ -103,22 +103,13 @@ class Awaited(ABC):
 
 @dataclass(frozen=True)
 class Collector:
-    """A kind of evidence.
+    """A kind of evidence; a deadline is in seconds of the monotonic clock."""
 
-    Attributes:
-        name: what the log calls it where it fails.
-        moment: at which moment of an incident it is taken.
-        when: of which incidents it is taken.
-        take: takes it, or begins to.
-        deadline: returns by when it has to be done, in seconds of the monotonic clock, from the incident and the time
-            at which the moment began.
-    """
-
-    name: str
-    moment: Moment
-    when: Callable[[IncidentRun], bool]
-    take: Callable[[IncidentRun, float], Awaited | None]
-    deadline: Callable[[IncidentRun, float], float]
+    name: str  # what the log calls it where it fails
+    moment: Moment  # at which moment of an incident it is taken
+    when: Callable[[IncidentRun], bool]  # of which incidents
+    take: Callable[[IncidentRun, float], Awaited | None]  # takes it until a deadline, or begins to
+    deadline: Callable[[IncidentRun, float], float]  # the deadline, from the incident and when the moment began
 
 
 class IncidentRun:

@@ -48,41 +48,27 @@ ASK_SECS = 0.3
 
 @dataclass(eq=False)
 class TrackedProcess:
-    """One process of the server.
-
-    Attributes:
-        title: when it was last read; the last known one after its death.
-        is_root: it is the process that launched the server.
-        is_python: it runs a Python interpreter, so it has a stack to capture.
-        oom_counter: the count of OOM kills of its memory cgroup at an earlier time, to compare with;
-            `newer_oom_counter` takes its place at the next refresh.
-        is_nameless: its command line was empty each time that it was read, since it was dead, or in execve(2): only the
-            name of its executable is known.
-        is_awaited: the server named it as one that it waits for; that name is its title until it sets one.
-        parent: the process of the server that started it; None for the root, and where that was gone already.
-        is_own: the launch registered it as a process of this server.
-        hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
-        gpu: the UUID of its GPU by its own word; None where it said none.
-        is_stuck: it did not say in time how a child of it had ended.
-        exited_at: when its exit was noticed, by `kernel.clock`; None while it lives.
-        seen_at: when it was first seen, by the monotonic clock.
-    """
+    """One process of the server."""
 
     handle: ProcessHandle
-    title: str
-    is_root: bool
-    is_python: bool
+    title: str  # when it was last read; the last known one after its death
+    is_root: bool  # it is the process that launched the server
+    is_python: bool  # it runs a Python interpreter, so it has a stack to capture
+    #: The count of OOM kills of its memory cgroup at an earlier time, to compare with; the newer one takes its place at
+    #: the next refresh.
     oom_counter: cgroup.OomCounter | None
     newer_oom_counter: cgroup.OomCounter | None = None
+    #: Its command line was empty each time that it was read, since it was dead, or in execve(2): only the name of its
+    #: executable is known.
     is_nameless: bool = False
-    is_awaited: bool = False
-    parent: TrackedProcess | None = None
-    is_own: bool = False
-    hosts_server: bool = False
-    gpu: str | None = None
-    is_stuck: bool = False
-    exited_at: float | None = None
-    seen_at: float = field(default_factory=time.monotonic)
+    is_awaited: bool = False  # the server named it as one that it waits for, which is its title until it sets one
+    parent: TrackedProcess | None = None  # of the server; None for the root, and where that was gone already
+    is_own: bool = False  # the launch registered it as a process of this server
+    hosts_server: bool = False  # it started workers that are not this server's, so it is another server
+    gpu: str | None = None  # the UUID of its GPU by its own word
+    is_stuck: bool = False  # it did not say in time how a child of it had ended
+    exited_at: float | None = None  # when its exit was noticed, by `kernel.clock`; None while it lives
+    seen_at: float = field(default_factory=time.monotonic)  # when it was first seen
 
     @property
     def pid(self) -> int:

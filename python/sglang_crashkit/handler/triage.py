@@ -62,125 +62,82 @@ Do: TypeAlias = (
 
 @dataclass(frozen=True)
 class Action:
-    """Something to be done.
-
-    Attributes:
-        words: of ``open`` the trigger, of ``note`` the event that is noted, of ``set_requests`` why none were saved.
-    """
+    """Something to be done."""
 
     do: Do
     kind: str = ""
-    words: str = ""
+    words: str = ""  # of ``open`` the trigger, of ``note`` the event, of ``set_requests`` why none were saved
     captures: Capture = Capture.NONE
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Something that happened, with all that it is judged by.
+    """Something that happened, with all that it is judged by."""
 
-    Attributes:
-        what: a message's event, or ``exited``, ``observed`` (the handler itself saw a hang or a loss) or ``tick``.
-        pid: whom it concerns, or who says so.
-        matters: it is the server's own, so that its end concerns it.
-        is_unknown: it ended before it said what it is.
-        is_foreign: it is of another server that this one started.
-        others_serve: processes of this server are alive whose end was not announced.
-        soft: the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``.
-        silent: a scheduler gave no sign for a while.
-        names_ranks: the message names ranks that failed.
-        tree_of: the process whose tree is ended.
-        members: processes whose end is announced, or, of a launch, those that are there.
-        kind, trigger, event: of the incident that is to be opened for what was observed, whole after `secs`.
-        withdrawable: it is no incident where the server goes on or ends in good order.
-        workers_left: its own processes live; `any_left`: any does.
-    """
-
-    what: str
-    pid: int = 0
+    what: str  # a message's event, or ``exited``, ``observed`` (the handler itself saw a hang or a loss) or ``tick``
+    pid: int = 0  # whom it concerns, or who says so
     role: str = ""
     status: ExitStatus = _UNKNOWN
-    matters: bool = True
-    is_unknown: bool = False
-    is_foreign: bool = False
-    others_serve: bool = True
-    soft: bool = False
-    unhealthy: bool = False
-    silent: bool = False
-    names_ranks: bool = False
-    tree_of: int = 0
-    members: Set[int] = frozenset()
+    matters: bool = True  # it is the server's own, so that its end concerns it
+    is_unknown: bool = False  # it ended before it said what it is
+    is_foreign: bool = False  # it is of another server that this one started
+    others_serve: bool = True  # processes of this server are alive whose end was not announced
+    soft: bool = False  # the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``
+    unhealthy: bool = False  # the server's health check failed
+    silent: bool = False  # a scheduler gave no sign for a while
+    names_ranks: bool = False  # the message names ranks that failed
+    tree_of: int = 0  # the process whose tree is ended
+    members: Set[int] = frozenset()  # processes whose end is announced, or, of a launch, those that are there
     mode: Mode = Mode.LIBRARY
+    #: Of the incident that is to be opened for what was observed, whole after `secs`.
     kind: str = ""
     trigger: str = ""
     event: Event = Event.HUNG
     secs: float = OBSERVED_SECS
-    withdrawable: bool = False
-    workers_left: bool = True
-    any_left: bool = True
+    withdrawable: bool = False  # it is no incident where the server goes on or ends in good order
+    workers_left: bool = True  # processes of the server itself live
+    any_left: bool = True  # any process lives
 
 
 @dataclass
 class Shutdown:
-    """What is known of the server's end.
+    """What is known of the server's end."""
 
-    Attributes:
-        mode: ``LIBRARY``, in which nothing is ended, until the program that launched it reports its own.
-        expected: the processes whose end was announced.
-        draining: it was asked to end and finishes its requests; `has_left`: a process of it ended for that, too.
-        ended_well: its main process ended in good order: with status 0 or by a signal that asks it to end; that of
-            somebody's own program with any status.
-        gone_at: when the end of its main process was noticed; None while it lives.
-    """
-
-    mode: Mode = Mode.LIBRARY
-    expected: set[int] = field(default_factory=set)
-    draining: bool = False
-    has_left: bool = False
+    mode: Mode = Mode.LIBRARY  # in which nothing is ended, until the program that launched it reports its own
+    expected: set[int] = field(default_factory=set)  # the processes whose end was announced
+    draining: bool = False  # it was asked to end and finishes its requests
+    has_left: bool = False  # a process of it ended for that, too
+    #: Its main process ended in good order: with status 0 or by a signal that asks it to end; that of somebody's own
+    #: program with any status.
     ended_well: bool = False
-    gone_at: float | None = None
+    gone_at: float | None = None  # when the end of its main process was noticed; None while it lives
 
 
 @dataclass
 class Stage:
-    """How far the current incident is.
-
-    Attributes:
-        first: what opened it.
-        captured_at: when what the living did was captured.
-        sample_again: a second sample of the stacks is due at `sample_again_at`; with `finishes_then` the incident is
-            finished after it.
-        finishing: nothing more is to come but evidence that is waited for.
-        finished: it is written; what is added still is written anew.
-        observed: the server goes on, so that what comes next is another incident; whole at `observed_until`.
-        may_end: upstream may end it for what happened, which would then belong to the same incident.
-        withdrawable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
-        soft_until: until when an announced shutdown may still explain the exits seen so far; None where something
-            else was seen.
-        tell_secs: so long after the capture the server is sent SIGQUIT; None where it is not, or was.
-        answer_by: when the server, which was told, should have begun to save its requests.
-        dumping: who saves its requests; `dump_begun`: somebody did.
-        exits: how those ended that count.
-    """
+    """How far the current incident is."""
 
     kind: str
-    first: Seen
+    first: Seen  # what opened it
     opened: float
-    captured_at: float | None = None
-    sample_again: bool = False
+    captured_at: float | None = None  # when what the living did was captured
+    sample_again: bool = False  # a second sample of the stacks is due, at `sample_again_at`
     sample_again_at: float | None = None
-    finishes_then: bool = False
-    finishing: bool = False
-    finished: bool = False
-    observed: bool = False
-    observed_until: float | None = None
-    may_end: bool = False
+    finishes_then: bool = False  # the incident is finished after that sample
+    finishing: bool = False  # nothing more is to come but evidence that is waited for
+    finished: bool = False  # it is written; what is added still is written anew
+    observed: bool = False  # the server goes on, so that what comes next is another incident
+    observed_until: float | None = None  # when such a one is whole
+    may_end: bool = False  # upstream may end it for what happened, which would then belong to the same incident
+    #: The server was asked to end before, and it is no incident where it goes on or ends in good order.
     withdrawable: bool = False
+    #: Until when an announced shutdown may still explain the exits seen so far; None where something else was seen.
     soft_until: float | None = None
-    tell_secs: float | None = None
-    answer_by: float | None = None
-    dump_begun: bool = False
-    dumping: set[int] = field(default_factory=set)
-    exits: list[Seen] = field(default_factory=list)
+    tell_secs: float | None = None  # so long after the capture the server is sent SIGQUIT; None where it is not, or was
+    answer_by: float | None = None  # when the server, which was told, should have begun to save its requests
+    dump_begun: bool = False  # somebody saved its requests
+    dumping: set[int] = field(default_factory=set)  # who does so now
+    exits: list[Seen] = field(default_factory=list)  # how those ended that count
 
     @property
     def may_be_shutdown(self) -> bool:

@@ -14,7 +14,9 @@ import pytest
 
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import findings
-from sglang_crashkit.handler.findings import Counting, count_repeat, divergence_of, incident_with_core, name_suspects
+from sglang_crashkit.handler.collectors import received
+from sglang_crashkit.handler.collectors.received import divergence_of
+from sglang_crashkit.handler.findings import Counting, count_repeat, incident_with_core, name_suspects
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.judge import verdict
@@ -286,7 +288,7 @@ def test_what_breaks_in_it_costs_nothing_else(
     def fail(*_args: Any) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(findings, "find_divergence", fail)
+    monkeypatch.setattr(received, "find_divergence", fail)
     assert divergence_of(of_ranks(), {10: ALIKE}, Path(), 5.0, 5.0) is None
     assert "cannot be compared" in caplog.text
 
