@@ -179,20 +179,18 @@ class LogFile(logging.Handler):
             return
 
     def _begin(self) -> None:
-        self._written = 0
-        with _open_log(self._path) as log:
-            os.dup2(log.fileno(), sys.stdout.fileno())
-            os.dup2(log.fileno(), sys.stderr.fileno())
-
-
-def _open_log(path: Path) -> Any:
-    with contextlib.suppress(OSError):
-        if path.lstat().st_size > _MAX_LOG_BYTES:
-            path.replace(path.with_name(f"{path.name}.1"))
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        return os.fdopen(descriptor, "wb")
-    return open(os.devnull, "wb")  # noqa: PTH123
+        self._written, descriptor = 0, -1
+        with contextlib.suppress(OSError):
+            if self._path.lstat().st_size > _MAX_LOG_BYTES:
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags, 0o600)
+        if descriptor < 0:
+            descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.dup2(descriptor, sys.stderr.fileno())
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import time
 
-from sglang_crashkit.handler.collectors.gpu import Driver, FlightRecorders
-from sglang_crashkit.handler.collectors.gpu_cores import Cores
+from sglang_crashkit.handler.collectors.gpu import Cores, Driver, FlightRecorders
 from sglang_crashkit.handler.collectors.process_evidence import (
     take_native_stacks,
     take_stacks,

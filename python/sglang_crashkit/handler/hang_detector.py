@@ -282,12 +282,7 @@ class HangDetector:
 
 
 class Hang:
-    """An incident of processes that make no progress; its first snapshot is taken at once.
-
-    Attributes:
-        next_snapshot: when the next snapshot is due, by the clock.
-        ended: that the server goes on and since when, in words; empty before.
-    """
+    """An incident of processes that make no progress; its first snapshot is taken at once."""
 
     def __init__(self, run: IncidentRun, silent_secs: float, clock: Callable[[], float], interval_secs: float) -> None:
         self.run = run
@@ -296,8 +291,8 @@ class Hang:
         self._since = clock() - silent_secs
         self._heartbeats: list[Followed] = []
         self._snapshots = 1
-        self.ended = ""
-        self.next_snapshot = clock() + interval_secs
+        self.ended = ""  # that the server goes on and since when, in words; empty before
+        self.next_snapshot = clock() + interval_secs  # when it is due, by the clock
 
     def spread(self, silent: Iterable[Followed]) -> None:
         """Take in the processes that are silent, those that are not in it yet."""

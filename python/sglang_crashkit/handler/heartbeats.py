@@ -45,17 +45,14 @@ class Followed:
 
     What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no
     CPU, it saw nothing.
-
-    Attributes:
-        sign: what it said when it was last seen to go on, and when.
-        silent_secs: for how long it was seen not to go on since, in seconds.
-        signs: at how many looks it had gone on since `signs` was last set to 0.
-        how: of one that is no scheduler, how it did not go on when it was last seen so, in words.
     """
 
     def __init__(self, process: TrackedProcess, sign: Heartbeat) -> None:
-        self.process, self.sign = process, sign
-        self.silent_secs, self.signs, self.how = 0.0, 0, ""
+        self.process = process
+        self.sign = sign  # what it said when it was last seen to go on, and when
+        self.silent_secs = 0.0  # for how long it was seen not to go on since
+        self.signs = 0  # at how many looks it had gone on since this was last set to 0
+        self.how = ""  # of one that is no scheduler, how it did not go on when it was last seen so, in words
 
     def hold(self, seen_secs: float) -> None:
         """Do not count the time since the last look."""
@@ -141,17 +138,12 @@ SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
 
 
 class Heartbeats:
-    """Follows the heartbeats of one server, unless that is switched off.
-
-    Attributes:
-        followed: those of schedulers, by pid.
-        began_at: since when any of these is followed, by the clock.
-        unfollowed: pids of schedulers that have begun their loop and cannot be followed, or are not any more.
-    """
+    """Follows the heartbeats of one server, unless that is switched off."""
 
     def __init__(self, tree: ProcessTree, *, is_on: bool = True, now: Callable[[], float] = time.monotonic) -> None:
-        self.followed: dict[int, FollowedHeartbeat] = {}
-        self.began_at = 0.0
+        self.followed: dict[int, FollowedHeartbeat] = {}  # those of schedulers, by pid
+        self.began_at = 0.0  # since when any of these is followed, by the clock
+        #: Pids of schedulers that have begun their loop and cannot be followed, or are not any more.
         self.unfollowed: set[int] = set()
         self._tree = tree
         self._is_on = is_on
@@ -272,10 +264,6 @@ class Pauses:
         heartbeats: of its schedulers.
         steps_of: returns the last steps of a scheduler.
         now: a monotonic clock, in seconds.
-
-    Attributes:
-        say: writes a line to the server's log.
-        counts: how many there were, by title and kind.
     """
 
     def __init__(
@@ -284,8 +272,8 @@ class Pauses:
         steps_of: Callable[[TrackedProcess], tuple[Step, ...]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.say: Callable[[str], object] = logger.info
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.say: Callable[[str], object] = logger.info  # writes a line to the server's log
+        self.counts: Counter[tuple[str, str]] = Counter()  # how many there were, by title and kind
         self._heartbeats, self._steps_of, self._now = heartbeats, steps_of, now
         self._kept: deque[Pause] = deque(maxlen=_MAX_KEPT)
         self._seen: dict[int, Heartbeat] = {}

@@ -122,16 +122,6 @@ class IncidentRun:
         runtime: where the server's processes say which stack hooks they have.
         collectors: the table; see `handler.evidence`.
         note_error: is told which of them failed, and why: one that fails costs no other.
-
-    Attributes:
-        opened: since when it is gathered, by the monotonic clock.
-        captures: by which means the living processes may be looked at.
-        rounds: how often their stacks were taken.
-        is_fatal_hang: upstream ends the server for the hang.
-        is_ending: the server ends for what happened.
-        begun: the requests that were in a step of a rank; until it is finished.
-        finished: it is complete; what is added still is written anew.
-        conclusion: what is made of it; None until it is finished.
     """
 
     def __init__(
@@ -146,14 +136,17 @@ class IncidentRun:
         note_error: Callable[[str, Exception], object] = lambda *_: None,
     ) -> None:
         self.folder, self.tree, self.runtime, self.settings = folder, tree, runtime, settings
-        self.opened = time.monotonic()
-        self.captures, self.rounds = Capture.NONE, 0
-        self.is_fatal_hang = self.is_ending = self.finished = self._discarded = False
-        self.conclusion: Conclusion | None = None
-        self._is_stale = False
-        self.begun: set[str] = set()
+        self.opened = time.monotonic()  # since when it is gathered
+        self.captures = Capture.NONE  # by which means the living processes may be looked at
+        self.rounds = 0  # how often their stacks were taken
+        self.is_fatal_hang = False  # upstream ends the server for the hang
+        self.is_ending = False  # the server ends for what happened
+        self.begun: set[str] = set()  # the requests that were in a step of a rank; until it is finished
+        self.finished = False  # it is complete; what is added still is written anew
+        self.conclusion: Conclusion | None = None  # what is made of it; None until it is finished
+        self._discarded = self._is_stale = False
         self._collectors, self._note_error = collectors, note_error
-        self._moments: set[Moment] = set()
+        self.moments: set[Moment] = set()  # those that it has come to
         self._awaited: list[Awaited] = []
         self._log = IncidentLog()
         root, own = tree.root, procfs.read_stat(os.getpid())
@@ -197,17 +190,13 @@ class IncidentRun:
     @property
     def captured(self) -> bool:
         """Whether what the living processes did was captured."""
-        return self.has_come_to(Moment.CAPTURE)
-
-    def has_come_to(self, moment: Moment) -> bool:
-        """Say whether anything of a moment was taken."""
-        return moment in self._moments
+        return Moment.CAPTURE in self.moments
 
     def take(self, moment: Moment) -> None:
         """Take what is taken at a moment, all but samples once."""
-        if moment in self._moments and moment is not Moment.CAPTURE:
+        if moment in self.moments and moment is not Moment.CAPTURE:
             return
-        self._moments.add(moment)
+        self.moments.add(moment)
         began = time.monotonic()
         for one in self._collectors:
             if one.moment is moment and one.when(self):
@@ -359,7 +348,7 @@ class IncidentRun:
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
-        seconds, status = process.exited_at or clock.now(), process.exit_status()
+        seconds, status = process.exited_at or clock.now(), process.handle.exit_status()
         how = {"code": status.code, "signal": status.signal}
         known = self.incident.process(process.pid)
         if known is None or known.exit is None:
@@ -388,7 +377,7 @@ class IncidentRun:
 
     def count_exit(self, process: TrackedProcess) -> None:
         """Take an exit for a failure, of a process that turned out to be more than a helper."""
-        status = process.exit_status()
+        status = process.handle.exit_status()
         self.incident.failures.append(
             FailureEvent(
                 pid=process.pid,

@@ -134,7 +134,7 @@ class TrackedProcess:
     @property
     def ended_with_parent(self) -> bool:
         """Whether it was killed as upstream has the kernel do it when its parent ends (``PR_SET_PDEATHSIG``)."""
-        if self.is_root or self.exited_at is None or self.exit_status().signal != "SIGKILL":
+        if self.is_root or self.exited_at is None or self.handle.exit_status().signal != "SIGKILL":
             return False
         parent = self.parent
         return parent is not None and parent.exited_at is not None and parent.exited_at <= self.exited_at
@@ -142,10 +142,6 @@ class TrackedProcess:
     def mark_exited(self) -> None:
         """Note when its exit was noticed, which is now, once."""
         self.exited_at = self.exited_at or clock.now()
-
-    def exit_status(self) -> ExitStatus:
-        """How it ended; see `ProcessHandle.exit_status`."""
-        return self.handle.exit_status()
 
 
 class ProcessTree:
@@ -456,7 +452,7 @@ def learn_exit_status(process: TrackedProcess, runtime: Path) -> None:
     `runtime` is where the parent says how it is asked.
     """
     parent = process.parent
-    if parent is None or parent.exited_at is not None or parent.is_stuck or process.exit_status().known:
+    if parent is None or parent.exited_at is not None or parent.is_stuck or process.handle.exit_status().known:
         return
     socket = HookFiles.of(runtime, parent.pid, parent.handle.start_ticks).socket
     began = time.monotonic()

@@ -62,29 +62,14 @@ class Subject:
 
 
 class Session:
-    """The current incident, if there is one, and what `triage` decides to do about it.
+    """The current incident, if there is one, and what `triage` decides to do about it."""
 
-    Attributes:
-        log: the server's own.
-        run: what the incident gathered; None where nothing happened yet.
-        hang: the incident of a hang that is not over; an incident that is opened meanwhile refers to it.
-        begin_hang_at_end: looks for a hang, as the server is asked to end.
-        driver: of the server's GPUs.
-        page: what makes a page of an incident that is whole.
-        commands: runs the user's command for an incident that is whole.
-        shortages: says what this process is short of.
-    """
-
-    def __init__(
-        self,
-        tree: ProcessTree,
-        mailbox: Mailbox,
-        place: Place,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, tree: ProcessTree, mailbox: Mailbox, place: Place, settings: Settings) -> None:
         self.triage = Triage(tree.root.pid, secs_before_memory(settings.budget_secs))
-        self.run: IncidentRun | None = None
+        self.run: IncidentRun | None = None  # what the incident gathered; None where nothing happened yet
+        #: The incident of a hang that is not over; an incident that is opened meanwhile refers to it.
         self.hang: IncidentRun | None = None
+        #: Looks for a hang, as the server is asked to end.
         self.begin_hang_at_end: Callable[[], None] = lambda: None
         self.log = ServerLog(tree.root, place.runtime)
         self.received = Received(tree, settings)
@@ -146,7 +131,7 @@ class Session:
         expected = self.triage.shutdown.expected
         if process.matters and process.pid not in expected:
             learn_exit_status(process, self._place.runtime)
-        status = process.exit_status()
+        status = process.handle.exit_status()
         if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
             self.log.report_fault()
         seen = Seen(
@@ -322,7 +307,7 @@ class Session:
         """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
-            status = root.exit_status()
+            status = root.handle.exit_status()
             run.note(root.exited_at or clock.now(), "server_exited", code=status.code, signal=status.signal)
             if removed:
                 run.note(clock.now(), "shared_memory_removed", names=list(removed))
@@ -464,7 +449,7 @@ class Session:
 
     def _sample_again(self) -> None:
         # While a core is written no process is to be signalled, as a sample may.
-        if self.run is not None and self.run.is_open and not self.run.has_come_to(Moment.CORE):
+        if self.run is not None and self.run.is_open and Moment.CORE not in self.run.moments:
             self.run.take(Moment.CAPTURE)
 
     def _learn_ranks(self, subject: Subject) -> None:

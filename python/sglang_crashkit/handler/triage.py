@@ -151,15 +151,11 @@ class Stage:
 
 
 class Triage:
-    """Decides for one server.
-
-    Attributes:
-        stage: how far the current incident is; None where nothing happened yet. It stays when it is finished, until
-            another may come.
-    """
+    """Decides for one server."""
 
     def __init__(self, root_pid: int, budget_secs: float) -> None:
         self.shutdown = Shutdown()
+        #: None where nothing happened yet. It stays when it is finished, until another may come.
         self.stage: Stage | None = None
         self._root_pid = root_pid
         self._budget_secs = budget_secs

@@ -446,16 +446,15 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
 
 
 def _consequence(event: FailureEvent, process: ProcessReport) -> str:
-    if event.kind == "exception":
-        return f"{_name(process)} then raised {event.message}."
-    if event.kind == "thread":
-        return f"{_name(process)} then lost {event.message}."
-    if event.kind == "hang":
-        return f"{_name(process)} then {event.message}."
-    if event.with_parent:
-        return f"{_name(process)} then ended with the process that had started it."
     how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
-    return f"{_name(process)} then ended by {how}."
+    did = {
+        "exception": f"raised {event.message}",
+        "thread": f"lost {event.message}",
+        "hang": event.message,
+        "exit": "ended with the process that had started it" if event.with_parent else f"ended by {how}",
+    }
+    # A log that is read later may have any kind.
+    return f"{_name(process)} then {did.get(event.kind, did['exit'])}."
 
 
 # -- the cause

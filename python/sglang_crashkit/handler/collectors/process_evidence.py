@@ -78,14 +78,14 @@ def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -
         return
     report.exit = _exit_of(process, raised=raised)
     report.evidence = [piece for piece in report.evidence if piece.kind != "exit"]
-    is_known = process.exit_status().known
+    is_known = process.handle.exit_status().known
     reason = None if is_known else report.exit.detail
     report.evidence.insert(0, Evidence("exit", "captured" if is_known else "failed", reason=reason))
 
 
 def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
     """Return how a dead process ended and why, as far as the evidence goes."""
-    status, noticed = process.exit_status(), iso_time(process.exited_at or 0.0)
+    status, noticed = process.handle.exit_status(), iso_time(process.exited_at or 0.0)
     if process.ended_with_parent:
         detail = "the process, or the thread of it, that had started it ended, and the kernel killed it for that"
         return Exit(status.code, status.signal, "parent_ended", detail, noticed)
@@ -233,7 +233,7 @@ def take_native_stacks(run: IncidentRun, deadline: float) -> None:
 
 def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
     """Take in, once, the stacks that a dead process wrote when the fatal signal that ended it came."""
-    status = process.exit_status()
+    status = process.handle.exit_status()
     if (status.known and status.signal not in _FAULTS) or any(piece.kind == "fault_stack" for piece in report.evidence):
         return
     start_ticks = process.handle.start_ticks

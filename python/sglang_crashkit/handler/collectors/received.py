@@ -120,13 +120,7 @@ class Held:
 
 
 class HeldMemory:
-    """The memory of one kind, of this server.
-
-    Attributes:
-        held: all of it.
-        taken: that of dead processes that the current incident has.
-        dropped: how many pieces were given back before any incident had them.
-    """
+    """The memory of one kind, of this server."""
 
     #: What is in it, for messages; and so many pieces of dead processes are held, and of each living one. A tokenizer
     #: worker that ends by itself is started anew for ever, and a program may make one engine after the other.
@@ -136,8 +130,8 @@ class HeldMemory:
 
     def __init__(self) -> None:
         self.held: list[Held] = []
-        self.taken: list[Held] = []
-        self.dropped = 0
+        self.taken: list[Held] = []  # that of dead processes that the current incident has
+        self.dropped = 0  # how many pieces were given back before any incident had them
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
         """Hold what a process passed on as `descriptor`, of this process; that stays open.
