@@ -56,8 +56,22 @@ _MAX_THREAD_FRAMES = 16
 #: The longest that an incident is judged and rendered, or only rendered, and that the judge is asked while others wait,
 #: in seconds; and what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
 _CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 20
+#: The longest that native stacks may take, in seconds.
+_NATIVE_SECS = 5.0
+#: What is left of an incident's time for writing it, in seconds.
+_WRITING_SECS = 1.0
+#: So much of an incident's time is kept for what is held in memory, in seconds, and at most such a share. All of it may
+#: take so long, where the incident has that much left; of eight ranks it takes about one.
+_KEPT_SECS, _KEPT_SHARE, _MEMORY_SECS = 3.0, 0.25, 6.0
+#: Of the time that the server's end has, the share that is left when the GPU cores are read.
+_LAST_SHARE = 0.1
 
 _Made = TypeVar("_Made", bound=msgspec.Struct)
+
+
+def secs_before_memory(budget_secs: float) -> float:
+    """Return how long an incident that may take `budget_secs` may wait before it gathers what is held in memory."""
+    return budget_secs - min(_KEPT_SECS, _KEPT_SHARE * budget_secs)
 
 
 class Moment(Enum):
@@ -103,13 +117,12 @@ class Awaited(ABC):
 
 @dataclass(frozen=True)
 class Collector:
-    """A kind of evidence; a deadline is in seconds of the monotonic clock."""
+    """A kind of evidence."""
 
     name: str  # what the log calls it where it fails
     moment: Moment  # at which moment of an incident it is taken
-    when: Callable[[IncidentRun], bool]  # of which incidents
     take: Callable[[IncidentRun, float], Awaited | None]  # takes it until a deadline, or begins to
-    deadline: Callable[[IncidentRun, float], float]  # the deadline, from the incident and when the moment began
+    when: Callable[[IncidentRun], bool] = lambda _run: True  # of which incidents
 
 
 class IncidentRun:
@@ -201,11 +214,27 @@ class IncidentRun:
         for one in self._collectors:
             if one.moment is moment and one.when(self):
                 try:
-                    if (awaited := one.take(self, one.deadline(self, began))) is not None:
+                    if (awaited := one.take(self, self._deadline_of(moment, began))) is not None:
                         self._awaited.append(awaited)
                 except Exception as error:  # noqa: BLE001 - told in the log and the incident
                     self._note_error(one.name, error)
         self._awaited = [one for one in self._awaited if not one.is_done]
+
+    def _deadline_of(self, moment: Moment, began: float) -> float:
+        """Return by when a kind of evidence has to be taken, at a moment that began then, by the monotonic clock."""
+        settings, opened, now = self.settings, self.opened, time.monotonic()
+        asked_end, end = opened + secs_before_memory(settings.budget_secs), opened + settings.budget_secs
+        if moment is Moment.CAPTURE:
+            return now + settings.capture_secs
+        if moment is Moment.ASK:
+            return asked_end
+        if moment is Moment.STOP:
+            return min(began + _NATIVE_SECS, end - _WRITING_SECS)
+        if moment is Moment.CORE:
+            # All that the server's end waits for began with the incident.
+            return opened + (1 - _LAST_SHARE) * settings.exit_secs
+        # However late it is, what was kept for it is left. As much is left for those that follow.
+        return (max(began + min(end - min(began, asked_end), _MEMORY_SECS), now) + now) / 2
 
     def pids_of(self, kind: EvidenceKind) -> Set[int]:
         """Return the processes of which evidence of a kind is to come."""

@@ -15,9 +15,9 @@ from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.gpu import Driver
 from sglang_crashkit.handler.collectors.received import Received
-from sglang_crashkit.handler.evidence import collectors_of, secs_before_memory
+from sglang_crashkit.handler.evidence import collectors_of
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.incident import IncidentRun, Moment
+from sglang_crashkit.handler.incident import IncidentRun, Moment, secs_before_memory
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog, Shortages
 from sglang_crashkit.handler.triage import Action, Do, Seen, Triage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +59,7 @@ class Session:
         #: What the processes do, by pid.
         self.doing: dict[int, str] = {}
         self._tree, self._settings = tree, settings
-        self._collectors = (Collector("stacks", Moment.CAPTURE, lambda _run: True, self._take, lambda *_: math.inf),)
+        self._collectors = (Collector("stacks", Moment.CAPTURE, self._take),)
 
     def _take(self, run: IncidentRun, _deadline: float) -> None:
         self.captures.append(run)
@@ -553,17 +552,6 @@ def compile_something(world: World) -> None:
     world.session.doing = {10: WAITS, 11: COMPILES}
 
 
-def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World) -> None:
-    compile_something(world)
-    world.pass_time(15)
-    (run,) = world.hangs
-    assert run.finished
-    world.pass_time(5, world.beat)
-    assert (world.session.discarded, world.session.hang) == ([run], None)
-    assert world.said[-1].startswith("Progress returned after ")
-    assert world.said[-1].endswith(f" s: it was no hang, and incident {run.incident.id} is withdrawn.")
-
-
 def test_what_is_busy_for_too_long_is_another_incident() -> None:
     world = World(5.0).follow()
     compile_something(world)
@@ -620,18 +608,6 @@ def served() -> World:
 
 def beat_on(world: World) -> Callable[[], None]:
     return lambda: world.beat(10, 11)
-
-
-def test_a_detokenizer_that_is_stopped_hangs_until_it_goes_on(served: World) -> None:
-    served.pass_time(20, beat_on(served))
-    served.stop(20)
-    served.pass_time(4, beat_on(served))
-    assert served.hangs == []
-    served.pass_time(6, beat_on(served))
-    assert [silent_in(run) for run in served.hangs] == [[20]]
-    served.stop(20, state="S")
-    served.pass_time(2, beat_on(served))
-    assert len(progress(served.hangs[0])) == 1
 
 
 # -- those of them that beat

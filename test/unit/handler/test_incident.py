@@ -327,7 +327,7 @@ class Broken(Awaited):
 
 def test_evidence_that_breaks_as_it_is_looked_at_is_not_waited_for(tmp_path: Path) -> None:
     failed: list[str] = []
-    row = Collector("broken", Moment.ASK, lambda _run: True, lambda *_: Broken(), lambda *_: 0.0)
+    row = Collector("broken", Moment.ASK, lambda *_: Broken())
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         note_error = lambda name, _error: failed.append(name)  # noqa: E731
         run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=(row,), note_error=note_error)

@@ -34,6 +34,8 @@ from sglang_crashkit.settings import MAX_CORE, MB
 
 logger = logging.getLogger(__name__)
 
+#: Eight GPUs take less than a second; a driver that takes longer than this hangs. Seconds.
+_DRIVER_SECS = 5.0
 #: For NCCL PyTorch looks once a second whether it is asked; for gloo a thread of the process answers, in some 0.1 s.
 _DUMP_SECS: dict[Recorder, float] = {"nccl": 3.5, "gloo": 2.0}
 _KINDS: dict[Recorder, EvidenceKind] = {"nccl": "flight_recorder", "gloo": "gloo_flight_recorder"}
@@ -83,7 +85,7 @@ class Driver:
     def ask(self, run: IncidentRun, deadline: float) -> Awaited | None:
         """Ask the driver what it knows."""
         # The devices may be made when the first process uses them.
-        library, secs = self._library or find_library({}), deadline - time.monotonic()
+        library, secs = self._library or find_library({}), min(_DRIVER_SECS, deadline - time.monotonic())
         if not self._is_on:
             reason = "switched off by SGLANG_CRASHKIT_GPU_FACTS"
         elif library is None:
