@@ -74,16 +74,15 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
         opened = OwnFolder(incidents, 2) if incidents.is_dir() else None
     except (OSError, CrashkitError) as error:
         logger.warning("the unfinished incidents in %s stay as they are: %s", incidents, error)
-        return []
-    if opened is None:
-        return []
-    partial = _own_folders(opened.path, MAX_FINISHED, PARTIAL, REMOVING)
-    folders = [folder for folder in partial if parse_name(folder.name.removeprefix(REMOVING)) is not None]
-    finished += _finish_each([folder for folder in folders if not _is_empty(folder)], incidents)
-    finished += _take_markers(incidents, opened.path, run, limits)
-    # Last: where its server vanished, that is told by now.
-    finished += _finish_each([folder for folder in folders if _is_empty(folder)], incidents)
-    for spool in _free_folders(opened.path, SPOOL):
+        opened = None
+    if opened is not None:
+        partial = _own_folders(opened.path, MAX_FINISHED, PARTIAL, REMOVING)
+        folders = [folder for folder in partial if parse_name(folder.name.removeprefix(REMOVING)) is not None]
+        finished += _finish_each([folder for folder in folders if not _is_empty(folder)], incidents)
+        finished += _take_markers(incidents, opened.path, run, limits)
+        # Last: where its server vanished, that is told by now.
+        finished += _finish_each([folder for folder in folders if _is_empty(folder)], incidents)
+    for spool in _free_folders(incidents, SPOOL):
         # The record of an exception may be in it.
         if _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is not False:
             with contextlib.suppress(OSError):

@@ -346,7 +346,7 @@ def test_what_is_no_message_of_a_process_of_the_server_means_nothing(quiet_serve
 @pytest.mark.parametrize(
     ("fault", "status", "verdict"),
     [
-        ("kill detokenizer", ServerExit.KILLED, "signal"),
+        ("SIGKILL", ServerExit.KILLED, "signal"),
         ("abort", 128 + signal.SIGABRT, "signal"),
         ("raise ValueError", ServerExit.RAISED, "exception"),
         ("raise Connection closed by peer", ServerExit.LOST_PEER, "lost_peer"),
@@ -356,12 +356,8 @@ def test_what_is_no_message_of_a_process_of_the_server_means_nothing(quiet_serve
     ],
 )
 def test_the_servers_status_tells_what_came_first(start_server: Start, fault: str, status: int, verdict: str) -> None:
-    server = start_server()
-    name = fault.split()[1] if fault.startswith("kill") else "scheduler_TP1"
-    if fault.startswith("kill"):
-        server.kill(name)
-    else:
-        server.say(f"tell {name} {fault}")
+    server, name = start_server(), "detokenizer" if fault == "SIGKILL" else "scheduler_TP1"
+    server.strike(name, fault)
     assert server.process.wait(LONG) == status
     found = document_of(server)["verdict"]
     assert (found["kind"], found["first_failure"]["title"]) == (verdict, f"sglang::{name}")
@@ -389,16 +385,8 @@ def test_so_does_that_of_a_server_that_did_not_start(
     assert events.index("incident_finished") < events.index("teardown")
 
 
-@pytest.mark.story
-def test_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
-    server = start_server()
-    os.kill(server.pid, signal.SIGTERM)
-    assert server.process.wait(LONG) == 41
-    assert server.wait_for_the_end() is None
-
-
 @pytest.mark.parametrize(
-    ("fault", "status"), [("kill", ServerExit.KILLED), ("raise ValueError", ServerExit.RAISED), ("exit 0", 84)]
+    ("fault", "status"), [("SIGKILL", ServerExit.KILLED), ("raise ValueError", ServerExit.RAISED), ("exit 0", 84)]
 )
 def test_an_unwritten_crash_ends_the_server_with_its_status(
     start_server: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, status: int
@@ -410,10 +398,7 @@ def test_an_unwritten_crash_ends_the_server_with_its_status(
     for folder in (server.crash_folder / HOST, server.fallback):
         shutil.rmtree(folder / "incidents", ignore_errors=True)
         (folder / "incidents").write_text("a file")
-    if fault == "kill":
-        server.kill("scheduler_TP1")
-    else:
-        server.say(f"tell scheduler_TP1 {fault}")
+    server.strike("scheduler_TP1", fault)
     assert server.process.wait(LONG) == status
     server.wait_for_handler()
     said = capfd.readouterr().err
@@ -448,10 +433,18 @@ def test_a_main_process_that_hangs_in_its_dump_ends(start_server: Start) -> None
 # -- an end that was asked for
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_main_process_is_no_incident(start_server: Start, signum: signal.Signals) -> None:
-    # As a node of rank above 0 has it before 0.5.21, and any server before it serves.
-    server = start_server(catches_sigterm=False)
+@pytest.mark.parametrize(
+    ("catches", "signum", "status"),
+    [
+        pytest.param(True, signal.SIGTERM, 41, marks=pytest.mark.story),
+        # As a node of rank above 0 has it before 0.5.21, and any server before it serves.
+        *((False, signum, -signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+    ],
+)
+def test_a_server_that_is_asked_to_end_ends_as_before(
+    start_server: Start, catches: bool, signum: signal.Signals, status: int
+) -> None:
+    server = start_server(catches_sigterm=catches)
     os.kill(server.pid, signum)
-    assert server.process.wait(LONG) == -signum
+    assert server.process.wait(LONG) == status
     assert server.wait_for_the_end() is None

@@ -109,6 +109,13 @@ class Server:
         """Send a signal to a rank."""
         os.kill(self.ranks[name], signum)
 
+    def strike(self, name: str, fault: str) -> None:
+        """Have a rank fail by a signal of that name, or as a command says."""
+        if fault.startswith("SIG"):
+            self.kill(name, signal.Signals[fault])
+        else:
+            self.say(f"tell {name} {fault}")
+
     def incidents(self, folder: Path | None = None) -> list[StoredIncident]:
         """Return the incidents on disk."""
         folder = folder or self.crash_folder or self.fallback

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,26 +50,15 @@ def lines_of(document: dict[str, Any], process: dict[str, Any]) -> list[dict[str
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def kill_server(server: Server) -> None:
-    server.process.kill()
-
-
 @pytest.mark.parametrize(
-    "end",
-    [
-        pytest.param(lambda server: server.kill("scheduler_TP1"), id="SIGKILL", marks=pytest.mark.story),
-        pytest.param(lambda server: server.kill("scheduler_TP1", signal.SIGSEGV), id="SIGSEGV"),
-        pytest.param(lambda server: server.say("tell scheduler_TP1 abort"), id="abort"),
-        pytest.param(lambda server: server.say("tell scheduler_TP1 exit 3"), id="exit"),
-        pytest.param(lambda server: server.say("tell scheduler_TP1 raise no room"), id="exception"),
-        pytest.param(kill_server, id="the server is killed"),
-    ],
+    "fault", [pytest.param("SIGKILL", marks=pytest.mark.story), "SIGSEGV", "abort", "exit 3", "raise no room", None]
 )
-def test_the_steps_of_every_rank_are_there_however_one_ended(
-    start_server: Start, end: Callable[[Server], None]
-) -> None:
+def test_the_steps_of_every_rank_are_there_however_one_ended(start_server: Start, fault: str | None) -> None:
     server = stepping(start_server())
-    end(server)
+    if fault is None:
+        server.process.kill()
+    else:
+        server.strike("scheduler_TP1", fault)
     document = document_of(server)
     hashes = []
     for name in RANKS:
