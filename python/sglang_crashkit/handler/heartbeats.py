@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.kernel import clock
+from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.titles import NEEDED
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
 from sglang_crashkit.model.step import Step
@@ -102,18 +102,25 @@ class FollowedProcess(Followed):
 
     def __init__(self, process: TrackedProcess, now: float) -> None:
         super().__init__(process, _sign_at(now))
+        self.reader: HeartbeatReader | None = None  # of its heartbeat, where it has one
         self._said: Heartbeat | None = None
         self._cpu_secs = 0.0
 
-    def look(self, state: str, said: Heartbeat | None, cpu_secs: float, seen_secs: float, now: float) -> None:
-        """Take in what is seen of it now, `seen_secs` after the last look; see `FollowedHeartbeat.look`.
-
-        `state` and `cpu_secs` are those of its main thread in ``/proc``; `said` is None where it has no heartbeat.
-        """
-        how = self._stands(state, said, cpu_secs - self._cpu_secs, seen_secs)
+    def look(self, seen_secs: float, now: float) -> None:
+        """Take in what is seen of it now, `seen_secs` after the last look; see `FollowedHeartbeat.look`."""
+        said = self.reader.read() if self.reader is not None else None
+        # That of the others does not tell anything.
+        uses_cpu = said is not None and said.is_waiting
+        cpu_secs = procfs.main_thread_cpu_secs(self.process.pid) if uses_cpu else 0.0
+        how = self._stands(self.process.state, said, cpu_secs - self._cpu_secs, seen_secs)
         self._said, self._cpu_secs = said, cpu_secs
         self.how = how or self.how
         self._count(None if how else _sign_at(now), seen_secs)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self.reader is not None:
+            self.reader.close()
 
     def _stands(self, state: str, said: Heartbeat | None, used_secs: float, seen_secs: float) -> str:
         """Return how it did not go on since the last look, in words; empty where it did."""
@@ -142,6 +149,7 @@ class Heartbeats:
 
     def __init__(self, tree: ProcessTree, *, is_on: bool = True, now: Callable[[], float] = time.monotonic) -> None:
         self.followed: dict[int, FollowedHeartbeat] = {}  # those of schedulers, by pid
+        self.others: dict[int, FollowedProcess] = {}  # processes beside them without which no request is answered
         self.began_at = 0.0  # since when any of these is followed, by the clock
         #: Pids of schedulers that have begun their loop and cannot be followed, or are not any more.
         self.unfollowed: set[int] = set()
@@ -150,8 +158,6 @@ class Heartbeats:
         self._now = now
         #: What those that are not followed any more said last, by pid.
         self._last: dict[int, Heartbeat] = {}
-        #: Those of other processes, by pid.
-        self._others: dict[int, HeartbeatReader] = {}
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
         """Follow the heartbeat that a process passed on, if the server needs it; its descriptor stays open.
@@ -174,8 +180,9 @@ class Heartbeats:
             logger.warning(words, process.title, process.pid, error)
             return
         if process.role != "scheduler":
-            self._forget(process.pid)
-            self._others[process.pid] = reader
+            other = self.others.setdefault(process.pid, FollowedProcess(process, self._now()))
+            other.close()
+            other.reader = reader
             return
         if not self.followed:
             self.began_at = self._now()
@@ -195,21 +202,11 @@ class Heartbeats:
                 if not heartbeat.sign.is_off:
                     self._last[pid] = heartbeat.last()
                 self.followed.pop(pid).close()
-
-    def said_by(self, process: TrackedProcess) -> Heartbeat | None:
-        """Return what the heartbeat of a process other than a scheduler says now; None where it has none."""
-        reader = self._others.get(process.pid)
-        return reader.read() if reader is not None else None
-
-    def forget_all_but(self, pids: Collection[int]) -> None:
-        """Let go of the heartbeats of processes other than schedulers but for these."""
-        for pid in self._others.keys() - set(pids):
-            self._forget(pid)
-
-    def _forget(self, pid: int) -> None:
-        reader = self._others.pop(pid, None)
-        if reader is not None:
-            reader.close()
+        needed = {process.pid: process for process in self._tree.alive() if process.role in NEEDED}
+        for pid in self.others.keys() - needed.keys():
+            self.others.pop(pid).close()
+        for pid, process in needed.items():
+            self.others.setdefault(pid, FollowedProcess(process, self._now())).look(seen_secs, self._now())
 
     def living(self) -> list[FollowedHeartbeat]:
         """Return those of processes whose exit was not noticed."""

@@ -85,6 +85,12 @@ class TrackedProcess:
         return role if self.is_own or self.is_root or is_early else "helper"
 
     @property
+    def state(self) -> str:
+        """The kernel's state of it, X where it is gone."""
+        stat = procfs.read_stat(self.pid)
+        return stat.state if stat is not None else "X"
+
+    @property
     def rank(self) -> dict[str, int]:
         """Its ranks; see `titles.rank_of`."""
         return titles.rank_of(self.title)

@@ -175,7 +175,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     # A busy machine takes longer to judge than a server is kept waiting for it.
     monkeypatch.setattr(incident, "call_within", lambda _secs, work, most: call_within(LONG, work, most))
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in last().compiling)
-    monkeypatch.setattr(hang_detector, "state_of", lambda process: last().states[process.pid])
+    monkeypatch.setattr(TrackedProcess, "state", property(lambda self: last().states[self.pid]))
     monkeypatch.setattr(procfs, "main_thread_cpu_secs", lambda pid: last().cpu_secs.get(pid, 0.0))
 
 
@@ -704,7 +704,7 @@ def test_what_a_detokenizer_hangs_in(
 def test_descriptors_passed_on_by_ended_processes_are_closed(whole: World) -> None:
     whole.tree.root.exited_at = 1.0
     whole.pass_time(60, live(whole, ROOT))
-    assert (whole.hangs, whole.heartbeats.said_by(whole.tree.root)) == ([], None)
+    assert (whole.hangs, ROOT in whole.heartbeats.others) == ([], False)
 
 
 # -- stories, of which only who hangs is told

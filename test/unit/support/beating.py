@@ -45,8 +45,8 @@ class Beating:
         return process
 
     def close(self) -> None:
-        self.heartbeats.forget_all_but([])
-        for each in (self.tree, *self.heartbeats.followed.values(), *self.writers.values()):
+        heartbeats = self.heartbeats
+        for each in (self.tree, *heartbeats.followed.values(), *heartbeats.others.values(), *self.writers.values()):
             each.close()
 
     def follow(self, *pids: int, modes: Any = MODES) -> Any:
