@@ -232,7 +232,7 @@ class Commands:
             argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
             # It has a deadline of its own for the command, and none for a disk that does not answer.
             secs = on_incident.deadline_secs() + _AROUND_COMMAND_SECS
-            self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, _as_it_is, _MAX_OUTPUT)))
+            self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, lambda run: run, _MAX_OUTPUT)))
             # Only now: there may be no thread to be had.
             self._waiting.pop(0)
 
@@ -271,7 +271,7 @@ class HtmlPage:
             logger.warning("no page of incident %s: %s", run.path, error)
             return
         argv = [*PROGRAM, str(run.path), str(run.path / PAGE)]
-        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, _as_it_is, _MAX_OUTPUT)
+        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, lambda run: run, _MAX_OUTPUT)
 
     def act_on_time(self) -> None:
         """Take in that the page is made, or that the time for it is over."""
@@ -295,10 +295,6 @@ class HtmlPage:
             while self._maker.look() is None and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECS)
             self._maker = None
-
-
-def _as_it_is(run: ToolRun) -> ToolRun:
-    return run
 
 
 def _words_of(run: ToolRun) -> str:
