@@ -44,7 +44,7 @@ ANSWER_SECS, _LEAST_SECS = 10.0, 1.0
 _LOCK_SECS = 0.5
 #: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
 _MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
-#: Runs what makes folders in a child, and returns what went wrong; see `make_within`.
+#: Runs what makes folders in a child process, and returns what went wrong; empty where nothing did.
 _Make = Callable[[Callable[[], object]], str]
 
 
@@ -146,7 +146,15 @@ def make_place(
     fallback, deadline = fallback_folder() / hostname, time.monotonic() + secs
 
     def make(make_them: Callable[[], object]) -> str:
-        return make_within(max(_LEAST_SECS, deadline - time.monotonic()), make_them)
+        def work() -> bytes:
+            make_them()
+            return b""
+
+        try:
+            call_within(max(_LEAST_SECS, deadline - time.monotonic()), work)
+        except OSError as error:
+            return str(error.strerror)
+        return ""
 
     candidates = [Path(crash_folder) / hostname, fallback] if crash_folder else [fallback]
     warnings = []
@@ -172,20 +180,6 @@ def make_place(
         made = (folder for folder in wanted if not make(functools.partial(_make_each, folder.parent, folder)))
         place.flight_folder = next(made, None)
     return place
-
-
-def make_within(secs: float, make: Callable[[], object]) -> str:
-    """Run `make` in a child process and return what went wrong; empty where nothing did."""
-
-    def work() -> bytes:
-        make()
-        return b""
-
-    try:
-        call_within(secs, work)
-    except OSError as error:
-        return str(error.strerror)
-    return ""
 
 
 def _make_each(*folders: Path) -> None:

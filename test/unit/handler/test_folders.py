@@ -18,7 +18,6 @@ from sglang_crashkit.handler.folders import (
     Place,
     SharedMemory,
     make_place,
-    make_within,
 )
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.recovery import finish_abandoned, remove_runtime_folders
@@ -134,8 +133,10 @@ def test_without_a_crash_folder_the_fallback_needs_no_warning(fallback: Path) ->
     assert made.warnings == []
 
 
-def test_a_child_that_dies_is_told() -> None:
-    assert make_within(LONG, lambda: os.kill(os.getpid(), 9)) == "the process that tried died"
+def test_a_child_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "make_private_folder", lambda _folder: os.kill(os.getpid(), 9))
+    with pytest.raises(OSError, match="the process that tried died"):
+        make(tmp_path)
 
 
 @pytest.mark.parametrize(
