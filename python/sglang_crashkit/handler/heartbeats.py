@@ -257,10 +257,7 @@ class Pause:
 class Pauses:
     """Notes the pauses of one server.
 
-    Args:
-        heartbeats: of its schedulers.
-        steps_of: returns the last steps of a scheduler.
-        now: a monotonic clock, in seconds.
+    `steps_of` returns the last steps of a scheduler, and `now` is a monotonic clock, in seconds.
     """
 
     def __init__(

@@ -49,9 +49,6 @@ _JUDGED = frozenset(
 class CrashHandler:
     """Watches one server.
 
-    Attributes:
-        history: lines for the server's own log, written as soon as its main process listens.
-
     Raises:
         ProcessLookupError: there is no process `server_pid`.
     """
@@ -62,6 +59,7 @@ class CrashHandler:
         self.mailbox = mailbox
         self._place = place
         self._hangs = HangDetector(self.tree, self.session, settings, self.session.log.say)
+        #: Lines for the server's own log, written as soon as its main process listens.
         self.history: list[str] = []
         incidents, received = place.host_folder / "incidents", self.session.received
         self._metrics = MetricsPublisher(self.tree, received, incidents, self.session.log.show_metrics)

@@ -179,10 +179,8 @@ class FlightRecorders(Awaited):
 
     Of the dead, too: PyTorch writes a dump before it ends a process by itself.
 
-    Args:
-        run: the incident; evidence goes into its reports.
-        deadline: until when they may answer, by the monotonic clock.
-        late: ranks whose dump may still come from an earlier incident; one that does not answer in time is added.
+    They may answer until `deadline`, by the monotonic clock. The dump of the ranks in `late` may still come from an
+    earlier incident; one that does not answer in time is added.
     """
 
     def __init__(self, run: IncidentRun, deadline: float, late: set[int]) -> None:
@@ -353,9 +351,7 @@ class Cores(Awaited):
     The living schedulers are asked for one; the dead may have left one, as the driver writes by itself when the GPU
     fails.
 
-    Args:
-        run: the incident; evidence goes into its reports.
-        deadline: when the server's end waits no longer, by the monotonic clock.
+    The server's end waits no longer than until `deadline`, by the monotonic clock.
     """
 
     def __init__(self, run: IncidentRun, deadline: float) -> None:
