@@ -21,15 +21,8 @@ from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.handler.folders import (
-    Place,
-    WorkFolders,
-    left_by_others,
-    make_work_folders,
-    remove_empty_spools,
-    remove_runtime_folders,
-)
-from sglang_crashkit.handler.recovery import finish_abandoned
+from sglang_crashkit.handler.folders import Place, left_by_others, make_place
+from sglang_crashkit.handler.recovery import finish_abandoned, remove_runtime_folders
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.fingerprint import recent_crashes
 from sglang_crashkit.incident.marker import VANISHED
@@ -37,7 +30,6 @@ from sglang_crashkit.incident.store import parse_name
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.kernel.private_files import FolderLock, write_private
-from sglang_crashkit.kernel.procfs import key_of
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, read_handler_pid
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.redact import learn, redact_text, secrets_of_arguments, secrets_of_mapping
@@ -96,26 +88,21 @@ def main() -> int:
 def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
     # What has them in an option or a variable of the server is written nowhere.
     learn(secrets_of_mapping(os.environ) | secrets_of_arguments(procfs.read_cmdline(args.server_pid)))
-    stat = procfs.read_stat(args.server_pid)
-    start_ticks = stat.start_ticks if stat is not None else 0
-    folders = make_work_folders(
-        args.crash_folder, key_of(args.server_pid, start_ticks), args.core_file, args.flight_folder
-    )
+    place = make_place(args.crash_folder, args.runtime, args.core_file, args.flight_folder)
     if args.core_file:
-        os.environ["CUDA_COREDUMP_FILE"] = folders.core_file
+        os.environ["CUDA_COREDUMP_FILE"] = place.core_file
     # By it others know that the spool is in use.
-    lock = FolderLock(folders.spool)
+    lock = FolderLock(place.spool)
     undo.callback(lock.release)
     with contextlib.suppress(OSError):
         lock.acquire()
-    place = Place(folders.host_folder, folders.spool, args.runtime)
     undo.push(contextlib.suppress(OSError))
-    undo.callback(folders.spool.rmdir)
+    undo.callback(place.spool.rmdir)
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
     guard_reads(GuardedReader())
     settings = Settings.from_environ()
     handler = CrashHandler(args.server_pid, mailbox, place, settings)
-    if not _say_ready(folders):
+    if not _say_ready(place):
         logger.info("server %d did not wait for its crash handler", args.server_pid)
         return 0
     vanished = ""
@@ -124,7 +111,6 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
             logger.info("incident %s of a killed crash handler is finished", path)
             if (name := parse_name(path.name)) is not None and name.kind == VANISHED:
                 vanished = f"an earlier server of this host ended without a word: incident {path}"
-        remove_empty_spools(folder / "incidents")
         handler.session.commands.catch_up(folder / "incidents")
     remove_runtime_folders(args.runtime.parent)
     handler.history = [
@@ -142,22 +128,22 @@ def _remove_if_own(runtime: Path) -> None:
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-def _say_ready(folders: WorkFolders) -> bool:
+def _say_ready(place: Place) -> bool:
     """Tell the server where this process works, and write to its own log from now on; say whether it was heard."""
     answer = os.dup(sys.stdout.fileno())
     try:
         logging.basicConfig(
-            handlers=[LogFile(folders.host_folder / "crash_handler.log")],
+            handlers=[LogFile(place.host_folder / "crash_handler.log")],
             level=logging.INFO,
             format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
         )
         return _answer(
             answer,
-            host_folder=str(folders.host_folder),
-            spool=str(folders.spool),
-            core_file=folders.core_file,
-            flight_folder=str(folders.flight_folder or ""),
-            warnings=folders.warnings,
+            host_folder=str(place.host_folder),
+            spool=str(place.spool),
+            core_file=place.core_file,
+            flight_folder=str(place.flight_folder or ""),
+            warnings=place.warnings,
         )
     finally:
         os.close(answer)
@@ -193,20 +179,18 @@ class LogFile(logging.Handler):
             return
 
     def _begin(self) -> None:
-        self._written = 0
-        with _open_log(self._path) as log:
-            os.dup2(log.fileno(), sys.stdout.fileno())
-            os.dup2(log.fileno(), sys.stderr.fileno())
-
-
-def _open_log(path: Path) -> Any:
-    with contextlib.suppress(OSError):
-        if path.lstat().st_size > _MAX_LOG_BYTES:
-            path.replace(path.with_name(f"{path.name}.1"))
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        return os.fdopen(descriptor, "wb")
-    return open(os.devnull, "wb")  # noqa: PTH123
+        self._written, descriptor = 0, -1
+        with contextlib.suppress(OSError):
+            if self._path.lstat().st_size > _MAX_LOG_BYTES:
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self._path, flags, 0o600)
+        if descriptor < 0:
+            descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.dup2(descriptor, sys.stderr.fileno())
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

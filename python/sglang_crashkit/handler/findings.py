@@ -1,4 +1,4 @@
-"""What an incident concludes from its evidence as it is finished: divergence, suspects, repeats and the cause.
+"""What an incident concludes from its evidence as it is finished: suspects, repeats and the cause.
 
 A repeat of a known fault is counted, and has no GPU cores; of its stacks only those of the first failure are kept.
 """
@@ -14,15 +14,13 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sglang_crashkit.analysis.consensus import disagreement, events_in
-from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
-from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.analysis.suspects import (
     MAX_SUSPECTS,
     Asked,
@@ -37,11 +35,9 @@ from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.judging import explain, judge
 from sglang_crashkit.incident.requests import fingerprint_of, parameters_of, was_aborted_before
-from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.kernel.private_files import open_regular, read_regular
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.model.incident import Divergence, Incident, Suspect
-from sglang_crashkit.model.step import Step
 from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.sources.incident import name_of
 from sglang_crashkit.view.first_screen import LOG_LINES, first_screen
@@ -81,11 +77,11 @@ class Conclusion(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Counting:
-    """How the fault of an incident is counted; see `count_repeat`."""
+    """How the fault of an incident is counted."""
 
-    keep: int
-    begun: Collection[str]
-    left_secs: float
+    keep: int  # how many incidents of a fault are kept in full a day; 0 for all
+    begun: Collection[str] = frozenset()  # the ids of the requests that were in a step of a rank
+    left_secs: float = math.inf  # how much of the time that it may take is left
 
 
 def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | None) -> Conclusion:
@@ -101,7 +97,7 @@ def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | No
     if counting is not None:
         name_suspects(incident)
         try:
-            spare = count_repeat(incident, folder, counting.keep, counting.begun, counting.left_secs)
+            spare = count_repeat(incident, folder, counting)
         except Exception:
             # It is kept in full.
             logger.exception("whether the fault was seen before is not known")
@@ -145,21 +141,8 @@ class Problems(logging.Handler):
         self.told.append(self.format(record)[:_MAX_PROBLEM])
 
 
-def count_repeat(
-    incident: Incident,
-    folder: IncidentFolder,
-    keep: int,
-    begun: Collection[str] = frozenset(),
-    left_secs: float = math.inf,
-) -> list[str]:
-    """Count the fault of an incident that is about to be written for the last time.
-
-    Args:
-        incident: with its verdict; it says afterwards what is not kept.
-        folder: where it is written.
-        keep: how many incidents of a fault are kept in full a day; 0 for all.
-        begun: the ids of the requests that were in a step of a rank.
-        left_secs: how much of the time that it may take is left.
+def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting) -> list[str]:
+    """Count the fault of a judged incident that is about to be written for the last time, and say what is not kept.
 
     Returns:
         The files that are of no use any more, relative to the folder, to be removed when the incident is written.
@@ -173,10 +156,10 @@ def count_repeat(
     unanswered: list[str] = []
     if not is_by_others(incident):
         first = incident.first_failure
-        unanswered = _unanswered(folder.path / REQUESTS, begun if first is not None and first.is_rank else ())
+        unanswered = _unanswered(folder.path / REQUESTS, counting.begun if first is not None and first.is_rank else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
-    deadline = time.monotonic() + min(_LOOK_SECS, left_secs)
+    deadline = time.monotonic() + min(_LOOK_SECS, counting.left_secs)
     looked_at = _fields_of([one.rid for one in candidates], folder.path / REQUESTS, deadline)
     # Not all at once in memory: their prompts may be long.
     asked = {rid: _asked_by(fields) for rid, fields in looked_at}
@@ -191,7 +174,7 @@ def count_repeat(
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
-        folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
+        folder.path.parent, fault, incident.id, folder.name, counting.keep, has_core=has_core, suspects=suspects
     )
     seen = incident.fault.seen if incident.fault is not None else {}
     name_suspects(incident, seen, compared, unanswered)
@@ -297,7 +280,8 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
 
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores; see `count_repeat` for `keep`."""
+    """Return the id of an earlier incident of the same fault that has GPU cores, None if absent; see `Counting`."""
+    incident.verdict = incident.verdict or judge(incident, None)
     fault = fault_of(incident.shown()) if keep and not folder.problem else None
     return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
 
@@ -324,37 +308,3 @@ def _disagreement(incident: Incident, folder: Path) -> Divergence | None:
                 if events is not None:
                     told[one.pid] = (name_of(one), events)
     return disagreement(told)
-
-
-def divergence_of(
-    incident: Incident, steps: Mapping[int, Sequence[Step]], folder: Path, opened: float, read_at: float
-) -> Divergence | None:
-    """Return what an incident tells of it; None where no rank noted its steps, or none has another to agree with.
-
-    Args:
-        incident: with its processes.
-        steps: the last steps of the schedulers, by pid, without their requests: steps are compared by their hashes.
-        folder: the incident's, which has the steps with their requests.
-        opened: since when the incident is gathered, in seconds of the monotonic clock.
-        read_at: when the first of the steps were read, by the same clock.
-    """
-    name = "the hang was noticed" if incident.kind == "hang" else "the incident"
-    moment = Moment(opened, name, read_at)
-    ranks = [
-        RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid)
-        for report in sorted(incident.processes, key=lambda report: report.pid)
-        if report.is_rank
-    ]
-    if not any(one.steps for one in ranks):
-        return None
-    try:
-        found = find_divergence(ranks, moment)
-        if found is not None and found.step is not None:
-            told = {one.pid: one.steps for one in read_steps(folder, found.step)}
-            whole = [replace(one, steps=[*one.steps, *told.get(one.pid, ())]) for one in ranks]
-            found = find_divergence(whole, moment) or found
-    except Exception:
-        # What is known beside it is worth more.
-        logger.exception("the steps of the ranks cannot be compared")
-        return None
-    return found

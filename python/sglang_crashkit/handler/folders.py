@@ -6,10 +6,6 @@ Nothing is changed of what was there before: an operator's folder keeps its perm
 
 ``systemd-tmpfiles`` removes what was not touched for ten days, sockets included, but leaves a folder alone, with all
 that is below it, which somebody has locked by flock(2); see tmpfiles.d(5).
-
-Where a server and its handler were killed together, as with process 1 of a container, the empty folders that they left
-hold no evidence and are removed. A writer that may be at work has a lock on its folder. A folder that still holds the
-record of an exception stays.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,9 +29,8 @@ from sglang_crashkit.handler.recovery import SPOOL
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.marker import MARKER
 from sglang_crashkit.kernel import procfs, shared_memory
-from sglang_crashkit.kernel.forked import ForkedCall
+from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.private_files import FolderLock, make_private_folder
-from sglang_crashkit.kernel.procfs import own_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment, Segment
 from sglang_crashkit.settings import RUN, DiskLimits, fallback_folder
 
@@ -47,227 +42,22 @@ logger = logging.getLogger(__name__)
 ANSWER_SECS, _LEAST_SECS = 10.0, 1.0
 #: A cleaner that looks at a folder just now has it locked for a moment, in seconds.
 _LOCK_SECS = 0.5
-#: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
-_AGE_SECS = 10.0
-
 #: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
 _MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
-
-#: Runs what makes folders in a child, and returns what went wrong; see `make_within`.
+#: Runs what makes folders in a child process, and returns what went wrong; empty where nothing did.
 _Make = Callable[[Callable[[], object]], str]
-
-_MAX_FOLDERS = 1000
 
 
 @dataclass
-class WorkFolders:
-    """Where the handler works, and what the server's log is to say of what could not be made; see `Place`.
-
-    Attributes:
-        core_file: the template of the names of GPU cores; empty if absent.
-        flight_folder: where PyTorch's flight recorder writes; None where it cannot.
-    """
-
-    host_folder: Path
-    spool: Path
-    core_file: str = ""
-    flight_folder: Path | None = None
-    warnings: list[str] = field(default_factory=list)
-
-
-def make_work_folders(
-    crash_folder: str | None, key: str, core_file: str = "", flight_folder: str = "", secs: float = ANSWER_SECS
-) -> WorkFolders:
-    """Make the folders; each of them that cannot be in the crash folder is below the fallback folder.
-
-    Args:
-        crash_folder: the server's ``--crash-dump-folder``, absolute; None where it was given none.
-        key: the server's; see `procfs.server_key`.
-        core_file: the template of the names of GPU cores, as CUDA expands it; empty for none.
-        flight_folder: where PyTorch's flight recorder is to write; empty where it is not used.
-        secs: how long the disks may take, in seconds.
-
-    Raises:
-        OSError: none of the places can be used.
-    """
-    hostname = os.getenv("HOSTNAME", socket.gethostname())
-    fallback, deadline = fallback_folder() / hostname, time.monotonic() + secs
-
-    def make(make_them: Callable[[], object]) -> str:
-        return make_within(max(_LEAST_SECS, deadline - time.monotonic()), make_them)
-
-    candidates = [Path(crash_folder) / hostname, fallback] if crash_folder else [fallback]
-    warnings = []
-    for host_folder in candidates:
-        spool = host_folder / "incidents" / f"{SPOOL}{key}"
-        # A folder that is there may still be full or read-only; the spool shows it.
-        problem = make(functools.partial(_make_each, host_folder, spool.parent, spool))
-        if not problem:
-            break
-        advice = "next: check the --crash-dump-folder" if crash_folder else "next: set TMPDIR"
-        warnings.append(f"crash folder {host_folder} cannot be used ({problem}); {advice}")
-    else:
-        raise OSError(errno.EIO, "; ".join(warnings))
-    folders = WorkFolders(host_folder, spool, warnings=warnings)
-    # A disk that did not answer is not asked again.
-    moved = crash_folder is not None and host_folder == fallback
-    if core_file:
-        _make_core_folder(folders, core_file, crash_folder, make, moved=moved)
-    if flight_folder:
-        _make_flight_folder(folders, flight_folder, make, moved=moved)
-    return folders
-
-
-def make_within(secs: float, make: Callable[[], object]) -> str:
-    """Run `make` in a child process and return what went wrong; empty where nothing did.
-
-    Raises:
-        OSError: there is no process, or no descriptor, to be had.
-    """
-
-    def work() -> bytes:
-        make()
-        return b""
-
-    call = ForkedCall(work)
-    try:
-        call.wait(secs)
-    except OSError as error:
-        return str(error.strerror)
-    return ""
-
-
-def _make_each(*folders: Path) -> None:
-    # One after the other: a link that somebody put in a shared crash folder is not followed.
-    for folder in folders:
-        make_private_folder(folder)
-
-
-def _make_core_folder(
-    folders: WorkFolders, core_file: str, crash_folder: str | None, make: _Make, *, moved: bool
-) -> None:
-    """Make the folder in which the driver will write, for its owner alone: the driver makes none."""
-    folders.core_file = core_file
-    if core_file.startswith("|"):
-        return
-    name = "core.cuda.%t.%p"
-    is_own = crash_folder is not None and core_file == f"{crash_folder}/%h/{name}"
-    problem = "it is in the crash folder" if moved and is_own else ""
-    if not problem:
-        problem = make(functools.partial(_make_folder_of, core_file, is_own=is_own))
-    if not problem:
-        return
-    # Upstream's words, which people search for.
-    folders.warnings.append(
-        f"Failed to create CUDA coredump directory {os.path.dirname(core_file)}: {problem}; coredumps "  # noqa: PTH120
-        + (f"go below {fallback_folder()}" if is_own else "may fail to write. next: check CUDA_COREDUMP_FILE")
-    )
-    if is_own:
-        folders.core_file = f"{fallback_folder()}/%h/{name}"
-        make(functools.partial(_make_folder_of, folders.core_file, is_own=True))
-
-
-def _make_folder_of(core_file: str, *, is_own: bool) -> None:
-    with contextlib.suppress(OSError):
-        if stat.S_ISFIFO(os.stat(core_file).st_mode):  # noqa: PTH116
-            return
-    folder = Path(os.path.dirname(core_file).replace("%h", socket.gethostname()))  # noqa: PTH120 - may be empty
-    if "%" in str(folder):
-        raise OSError(errno.EINVAL, "only %h is supported in the directory part of CUDA_COREDUMP_FILE", str(folder))
-    # The driver follows links, and a core holds the memory of a GPU: what somebody else prepared is not taken for ours.
-    if is_own or not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        make_private_folder(folder)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(errno.EACCES, "it cannot be written to", str(folder))
-
-
-def _make_flight_folder(folders: WorkFolders, wanted: str, make: _Make, *, moved: bool) -> None:
-    other = folders.host_folder / Path(wanted).name
-    for folder in [other] if moved else [Path(wanted), other]:
-        # What is not there when it is asked for is never written.
-        if not make(functools.partial(_make_each, folder.parent, folder)):
-            folders.flight_folder = folder
-            return
-
-
-class KeptFolder:
-    """The runtime folder of one server, locked; the kit's own two above it together with handlers of other servers."""
-
-    def __init__(self, runtime: Path) -> None:
-        above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
-        self._locks = [*(FolderLock(folder, shared=True) for folder in above), FolderLock(runtime)]
-        for lock in self._locks:
-            with contextlib.suppress(OSError):
-                lock.acquire(_LOCK_SECS)
-
-    def release(self) -> None:
-        """Let go of it."""
-        for lock in self._locks:
-            lock.release()
-
-
-def remove_empty_spools(incidents: Path) -> None:
-    """Remove the spools below `incidents` that are empty and that no crash handler uses."""
-    for folder in _free_folders(incidents, SPOOL):
-        if _is_of_a_dead_server(folder.name.removeprefix(SPOOL)) is not False:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-def remove_runtime_folders(run: Path) -> None:
-    """Remove the runtime folders below `run` of servers of this PID namespace that are gone with their handlers.
-
-    A server that lives on without its handler still has its sockets there.
-    """
-    for folder in _free_folders(run, ""):
-        if _is_of_a_dead_server(folder.name):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield this user's folders in `parent` that no process has locked, locked."""
-    try:
-        names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix)]
-    except OSError:
-        return
-    for name in names[:_MAX_FOLDERS]:
-        lock = FolderLock(parent / name)
-        with contextlib.suppress(OSError):
-            status = (parent / name).lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if not is_own or time.time() - status.st_mtime < _AGE_SECS:
-                continue
-            try:
-                if lock.acquire() == "held":
-                    yield parent / name
-            finally:
-                lock.release()
-
-
-def _is_of_a_dead_server(key: str) -> bool | None:
-    """Say whether the server with this key is gone; None where that cannot be seen from here."""
-    numbers = key.split("-")
-    if len(numbers) != 3 or not all(number.isascii() and number.isdigit() for number in numbers):
-        return None
-    pid, start_ticks, namespace = map(int, numbers)
-    if namespace != own_namespace():
-        return None
-    return not procfs.is_running(pid, start_ticks)
-
-
-@dataclass(frozen=True)
 class Place:
-    """Where the handler works.
+    """Where the handler works."""
 
-    Attributes:
-        host_folder: the host's folder in the crash folder, or in the fallback folder; incidents go below it.
-        spool: where failing ranks leave their records.
-        runtime: the folder of the socket, removed at the end.
-    """
-
-    host_folder: Path
-    spool: Path
-    runtime: Path
+    host_folder: Path  # the host's in the crash folder, or in the fallback folder; incidents go below it
+    spool: Path  # where failing ranks leave their records
+    runtime: Path  # the folder of the socket, removed at the end
+    core_file: str = ""  # the template of the names of GPU cores
+    flight_folder: Path | None = None  # where PyTorch's flight recorder writes; None where it cannot
+    warnings: list[str] = field(default_factory=list)  # what could not be made, for the server's log
 
     def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
         """Make the folder of an incident that happened at `seconds`, since the epoch.
@@ -335,6 +125,116 @@ class Place:
         for dump in (*torn, *late):
             with contextlib.suppress(OSError):
                 dump.unlink()
+
+
+def make_place(
+    crash_folder: str | None, runtime: Path, core_file: str = "", flight_folder: str = "", secs: float = ANSWER_SECS
+) -> Place:
+    """Make the folders; each of them that cannot be in the crash folder is below the fallback folder.
+
+    Args:
+        crash_folder: the server's ``--crash-dump-folder``, absolute; None where it was given none.
+        runtime: the server's runtime folder, which is there, and which is called by its key (see `procfs.key_of`).
+        core_file: the template of the names of GPU cores, as CUDA expands it; empty for none.
+        flight_folder: where PyTorch's flight recorder is to write; empty where it is not used.
+        secs: how long the disks may take, in seconds.
+
+    Raises:
+        OSError: none of the places can be used.
+    """
+    hostname = os.getenv("HOSTNAME", socket.gethostname())
+    fallback, deadline = fallback_folder() / hostname, time.monotonic() + secs
+
+    def make(make_them: Callable[[], object]) -> str:
+        def work() -> bytes:
+            make_them()
+            return b""
+
+        try:
+            call_within(max(_LEAST_SECS, deadline - time.monotonic()), work)
+        except OSError as error:
+            return str(error.strerror)
+        return ""
+
+    candidates = [Path(crash_folder) / hostname, fallback] if crash_folder else [fallback]
+    warnings = []
+    for host_folder in candidates:
+        spool = host_folder / "incidents" / f"{SPOOL}{runtime.name}"
+        # A folder that is there may still be full or read-only; the spool shows it.
+        problem = make(functools.partial(_make_each, host_folder, spool.parent, spool))
+        if not problem:
+            break
+        advice = "next: check the --crash-dump-folder" if crash_folder else "next: set TMPDIR"
+        warnings.append(f"crash folder {host_folder} cannot be used ({problem}); {advice}")
+    else:
+        raise OSError(errno.EIO, "; ".join(warnings))
+    place = Place(host_folder, spool, runtime, core_file, warnings=warnings)
+    # A disk that did not answer is not asked again.
+    moved = crash_folder is not None and host_folder == fallback
+    if core_file and not core_file.startswith("|"):
+        _make_core_folder(place, crash_folder, make, moved=moved)
+    if flight_folder:
+        other = host_folder / Path(flight_folder).name
+        # What is not there when it is asked for is never written.
+        wanted = [other] if moved else [Path(flight_folder), other]
+        made = (folder for folder in wanted if not make(functools.partial(_make_each, folder.parent, folder)))
+        place.flight_folder = next(made, None)
+    return place
+
+
+def _make_each(*folders: Path) -> None:
+    # One after the other: a link that somebody put in a shared crash folder is not followed.
+    for folder in folders:
+        make_private_folder(folder)
+
+
+def _make_core_folder(place: Place, crash_folder: str | None, make: _Make, *, moved: bool) -> None:
+    """Make the folder in which the driver will write, for its owner alone: the driver makes none."""
+    name, core_file = "core.cuda.%t.%p", place.core_file
+    is_own = crash_folder is not None and core_file == f"{crash_folder}/%h/{name}"
+    problem = "it is in the crash folder" if moved and is_own else ""
+    if not problem:
+        problem = make(functools.partial(_make_folder_of, core_file, is_own=is_own))
+    if not problem:
+        return
+    # Upstream's words, which people search for.
+    place.warnings.append(
+        f"Failed to create CUDA coredump directory {os.path.dirname(core_file)}: {problem}; coredumps "  # noqa: PTH120
+        + (f"go below {fallback_folder()}" if is_own else "may fail to write. next: check CUDA_COREDUMP_FILE")
+    )
+    if is_own:
+        place.core_file = f"{fallback_folder()}/%h/{name}"
+        make(functools.partial(_make_folder_of, place.core_file, is_own=True))
+
+
+def _make_folder_of(core_file: str, *, is_own: bool) -> None:
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.stat(core_file).st_mode):  # noqa: PTH116
+            return
+    folder = Path(os.path.dirname(core_file).replace("%h", socket.gethostname()))  # noqa: PTH120 - may be empty
+    if "%" in str(folder):
+        raise OSError(errno.EINVAL, "only %h is supported in the directory part of CUDA_COREDUMP_FILE", str(folder))
+    # The driver follows links, and a core holds the memory of a GPU: what somebody else prepared is not taken for ours.
+    if is_own or not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        make_private_folder(folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, "it cannot be written to", str(folder))
+
+
+class KeptFolder:
+    """The runtime folder of one server, locked; the kit's own two above it together with handlers of other servers."""
+
+    def __init__(self, runtime: Path) -> None:
+        above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
+        self._locks = [*(FolderLock(folder, shared=True) for folder in above), FolderLock(runtime)]
+        for lock in self._locks:
+            with contextlib.suppress(OSError):
+                lock.acquire(_LOCK_SECS)
+
+    def release(self) -> None:
+        """Let go of it."""
+        for lock in self._locks:
+            lock.release()
 
 
 class SharedMemory:

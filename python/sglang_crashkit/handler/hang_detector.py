@@ -32,12 +32,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun, Moment
-from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.triage import Seen
 from sglang_crashkit.incident.judging import BUSY_TOO_LONG
 from sglang_crashkit.kernel import clock, procfs
-from sglang_crashkit.kernel.titles import NEEDED
 from sglang_crashkit.memory.heartbeat import BEAT_SECS
 from sglang_crashkit.settings import Settings
 
@@ -91,8 +90,6 @@ class HangDetector:
         self._budget_secs = settings.budget_secs
         self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS)
         self._hang: Hang | None = None
-        #: Those beside the schedulers, by pid.
-        self._others: dict[int, FollowedProcess] = {}
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
         session.begin_hang_at_end = self.begin_at_end
@@ -161,11 +158,11 @@ class HangDetector:
 
     def _look(self, seen_secs: float) -> None:
         self._heartbeats.look(seen_secs)
-        heartbeats, others = self._heartbeats.living(), self._look_at_others(seen_secs)
+        heartbeats, others = self._heartbeats.living(), list(self._heartbeats.others.values())
         everybody: list[Followed] = [*heartbeats, *others]
         longest = max((one.silent_secs for one in everybody), default=0.0)
         if longest > 2 * self._interval_secs:
-            states = {heartbeat.process.pid: state_of(heartbeat.process) for heartbeat in heartbeats}
+            states = {heartbeat.process.pid: heartbeat.process.state for heartbeat in heartbeats}
             if self._is_excused(states):
                 for one in everybody:
                     one.hold(seen_secs)
@@ -193,20 +190,6 @@ class HangDetector:
         if self._hang is not None and self._hang.is_over():
             self._end(self._hang)
 
-    def _look_at_others(self, seen_secs: float) -> list[FollowedProcess]:
-        living = [process for process in self._tree.alive() if process.role in NEEDED]
-        self._heartbeats.forget_all_but([process.pid for process in living])
-        self._others = {
-            process.pid: self._others.get(process.pid) or FollowedProcess(process, self._looked_at)
-            for process in living
-        }
-        for one in self._others.values():
-            said = self._heartbeats.said_by(one.process)
-            # That of the others does not tell anything.
-            cpu_secs = cpu_secs_of(one.process) if said is not None and said.is_waiting else 0.0
-            one.look(state_of(one.process), said, cpu_secs, seen_secs, self._looked_at)
-        return [*self._others.values()]
-
     def _end(self, hang: Hang) -> None:
         # Otherwise it is over because they are dead.
         if self._heartbeats.followed and (hang.is_busy or self._session.is_withdrawable(hang.run)):
@@ -228,7 +211,7 @@ class HangDetector:
         root, shutdown = self._tree.root, self._session.triage.shutdown
         if shutdown.gone_at is not None or shutdown.expected & {root.pid, *states} or self._is_starting():
             return True
-        stopped_as_a_whole = set(states.values()) <= {"T"} and state_of(root) in "Tt"
+        stopped_as_a_whole = set(states.values()) <= {"T"} and root.state in "Tt"
         return stopped_as_a_whole or "t" in states.values()
 
     def _is_starting(self) -> bool:
@@ -281,12 +264,7 @@ class HangDetector:
 
 
 class Hang:
-    """An incident of processes that make no progress; its first snapshot is taken at once.
-
-    Attributes:
-        next_snapshot: when the next snapshot is due, by the clock.
-        ended: that the server goes on and since when, in words; empty before.
-    """
+    """An incident of processes that make no progress; its first snapshot is taken at once."""
 
     def __init__(self, run: IncidentRun, silent_secs: float, clock: Callable[[], float], interval_secs: float) -> None:
         self.run = run
@@ -295,8 +273,8 @@ class Hang:
         self._since = clock() - silent_secs
         self._heartbeats: list[Followed] = []
         self._snapshots = 1
-        self.ended = ""
-        self.next_snapshot = clock() + interval_secs
+        self.ended = ""  # that the server goes on and since when, in words; empty before
+        self.next_snapshot = clock() + interval_secs  # when it is due, by the clock
 
     def spread(self, silent: Iterable[Followed]) -> None:
         """Take in the processes that are silent, those that are not in it yet."""
@@ -352,17 +330,6 @@ def _is_together(one: Followed, longest: float) -> bool:
     """Say whether one hangs with that which was silent longest; a loop goes on between two of its beats."""
     is_between = isinstance(one, FollowedProcess) and one.silent_secs <= 2 * BEAT_SECS
     return one.silent_secs >= _TOGETHER * longest and not is_between
-
-
-def state_of(process: TrackedProcess) -> str:
-    """Return the kernel's state of a process, X where it is gone."""
-    stat = procfs.read_stat(process.pid)
-    return stat.state if stat is not None else "X"
-
-
-def cpu_secs_of(process: TrackedProcess) -> float:
-    """Return how much CPU time its main thread has used."""
-    return procfs.main_thread_cpu_secs(process.pid)
 
 
 #: As the kernel names them, in at most 15 bytes.

@@ -1,15 +1,25 @@
-"""The heartbeats of a server's processes, as the handler follows them."""
+"""The heartbeats of a server's processes, as the handler follows them, and the pauses that they tell of.
+
+A pause is shorter than a hang: a long garbage collection of a scheduler, or a step far longer than others. Both are
+read from memory that the schedulers write anyway. A step is looked for in the record of steps only where a heartbeat
+stood still for as long as a slow step takes.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
-from typing import TypeAlias, TypeVar
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
 
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.titles import NEEDED
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
+from sglang_crashkit.model.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -18,46 +28,60 @@ _MAX_MODES = 64
 _WITH_LOOPS = frozenset({"server", "tokenizer_worker"})
 #: Who uses this share of a CPU does not wait: who waits for a message uses none, and who spins may get little.
 _AWAKE = 0.05
+LONG_COLLECTION, SLOW_STEP = "long_collection", "slow_step"
+#: A step is slow that takes longer than this, in seconds, and so many times the median of its mode.
+SLOW_SECS, SLOW_FACTOR = 5.0, 20.0
+#: The median of fewer steps says nothing.
+_LEAST_STEPS = 8
+LOOK_SECS = 2.0
+#: Of a kind, the server's log has a line at most this often, in seconds: most pauses are of all ranks.
+_SAY_SECS = 60.0
+#: So many are kept; an incident has those of the last ten minutes.
+_MAX_KEPT, _KEPT_SECS, _MAX_COUNTS = 64, 600.0, 2048
 
 
-class FollowedHeartbeat:
-    """Counts for how long a scheduler was seen to be silent.
+class Followed:
+    """Counts for how long a process was seen not to go on.
 
     What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no
     CPU, it saw nothing.
-
-    Attributes:
-        sign: what the heartbeat said at the last look.
-        silent_secs: for how long it has said nothing else, in seconds.
-        signs: at how many looks it had moved on since `signs` was last set to 0.
     """
 
-    def __init__(self, process: TrackedProcess, reader: HeartbeatReader) -> None:
+    def __init__(self, process: TrackedProcess, sign: Heartbeat) -> None:
         self.process = process
-        self._reader = reader
-        self.sign: Heartbeat = reader.read()
-        self.silent_secs = 0.0
-        self.signs = 0
-
-    def look(self, seen_secs: float) -> None:
-        """Take in what it says now, so many seconds that the handler saw pass after the last look."""
-        before, self.sign = self.sign, self._reader.read()
-        if self.sign == before:
-            self.silent_secs += seen_secs
-        else:
-            self.silent_secs = 0.0
-            self.signs += 1
-
-    def catch_up(self, now: float) -> None:
-        """Take in what it says now, and count all of the time since its last sign, seen or not."""
-        sign = self._reader.read()
-        self.signs += sign != self.sign
-        self.sign = sign
-        self.silent_secs = max(0.0, now - sign.at)
+        self.sign = sign  # what it said when it was last seen to go on, and when
+        self.silent_secs = 0.0  # for how long it was seen not to go on since
+        self.signs = 0  # at how many looks it had gone on since this was last set to 0
+        self.how = ""  # of one that is no scheduler, how it did not go on when it was last seen so, in words
 
     def hold(self, seen_secs: float) -> None:
         """Do not count the time since the last look."""
         self.silent_secs = max(0.0, self.silent_secs - seen_secs)
+
+    def _count(self, sign: Heartbeat | None, seen_secs: float) -> None:
+        """Take in a sign, or that there was none in so many seconds that the handler saw pass."""
+        if sign is None:
+            self.silent_secs += seen_secs
+        else:
+            self.sign, self.silent_secs, self.signs = sign, 0.0, self.signs + 1
+
+
+class FollowedHeartbeat(Followed):
+    """Counts for how long a scheduler was silent, by what its heartbeat says."""
+
+    def __init__(self, process: TrackedProcess, reader: HeartbeatReader) -> None:
+        super().__init__(process, reader.read())
+        self._reader = reader
+
+    def look(self, seen_secs: float) -> None:
+        """Take in what it says now, so many seconds that the handler saw pass after the last look."""
+        sign = self._reader.read()
+        self._count(sign if sign != self.sign else None, seen_secs)
+
+    def catch_up(self, now: float) -> None:
+        """Take in what it says now, and count all of the time since its last sign, seen or not."""
+        self.look(0.0)
+        self.silent_secs = max(0.0, now - self.sign.at)
 
     def last(self) -> Heartbeat:
         """Return what it says now, or said last, without taking it for a sign."""
@@ -68,46 +92,35 @@ class FollowedHeartbeat:
         self._reader.close()
 
 
-class FollowedProcess:
-    """Counts for how long a process other than a scheduler was seen not to go on, as a `FollowedHeartbeat` does.
+class FollowedProcess(Followed):
+    """Counts for how long a process other than a scheduler did not go on.
 
     It does not go on where it is stopped. One that beats also does not where its loop does not come round, where it
     works at one message, or where it says that it waits for the next one but uses its CPU or is in an uninterruptible
     sleep.
-
-    Attributes:
-        sign: when it was last seen to go on.
-        silent_secs: for how long it was seen not to go on since, in seconds.
-        signs: at how many looks it went on since `signs` was last set to 0.
-        how: how it did not go on when it was last seen so, in words.
     """
 
     def __init__(self, process: TrackedProcess, now: float) -> None:
-        self.process = process
-        self.silent_secs = 0.0
-        self.signs = 0
-        self.how = ""
+        super().__init__(process, _sign_at(now))
+        self.reader: HeartbeatReader | None = None  # of its heartbeat, where it has one
         self._said: Heartbeat | None = None
         self._cpu_secs = 0.0
-        self._go_on(now)
 
-    def _go_on(self, now: float) -> None:
-        self.sign = Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
-
-    def look(self, state: str, said: Heartbeat | None, cpu_secs: float, seen_secs: float, now: float) -> None:
-        """Take in what is seen of it now, `seen_secs` after the last look; see `FollowedHeartbeat.look`.
-
-        `state` and `cpu_secs` are those of its main thread in ``/proc``; `said` is None where it has no heartbeat.
-        """
-        how = self._stands(state, said, cpu_secs - self._cpu_secs, seen_secs)
+    def look(self, seen_secs: float, now: float) -> None:
+        """Take in what is seen of it now, `seen_secs` after the last look; see `FollowedHeartbeat.look`."""
+        said = self.reader.read() if self.reader is not None else None
+        # That of the others does not tell anything.
+        uses_cpu = said is not None and said.is_waiting
+        cpu_secs = procfs.main_thread_cpu_secs(self.process.pid) if uses_cpu else 0.0
+        how = self._stands(self.process.state, said, cpu_secs - self._cpu_secs, seen_secs)
         self._said, self._cpu_secs = said, cpu_secs
-        if how:
-            self.how = how
-            self.silent_secs += seen_secs
-        else:
-            self.silent_secs = 0.0
-            self.signs += 1
-            self._go_on(now)
+        self.how = how or self.how
+        self._count(None if how else _sign_at(now), seen_secs)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self.reader is not None:
+            self.reader.close()
 
     def _stands(self, state: str, said: Heartbeat | None, used_secs: float, seen_secs: float) -> str:
         """Return how it did not go on since the last look, in words; empty where it did."""
@@ -123,36 +136,28 @@ class FollowedProcess:
         is_awake = used_secs >= _AWAKE * seen_secs > 0
         return "did not come to the next message" if is_awake or state == "D" else ""
 
-    def hold(self, seen_secs: float) -> None:
-        """Do not count the time since the last look."""
-        self.silent_secs = max(0.0, self.silent_secs - seen_secs)
+
+def _sign_at(now: float) -> Heartbeat:
+    return Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
 
 
-#: The processes that give signs of life.
-Followed: TypeAlias = FollowedHeartbeat | FollowedProcess
 SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
 
 
 class Heartbeats:
-    """Follows the heartbeats of one server, unless that is switched off.
+    """Follows the heartbeats of one server, unless that is switched off."""
 
-    Attributes:
-        followed: those of schedulers, by pid.
-        began_at: since when any of these is followed, by the clock.
-        unfollowed: pids of schedulers that have begun their loop and cannot be followed, or are not any more.
-    """
-
-    def __init__(self, tree: ProcessTree, *, is_on: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self.followed: dict[int, FollowedHeartbeat] = {}
-        self.began_at = 0.0
+    def __init__(self, tree: ProcessTree, *, is_on: bool = True, now: Callable[[], float] = time.monotonic) -> None:
+        self.followed: dict[int, FollowedHeartbeat] = {}  # those of schedulers, by pid
+        self.others: dict[int, FollowedProcess] = {}  # processes beside them without which no request is answered
+        self.began_at = 0.0  # since when any of these is followed, by the clock
+        #: Pids of schedulers that have begun their loop and cannot be followed, or are not any more.
         self.unfollowed: set[int] = set()
         self._tree = tree
         self._is_on = is_on
-        self._clock = clock
+        self._now = now
         #: What those that are not followed any more said last, by pid.
         self._last: dict[int, Heartbeat] = {}
-        #: Those of other processes, by pid.
-        self._others: dict[int, HeartbeatReader] = {}
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
         """Follow the heartbeat that a process passed on, if the server needs it; its descriptor stays open.
@@ -175,11 +180,12 @@ class Heartbeats:
             logger.warning(words, process.title, process.pid, error)
             return
         if process.role != "scheduler":
-            self._forget(process.pid)
-            self._others[process.pid] = reader
+            other = self.others.setdefault(process.pid, FollowedProcess(process, self._now()))
+            other.close()
+            other.reader = reader
             return
         if not self.followed:
-            self.began_at = self._clock()
+            self.began_at = self._now()
         elif process.pid in self.followed:
             self.followed[process.pid].close()
         self.followed[process.pid] = FollowedHeartbeat(process, reader)
@@ -196,21 +202,11 @@ class Heartbeats:
                 if not heartbeat.sign.is_off:
                     self._last[pid] = heartbeat.last()
                 self.followed.pop(pid).close()
-
-    def said_by(self, process: TrackedProcess) -> Heartbeat | None:
-        """Return what the heartbeat of a process other than a scheduler says now; None where it has none."""
-        reader = self._others.get(process.pid)
-        return reader.read() if reader is not None else None
-
-    def forget_all_but(self, pids: Collection[int]) -> None:
-        """Let go of the heartbeats of processes other than schedulers but for these."""
-        for pid in self._others.keys() - set(pids):
-            self._forget(pid)
-
-    def _forget(self, pid: int) -> None:
-        reader = self._others.pop(pid, None)
-        if reader is not None:
-            reader.close()
+        needed = {process.pid: process for process in self._tree.alive() if process.role in NEEDED}
+        for pid in self.others.keys() - needed.keys():
+            self.others.pop(pid).close()
+        for pid, process in needed.items():
+            self.others.setdefault(pid, FollowedProcess(process, self._now())).look(seen_secs, self._now())
 
     def living(self) -> list[FollowedHeartbeat]:
         """Return those of processes whose exit was not noticed."""
@@ -221,7 +217,7 @@ class Heartbeats:
 
         That one is silent does not mean that it hangs.
         """
-        living, now = self.living(), self._clock()
+        living, now = self.living(), self._now()
         for heartbeat in living:
             heartbeat.catch_up(now)
         return by_last_sign(one for one in living if one.silent_secs >= secs and not one.sign.is_off)
@@ -241,3 +237,105 @@ def modes_of(value: object) -> dict[int, str]:
     modes = value if isinstance(value, dict) else {}
     short = {key: str(name)[:40] for key, name in list(modes.items())[:_MAX_MODES]}
     return {int(key): name for key, name in short.items() if isinstance(key, str) and key.isascii() and key.isdecimal()}
+
+
+# -- pauses
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A time in which a scheduler stood still; `words` say why, and `details` the same as fields."""
+
+    kind: str
+    process: TrackedProcess
+    ended: float  # in seconds of the monotonic clock
+    secs: float
+    words: str
+    details: Mapping[str, object]
+
+
+class Pauses:
+    """Notes the pauses of one server.
+
+    `steps_of` returns the last steps of a scheduler, and `now` is a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        heartbeats: Heartbeats,
+        steps_of: Callable[[TrackedProcess], tuple[Step, ...]],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.say: Callable[[str], object] = logger.info  # writes a line to the server's log
+        self.counts: Counter[tuple[str, str]] = Counter()  # how many there were, by title and kind
+        self._heartbeats, self._steps_of, self._now = heartbeats, steps_of, now
+        self._kept: deque[Pause] = deque(maxlen=_MAX_KEPT)
+        self._seen: dict[int, Heartbeat] = {}
+        #: Whose steps are to be looked at, one at a time, by pid.
+        self._late: dict[int, TrackedProcess] = {}
+        #: The last step of each that was noted, by pid; when a line was said, by kind.
+        self._noted: dict[int, int] = {}
+        self._said: dict[str, float] = {}
+        self._due = 0.0
+
+    def next_due(self) -> float:
+        """Return when `act_on_time` has something to do, by the monotonic clock."""
+        return self._due if self._heartbeats.followed else float("inf")
+
+    def act_on_time(self) -> None:
+        """Look, where that is due."""
+        now = self._now()
+        if now < self._due:
+            return
+        self._due = now + LOOK_SECS
+        living = {one.process.pid: one for one in self._heartbeats.living()}
+        self._seen = {pid: sign for pid, sign in self._seen.items() if pid in living}
+        self._noted = {pid: number for pid, number in self._noted.items() if pid in living}
+        for pid, one in living.items():
+            sign, before = one.last(), self._seen.get(pid)
+            self._seen[pid] = sign
+            if before is None:
+                continue
+            if sign.long_collections > before.long_collections:
+                secs = min(sign.collection_secs, now)
+                words = f"stood still for {secs:.1f} s in a garbage collection of Python"
+                self._note(Pause(LONG_COLLECTION, one.process, sign.collection_ended, secs, words, {}))
+            if sign.at > before.at and now - before.at > SLOW_SECS and not (before.paused or before.is_busy):
+                self._late[pid] = one.process
+        if self._late:
+            self._look_at_steps(self._late.pop(next(iter(self._late))))
+
+    def _look_at_steps(self, process: TrackedProcess) -> None:
+        by_mode: dict[str, list[float]] = {}
+        ended = [step for step in self._steps_of(process) if step.ended is not None]
+        took = {step.number: (step.ended or 0.0) - step.began for step in ended}
+        for step in ended:
+            by_mode.setdefault(step.mode, []).append(took[step.number])
+        noted = self._noted.get(process.pid, 0)
+        for step in ended:
+            secs, others = took[step.number], by_mode[step.mode]
+            if step.number <= noted or secs <= SLOW_SECS or len(others) <= _LEAST_STEPS:
+                continue
+            usual = median(others)
+            if secs > SLOW_FACTOR * usual:
+                self._noted[process.pid] = step.number
+                words = f"was in step {step.number} ({step.mode}, {step.size} requests) for {secs:.1f} s"
+                words += f", {secs / max(usual, 1e-6):,.0f} times the median of {len(others)} such steps"
+                details = {"step": step.number, "mode": step.mode, "median": round(usual, 6)}
+                self._note(Pause(SLOW_STEP, process, step.ended or 0.0, secs, words, details))
+
+    def _note(self, pause: Pause) -> None:
+        self._kept.append(pause)
+        # A process says itself what it is called.
+        if len(self.counts) < _MAX_COUNTS:
+            self.counts[pause.process.title, pause.kind] += 1
+        now = self._now()
+        if now - self._said.get(pause.kind, float("-inf")) >= _SAY_SECS:
+            self._said[pause.kind] = now
+            self.say(f"{pause.process.title} (pid {pause.process.pid}) {pause.words}")
+
+    def add_to(self, note: Callable[..., object]) -> None:
+        """Put those of the last ten minutes into the timeline of an incident, by its `note`."""
+        for one in (pause for pause in self._kept if self._now() - pause.ended <= _KEPT_SECS):
+            its = {"pid": one.process.pid, "title": one.process.title, "seconds": round(one.secs, 3)}
+            note(clock.at(one.ended), one.kind, **its, **one.details)

@@ -19,13 +19,7 @@ import msgspec
 
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, requests_of
-from sglang_crashkit.handler.findings import (
-    Conclusion,
-    Counting,
-    conclude,
-    conclude_plainly,
-    incident_with_core,
-)
+from sglang_crashkit.handler.findings import Conclusion, Counting, conclude, conclude_plainly
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
@@ -62,8 +56,22 @@ _MAX_THREAD_FRAMES = 16
 #: The longest that an incident is judged and rendered, or only rendered, and that the judge is asked while others wait,
 #: in seconds; and what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
 _CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 20
+#: The longest that native stacks may take, in seconds.
+_NATIVE_SECS = 5.0
+#: What is left of an incident's time for writing it, in seconds.
+_WRITING_SECS = 1.0
+#: So much of an incident's time is kept for what is held in memory, in seconds, and at most such a share. All of it may
+#: take so long, where the incident has that much left; of eight ranks it takes about one.
+_KEPT_SECS, _KEPT_SHARE, _MEMORY_SECS = 3.0, 0.25, 6.0
+#: Of the time that the server's end has, the share that is left when the GPU cores are read.
+_LAST_SHARE = 0.1
 
 _Made = TypeVar("_Made", bound=msgspec.Struct)
+
+
+def secs_before_memory(budget_secs: float) -> float:
+    """Return how long an incident that may take `budget_secs` may wait before it gathers what is held in memory."""
+    return budget_secs - min(_KEPT_SECS, _KEPT_SHARE * budget_secs)
 
 
 class Moment(Enum):
@@ -109,22 +117,12 @@ class Awaited(ABC):
 
 @dataclass(frozen=True)
 class Collector:
-    """A kind of evidence.
+    """A kind of evidence."""
 
-    Attributes:
-        name: what the log calls it where it fails.
-        moment: at which moment of an incident it is taken.
-        when: of which incidents it is taken.
-        take: takes it, or begins to.
-        deadline: returns by when it has to be done, in seconds of the monotonic clock, from the incident and the time
-            at which the moment began.
-    """
-
-    name: str
-    moment: Moment
-    when: Callable[[IncidentRun], bool]
-    take: Callable[[IncidentRun, float], Awaited | None]
-    deadline: Callable[[IncidentRun, float], float]
+    name: str  # what the log calls it where it fails
+    moment: Moment  # at which moment of an incident it is taken
+    take: Callable[[IncidentRun, float], Awaited | None]  # takes it until a deadline, or begins to
+    when: Callable[[IncidentRun], bool] = lambda _run: True  # of which incidents
 
 
 class IncidentRun:
@@ -137,16 +135,6 @@ class IncidentRun:
         runtime: where the server's processes say which stack hooks they have.
         collectors: the table; see `handler.evidence`.
         note_error: is told which of them failed, and why: one that fails costs no other.
-
-    Attributes:
-        opened: since when it is gathered, by the monotonic clock.
-        captures: by which means the living processes may be looked at.
-        rounds: how often their stacks were taken.
-        is_fatal_hang: upstream ends the server for the hang.
-        is_ending: the server ends for what happened.
-        begun: the requests that were in a step of a rank; until it is finished.
-        finished: it is complete; what is added still is written anew.
-        conclusion: what is made of it; None until it is finished.
     """
 
     def __init__(
@@ -161,14 +149,17 @@ class IncidentRun:
         note_error: Callable[[str, Exception], object] = lambda *_: None,
     ) -> None:
         self.folder, self.tree, self.runtime, self.settings = folder, tree, runtime, settings
-        self.opened = time.monotonic()
-        self.captures, self.rounds = Capture.NONE, 0
-        self.is_fatal_hang = self.is_ending = self.finished = self._discarded = False
-        self.conclusion: Conclusion | None = None
-        self._is_stale = False
-        self.begun: set[str] = set()
+        self.opened = time.monotonic()  # since when it is gathered
+        self.captures = Capture.NONE  # by which means the living processes may be looked at
+        self.rounds = 0  # how often their stacks were taken
+        self.is_fatal_hang = False  # upstream ends the server for the hang
+        self.is_ending = False  # the server ends for what happened
+        self.begun: set[str] = set()  # the requests that were in a step of a rank; until it is finished
+        self.finished = False  # it is complete; what is added still is written anew
+        self.conclusion: Conclusion | None = None  # what is made of it; None until it is finished
+        self._discarded = self._is_stale = False
         self._collectors, self._note_error = collectors, note_error
-        self._moments: set[Moment] = set()
+        self.moments: set[Moment] = set()  # those that it has come to
         self._awaited: list[Awaited] = []
         self._log = IncidentLog()
         root, own = tree.root, procfs.read_stat(os.getpid())
@@ -212,26 +203,38 @@ class IncidentRun:
     @property
     def captured(self) -> bool:
         """Whether what the living processes did was captured."""
-        return self.has_come_to(Moment.CAPTURE)
-
-    def has_come_to(self, moment: Moment) -> bool:
-        """Say whether anything of a moment was taken."""
-        return moment in self._moments
+        return Moment.CAPTURE in self.moments
 
     def take(self, moment: Moment) -> None:
         """Take what is taken at a moment, all but samples once."""
-        if moment in self._moments and moment is not Moment.CAPTURE:
+        if moment in self.moments and moment is not Moment.CAPTURE:
             return
-        self._moments.add(moment)
+        self.moments.add(moment)
         began = time.monotonic()
         for one in self._collectors:
             if one.moment is moment and one.when(self):
                 try:
-                    if (awaited := one.take(self, one.deadline(self, began))) is not None:
+                    if (awaited := one.take(self, self._deadline_of(moment, began))) is not None:
                         self._awaited.append(awaited)
                 except Exception as error:  # noqa: BLE001 - told in the log and the incident
                     self._note_error(one.name, error)
         self._awaited = [one for one in self._awaited if not one.is_done]
+
+    def _deadline_of(self, moment: Moment, began: float) -> float:
+        """Return by when a kind of evidence has to be taken, at a moment that began then, by the monotonic clock."""
+        settings, opened, now = self.settings, self.opened, time.monotonic()
+        asked_end, end = opened + secs_before_memory(settings.budget_secs), opened + settings.budget_secs
+        if moment is Moment.CAPTURE:
+            return now + settings.capture_secs
+        if moment is Moment.ASK:
+            return asked_end
+        if moment is Moment.STOP:
+            return min(began + _NATIVE_SECS, end - _WRITING_SECS)
+        if moment is Moment.CORE:
+            # All that the server's end waits for began with the incident.
+            return opened + (1 - _LAST_SHARE) * settings.exit_secs
+        # However late it is, what was kept for it is left. As much is left for those that follow.
+        return (max(began + min(end - min(began, asked_end), _MEMORY_SECS), now) + now) / 2
 
     def pids_of(self, kind: EvidenceKind) -> Set[int]:
         """Return the processes of which evidence of a kind is to come."""
@@ -274,10 +277,6 @@ class IncidentRun:
             any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
             for report in self.incident.processes
         )
-
-    def why_no_longer(self, folder: Path) -> str:
-        """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
-        return "" if self.problem else self.folder.make_room_beside(folder, 0)
 
     def checkpoint(self) -> None:
         """Log what came: whatever kills this process next, it is on disk. A finished one is stale then."""
@@ -378,7 +377,7 @@ class IncidentRun:
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
-        seconds, status = process.exited_at or clock.now(), process.exit_status()
+        seconds, status = process.exited_at or clock.now(), process.handle.exit_status()
         how = {"code": status.code, "signal": status.signal}
         known = self.incident.process(process.pid)
         if known is None or known.exit is None:
@@ -407,7 +406,7 @@ class IncidentRun:
 
     def count_exit(self, process: TrackedProcess) -> None:
         """Take an exit for a failure, of a process that turned out to be more than a helper."""
-        status = process.exit_status()
+        status = process.handle.exit_status()
         self.incident.failures.append(
             FailureEvent(
                 pid=process.pid,
@@ -573,11 +572,6 @@ class IncidentRun:
         self.begun.clear()
         logger.info("incident %s: %s", path, self.incident.verdict.text if self.incident.verdict else "")
         return path
-
-    def incident_with_core(self) -> str | None:
-        """Return the id of an earlier incident of the same fault that has GPU cores; None if absent."""
-        self.incident.verdict = self.incident.verdict or judge(self.incident, None)
-        return incident_with_core(self.incident, self.folder, self.settings.full_per_fault)
 
     def _take_kind(self) -> None:
         """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""

@@ -146,11 +146,7 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
 class MetricsPublisher:
     """Measures and publishes every `INTERVAL_SECS`, where anybody wants that.
 
-    Args:
-        tree: the server's processes.
-        received: what they passed on.
-        incidents: this host's folder of incidents.
-        show: hands gauges to the server's main process.
+    `incidents` is this host's folder of them, and `show` hands gauges to the server's main process.
     """
 
     def __init__(

@@ -48,41 +48,27 @@ ASK_SECS = 0.3
 
 @dataclass(eq=False)
 class TrackedProcess:
-    """One process of the server.
-
-    Attributes:
-        title: when it was last read; the last known one after its death.
-        is_root: it is the process that launched the server.
-        is_python: it runs a Python interpreter, so it has a stack to capture.
-        oom_counter: the count of OOM kills of its memory cgroup at an earlier time, to compare with;
-            `newer_oom_counter` takes its place at the next refresh.
-        is_nameless: its command line was empty each time that it was read, since it was dead, or in execve(2): only the
-            name of its executable is known.
-        is_awaited: the server named it as one that it waits for; that name is its title until it sets one.
-        parent: the process of the server that started it; None for the root, and where that was gone already.
-        is_own: the launch registered it as a process of this server.
-        hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
-        gpu: the UUID of its GPU by its own word; None where it said none.
-        is_stuck: it did not say in time how a child of it had ended.
-        exited_at: when its exit was noticed, by `kernel.clock`; None while it lives.
-        seen_at: when it was first seen, by the monotonic clock.
-    """
+    """One process of the server."""
 
     handle: ProcessHandle
-    title: str
-    is_root: bool
-    is_python: bool
+    title: str  # when it was last read; the last known one after its death
+    is_root: bool  # it is the process that launched the server
+    is_python: bool  # it runs a Python interpreter, so it has a stack to capture
+    #: The count of OOM kills of its memory cgroup at an earlier time, to compare with; the newer one takes its place at
+    #: the next refresh.
     oom_counter: cgroup.OomCounter | None
     newer_oom_counter: cgroup.OomCounter | None = None
+    #: Its command line was empty each time that it was read, since it was dead, or in execve(2): only the name of its
+    #: executable is known.
     is_nameless: bool = False
-    is_awaited: bool = False
-    parent: TrackedProcess | None = None
-    is_own: bool = False
-    hosts_server: bool = False
-    gpu: str | None = None
-    is_stuck: bool = False
-    exited_at: float | None = None
-    seen_at: float = field(default_factory=time.monotonic)
+    is_awaited: bool = False  # the server named it as one that it waits for, which is its title until it sets one
+    parent: TrackedProcess | None = None  # of the server; None for the root, and where that was gone already
+    is_own: bool = False  # the launch registered it as a process of this server
+    hosts_server: bool = False  # it started workers that are not this server's, so it is another server
+    gpu: str | None = None  # the UUID of its GPU by its own word
+    is_stuck: bool = False  # it did not say in time how a child of it had ended
+    exited_at: float | None = None  # when its exit was noticed, by `kernel.clock`; None while it lives
+    seen_at: float = field(default_factory=time.monotonic)  # when it was first seen
 
     @property
     def pid(self) -> int:
@@ -97,6 +83,12 @@ class TrackedProcess:
         # scheduler, such as one of a compiler's pool, is a helper, too.
         is_early = role == "starting" and (self.parent is None or self.parent.role != "scheduler")
         return role if self.is_own or self.is_root or is_early else "helper"
+
+    @property
+    def state(self) -> str:
+        """The kernel's state of it, X where it is gone."""
+        stat = procfs.read_stat(self.pid)
+        return stat.state if stat is not None else "X"
 
     @property
     def rank(self) -> dict[str, int]:
@@ -148,7 +140,7 @@ class TrackedProcess:
     @property
     def ended_with_parent(self) -> bool:
         """Whether it was killed as upstream has the kernel do it when its parent ends (``PR_SET_PDEATHSIG``)."""
-        if self.is_root or self.exited_at is None or self.exit_status().signal != "SIGKILL":
+        if self.is_root or self.exited_at is None or self.handle.exit_status().signal != "SIGKILL":
             return False
         parent = self.parent
         return parent is not None and parent.exited_at is not None and parent.exited_at <= self.exited_at
@@ -156,10 +148,6 @@ class TrackedProcess:
     def mark_exited(self) -> None:
         """Note when its exit was noticed, which is now, once."""
         self.exited_at = self.exited_at or clock.now()
-
-    def exit_status(self) -> ExitStatus:
-        """How it ended; see `ProcessHandle.exit_status`."""
-        return self.handle.exit_status()
 
 
 class ProcessTree:
@@ -470,7 +458,7 @@ def learn_exit_status(process: TrackedProcess, runtime: Path) -> None:
     `runtime` is where the parent says how it is asked.
     """
     parent = process.parent
-    if parent is None or parent.exited_at is not None or parent.is_stuck or process.exit_status().known:
+    if parent is None or parent.exited_at is not None or parent.is_stuck or process.handle.exit_status().known:
         return
     socket = HookFiles.of(runtime, parent.pid, parent.handle.start_ticks).socket
     began = time.monotonic()

@@ -1,8 +1,9 @@
 """Finish the incidents that a killed crash handler left half-written, from their logs.
 
 What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name. Of
-a server that was killed together with its handler nothing is left but its marker, of which an incident is made; see
-`marker`.
+a server that was killed together with its handler, as with process 1 of a container, nothing is left but its marker, of
+which an incident is made (see `marker`), and empty folders, which are removed. A writer that may be at work has a lock
+on its folder.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _WORDS = "The crash handler was killed before it was done."
 AGE_SECS = 10.0
 #: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
 _AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
-MAX_FINISHED = 100
+MAX_FINISHED, _MAX_FREE = 100, 1000
 #: More servers of one host than ever vanish together; of older ones nothing is told.
 _MAX_VANISHED = 16
 
@@ -57,7 +58,7 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
     """Finish the incidents in folder `incidents` whose writer died, and return the folders' final names.
 
     An incident that cannot be finished is named in the log and left as it is. Those that another process writes are
-    left alone, and so is what is not this user's.
+    left alone, and so is what is not this user's. Empty spools that no crash handler uses are removed.
 
     Args:
         incidents: the folder of all incidents of this host.
@@ -73,14 +74,19 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
         opened = OwnFolder(incidents, 2) if incidents.is_dir() else None
     except (OSError, CrashkitError) as error:
         logger.warning("the unfinished incidents in %s stay as they are: %s", incidents, error)
-        return []
-    if opened is None:
-        return []
-    folders = list(_own_folders(opened.path))
-    finished += _finish_each([folder for folder in folders if not _is_empty(folder)], incidents)
-    finished += _take_markers(incidents, opened.path, run, limits)
-    # Last: where its server vanished, that is told by now.
-    finished += _finish_each([folder for folder in folders if _is_empty(folder)], incidents)
+        opened = None
+    if opened is not None:
+        partial = _own_folders(opened.path, MAX_FINISHED, PARTIAL, REMOVING)
+        folders = [folder for folder in partial if parse_name(folder.name.removeprefix(REMOVING)) is not None]
+        finished += _finish_each([folder for folder in folders if not _is_empty(folder)], incidents)
+        finished += _take_markers(incidents, opened.path, run, limits)
+        # Last: where its server vanished, that is told by now.
+        finished += _finish_each([folder for folder in folders if _is_empty(folder)], incidents)
+    for spool in _free_folders(incidents, SPOOL):
+        # The record of an exception may be in it.
+        if _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is not False:
+            with contextlib.suppress(OSError):
+                spool.rmdir()
     return finished
 
 
@@ -110,7 +116,7 @@ def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskL
             if state == "taken" or (state == "unsupported" and time.time() - ages[spool] < _AGE_WITHOUT_LOCKS_SECS):
                 continue
             marker = read_marker(spool)
-            if marker is not None and _is_running(marker.server):
+            if marker is not None and _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is False:
                 # Its handler alone was killed.
                 continue
             has_ended = run is not None and (run / spool.name.removeprefix(SPOOL) / ENDED).exists()
@@ -143,17 +149,48 @@ def _write_vanished(incidents: Path, spool: Path, marker: Marker, limits: DiskLi
     return folder.publish()
 
 
-def _own_folders(incidents: Path) -> Iterator[Path]:
+def _own_folders(parent: Path, most: int, *prefixes: str) -> Iterator[Path]:
+    """Yield this user's folders in `parent` whose names begin so, the last ones."""
     try:
-        names = sorted(entry.name for entry in os.scandir(incidents) if entry.name.startswith((PARTIAL, REMOVING)))
+        names = sorted(entry.name for entry in os.scandir(parent) if entry.name.startswith(prefixes))
     except OSError:
         return
-    for name in names[-MAX_FINISHED:]:
+    for name in names[-most:]:
         with contextlib.suppress(OSError):
-            status = (incidents / name).lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-            if is_own and parse_name(name.removeprefix(REMOVING)) is not None:
-                yield incidents / name
+            status = (parent / name).lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                yield parent / name
+
+
+def remove_runtime_folders(run: Path) -> None:
+    """Remove the runtime folders below `run` of servers of this PID namespace that are gone with their handlers.
+
+    A server that lives on without its handler still has its sockets there.
+    """
+    for folder in _free_folders(run, ""):
+        if _is_of_a_dead_server(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield this user's folders in `parent` that no process has locked, locked."""
+    for folder in _own_folders(parent, _MAX_FREE, prefix):
+        lock = FolderLock(folder)
+        try:
+            with contextlib.suppress(OSError):
+                if time.time() - folder.lstat().st_mtime > AGE_SECS and lock.acquire() == "held":
+                    yield folder
+        finally:
+            lock.release()
+
+
+def _is_of_a_dead_server(key: str) -> bool | None:
+    """Say whether the server with this key is gone; None where that cannot be seen from here."""
+    numbers = key.split("-")
+    if len(numbers) != 3 or not all(number.isascii() and number.isdigit() for number in numbers):
+        return None
+    pid, start_ticks, namespace = map(int, numbers)
+    return None if namespace != procfs.own_namespace() else not procfs.is_running(pid, start_ticks)
 
 
 def _finish(folder: Path, final: Path) -> bool:
@@ -272,11 +309,6 @@ def _adopt_records(incident: Incident, folder: Path) -> None:
         else:
             (folder / "ranks").mkdir(mode=0o700, exist_ok=True)
             record.replace(folder / "ranks" / f"rank-{pid}.exception.json")
-
-
-def _is_running(server: ServerInfo) -> bool:
-    is_seen = server.pid_namespace == procfs.own_namespace()
-    return is_seen and procfs.is_running(server.pid, server.start_ticks or 0)
 
 
 def _spool_of(incident: Incident, folder: Path) -> Path:

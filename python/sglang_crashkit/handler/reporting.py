@@ -1,6 +1,7 @@
 """Who is told of an incident: those who wait for it, the server's log, the user's command, and readers of a page.
 
-The server's log is written by its main process: the crash handler holds none of it open.
+The server's log is written by its main process: the crash handler holds none of it open. It also has what the crash
+handler itself is short of.
 
 The command and a page follow once the incident is whole, each by a child that no server and no incident waits for.
 Whatever becomes of a child, the incident is as it was. Where a container ends with its server, they end with that, too;
@@ -10,8 +11,10 @@ so the next crash handler on the same crash folder runs the command for the last
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +53,18 @@ _MAX_BYTES = 8 << 20
 PAGE_SECS = 300.0
 #: What these programs print is a line or two, in bytes.
 _MAX_OUTPUT = 1 << 20
+#: One incident takes fewer at a time: a tool with its pipes, files of the incident, sockets for answers.
+_HELD_BACK = 48
+#: More than a crash handler ever has.
+_MAX_DESCRIPTORS = 1 << 16
+_WORDS = {
+    errno.EMFILE: ("file descriptors", "raise the limit of open files (ulimit -n)"),
+    errno.ENFILE: ("file descriptors on this machine", "raise fs.file-max"),
+    errno.ENOMEM: ("memory", "raise the memory limit of the container"),
+    errno.EAGAIN: ("processes or threads", "raise the limit of processes (ulimit -u, pids.max)"),
+    errno.ENOSPC: ("room on a disk", "df -h"),
+    errno.EDQUOT: ("room in a disk quota", "quota"),
+}
 
 
 class Answers:
@@ -123,6 +138,73 @@ class ServerLog:
             logger.warning("the server's own log does not report it: %s", error)
 
 
+class Shortages:
+    """Notices that this process runs out of something: descriptors, memory, processes, room on the disk.
+
+    Each is told once, in the server's log. Some descriptors are held back. They are given up where no others are left,
+    so that an incident can still be written.
+    """
+
+    def __init__(self, log: ServerLog) -> None:
+        self._log = log
+        self._told: set[int] = set()
+        self._unsaid: list[str] = []
+        self._held: list[int] = []
+
+    def raise_limit(self) -> None:
+        """Let this process have as many descriptors as it may."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+    def look(self) -> None:
+        """Hold descriptors back while there are plenty; give them up, and say so, where nearly none are left."""
+        try:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            limit = _MAX_DESCRIPTORS if limit == resource.RLIM_INFINITY else limit
+            left = limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+            if left < _HELD_BACK // 2:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            while len(self._held) < _HELD_BACK and left > 2 * _HELD_BACK:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            self.note(error)
+        while self._unsaid and self._log.is_heard:
+            self._log.say(self._unsaid.pop(0))
+
+    def note(self, error: BaseException) -> bool:
+        """Say whether an error is one of a resource that ran out, which is told the first time."""
+        number = _number_of(error)
+        if number not in _WORDS:
+            return False
+        if number in (errno.EMFILE, errno.ENFILE):
+            self.close()
+        if number not in self._told:
+            self._told.add(number)
+            what, next_step = _WORDS[number]
+            words = f"the crash handler has no {what} left: incidents may lack evidence; next: {next_step}"
+            logger.error("%s (%s)", words, error)
+            if self._log.is_heard:
+                self._log.say(words)
+            else:
+                self._unsaid.append(words)
+        return True
+
+    def close(self) -> None:
+        """Give up what is held back."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+def _number_of(error: BaseException) -> int:
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return errno.EAGAIN
+    return (error.errno or 0) if isinstance(error, OSError) else 0
+
+
 class Commands:
     """Runs the user's command for each incident that is whole, where there is one."""
 
@@ -150,7 +232,7 @@ class Commands:
             argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
             # It has a deadline of its own for the command, and none for a disk that does not answer.
             secs = on_incident.deadline_secs() + _AROUND_COMMAND_SECS
-            self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, _as_it_is, _MAX_OUTPUT)))
+            self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, lambda run: run, _MAX_OUTPUT)))
             # Only now: there may be no thread to be had.
             self._waiting.pop(0)
 
@@ -189,7 +271,7 @@ class HtmlPage:
             logger.warning("no page of incident %s: %s", run.path, error)
             return
         argv = [*PROGRAM, str(run.path), str(run.path / PAGE)]
-        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, _as_it_is, _MAX_OUTPUT)
+        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, lambda run: run, _MAX_OUTPUT)
 
     def act_on_time(self) -> None:
         """Take in that the page is made, or that the time for it is over."""
@@ -213,10 +295,6 @@ class HtmlPage:
             while self._maker.look() is None and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECS)
             self._maker = None
-
-
-def _as_it_is(run: ToolRun) -> ToolRun:
-    return run
 
 
 def _words_of(run: ToolRun) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from sglang_crashkit.handler.folders import KeptFolder, Place, SharedMemory
 from sglang_crashkit.handler.hang_detector import HangDetector
-from sglang_crashkit.handler.lost_peers import LostPeers
 from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
@@ -42,24 +41,13 @@ _MAX_MEMBERS = 4096
 _UNTITLED = frozenset({"scheduler", "encoder"})
 #: Messages that `triage` judges, beside those that anybody may send or the main process alone.
 _JUDGED = frozenset(
-    {
-        "exception",
-        "thread_died",
-        "crash_dump_begun",
-        "crash_dump_ended",
-        "launch_failed",
-        "startup_timeout",
-        "child_failed",
-    }
-    | {"await_incident", "watchdog_timeout", "stacks_wanted", "draining", "thread_died"}
+    {"exception", "thread_died", "crash_dump_begun", "crash_dump_ended", "launch_failed", "startup_timeout"}
+    | {"child_failed", "await_incident", "watchdog_timeout", "stacks_wanted", "draining"}
 )
 
 
 class CrashHandler:
     """Watches one server.
-
-    Attributes:
-        history: lines for the server's own log, written as soon as its main process listens.
 
     Raises:
         ProcessLookupError: there is no process `server_pid`.
@@ -71,11 +59,11 @@ class CrashHandler:
         self.mailbox = mailbox
         self._place = place
         self._hangs = HangDetector(self.tree, self.session, settings, self.session.log.say)
+        #: Lines for the server's own log, written as soon as its main process listens.
         self.history: list[str] = []
         incidents, received = place.host_folder / "incidents", self.session.received
         self._metrics = MetricsPublisher(self.tree, received, incidents, self.session.log.show_metrics)
         self._kept = KeptFolder(place.runtime)
-        self._lost_peers = LostPeers(self.tree, self.session)
         self._shared_memory = SharedMemory(self.tree)
         self._marker = ServerMarker(place.spool, self.session.log.say)
         self._pauses = received.pauses
@@ -164,7 +152,7 @@ class CrashHandler:
             self.session.take(Seen("exiting", members=self._members_of(sender.pid)))
             self.session.on_exiting(message)
         elif event == "peer_lost":
-            self._lost_peers.take(fields, sender)
+            self.session.take_lost_peer(fields, sender)
         elif event == "member":
             # The kernel says who it is, and its parents that it is this server's: the socket may be inherited.
             if sender.is_own or self.tree.started_by_own(sender):

@@ -15,18 +15,18 @@ from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.gpu import Driver
 from sglang_crashkit.handler.collectors.received import Received
-from sglang_crashkit.handler.evidence import collectors_of, secs_before_memory
+from sglang_crashkit.handler.evidence import collectors_of
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.incident import IncidentRun, Moment
+from sglang_crashkit.handler.incident import IncidentRun, Moment, secs_before_memory
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
-from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog
-from sglang_crashkit.handler.shortages import Shortages
-from sglang_crashkit.handler.triage import Action, ActionKind, Seen, Triage
+from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog, Shortages
+from sglang_crashkit.handler.triage import Action, Do, Seen, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_termination_message
 from sglang_crashkit.kernel import clock, procfs, signals
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
 from sglang_crashkit.model.incident import Trigger, iso_time
+from sglang_crashkit.model.peers import LostPeer, describe
 from sglang_crashkit.policy import Event
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
@@ -40,6 +40,11 @@ SILENT_SECS = 2.0
 _MAX_FINISHES = 3
 #: So many threads that ended are remembered; and kinds of incidents that have nothing to do with those before.
 _MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapshot"})
+#: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
+_LOSS_SECS = 2.0
+#: Losses that come within this time of the last one, in seconds, belong to its incident, as in a restart of one server
+#: after the other, or of one that goes and comes; however they go on, it takes in no more after the longer time.
+_SAME_LOSS_SECS, _LONGEST_LOSS_SECS = 600.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -57,29 +62,14 @@ class Subject:
 
 
 class Session:
-    """The current incident, if there is one, and what `triage` decides to do about it.
+    """The current incident, if there is one, and what `triage` decides to do about it."""
 
-    Attributes:
-        log: the server's own.
-        run: what the incident gathered; None where nothing happened yet.
-        hang: the incident of a hang that is not over; an incident that is opened meanwhile refers to it.
-        begin_hang_at_end: looks for a hang, as the server is asked to end.
-        driver: of the server's GPUs.
-        page: what makes a page of an incident that is whole.
-        commands: runs the user's command for an incident that is whole.
-        shortages: says what this process is short of.
-    """
-
-    def __init__(
-        self,
-        tree: ProcessTree,
-        mailbox: Mailbox,
-        place: Place,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, tree: ProcessTree, mailbox: Mailbox, place: Place, settings: Settings) -> None:
         self.triage = Triage(tree.root.pid, secs_before_memory(settings.budget_secs))
-        self.run: IncidentRun | None = None
+        self.run: IncidentRun | None = None  # what the incident gathered; None where nothing happened yet
+        #: The incident of a hang that is not over; an incident that is opened meanwhile refers to it.
         self.hang: IncidentRun | None = None
+        #: Looks for a hang, as the server is asked to end.
         self.begin_hang_at_end: Callable[[], None] = lambda: None
         self.log = ServerLog(tree.root, place.runtime)
         self.received = Received(tree, settings)
@@ -99,6 +89,9 @@ class Session:
         self._raised: list[Message] = []
         self._collectors = collectors_of(self.received, self.driver)
         self._failed_finishes = 0
+        #: The incident of lost peers, when it began, and when the last loss came, by the monotonic clock.
+        self._losses: IncidentRun | None = None
+        self._losses_began = self._lost_at = 0.0
 
     # -- what happens, and what is decided
 
@@ -110,7 +103,7 @@ class Session:
                 self._carry_out(action, subject)
             except Exception as error:  # noqa: BLE001 - told in the log and the incident
                 # One that fails must not cost what the others are for.
-                self.note_error(action.do.name.lower(), error)
+                self.note_error(action.do, error)
 
     def collect_exits(self) -> None:
         """Take in the exits that the kernel has not reported yet."""
@@ -138,7 +131,7 @@ class Session:
         expected = self.triage.shutdown.expected
         if process.matters and process.pid not in expected:
             learn_exit_status(process, self._place.runtime)
-        status = process.exit_status()
+        status = process.handle.exit_status()
         if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
             self.log.report_fault()
         seen = Seen(
@@ -154,66 +147,56 @@ class Session:
         self.take(seen, Subject(process, clock.now()))
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
-        process, message = subject.process, subject.message
-        steps: dict[ActionKind, Callable[[], object]] = {
-            ActionKind.OPEN: lambda: self._open(action.kind, action.words, subject),
-            ActionKind.CAPTURE: self.capture,
-            ActionKind.CAPTURE_AGAIN: self._sample_again,
-            ActionKind.TELL: self._tell_server,
-            ActionKind.FINISH: self.finish,
-            ActionKind.FORGET: self._forget,
-            ActionKind.DISCARD: self._discard,
-            ActionKind.MARK_EXITED: process.mark_exited,
-            ActionKind.KEEP_PROCESS: lambda: self._tree.keep(process),
-            ActionKind.FORGET_PROCESS: lambda: self._tree.forget(process),
-            ActionKind.LEARN_RANKS: lambda: self._learn_ranks(subject),
-            ActionKind.DROP_RECORD: lambda: self._place.drop_record(subject.fields.get("record")),
-            ActionKind.LOOK_FOR_SILENCE: lambda: self.begin_hang_at_end(),
-            ActionKind.CLOSE_JOURNALS: self.received.forget_requests,
+        process, seconds, fields, message = subject.process, subject.seconds, subject.fields, subject.message
+        run, record = self.run, fields.get("record")
+        steps: dict[Do, Callable[[], object]] = {
+            "open": lambda: self._open(action.kind, action.words, subject),
+            "capture": self.capture,
+            "capture_again": self._sample_again,
+            "tell": self._tell_server,
+            "finish": self.finish,
+            "forget": self._forget,
+            "discard": self._discard,
+            "mark_exited": process.mark_exited,
+            "keep_process": lambda: self._tree.keep(process),
+            "forget_process": lambda: self._tree.forget(process),
+            "learn_ranks": lambda: self._learn_ranks(subject),
+            "drop_record": lambda: self._place.drop_record(record),
+            "look_for_silence": lambda: self.begin_hang_at_end(),
+            "close_journals": self.received.forget_requests,
         }
+        # What is to be answered, or added to an incident, is nothing without a message, or an incident.
         if message is not None:
-            steps |= self._answers_to(message)
-        if self.run is not None:
-            steps |= self._additions_to(self.run, action, subject)
-        # What is to be added to an incident, or answered, is nothing without one.
+            steps |= {
+                "answer": lambda: self._answer(message),
+                "answer_when_finished": lambda: self._answers.add(message, self._secs_left),
+                "answer_captured": lambda: self._answer_captured(message),
+                "answer_stacks": lambda: self._answer_stacks(message),
+                "answer_saved": lambda: self._mailbox.acknowledge(message, ack="saved"),
+                "answer_orderly": lambda: self._mailbox.acknowledge(message, ack="finished", path=None, orderly=True),
+            }
+        if run is not None:
+            steps |= {
+                "permit": lambda: run.permit(action.captures),
+                "note": lambda: self._note(run, action.words, subject),
+                "add_exit": lambda: run.add_exit(process),
+                "add_exception": lambda: run.add_exception(
+                    process, seconds, fields.get("message", ""), self._place.record_of(record)
+                ),
+                "add_dead_thread": lambda: self._add_dead_thread(run, subject),
+                "add_hang": lambda: run.add_hang(process, seconds, fields),
+                "add_requests": lambda: run.add_requests(fields),
+                "set_requests": lambda: run.set_requests({"reason": action.words}),
+                "add_silence": lambda: self._add_silence(run),
+                "name_unknown": run.name_unknown,
+                "write": lambda: self._write(run),
+            }
         steps.get(action.do, lambda: None)()
-
-    def _additions_to(
-        self, run: IncidentRun, action: Action, subject: Subject
-    ) -> dict[ActionKind, Callable[[], object]]:
-        process, seconds, fields = subject.process, subject.seconds, subject.fields
-        return {
-            ActionKind.PERMIT: lambda: run.permit(action.captures),
-            ActionKind.NOTE: lambda: self._note(run, action.words, subject),
-            ActionKind.ADD_EXIT: lambda: run.add_exit(process),
-            ActionKind.ADD_EXCEPTION: lambda: run.add_exception(
-                process, seconds, fields.get("message", ""), self._place.record_of(fields.get("record"))
-            ),
-            ActionKind.ADD_DEAD_THREAD: lambda: self._add_dead_thread(run, subject),
-            ActionKind.ADD_HANG: lambda: run.add_hang(process, seconds, fields),
-            ActionKind.ADD_REQUESTS: lambda: run.add_requests(fields),
-            ActionKind.SET_REQUESTS: lambda: run.set_requests({"reason": action.words}),
-            ActionKind.ADD_SILENCE: lambda: self._add_silence(run),
-            ActionKind.NAME_UNKNOWN: run.name_unknown,
-            ActionKind.WRITE: lambda: self._write(run),
-        }
 
     def _add_dead_thread(self, run: IncidentRun, subject: Subject) -> None:
         fields, record = subject.fields, self._place.record_of(subject.fields.get("record"))
         told = subject.process, subject.seconds, fields.get("thread", ""), fields.get("message", "")
         self._dead_threads.append((*told, run.add_dead_thread(*told, record)))
-
-    def _answers_to(self, message: Message) -> dict[ActionKind, Callable[[], object]]:
-        return {
-            ActionKind.ANSWER: lambda: self._answer(message),
-            ActionKind.ANSWER_WHEN_FINISHED: lambda: self._answers.add(message, self._secs_left),
-            ActionKind.ANSWER_CAPTURED: lambda: self._answer_captured(message),
-            ActionKind.ANSWER_STACKS: lambda: self._answer_stacks(message),
-            ActionKind.ANSWER_SAVED: lambda: self._mailbox.acknowledge(message, ack="saved"),
-            ActionKind.ANSWER_ORDERLY: lambda: self._mailbox.acknowledge(
-                message, ack="finished", path=None, orderly=True
-            ),
-        }
 
     # -- the incident
 
@@ -236,7 +219,7 @@ class Session:
         if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
             run.take(Moment.ASK)
         # Whatever came of it: what is done to the server follows from the failure, and not from the stacks.
-        self.triage.done(ActionKind.CAPTURE, time.monotonic())
+        self.triage.done("capture", time.monotonic())
 
     @property
     def writing_cores(self) -> Set[int]:
@@ -261,7 +244,7 @@ class Session:
                     return
                 # It stays as its last checkpoint has it, for recovery.
                 run.finished = True
-                self.triage.done(ActionKind.FINISH, time.monotonic())
+                self.triage.done("finish", time.monotonic())
         self._answers.give(self._answer)
         if run is not None:
             self.page.begin(run)
@@ -281,7 +264,7 @@ class Session:
                 self._answers.ask_all_to_wait(run.secs_left)
                 return False
         self._write(run)
-        self.triage.done(ActionKind.FINISH, time.monotonic())
+        self.triage.done("finish", time.monotonic())
         if run.is_ending:
             self._place.remove_marker()
             write_termination_message(run.conclusion.message if run.conclusion is not None else "")
@@ -324,7 +307,7 @@ class Session:
         """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
-            status = root.exit_status()
+            status = root.handle.exit_status()
             run.note(root.exited_at or clock.now(), "server_exited", code=status.code, signal=status.signal)
             if removed:
                 run.note(clock.now(), "shared_memory_removed", names=list(removed))
@@ -354,6 +337,39 @@ class Session:
         self._exiting.append(message)
         if self.triage.is_open:
             self._answers.ask_to_wait(message, self._secs_left or 0.0)
+
+    def take_lost_peer(self, fields: dict[str, Any], sender: TrackedProcess) -> None:
+        """Make an incident of what a rank reports of the other server of a pair, or add it to the one that is there."""
+        peer, shutdown, now = LostPeer.from_fields(fields, sender.pid), self.triage.shutdown, time.monotonic()
+        if peer is None:
+            return
+        text = " ".join(describe([peer]))
+        if self._tree.root.pid in shutdown.expected or (shutdown.draining and not peer.count):
+            logger.info("the server ends: %s", text)
+            return
+        # The exits that are looked for as one is opened may be an incident of their own, which is current then.
+        run = self._run_of_loss(now) or self._open_for_loss(sender, now) or self._run_of_loss(now)
+        if run is not None and run.add_peer(time.time(), peer):
+            self._lost_at = now
+            logger.error("%s", text)
+            self.log.say(text)
+
+    def _run_of_loss(self, now: float) -> IncidentRun | None:
+        """Return the incident that a loss of now belongs to."""
+        if self.run is not None and not self.run.finished:
+            return self.run
+        is_same = now < self._lost_at + _SAME_LOSS_SECS and now < self._losses_began + _LONGEST_LOSS_SECS
+        return self._losses if is_same else None
+
+    def _open_for_loss(self, witness: TrackedProcess, now: float) -> IncidentRun | None:
+        what, event = "peer_lost", Event.PEER_LOST
+        its = Seen("observed", witness.pid, witness.role, kind=what, trigger=what, event=event, secs=_LOSS_SECS)
+        run = self.open_observed(its, witness)
+        if run is not None:
+            self._losses, self._losses_began = run, now
+            # Who is there and in which state, without stacks: what happened, happened elsewhere.
+            self.capture()
+        return run
 
     # -- time
 
@@ -433,7 +449,7 @@ class Session:
 
     def _sample_again(self) -> None:
         # While a core is written no process is to be signalled, as a sample may.
-        if self.run is not None and self.run.is_open and not self.run.has_come_to(Moment.CORE):
+        if self.run is not None and self.run.is_open and Moment.CORE not in self.run.moments:
             self.run.take(Moment.CAPTURE)
 
     def _learn_ranks(self, subject: Subject) -> None:
@@ -472,7 +488,7 @@ class Session:
         seconds = clock.now()
         if signals.tell(root.handle):
             run.note(seconds, "sigquit_sent", pid=root.pid)
-        self.triage.done(ActionKind.TELL, time.monotonic())
+        self.triage.done("tell", time.monotonic())
 
     def _answer_captured(self, message: Message) -> None:
         self._raised.append(message)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal, TypeAlias
 
 from sglang_crashkit import policy
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
@@ -47,165 +47,97 @@ _WORKER = "tokenizer_worker"
 _UNKNOWN = ExitStatus()
 
 
-class ActionKind(str, Enum):
-    """What is to be done; each of them concerns the current incident, and does nothing without one."""
-
-    OPEN = "open"
-    PERMIT = "permit"
-    CAPTURE = "capture"
-    CAPTURE_AGAIN = "capture_again"
-    WRITE = "write"
-    FORGET = "forget"
-    DISCARD = "discard"
-    FINISH = "finish"
-    TELL = "tell"
-    NOTE = "note"
-    SET_REQUESTS = "set_requests"
-    ADD_REQUESTS = "add_requests"
-    ADD_EXIT = "add_exit"
-    ADD_EXCEPTION = "add_exception"
-    ADD_DEAD_THREAD = "add_dead_thread"
-    ADD_HANG = "add_hang"
-    DROP_RECORD = "drop_record"
-    ADD_SILENCE = "add_silence"
-    LEARN_RANKS = "learn_ranks"
-    NAME_UNKNOWN = "name_unknown"
-    #: These concern the process whose exit was seen.
-    MARK_EXITED = "mark_exited"
-    KEEP_PROCESS = "keep_process"
-    FORGET_PROCESS = "forget_process"
-    #: These answer the current message.
-    ANSWER = "answer"
-    ANSWER_WHEN_FINISHED = "answer_when_finished"
-    ANSWER_CAPTURED = "answer_captured"
-    ANSWER_STACKS = "answer_stacks"
-    ANSWER_SAVED = "answer_saved"
-    ANSWER_ORDERLY = "answer_orderly"
-    LOOK_FOR_SILENCE = "look_for_silence"
-    CLOSE_JOURNALS = "close_journals"
+_OfIncident = Literal["open", "permit", "capture", "capture_again", "write", "forget", "discard", "finish", "tell"]
+_Addition = Literal["note", "add_exit", "add_exception", "add_dead_thread", "add_hang", "add_silence", "name_unknown"]
+_OfRequests = Literal["add_requests", "set_requests", "close_journals"]
+_OfProcess = Literal["mark_exited", "keep_process", "forget_process", "learn_ranks"]
+_Answer = Literal[
+    "answer", "answer_when_finished", "answer_captured", "answer_stacks", "answer_saved", "answer_orderly"
+]
+#: What is to be done; what concerns the current incident, or answers a message, is nothing without one.
+Do: TypeAlias = (
+    _OfIncident | _Addition | _OfRequests | _OfProcess | _Answer | Literal["drop_record", "look_for_silence"]
+)
 
 
 @dataclass(frozen=True)
 class Action:
-    """Something to be done.
+    """Something to be done."""
 
-    Attributes:
-        words: of ``OPEN`` the trigger, of ``NOTE`` the event that is noted, of ``SET_REQUESTS`` why none were saved.
-    """
-
-    do: ActionKind
+    do: Do
     kind: str = ""
-    words: str = ""
+    words: str = ""  # of ``open`` the trigger, of ``note`` the event, of ``set_requests`` why none were saved
     captures: Capture = Capture.NONE
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Something that happened, with all that it is judged by.
+    """Something that happened, with all that it is judged by."""
 
-    Attributes:
-        what: a message's event, or ``exited``, ``observed`` (the handler itself saw a hang or a loss) or ``tick``.
-        pid: whom it concerns, or who says so.
-        matters: it is the server's own, so that its end concerns it.
-        is_unknown: it ended before it said what it is.
-        is_foreign: it is of another server that this one started.
-        others_serve: processes of this server are alive whose end was not announced.
-        soft: the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``.
-        silent: a scheduler gave no sign for a while.
-        names_ranks: the message names ranks that failed.
-        tree_of: the process whose tree is ended.
-        members: processes whose end is announced, or, of a launch, those that are there.
-        kind, trigger, event: of the incident that is to be opened for what was observed, whole after `secs`.
-        withdrawable: it is no incident where the server goes on or ends in good order.
-        workers_left: its own processes live; `any_left`: any does.
-    """
-
-    what: str
-    pid: int = 0
+    what: str  # a message's event, or ``exited``, ``observed`` (the handler itself saw a hang or a loss) or ``tick``
+    pid: int = 0  # whom it concerns, or who says so
     role: str = ""
     status: ExitStatus = _UNKNOWN
-    matters: bool = True
-    is_unknown: bool = False
-    is_foreign: bool = False
-    others_serve: bool = True
-    soft: bool = False
-    unhealthy: bool = False
-    silent: bool = False
-    names_ranks: bool = False
-    tree_of: int = 0
-    members: Set[int] = frozenset()
+    matters: bool = True  # it is the server's own, so that its end concerns it
+    is_unknown: bool = False  # it ended before it said what it is
+    is_foreign: bool = False  # it is of another server that this one started
+    others_serve: bool = True  # processes of this server are alive whose end was not announced
+    soft: bool = False  # the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``
+    unhealthy: bool = False  # the server's health check failed
+    silent: bool = False  # a scheduler gave no sign for a while
+    names_ranks: bool = False  # the message names ranks that failed
+    tree_of: int = 0  # the process whose tree is ended
+    members: Set[int] = frozenset()  # processes whose end is announced, or, of a launch, those that are there
     mode: Mode = Mode.LIBRARY
+    #: Of the incident that is to be opened for what was observed, whole after `secs`.
     kind: str = ""
     trigger: str = ""
     event: Event = Event.HUNG
     secs: float = OBSERVED_SECS
-    withdrawable: bool = False
-    workers_left: bool = True
-    any_left: bool = True
+    withdrawable: bool = False  # it is no incident where the server goes on or ends in good order
+    workers_left: bool = True  # processes of the server itself live
+    any_left: bool = True  # any process lives
 
 
 @dataclass
 class Shutdown:
-    """What is known of the server's end.
+    """What is known of the server's end."""
 
-    Attributes:
-        mode: ``LIBRARY``, in which nothing is ended, until the program that launched it reports its own.
-        expected: the processes whose end was announced.
-        draining: it was asked to end and finishes its requests; `has_left`: a process of it ended for that, too.
-        ended_well: its main process ended in good order: with status 0 or by a signal that asks it to end; that of
-            somebody's own program with any status.
-        gone_at: when the end of its main process was noticed; None while it lives.
-    """
-
-    mode: Mode = Mode.LIBRARY
-    expected: set[int] = field(default_factory=set)
-    draining: bool = False
-    has_left: bool = False
+    mode: Mode = Mode.LIBRARY  # in which nothing is ended, until the program that launched it reports its own
+    expected: set[int] = field(default_factory=set)  # the processes whose end was announced
+    draining: bool = False  # it was asked to end and finishes its requests
+    has_left: bool = False  # a process of it ended for that, too
+    #: Its main process ended in good order: with status 0 or by a signal that asks it to end; that of somebody's own
+    #: program with any status.
     ended_well: bool = False
-    gone_at: float | None = None
+    gone_at: float | None = None  # when the end of its main process was noticed; None while it lives
 
 
 @dataclass
 class Stage:
-    """How far the current incident is.
-
-    Attributes:
-        first: what opened it.
-        captured_at: when what the living did was captured.
-        sample_again: a second sample of the stacks is due at `sample_again_at`; with `finishes_then` the incident is
-            finished after it.
-        finishing: nothing more is to come but evidence that is waited for.
-        finished: it is written; what is added still is written anew.
-        observed: the server goes on, so that what comes next is another incident; whole at `observed_until`.
-        may_end: upstream may end it for what happened, which would then belong to the same incident.
-        withdrawable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
-        soft_until: until when an announced shutdown may still explain the exits seen so far; None where something
-            else was seen.
-        tell_secs: so long after the capture the server is sent SIGQUIT; None where it is not, or was.
-        answer_by: when the server, which was told, should have begun to save its requests.
-        dumping: who saves its requests; `dump_begun`: somebody did.
-        exits: how those ended that count.
-    """
+    """How far the current incident is."""
 
     kind: str
-    first: Seen
+    first: Seen  # what opened it
     opened: float
-    captured_at: float | None = None
-    sample_again: bool = False
+    captured_at: float | None = None  # when what the living did was captured
+    sample_again: bool = False  # a second sample of the stacks is due, at `sample_again_at`
     sample_again_at: float | None = None
-    finishes_then: bool = False
-    finishing: bool = False
-    finished: bool = False
-    observed: bool = False
-    observed_until: float | None = None
-    may_end: bool = False
+    finishes_then: bool = False  # the incident is finished after that sample
+    finishing: bool = False  # nothing more is to come but evidence that is waited for
+    finished: bool = False  # it is written; what is added still is written anew
+    observed: bool = False  # the server goes on, so that what comes next is another incident
+    observed_until: float | None = None  # when such a one is whole
+    may_end: bool = False  # upstream may end it for what happened, which would then belong to the same incident
+    #: The server was asked to end before, and it is no incident where it goes on or ends in good order.
     withdrawable: bool = False
+    #: Until when an announced shutdown may still explain the exits seen so far; None where something else was seen.
     soft_until: float | None = None
-    tell_secs: float | None = None
-    answer_by: float | None = None
-    dump_begun: bool = False
-    dumping: set[int] = field(default_factory=set)
-    exits: list[Seen] = field(default_factory=list)
+    tell_secs: float | None = None  # so long after the capture the server is sent SIGQUIT; None where it is not, or was
+    answer_by: float | None = None  # when the server, which was told, should have begun to save its requests
+    dump_begun: bool = False  # somebody saved its requests
+    dumping: set[int] = field(default_factory=set)  # who does so now
+    exits: list[Seen] = field(default_factory=list)  # how those ended that count
 
     @property
     def may_be_shutdown(self) -> bool:
@@ -219,15 +151,11 @@ class Stage:
 
 
 class Triage:
-    """Decides for one server.
-
-    Attributes:
-        stage: how far the current incident is; None where nothing happened yet. It stays when it is finished, until
-            another may come.
-    """
+    """Decides for one server."""
 
     def __init__(self, root_pid: int, budget_secs: float) -> None:
         self.shutdown = Shutdown()
+        #: None where nothing happened yet. It stays when it is finished, until another may come.
         self.stage: Stage | None = None
         self._root_pid = root_pid
         self._budget_secs = budget_secs
@@ -271,7 +199,7 @@ class Triage:
             elif is_root or seen.role == "scheduler":
                 # One that ends in good order did not hang.
                 self._discard()
-        self._add(ActionKind.MARK_EXITED)
+        self._add("mark_exited")
         if is_root:
             shutdown.gone_at = now
             # A user's program may end with any status; its ranks end with it.
@@ -284,19 +212,19 @@ class Triage:
         elif seen.is_unknown and not expected and seen.status.code != 0:
             # One that died before it said what it is may be a rank, or a worker of a pool that does not matter. It is
             # kept: if the start fails for it, the incident knows how it ended.
-            self._add(ActionKind.KEEP_PROCESS)
+            self._add("keep_process")
         elif not is_root:
-            self._add(ActionKind.FORGET_PROCESS)
+            self._add("forget_process")
 
     def _join_exit(self, stage: Stage, seen: Seen) -> None:
-        self._add(ActionKind.ADD_EXIT)
+        self._add("add_exit")
         if seen.matters:
             stage.exits.append(seen)
         if seen.pid != self._root_pid and seen.pid in stage.dumping:
             # It died while it saved its requests.
             stage.dumping.discard(seen.pid)
             if not stage.dumping:
-                self._add(ActionKind.FINISH)
+                self._add("finish")
 
     def _open_for_exit(self, seen: Seen, now: float) -> None:
         hard = seen.status.signal in FATAL_SIGNALS
@@ -311,8 +239,8 @@ class Triage:
             stage.observed = True
         if not hard:
             stage.soft_until = now + SOFT_SECS
-        self._add(ActionKind.ADD_EXIT)
-        self._add(ActionKind.CAPTURE)
+        self._add("add_exit")
+        self._add("capture")
 
     def _is_users_own(self, seen: Seen) -> bool:
         """Say whether the end of a user's program is its own matter: it has no server, or ended by itself."""
@@ -339,8 +267,8 @@ class Triage:
     def _on_exception(self, seen: Seen, now: float) -> None:
         if seen.soft and (self.shutdown.draining or seen.pid in self.shutdown.expected):
             # It ends as it was asked to.
-            self._add(ActionKind.DROP_RECORD)
-            self._add(ActionKind.ANSWER_CAPTURED)
+            self._add("drop_record")
+            self._add("answer_captured")
             return
         self._make_room()
         stage = self.stage or self._open("exception", "exception", seen, now)
@@ -349,7 +277,7 @@ class Triage:
         is_replaced = seen.role == _WORKER
         event = Event.WORKER_DIED if is_replaced else Event.RAISED
         self._apply(stage, event)
-        self._add(ActionKind.ADD_EXCEPTION)
+        self._add("add_exception")
         # Its dump, which follows, belongs to it.
         stage.may_end = stage.may_end or is_replaced
         if stage.captured_at is None and not stage.finished:
@@ -358,13 +286,13 @@ class Triage:
             elif seen.pid != self._root_pid:
                 # The main process, which is the one that is told, ends by its own exception.
                 stage.tell_secs = EXCEPTION_GRACE_SECS
-            self._add(ActionKind.CAPTURE)
-        self._add(ActionKind.ANSWER_CAPTURED)
+            self._add("capture")
+        self._add("answer_captured")
 
     def _on_thread_died(self, seen: Seen, now: float) -> None:
         """Take in that a process goes on without one of its threads; as the server ends, threads end for that."""
         if not seen.matters or self.shutdown.draining or {seen.pid, self._root_pid} & self.shutdown.expected:
-            self._add(ActionKind.DROP_RECORD)
+            self._add("drop_record")
             return
         if self.stage is not None and self.stage.finished:
             self._make_room()
@@ -373,9 +301,9 @@ class Triage:
             stage = self._open("thread_died", seen.what, seen, now)
             stage.observed = True
             self._apply(stage, Event.THREAD_DIED)
-        self._add(ActionKind.ADD_DEAD_THREAD)
+        self._add("add_dead_thread")
         if is_new:
-            self._add(ActionKind.CAPTURE)
+            self._add("capture")
 
     def _on_crash_dump_begun(self, seen: Seen, now: float) -> None:
         self._make_room()
@@ -390,64 +318,59 @@ class Triage:
         stage.dump_begun, stage.observed = True, False
         stage.dumping.add(seen.pid)
         stage.tell_secs = stage.answer_by = stage.soft_until = stage.observed_until = None
-        self._add(ActionKind.NOTE, words=seen.what)
+        self._add("note", words=seen.what)
 
     def _on_crash_dump_ended(self, seen: Seen, now: float) -> None:
         if self._is_orderly_end():
-            self._add(ActionKind.ANSWER_ORDERLY)
+            self._add("answer_orderly")
             return
         if self.stage is None or seen.pid not in self.stage.dumping:
             self._make_room()
         stage = self._join("child_failure", "crash_dump", seen, now, _dump_event(seen))
-        self._add(ActionKind.ADD_REQUESTS)
+        self._add("add_requests")
         stage.dumping.discard(seen.pid)
         if stage.dumping:
             # Another tokenizer worker, or the server that waits for all of them, is not done.
-            self._add(ActionKind.ANSWER_SAVED)
+            self._add("answer_saved")
             return
         # The HTTP server starts a worker anew that ended by itself.
         stage.observed = seen.role == _WORKER
-        self._add(ActionKind.ANSWER_WHEN_FINISHED)
+        self._add("answer_when_finished")
         stage.finishes_then = stage.sample_again_at is not None
         if not stage.finishes_then:
-            self._add(ActionKind.FINISH)
+            self._add("finish")
 
     def _is_orderly_end(self) -> bool:
         return self.stage is None and self.shutdown.draining and self.shutdown.has_left
 
-    def _on_launch_failed(self, seen: Seen, now: float) -> None:
-        # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
-        self._on_failure("failed_start", seen, now, NOT_SERVING, learns_ranks=True)
-
-    _on_startup_timeout = _on_launch_failed
-
-    def _on_child_failed(self, seen: Seen, now: float) -> None:
-        # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
-        self._on_failure("child_failure", seen, now, "the server's main process held no requests")
-
-    def _on_failure(self, kind: str, seen: Seen, now: float, reason: str, *, learns_ranks: bool = False) -> None:
+    def _on_failure(self, seen: Seen, now: float) -> None:
         """Take in the main process's word for a failure, which may be that of a finished incident."""
+        is_start = seen.what != "child_failed"
         self._make_room()
         if self.is_ending:
-            self._add(ActionKind.NOTE, words=seen.what)
-            self._add(ActionKind.ANSWER)
+            self._add("note", words=seen.what)
+            self._add("answer")
             return
         if self.stage is not None:
             self.stage.soft_until = None
-        if learns_ranks:
-            self._add(ActionKind.LEARN_RANKS)
-        self._join(kind, seen.what, seen, now, Event.FAILED)
-        self._add(ActionKind.NOTE, words=seen.what)
+        if is_start:
+            # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
+            self._add("learn_ranks")
+        self._join("failed_start" if is_start else "child_failure", seen.what, seen, now, Event.FAILED)
+        self._add("note", words=seen.what)
         if not seen.names_ranks:
-            self._add(ActionKind.NAME_UNKNOWN)
-        self._add(ActionKind.SET_REQUESTS, words=reason)
-        self._add(ActionKind.ANSWER_WHEN_FINISHED)
-        self._add(ActionKind.FINISH)
+            self._add("name_unknown")
+        # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
+        self._add("set_requests", words=NOT_SERVING if is_start else "the server's main process held no requests")
+        self._add("answer_when_finished")
+        self._add("finish")
+
+    _on_launch_failed = _on_startup_timeout = _on_child_failed = _on_failure
 
     def _on_await_incident(self, _seen: Seen, _now: float) -> None:
         # What is about to end the server waits for what it would cut short.
         waits = self.stage is not None and self.is_open and not self.stage.may_be_shutdown
-        self._add(ActionKind.ANSWER_WHEN_FINISHED if waits else ActionKind.ANSWER)
+        self._add("answer_when_finished" if waits else "answer")
 
     # -- hangs and other matters of a server that goes on
 
@@ -462,10 +385,10 @@ class Triage:
             # The sender asks for the stacks once more; however long they took, they are the same.
             stage.observed = seen.soft
         self._apply(stage, Event.HUNG if seen.soft else Event.TIMED_OUT)
-        self._add(ActionKind.ADD_HANG)
+        self._add("add_hang")
         if stage.captured_at is None:
-            self._add(ActionKind.CAPTURE)
-        self._add(ActionKind.ANSWER_STACKS)
+            self._add("capture")
+        self._add("answer_stacks")
 
     def _on_stacks_wanted(self, seen: Seen, now: float) -> None:
         if not self.is_open:
@@ -474,8 +397,8 @@ class Triage:
             stage = self._open("snapshot", seen.what, seen, now)
             stage.observed = True
             self._apply(stage, Event.STACKS_WANTED)
-            self._add(ActionKind.CAPTURE)
-        self._add(ActionKind.ANSWER_STACKS)
+            self._add("capture")
+        self._add("answer_stacks")
 
     def _on_observed(self, seen: Seen, now: float) -> None:
         """Open an incident of a server that goes on, captured by the handler that saw it; not where there is one."""
@@ -510,8 +433,8 @@ class Triage:
             self._make_room()
             self._open_at_end(UNHEALTHY, seen, now)
         else:
-            self._add(ActionKind.LOOK_FOR_SILENCE)
-        self._add(ActionKind.NOTE, words=seen.what)
+            self._add("look_for_silence")
+        self._add("note", words=seen.what)
 
     def _on_teardown(self, seen: Seen, _now: float) -> None:
         self.shutdown.expected |= seen.members
@@ -523,7 +446,7 @@ class Triage:
         if is_no_incident and seen.tree_of == self._root_pid:
             self._discard()
         else:
-            self._add(ActionKind.NOTE, words=seen.what)
+            self._add("note", words=seen.what)
 
     def _on_exiting(self, seen: Seen, _now: float) -> None:
         # What is ended after it is not announced any more: a program's exit handlers run last in, first out.
@@ -536,7 +459,7 @@ class Triage:
         """
         if not seen.others_serve:
             # Where no server of before is left, nothing that it was asked is under way.
-            self._add(ActionKind.CLOSE_JOURNALS)
+            self._add("close_journals")
         shutdown = self.shutdown
         shutdown.mode = seen.mode
         shutdown.expected &= seen.members
@@ -551,19 +474,19 @@ class Triage:
         self._apply(stage, Event.HUNG_AT_END)
         if is_new:
             stage.sample_again = True
-            self._add(ActionKind.ADD_SILENCE)
+            self._add("add_silence")
         if stage.captured_at is None:
-            self._add(ActionKind.CAPTURE)
+            self._add("capture")
         return stage
 
     # -- what was done, and time
 
-    def done(self, do: ActionKind, now: float) -> None:
+    def done(self, do: Do, now: float) -> None:
         """Take in that an action was carried out, which may take a while: what follows from it counts from `now`."""
         stage = self.stage
         if stage is None:
             return
-        if do is ActionKind.CAPTURE:
+        if do == "capture":
             stage.captured_at = now
             if stage.soft_until is not None:
                 stage.soft_until = now + SOFT_SECS
@@ -571,9 +494,9 @@ class Triage:
                 stage.observed_until = now + OBSERVED_SECS
             if stage.sample_again:
                 stage.sample_again_at = now + SECOND_SAMPLE_SECS
-        elif do is ActionKind.TELL:
+        elif do == "tell":
             stage.answer_by = now + ANSWER_SECS
-        elif do is ActionKind.FINISH:
+        elif do == "finish":
             # Once it is whole, others were told of it.
             stage.finished, stage.withdrawable = True, False
 
@@ -588,9 +511,9 @@ class Triage:
         if stage.sample_again_at is not None and now >= stage.sample_again_at:
             stage.sample_again_at = None
             if gone_at is None:
-                self._add(ActionKind.CAPTURE_AGAIN)
+                self._add("capture_again")
             if stage.finishes_then:
-                self._add(ActionKind.FINISH)
+                self._add("finish")
                 return
         if stage.finishing:
             return
@@ -599,21 +522,21 @@ class Triage:
         if stage.tell_at is not None and now >= stage.tell_at and stage.soft_until is None:
             # Nothing is told while it may be a shutdown.
             stage.tell_secs = None
-            self._add(ActionKind.TELL)
+            self._add("tell")
         if gone_at is not None:
             # Nothing more is to come but the exits of those that die with it.
             if not seen.any_left or now >= self._last_exits(seen.workers_left):
-                self._add(ActionKind.FINISH)
+                self._add("finish")
             return
         if stage.observed_until is not None and now >= stage.observed_until:
-            self._add(ActionKind.SET_REQUESTS, words="the server went on")
+            self._add("set_requests", words="the server went on")
         elif stage.answer_by is not None and now >= stage.answer_by:
-            self._add(ActionKind.SET_REQUESTS, words=f"the server did not begin to save them within {ANSWER_SECS:g} s")
+            self._add("set_requests", words=f"the server did not begin to save them within {ANSWER_SECS:g} s")
         elif now >= stage.opened + self._budget_secs:
-            self._add(ActionKind.NOTE, words="budget_spent")
+            self._add("note", words="budget_spent")
         else:
             return
-        self._add(ActionKind.FINISH)
+        self._add("finish")
 
     def _last_exits(self, workers_left: bool) -> float:
         """Return until when exits are waited for; forever while the server lives."""
@@ -623,12 +546,12 @@ class Triage:
 
     # -- the current incident
 
-    def _add(self, do: ActionKind, kind: str = "", words: str = "", captures: Capture = Capture.NONE) -> None:
+    def _add(self, do: Do, kind: str = "", words: str = "", captures: Capture = Capture.NONE) -> None:
         self._actions.append(Action(do, kind, words, captures))
 
     def _open(self, kind: str, trigger: str, seen: Seen, now: float) -> Stage:
         self.stage = Stage(kind, seen, now)
-        self._add(ActionKind.OPEN, kind, trigger)
+        self._add("open", kind, trigger)
         return self.stage
 
     def _join(self, kind: str, trigger: str, seen: Seen, now: float, event: Event) -> Stage:
@@ -640,7 +563,7 @@ class Triage:
         if not stage.finished:
             self._apply(stage, event)
             if stage.captured_at is None:
-                self._add(ActionKind.CAPTURE)
+                self._add("capture")
         return stage
 
     def _apply(self, stage: Stage, event: Event) -> None:
@@ -650,23 +573,23 @@ class Triage:
         if event is Event.FAILED and not action.ends:
             # A program that was told so may go on without a server, and launch another one.
             stage.observed = True
-        self._add(ActionKind.PERMIT, captures=action.captures)
+        self._add("permit", captures=action.captures)
 
     def _make_room(self) -> None:
         """Let what comes be an incident of its own, where the server of the current one went on."""
         stage = self.stage
         if stage is not None and stage.observed and (stage.finished or not stage.may_end):
-            self._add(ActionKind.WRITE)
+            self._add("write")
             self._forget()
 
     def _forget(self) -> None:
         self.stage = None
-        self._add(ActionKind.FORGET)
+        self._add("forget")
 
     def _discard(self) -> None:
         """It was a false alarm."""
         self.stage = None
-        self._add(ActionKind.DISCARD)
+        self._add("discard")
 
 
 def _dump_event(seen: Seen) -> Event:

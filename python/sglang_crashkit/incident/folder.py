@@ -74,20 +74,13 @@ class IncidentFolder:
         limits: what it may take of the disk; the oldest incidents make room for it.
         server: the pid of the server that it happened to.
 
-    Attributes:
-        id: its id.
-        path: where it is now, for others; it is written to by `opened`.
-        final_path: where it is when it is finished.
-        opened: a way to it that is good in this process whatever is put in its place; see `OwnFolder`.
-        problem: why what is written to it goes nowhere; empty where it does not.
-
     Raises:
         NoRoomError: there is no room even for what is essential.
         OSError: it cannot be created.
         CrashkitError: a folder on the way is not this user's.
     """
 
-    problem = ""
+    problem = ""  # why what is written to it goes nowhere; empty where it does not
 
     def __init__(
         self,
@@ -100,13 +93,15 @@ class IncidentFolder:
     ) -> None:
         name = str(IncidentName(seconds, kind, incident_id))
         self.id = incident_id
-        self.final_path, self.path = incidents / name, incidents / f"{PARTIAL}{name}"
+        self.final_path = incidents / name  # where it is when it is finished
+        self.path = incidents / f"{PARTIAL}{name}"  # where it is now, for others; it is written to by `opened`
         # A link that is made later changes nothing: what is in the host's folder, and below, is reached by descriptors.
         self._host = OwnFolder(incidents.parent)
         self._incidents = OwnFolder(incidents, within=self._host)
         place = (self._incidents.path, self._host.path)
         self._retention = Retention(*place, incident_id, limits or DiskLimits(), server)
         self._folder = OwnFolder(self.path, within=self._incidents)
+        #: A way to it that is good in this process whatever is put in its place; see `OwnFolder`.
         self.opened = self._folder.path
         self.ownership = FolderLock(self._incidents.path / self.path.name)
         self.ownership.acquire()

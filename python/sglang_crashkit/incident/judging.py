@@ -170,7 +170,12 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
         # Each rank ends for it, and the first of them is as likely a healthy one.
         odd = incident.process(checked.pids[0]) if checked.against and len(checked.pids) == 1 else None
         told = [_consequence(event, other) for event in ordered if (other := incident.process(event.pid)) is not None]
-        return _verdict("consensus_check", "established", [checked.statement, *_in_steps(incident), *told, *lost], odd)
+        steps = [
+            f"{_name(one)} was in step {step.number}, with {step.size} requests: {name_some(step.rids)}."
+            for one in incident.processes
+            if one.is_rank and (step := one.in_step) is not None and step.rids
+        ]
+        return _verdict("consensus_check", "established", [checked.statement, *steps, *told, *lost], odd)
     if not ordered:
         text = f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail."
         return Verdict("unknown", None, "unknown", text)
@@ -198,13 +203,6 @@ def _judge(incident: Incident, folder: Path | None) -> Verdict:
     if len(ordered) > 1 and level == "established" and (is_for_thread or not _clearly_first(ordered)):
         level = "supported"
     return Verdict(kind, failure, level, " ".join(basis), basis)
-
-
-def _in_steps(incident: Incident) -> Iterator[str]:
-    """Yield in which step a rank was, with which requests."""
-    for one in incident.processes:
-        if one.is_rank and (step := one.in_step) is not None and step.rids:
-            yield f"{_name(one)} was in step {step.number}, with {step.size} requests: {name_some(step.rids)}."
 
 
 def _name(process: ProcessReport) -> str:
@@ -446,16 +444,15 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
 
 
 def _consequence(event: FailureEvent, process: ProcessReport) -> str:
-    if event.kind == "exception":
-        return f"{_name(process)} then raised {event.message}."
-    if event.kind == "thread":
-        return f"{_name(process)} then lost {event.message}."
-    if event.kind == "hang":
-        return f"{_name(process)} then {event.message}."
-    if event.with_parent:
-        return f"{_name(process)} then ended with the process that had started it."
     how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
-    return f"{_name(process)} then ended by {how}."
+    did = {
+        "exception": f"raised {event.message}",
+        "thread": f"lost {event.message}",
+        "hang": event.message,
+        "exit": "ended with the process that had started it" if event.with_parent else f"ended by {how}",
+    }
+    # A log that is read later may have any kind.
+    return f"{_name(process)} then {did.get(event.kind, did['exit'])}."
 
 
 # -- the cause

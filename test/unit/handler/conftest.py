@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
+from unit.support.beating import Beating
 from unit.support.launching import Case, watched
 from unit.support.server_driver import HOST, Server
 
@@ -57,6 +58,13 @@ def launching(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
     with watched(tmp_path, short_folder) as case:
         case.handler.look()
         yield case
+
+
+@pytest.fixture(autouse=True)
+def beating_closed() -> Iterator[None]:
+    yield
+    while Beating.made:
+        Beating.made.pop().close()
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,10 @@ from sglang_crashkit.handler.folders import (
     KeptFolder,
     Place,
     SharedMemory,
-    WorkFolders,
-    make_within,
-    make_work_folders,
-    remove_empty_spools,
-    remove_runtime_folders,
+    make_place,
 )
 from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler.recovery import finish_abandoned, remove_runtime_folders
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import FolderLock
@@ -48,9 +45,9 @@ def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.umask(before)
 
 
-def make(tmp_path: Path, **options: object) -> WorkFolders:
+def make(tmp_path: Path, **options: object) -> Place:
     crash = str(tmp_path / "crash")
-    return make_work_folders(crash, "1-2-3", **({"secs": LONG} | options))  # type: ignore[arg-type]
+    return make_place(crash, Path("1-2-3"), **({"secs": LONG} | options))  # type: ignore[arg-type]
 
 
 def mode_of(folder: Path) -> int:
@@ -131,13 +128,15 @@ def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytes
 
 
 def test_without_a_crash_folder_the_fallback_needs_no_warning(fallback: Path) -> None:
-    made = make_work_folders(None, "1-2-3", secs=LONG)
+    made = make_place(None, Path("1-2-3"), secs=LONG)
     assert made.host_folder == fallback / "host"
     assert made.warnings == []
 
 
-def test_a_child_that_dies_is_told() -> None:
-    assert make_within(LONG, lambda: os.kill(os.getpid(), 9)) == "the process that tried died"
+def test_a_child_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "make_private_folder", lambda _folder: os.kill(os.getpid(), 9))
+    with pytest.raises(OSError, match="the process that tried died"):
+        make(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_only_empty_spools_of_servers_that_are_gone_are_removed(tmp_path: Path, 
     (tmp_path / "theirs").mkdir()
     (tmp_path / ".spool-7-8-9").symlink_to(tmp_path / "theirs")
     lock = held(tmp_path / ".spool-in-use")
-    remove_empty_spools(tmp_path)
+    assert finish_abandoned(tmp_path) == []
     assert names_in(tmp_path) == {*kept, ".spool-4-5-6", ".spool-just-made", "theirs", ".spool-7-8-9"}
     # A record that no one took in.
     assert names_in(tmp_path / ".spool-4-5-6") == {"exception-8.json"}

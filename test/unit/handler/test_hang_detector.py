@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +19,14 @@ from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.triage import Seen, Triage
 from sglang_crashkit.incident.folder import NullFolder
 from sglang_crashkit.judge import verdict as verdict  # once, and not in each child that judges
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.forked import call_within
-from sglang_crashkit.kernel.pidfd import ExitStatus
-from sglang_crashkit.memory import heartbeat
-from sglang_crashkit.memory.heartbeat import BEAT_SECS, HeartbeatWriter
+from sglang_crashkit.memory.heartbeat import BEAT_SECS
 from sglang_crashkit.model.incident import Trigger
 from sglang_crashkit.settings import Settings
+from unit.support.beating import EXTEND, ROOT, Beating
 from unit.support.waiting import LONG, child
 
-#: The process that runs the tests is the server's main process; the others are none.
-ROOT = os.getpid()
-FLAGS = {"paused": heartbeat.PAUSED, "is_busy": heartbeat.BUSY, "is_off": heartbeat.OFF}
-FLAGS |= {"is_waiting": heartbeat.WAITING}
-WORDS = {"loop_at": heartbeat.LOOP_TIME, "batch_at": heartbeat.BATCH_TIME, "batches": heartbeat.BATCHES}
-WORDS |= {"requests": heartbeat.REQUESTS, "mode": heartbeat.MODE, "tokens": heartbeat.TOKENS}
-EXTEND = 1
 #: Where a rank is that compiles, and where those are that wait for it.
 COMPILES, WAITS = "compile (triton/compiler/compiler.py:1)", "all_reduce (torch/distributed/distributed_c10d.py:1)"
 
@@ -68,7 +59,7 @@ class Session:
         #: What the processes do, by pid.
         self.doing: dict[int, str] = {}
         self._tree, self._settings = tree, settings
-        self._collectors = (Collector("stacks", Moment.CAPTURE, lambda _run: True, self._take, lambda *_: math.inf),)
+        self._collectors = (Collector("stacks", Moment.CAPTURE, self._take),)
 
     def _take(self, run: IncidentRun, _deadline: float) -> None:
         self.captures.append(run)
@@ -127,60 +118,24 @@ def progress(run: IncidentRun) -> list[float]:
     return [entry["hung_secs"] for entry in run.incident.timeline if entry.event == "progress_returned"]
 
 
-class World:
-    """Two schedulers, their heartbeats and the watch, on a clock of their own; no process of them runs."""
+class World(Beating):
+    """Two schedulers and the watch, which reads what the processes are in."""
 
-    made: list[World] = []  # noqa: RUF012 - all that a test made
-
-    def __init__(self, hang_secs: float = 5.0, pids: tuple[int, ...] = (10, 11)) -> None:
-        self.made.append(self)
-        self.now = 1000.0
+    def __init__(self, hang_secs: float = 5.0) -> None:
         self.states = {ROOT: "S"}
         self.compiling: set[int] = set()
         #: CPU time that the main thread of each process has used, in seconds.
         self.cpu_secs: dict[int, float] = {}
-        self.tree, self.writers = ProcessTree(ROOT), dict[int, HeartbeatWriter]()
+        super().__init__(is_on=hang_secs > 0)
         settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
-        self.heartbeats = Heartbeats(self.tree, is_on=hang_secs > 0, clock=lambda: self.now)
         self.session: Any = Session(self.tree, self.heartbeats, settings)
         self.shutdown = self.session.triage.shutdown
         self.said: list[str] = []
         self.watch = HangDetector(self.tree, self.session, settings, self.said.append, lambda: self.now)
-        #: Those that beat, or are to.
-        self.processes = [self.add(pid, f"sglang::scheduler_TP{pid - 10}") for pid in pids]
-        for process in self.processes:
-            self.beat(process.pid)
 
     def add(self, pid: int, title: str) -> TrackedProcess:
-        process = self.tree.add_reaped(pid, title, ExitStatus(), 0.0)
-        process.exited_at = None
         self.states[pid] = "S"
-        return process
-
-    def close(self) -> None:
-        self.tree.close()
-        for followed in self.heartbeats.followed.values():
-            followed.close()
-        self.heartbeats.forget_all_but([])
-        for writer in self.writers.values():
-            writer.close()
-
-    def follow(self, *pids: int) -> World:
-        for process in self.processes:
-            if not pids or process.pid in pids:
-                self.heartbeats.follow(process, self.writers[process.pid].fd, {str(EXTEND): "extend"})
-        return self
-
-    def beat(self, *pids: int, **fields: Any) -> None:
-        """Let schedulers begin a round now, and in it do what `fields` say."""
-        told = {"loop_at": self.now, "batches": 100} | fields
-        for pid in pids or [process.pid for process in self.processes]:
-            if pid not in self.writers:
-                self.writers[pid] = HeartbeatWriter()
-            words = self.writers[pid].words
-            words[heartbeat.FLAGS] = sum(flag for name, flag in FLAGS.items() if told.get(name))
-            for name, word in WORDS.items():
-                words[word] = told.get(name, 0)
+        return super().add(pid, title)
 
     def batch(self, *pids: int, number: int = 100, **fields: Any) -> None:
         self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3, **fields)
@@ -193,14 +148,8 @@ class World:
         for process in self.processes:
             process.exited_at = 1.0
 
-    def pass_time(self, secs: float, meanwhile: Callable[[], None] | None = None) -> World:
-        """Let the handler's loop run for so long; `meanwhile` happens before each of its turns."""
-        end = self.now + secs
-        while self.now < end:
-            self.now = min(end, max(self.now + 0.01, self.watch.next_due()))
-            if meanwhile is not None:
-                meanwhile()
-            self.watch.act_on_time()
+    def pass_time(self, secs: float, meanwhile: Callable[[], object] | None = None) -> World:
+        self.pass_with(self.watch, secs, meanwhile)
         return self
 
     def ask_to_end(self) -> None:
@@ -219,18 +168,15 @@ class World:
 
 
 @pytest.fixture(autouse=True)
-def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     def last() -> World:
         return World.made[-1]
 
     # A busy machine takes longer to judge than a server is kept waiting for it.
     monkeypatch.setattr(incident, "call_within", lambda _secs, work, most: call_within(LONG, work, most))
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in last().compiling)
-    monkeypatch.setattr(hang_detector, "state_of", lambda process: last().states[process.pid])
-    monkeypatch.setattr(hang_detector, "cpu_secs_of", lambda process: last().cpu_secs.get(process.pid, 0.0))
-    yield
-    while World.made:
-        World.made.pop().close()
+    monkeypatch.setattr(TrackedProcess, "state", property(lambda self: last().states[self.pid]))
+    monkeypatch.setattr(procfs, "main_thread_cpu_secs", lambda pid: last().cpu_secs.get(pid, 0.0))
 
 
 @pytest.fixture
@@ -554,26 +500,6 @@ def test_who_hangs(
     assert [silent_in(run) for run in world.hangs] == ([] if silent is None else [silent])
 
 
-@pytest.mark.parametrize("state", ["t", "T"])
-def test_what_was_excused_does_not_count_later(world: World, state: str) -> None:
-    world.stop(ROOT, 10, 11, state=state)
-    world.pass_time(600)
-    world.stop(ROOT, 10, 11, state="S")
-    world.pass_time(3)
-    assert world.hangs == []
-    world.pass_time(3.5)
-    assert len(world.hangs) == 1
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_paused_server_that_goes_round_does_not_hang(world: World, again: bool) -> None:
-    if again:
-        # It announces its heartbeat anew.
-        world.follow()
-    world.pass_time(600, lambda: world.beat(paused=True))
-    assert world.hangs == []
-
-
 @given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
 def test_a_server_that_beats_between_looks_never_hangs(gaps: list[float], hang_secs: float) -> None:
     world = World(hang_secs).follow()
@@ -618,41 +544,12 @@ def test_a_first_batchs_hang_is_whole_before_upstreams_watchdog() -> None:
     assert [run.finished for run in world.hangs] == [True]
 
 
-def test_between_two_compilers_there_may_be_none(world: World) -> None:
-    world.batch()
-    world.compiling = {10}
-    world.pass_time(20)
-    world.compiling = set()
-    world.pass_time(4)
-    assert world.hangs == []
-    world.pass_time(3)
-    assert len(world.hangs) == 1
-
-
-def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
-    for chunk in range(50):
-        world.batch(number=1 + chunk)
-        world.pass_time(4.0)
-    assert world.hangs == []
-
-
 # -- busy
 
 
 def compile_something(world: World) -> None:
     """Let one scheduler be at work, and the other wait for it."""
     world.session.doing = {10: WAITS, 11: COMPILES}
-
-
-def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World) -> None:
-    compile_something(world)
-    world.pass_time(15)
-    (run,) = world.hangs
-    assert run.finished
-    world.pass_time(5, world.beat)
-    assert (world.session.discarded, world.session.hang) == ([run], None)
-    assert world.said[-1].startswith("Progress returned after ")
-    assert world.said[-1].endswith(f" s: it was no hang, and incident {run.incident.id} is withdrawn.")
 
 
 def test_what_is_busy_for_too_long_is_another_incident() -> None:
@@ -694,6 +591,14 @@ def test_a_compiler_is_known_by_its_name(tmp_path: Path, name: str, is_one: bool
 
 
 @pytest.fixture
+def loading() -> World:
+    """A world in which the second scheduler has no heartbeat yet, beside a detokenizer."""
+    world = World().follow(10)
+    world.add(20, "sglang::detokenizer")
+    return world
+
+
+@pytest.fixture
 def served() -> World:
     """A world whose schedulers are followed, and beat, beside a detokenizer."""
     world = World().follow()
@@ -703,67 +608,6 @@ def served() -> World:
 
 def beat_on(world: World) -> Callable[[], None]:
     return lambda: world.beat(10, 11)
-
-
-def test_a_detokenizer_that_is_stopped_hangs_until_it_goes_on(served: World) -> None:
-    served.pass_time(20, beat_on(served))
-    served.stop(20)
-    served.pass_time(4, beat_on(served))
-    assert served.hangs == []
-    served.pass_time(6, beat_on(served))
-    assert [silent_in(run) for run in served.hangs] == [[20]]
-    served.stop(20, state="S")
-    served.pass_time(2, beat_on(served))
-    assert len(progress(served.hangs[0])) == 1
-
-
-@pytest.mark.parametrize(("is_busy", "hung"), [(True, [[20]]), (False, [[10, 11, 20]])])
-def test_who_has_more_time_does_not_hang_with_one_stopped(served: World, is_busy: bool, hung: list[list[int]]) -> None:
-    served.beat(10, 11, is_busy=is_busy)
-    served.pass_time(1)
-    served.stop(20)
-    served.pass_time(8)
-    assert [sorted(silent_in(run)) for run in served.hangs] == hung
-
-
-@pytest.mark.parametrize("busy_secs", [8, 30])
-def test_one_stopped_hangs_beside_a_far_longer_control_request(served: World, busy_secs: float) -> None:
-    served.beat(10, 11, is_busy=True)
-    served.pass_time(busy_secs)
-    served.stop(20)
-    served.pass_time(4)
-    assert served.hangs == []
-    served.pass_time(2.5)
-    assert [silent_in(run) for run in served.hangs] == [[20]]
-
-
-@pytest.mark.parametrize(
-    ("states", "hung"),
-    [
-        ({20: "t"}, []),
-        ({20: "D"}, []),
-        ({20: "T", 10: "t"}, []),
-        ({20: "T", 10: "T", 11: "T", ROOT: "T"}, []),
-        ({20: "T", 10: "T"}, [[10, 20]]),
-    ],
-    ids=["held by a debugger", "in the kernel", "a rank held by a debugger", "stopped as a whole", "with a rank"],
-)
-def test_one_that_is_stopped_hangs_where_nothing_excuses_it(
-    served: World, states: dict[int, str], hung: list[list[int]]
-) -> None:
-    served.states |= states
-    beating = [pid for pid in (10, 11) if served.states[pid] != "T"]
-    served.pass_time(20, lambda: served.beat(*beating) if beating else None)
-    assert [silent_in(run) for run in served.hangs] == hung
-
-
-def test_of_one_that_never_ends_being_loaded_nothing_is_said() -> None:
-    world = World(pids=(10, 11)).follow(10)
-    world.add(20, "sglang::detokenizer")
-    world.stop(20)
-    world.beat(10, batches=0)
-    world.pass_time(20, lambda: world.beat(10, batches=0))
-    assert world.hangs == []
 
 
 # -- those of them that beat
@@ -857,44 +701,113 @@ def test_what_a_detokenizer_hangs_in(
     assert [(silent_in(run), hows(run)) for run in whole.hangs] == ([] if how is None else [([DETOKENIZER], [how])])
 
 
-@pytest.mark.parametrize("cpu", [0.0, 1.0])
-def test_a_detokenizer_that_takes_message_after_message_is_busy(whole: World, cpu: float) -> None:
-    def work() -> None:
-        live(whole, cpu=cpu)()
-        whole.beat(DETOKENIZER, is_waiting=int(whole.now) % 2 == 0)
-
-    whole.pass_time(600, work)
-    assert whole.hangs == []
-
-
-@pytest.mark.parametrize(
-    ("make", "silent"),
-    [
-        (lambda world: world.stop(ROOT, state="t"), (ROOT,)),
-        (lambda world: world.shutdown.expected.add(ROOT), (ROOT,)),
-        (lambda world: world.stop(ROOT, 10, 11, DETOKENIZER), (ROOT, 10, 11)),
-        (lambda world: world.beat(ROOT, is_off=True), (ROOT,)),
-        # The loop waits for the schedulers to end, which may take long.
-        (lambda world: world.beat(10, 11, is_off=True), (ROOT, 10, 11)),
-    ],
-    ids=["debugger", "asked to end", "stopped", "ended", "schedulers leave"],
-)
-def test_a_silent_loop_is_no_hang_where_something_excuses_it(
-    whole: World, make: Callable[[World], None], silent: tuple[int, ...]
-) -> None:
-    make(whole)
-    whole.pass_time(600, live(whole, *silent))
-    assert whole.hangs == []
-
-
-def test_a_loop_hangs_while_a_scheduler_compiles(whole: World) -> None:
-    # The schedulers' compilers are among its descendants.
-    whole.compiling = {ROOT}
-    whole.pass_time(6.5, live(whole, ROOT))
-    assert [silent_in(run) for run in whole.hangs] == [[ROOT]]
-
-
 def test_descriptors_passed_on_by_ended_processes_are_closed(whole: World) -> None:
     whole.tree.root.exited_at = 1.0
     whole.pass_time(60, live(whole, ROOT))
-    assert (whole.hangs, whole.heartbeats.said_by(whole.tree.root)) == ([], None)
+    assert (whole.hangs, ROOT in whole.heartbeats.others) == ([], False)
+
+
+# -- stories, of which only who hangs is told
+
+Story = list[float | Callable[[World], object]]
+
+
+def do(name: str, *arguments: Any, **options: Any) -> Callable[[World], object]:
+    return lambda world: getattr(world, name)(*arguments, **options)
+
+
+def beats(secs: float, *pids: int, **fields: Any) -> Callable[[World], object]:
+    """Let time pass in which some go round, by default all."""
+    return lambda world: world.pass_time(secs, lambda: world.beat(*pids, **fields))
+
+
+def lives(secs: float, *quiet: int) -> Callable[[World], object]:
+    """Let time pass in which all go on but these."""
+    return lambda world: world.pass_time(secs, live(world, *quiet))
+
+
+def compiles(*pids: int) -> Callable[[World], object]:
+    return lambda world: setattr(world, "compiling", set(pids))
+
+
+def no_hang(world: World) -> None:
+    assert world.hangs == []
+
+
+def takes_message_after_message(cpu: float) -> Callable[[World], object]:
+    def work(world: World) -> None:
+        live(world, cpu=cpu)()
+        world.beat(DETOKENIZER, is_waiting=int(world.now) % 2 == 0)
+
+    return lambda world: world.pass_time(600, lambda: work(world))
+
+
+ALL = (ROOT, 10, 11)
+BUSY = do("beat", 10, 11, is_busy=True)
+STORIES: dict[str, tuple[str, Story, list[list[int]]]] = {
+    **{
+        f"what was excused (state {state}) does not count later": (
+            "world",
+            [do("stop", *ALL, state=state), 600, do("stop", *ALL, state="S"), 3, no_hang, 3.5],
+            [[10, 11]],
+        )
+        for state in "tT"
+    },
+    "a paused server goes round": ("world", [beats(600, paused=True)], []),
+    "one that announces its heartbeat anew does so": ("world", [do("follow"), beats(600, paused=True)], []),
+    "between two compilers there may be none": (
+        "world",
+        [do("batch"), compiles(10), 20, compiles(), 4, no_hang, 3],
+        [[10, 11]],
+    ),
+    "a long prompt advances in chunks": (
+        "world",
+        [step for chunk in range(50) for step in (do("batch", number=1 + chunk), 4.0)],
+        [],
+    ),
+    # Of a detokenizer without a heartbeat.
+    "who has more time does not hang with one stopped": ("served", [BUSY, 1, do("stop", 20), 8], [[20]]),
+    "who has as much does": ("served", [do("beat", 10, 11), 1, do("stop", 20), 8], [[10, 11, 20]]),
+    **{
+        f"one is stopped {secs} s after a far longer control request began": (
+            "served",
+            [BUSY, secs, do("stop", 20), 4, no_hang, 2.5],
+            [[20]],
+        )
+        for secs in (8, 30)
+    },
+    "it is held by a debugger": ("served", [do("stop", 20, state="t"), beats(20, 10, 11)], []),
+    "it is in the kernel": ("served", [do("stop", 20, state="D"), beats(20, 10, 11)], []),
+    "so is a rank": ("served", [do("stop", 20), do("stop", 10, state="t"), beats(20, 10, 11)], []),
+    "the server is stopped as a whole": ("served", [do("stop", 20, *ALL), 20], []),
+    "it is stopped with a rank": ("served", [do("stop", 20, 10), beats(20, 11)], [[10, 20]]),
+    "a server that never ends being loaded": (
+        "loading",
+        [do("stop", 20), do("beat", 10, batches=0), beats(20, 10, batches=0)],
+        [],
+    ),
+    # Of one with a heartbeat, and of loops.
+    **{
+        f"it takes message after message, with {cpu} of a CPU": ("whole", [takes_message_after_message(cpu)], [])
+        for cpu in (0.0, 1.0)
+    },
+    "a debugger holds the main process": ("whole", [do("stop", ROOT, state="t"), lives(600, ROOT)], []),
+    "it is asked to end": ("whole", [lambda world: world.shutdown.expected.add(ROOT), lives(600, ROOT)], []),
+    "all are stopped": ("whole", [do("stop", *ALL, DETOKENIZER), lives(600, *ALL)], []),
+    "its loop has ended": ("whole", [do("beat", ROOT, is_off=True), lives(600, ROOT)], []),
+    # The loop waits for the schedulers to end, which may take long.
+    "the schedulers leave": ("whole", [do("beat", 10, 11, is_off=True), lives(600, *ALL)], []),
+    # The schedulers' compilers are among its descendants.
+    "a loop hangs while a scheduler compiles": ("whole", [compiles(ROOT), lives(6.5, ROOT)], [[ROOT]]),
+}
+
+
+@pytest.mark.parametrize(("kind", "steps", "hung"), STORIES.values(), ids=[name.replace(" ", "-") for name in STORIES])
+def test_a_story(request: pytest.FixtureRequest, kind: str, steps: Story, hung: list[list[int]]) -> None:
+    world = request.getfixturevalue(kind)
+    for step in steps:
+        if callable(step):
+            step(world)
+        else:
+            world.pass_time(step)
+    assert [sorted(silent_in(run)) for run in world.hangs] == [sorted(pids) for pids in hung]

@@ -29,7 +29,7 @@ from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.retention import NoRoomError, size_of
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.model.incident import (
@@ -91,7 +91,12 @@ def check(folder: Path, pid: int, reached: str) -> None:
     assert after.finished
     assert finish_abandoned(incidents) == []
     document = after.document
-    check_pieces(after, document, pid)
+    for process in document["processes"]:
+        assert process["pid"] == pid
+        assert [piece["kind"] for piece in process["evidence"]].count("stack") == 1
+        for piece in process["evidence"]:
+            assert piece["reason"] or piece["status"] == "captured"
+            assert piece["path"] is None or (after.path / piece["path"]).is_file()
     is_whole = before is not None and before["complete"]
     # A kill while the server's end is added to a finished one leaves a copy that no one reads.
     hidden = [path.name for path in after.path.rglob("*") if path.name.startswith(".")]
@@ -107,16 +112,6 @@ def check(folder: Path, pid: int, reached: str) -> None:
         assert "ValueError: x" in document["verdict"]["text"]
     if stages >= TIMES.index("reported the requests"):
         assert document["requests"]["path"] == "/crash.pkl"
-
-
-def check_pieces(found: StoredIncident, document: dict[str, Any], pid: int) -> None:
-    for process in document["processes"]:
-        assert process["pid"] == pid
-        kinds = [piece["kind"] for piece in process["evidence"]]
-        assert kinds.count("stack") == 1
-        for piece in process["evidence"]:
-            assert piece["reason"] or piece["status"] == "captured"
-            assert piece["path"] is None or (found.path / piece["path"]).is_file()
 
 
 @pytest.mark.wide
@@ -182,7 +177,8 @@ def test_essential_evidence_is_there_before_the_grace_period_ends(
     assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert document["verdict"]["kind"] == "signal"
     for process in document["processes"]:
-        assert process["exit"] is not None or (partial.path / f"stacks/{stack_of(process)}").is_file()
+        paths = [piece["path"] for piece in process["evidence"] if piece["kind"] == "stack"]
+        assert process["exit"] is not None or [(partial.path / path).is_file() for path in paths] == [True]
 
 
 def is_told(server: Server) -> bool:
@@ -194,11 +190,6 @@ def is_told(server: Server) -> bool:
         for process in (document or {"processes": []})["processes"]
     ]
     return bool(pieces) and all(has_ended or any(paths) for has_ended, paths in pieces)
-
-
-def stack_of(process: dict[str, Any]) -> str:
-    (piece,) = (piece for piece in process["evidence"] if piece["kind"] == "stack")
-    return str(Path(piece["path"]).name)
 
 
 FORKS = """
@@ -259,22 +250,14 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
     assert all(each.finished and each.document and each.document["complete"] for each in found)
     (entry,) = read_faults(tmp_path).values()
     assert entry["count"] == 100
-    assert [number_of(each) for each in found] == list(range(100, 100 - len(found), -1))
-    short = [each for each in found if is_short(each)]
+    assert [each.document["fault"]["count"] for each in found] == list(range(100, 100 - len(found), -1))
+    short = [each for each in found if each.document["fault"]["repeats"] is not None]
     # One that gave up its room for others is made up for by one more in full.
     assert len(found) - len(short) <= settings.full_per_fault
     assert len(short) > 10
     for each in short:
         assert not list(each.path.glob("stacks/*"))
         assert (each.path / "summary.md").is_file()
-
-
-def number_of(found: StoredIncident) -> int:
-    return int(found.document["fault"]["count"])
-
-
-def is_short(found: StoredIncident) -> bool:
-    return found.document["fault"]["repeats"] is not None
 
 
 def test_what_could_not_be_logged_is_logged_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,55 +313,26 @@ def test_one_that_stands_still_is_named_though_nothing_could_be_collected(tmp_pa
     assert stored.incident.verdict.text == text
 
 
-class Late(Awaited):
-    """Evidence that comes at the second look, or breaks."""
+class Broken(Awaited):
+    """Evidence that breaks as it is looked at."""
 
-    def __init__(self, breaks: bool) -> None:
-        self._breaks, self._looks = breaks, 0
-
-    @property
-    def is_done(self) -> bool:
-        return self._looks == 2
+    is_done = False
 
     def look(self) -> None:
-        self._looks += 1
-        if self._breaks:
-            raise KeyError(7)
+        raise KeyError(7)
 
     def give_up(self, reason: str) -> None:
         raise AssertionError(reason)
 
 
-def test_a_kind_of_evidence_is_one_row(tmp_path: Path) -> None:
-    taken: list[tuple[str, float]] = []
+def test_evidence_that_breaks_as_it_is_looked_at_is_not_waited_for(tmp_path: Path) -> None:
     failed: list[str] = []
-
-    def take(name: str) -> Callable[[IncidentRun, float], Awaited | None]:
-        return lambda _run, deadline: taken.append((name, deadline)) or Late(breaks=name == "broken")
-
-    def collector(name: str, moment: Moment, *, is_wanted: bool = True) -> Collector:
-        return Collector(name, moment, lambda _run: is_wanted, take(name), lambda _run, _began: 7.0)
-
-    table = (
-        collector("last", Moment.WRITE),
-        Collector("failing", Moment.ASK, lambda _run: True, lambda *_: 1 / 0, lambda *_: 0.0),
-        collector("late", Moment.ASK),
-        collector("broken", Moment.ASK),
-        collector("unwanted", Moment.ASK, is_wanted=False),
-        collector("sample", Moment.CAPTURE),
-    )
+    row = Collector("broken", Moment.ASK, lambda *_: Broken())
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         note_error = lambda name, _error: failed.append(name)  # noqa: E731
-        run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=table, note_error=note_error)
-        for _ in range(2):
-            run.take(Moment.ASK)
-        assert (taken, failed) == ([("late", 7.0), ("broken", 7.0)], ["failing"])
-        # Who breaks as it is looked at is not waited for any more.
+        run = begin_incident(ProcessTree(process.pid), tmp_path, collectors=(row,), note_error=note_error)
+        run.take(Moment.ASK)
+        assert run.is_waiting
         run.look()
-        assert (run.is_waiting, failed) == (True, ["failing", "the answer to Late"])
-        run.look()
-        assert not run.is_waiting
-        for _ in range(2):
-            run.take(Moment.CAPTURE)
-        assert taken[2:] == [("sample", 7.0)] * 2
+        assert (run.is_waiting, failed) == (False, ["the answer to Broken"])
         run.discard()

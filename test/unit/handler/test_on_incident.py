@@ -156,17 +156,6 @@ def test_the_last_hours_incidents_are_caught_up_once_and_the_newest_first(
     assert (tmp_path / "told").read_text().split() == [str(newer), str(older)]
 
 
-def test_where_it_cannot_be_started_the_rest_goes_on(
-    incident: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(COMMAND, "true")
-    monkeypatch.setattr("sys.executable", "/nonexistent")
-    commands = Commands()
-    commands.begin(incident)
-    words = f"{COMMAND} for incident {incident}: /nonexistent: No such file or directory"
-    work_off(commands, lambda: words in caplog.text)
-
-
 def test_a_crash_runs_it_and_waits_for_nothing(start_server: Callable[..., Server], tmp_path: Path) -> None:
     server = start_server(environ={COMMAND: notes(tmp_path / "told")})
     server.kill("scheduler_TP1")
@@ -176,13 +165,18 @@ def test_a_crash_runs_it_and_waits_for_nothing(start_server: Callable[..., Serve
     assert (tmp_path / "told").read_text().split() == [str(incident.path)]
 
 
+@pytest.mark.parametrize(
+    ("python", "reason"),
+    [(sys.executable, "ended with status 7; no route"), ("/nonexistent", "/nonexistent: No such file or directory")],
+)
 def test_a_failure_is_said_in_the_handlers_log(
-    incident: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    incident: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, python: str, reason: str
 ) -> None:
     monkeypatch.setenv(COMMAND, "sh -c 'echo no route; exit 7'")
+    monkeypatch.setattr("sys.executable", python)
     commands = Commands()
     commands.begin(incident)
-    work_off(commands, lambda: "ended with status 7; no route" in caplog.text)
+    work_off(commands, lambda: reason in caplog.text)
     assert f"{COMMAND} for incident {incident}: " in caplog.text
 
 

@@ -31,7 +31,7 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     server.kill("scheduler_TP1")
     assert server.line() == "sigquit"
     document = document_of(server)
-    folder, summary = Path(document["folder"]), (Path(document["folder"]) / "summary.md").read_text()
+    folder, summary = document["folder"], (document["folder"] / "summary.md").read_text()
     assert document["id"] in folder.name
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
     survivor = report_of(document, "scheduler_TP0")
@@ -81,7 +81,7 @@ def test_a_rank_that_raises_has_its_own_record(start_server: Start) -> None:
     assert r"ValueError: the weights in \udcff are odd" in document["verdict"]["text"]
     rank = report_of(document, "scheduler_TP0")
     assert [frame.partition(" (")[0] for frame in rank["doing"][:2]] == ["sample", "forward_one_batch"]
-    record = json.loads((Path(document["folder"]) / piece_of(rank, "exception")["path"]).read_text())
+    record = json.loads((document["folder"] / piece_of(rank, "exception")["path"]).read_text())
     assert record["message"] == "ValueError: the weights in \udcff are odd"
     # The rank itself is held in the hook meanwhile, so its stacks were captured as well.
     for title in ("scheduler_TP0", "scheduler_TP1"):
@@ -327,39 +327,26 @@ def test_a_rank_that_another_daemon_started_is_the_servers_by_its_own_word(
         assert server.incidents() == []
 
 
-def test_rubbish_is_passed_over(quiet_server: Server) -> None:
+def test_what_is_no_message_of_a_process_of_the_server_means_nothing(quiet_server: Server) -> None:
     server = quiet_server
     path = str(server.runtime / "handler.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         for data in (b"", b"{", b"[]", b"{}", b'{"event": 1}', b"\xff" * 1000, b"[" * 50_000, b'{"event": "unheard"}'):
             sender.sendto(data, path)
+    # A process outside the tree cannot open an incident, and a teardown of something else is none of the server.
+    dumps, others = ("crash_dump_begun", "crash_dump_ended"), ("launch_failed", "watchdog_timeout", "stacks_wanted")
+    for event in ("exception", *dumps, *others):
+        notify(path, event, pid=server.pid, message="ValueError: not mine")
+    for pid in (os.getpid(), -1, "x", None, 2**70, [1]):
+        notify(path, "teardown", pid=pid)
     server.settle()
     assert server.incidents() == []
 
 
 @pytest.mark.parametrize(
-    "event",
-    ["exception", "crash_dump_begun", "crash_dump_ended", "launch_failed", "watchdog_timeout", "stacks_wanted"],
-)
-def test_a_process_outside_the_tree_cannot_open_an_incident(quiet_server: Server, event: str) -> None:
-    path = str(quiet_server.runtime / "handler.sock")
-    notify(path, event, pid=quiet_server.pid, message="ValueError: not mine")
-    quiet_server.settle()
-    assert quiet_server.incidents() == []
-
-
-def test_a_teardown_of_something_else_means_nothing(quiet_server: Server) -> None:
-    path = str(quiet_server.runtime / "handler.sock")
-    for pid in (os.getpid(), -1, "x", None, 2**70, [1]):
-        notify(path, "teardown", pid=pid)
-    quiet_server.settle()
-    assert quiet_server.incidents() == []
-
-
-@pytest.mark.parametrize(
     ("fault", "status", "verdict"),
     [
-        ("kill detokenizer", ServerExit.KILLED, "signal"),
+        ("SIGKILL", ServerExit.KILLED, "signal"),
         ("abort", 128 + signal.SIGABRT, "signal"),
         ("raise ValueError", ServerExit.RAISED, "exception"),
         ("raise Connection closed by peer", ServerExit.LOST_PEER, "lost_peer"),
@@ -369,12 +356,8 @@ def test_a_teardown_of_something_else_means_nothing(quiet_server: Server) -> Non
     ],
 )
 def test_the_servers_status_tells_what_came_first(start_server: Start, fault: str, status: int, verdict: str) -> None:
-    server = start_server()
-    name = fault.split()[1] if fault.startswith("kill") else "scheduler_TP1"
-    if fault.startswith("kill"):
-        server.kill(name)
-    else:
-        server.say(f"tell {name} {fault}")
+    server, name = start_server(), "detokenizer" if fault == "SIGKILL" else "scheduler_TP1"
+    server.strike(name, fault)
     assert server.process.wait(LONG) == status
     found = document_of(server)["verdict"]
     assert (found["kind"], found["first_failure"]["title"]) == (verdict, f"sglang::{name}")
@@ -402,16 +385,8 @@ def test_so_does_that_of_a_server_that_did_not_start(
     assert events.index("incident_finished") < events.index("teardown")
 
 
-@pytest.mark.story
-def test_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
-    server = start_server()
-    os.kill(server.pid, signal.SIGTERM)
-    assert server.process.wait(LONG) == 41
-    assert server.wait_for_the_end() is None
-
-
 @pytest.mark.parametrize(
-    ("fault", "status"), [("kill", ServerExit.KILLED), ("raise ValueError", ServerExit.RAISED), ("exit 0", 84)]
+    ("fault", "status"), [("SIGKILL", ServerExit.KILLED), ("raise ValueError", ServerExit.RAISED), ("exit 0", 84)]
 )
 def test_an_unwritten_crash_ends_the_server_with_its_status(
     start_server: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, status: int
@@ -423,10 +398,7 @@ def test_an_unwritten_crash_ends_the_server_with_its_status(
     for folder in (server.crash_folder / HOST, server.fallback):
         shutil.rmtree(folder / "incidents", ignore_errors=True)
         (folder / "incidents").write_text("a file")
-    if fault == "kill":
-        server.kill("scheduler_TP1")
-    else:
-        server.say(f"tell scheduler_TP1 {fault}")
+    server.strike("scheduler_TP1", fault)
     assert server.process.wait(LONG) == status
     server.wait_for_handler()
     said = capfd.readouterr().err
@@ -461,10 +433,18 @@ def test_a_main_process_that_hangs_in_its_dump_ends(start_server: Start) -> None
 # -- an end that was asked for
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_main_process_is_no_incident(start_server: Start, signum: signal.Signals) -> None:
-    # As a node of rank above 0 has it before 0.5.21, and any server before it serves.
-    server = start_server(catches_sigterm=False)
+@pytest.mark.parametrize(
+    ("catches", "signum", "status"),
+    [
+        pytest.param(True, signal.SIGTERM, 41, marks=pytest.mark.story),
+        # As a node of rank above 0 has it before 0.5.21, and any server before it serves.
+        *((False, signum, -signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
+    ],
+)
+def test_a_server_that_is_asked_to_end_ends_as_before(
+    start_server: Start, catches: bool, signum: signal.Signals, status: int
+) -> None:
+    server = start_server(catches_sigterm=catches)
     os.kill(server.pid, signum)
-    assert server.process.wait(LONG) == -signum
+    assert server.process.wait(LONG) == status
     assert server.wait_for_the_end() is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.triage import Action, ActionKind, Seen, Triage
+from sglang_crashkit.handler.triage import Action, Seen, Triage
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.policy import Event, Mode
 
@@ -41,8 +41,8 @@ def observed(**facts: Any) -> Seen:
 
 
 def in_words(action: Action) -> str:
-    said = action.kind or (action.captures.value if action.do is ActionKind.PERMIT else action.words)
-    return f"{action.do.value}:{said}" if said else action.do.value
+    said = action.kind or (action.captures.value if action.do == "permit" else action.words)
+    return f"{action.do}:{said}" if said else action.do
 
 
 class Story:
@@ -418,12 +418,9 @@ def test_exits_during_a_capture_join_the_incident() -> None:
     triage = Triage(ROOT, BUDGET)
     triage.shutdown.mode = Mode.SERVER
     triage.take(ended(RANK, 0), 1.0)
-    assert [action.do for action in triage.take(ended(OTHER, "SIGKILL"), 1.1)] == [
-        ActionKind.MARK_EXITED,
-        ActionKind.ADD_EXIT,
-    ]
+    assert [action.do for action in triage.take(ended(OTHER, "SIGKILL"), 1.1)] == ["mark_exited", "add_exit"]
     # The second in which it may be a shutdown begins when the capture is done.
-    triage.done(ActionKind.CAPTURE, 3.0)
+    triage.done("capture", 3.0)
     assert triage.next_due(workers_left=True) == 4.0
 
 

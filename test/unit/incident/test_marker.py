@@ -63,6 +63,13 @@ def told(incidents: Path) -> dict[str, Any]:
     return found.document
 
 
+def vanished(incidents: Path, **options: Any) -> dict[str, Any]:
+    """Leave the spool of a server, and return the incident that the next start makes of it."""
+    leave(incidents, **options)
+    assert len(finish_abandoned(incidents)) == 1
+    return told(incidents)
+
+
 def test_a_server_that_was_killed_as_a_whole_is_an_incident_of_its_own(tmp_path: Path) -> None:
     spool = leave(tmp_path)
     (path,) = finish_abandoned(tmp_path)
@@ -108,15 +115,11 @@ def test_an_incident_that_was_just_begun_is_told_by_that_of_its_server(tmp_path:
 
 
 def test_of_another_container_nothing_but_the_lock_tells(tmp_path: Path) -> None:
-    leave(tmp_path, pid=1, pid_namespace=1)
-    assert len(finish_abandoned(tmp_path)) == 1
-    assert told(tmp_path)["cause"]["level"] == "supported"
+    assert vanished(tmp_path, pid=1, pid_namespace=1)["cause"]["level"] == "supported"
 
 
 def test_a_node_that_was_started_anew_is_told(tmp_path: Path) -> None:
-    leave(tmp_path, boot_id="another", age=1e9)
-    finish_abandoned(tmp_path)
-    document = told(tmp_path)
+    document = vanished(tmp_path, boot_id="another", age=1e9)
     assert "The machine was started anew at " in document["verdict"]["text"]
     assert "The kernel's log" not in document["verdict"]["text"]
     booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -153,9 +156,7 @@ def test_the_cgroup_and_the_kernel_are_quoted(tmp_path: Path, monkeypatch: pytes
     killed = "Memory cgroup out of memory: Killed process 7 (python)"
     log.write_text(f"4,1,{now - 9_000_000},-;segfault at 0\n6,2,{now},-;eth0: up\n4,3,{now},-;{killed}\n SUBSYSTEM=x\n")
     monkeypatch.setattr(markers.incident_of, "__defaults__", (str(log),))
-    leave(tmp_path / "incidents", counts=counts, age=1.0 - TOUCH_SECS)
-    finish_abandoned(tmp_path / "incidents")
-    document = told(tmp_path / "incidents")
+    document = vanished(tmp_path / "incidents", counts=counts, age=1.0 - TOUCH_SECS)
     text = document["verdict"]["text"]
     assert f"Its cgroup counts 2 OOM kills since it was launched ({group / 'memory.events'})." in text
     # Another cgroup at the same path, as another container's, counts something else.
@@ -326,17 +327,6 @@ def test_a_marker_names_a_server_program_and_is_touched(spool: Path) -> None:
     assert handler.said == []
 
 
-def test_a_crash_folder_that_somebody_removed_is_told_once(spool: Path) -> None:
-    handler = Handler(spool)
-    handler.begin_written()
-    shutil.rmtree(spool)
-    for _ in range(3):
-        handler.advance()
-        handler.settle()
-    (line,) = handler.said
-    assert line.startswith(f"the marker {handler.path} cannot be kept (No such file or directory): ")
-
-
 def test_a_marker_has_the_command_line_that_a_crash_handler_reads_by_a_helper(spool: Path) -> None:
     handler = Handler(spool)
     handler.marker.create()
@@ -353,28 +343,26 @@ def test_a_marker_has_the_command_line_that_a_crash_handler_reads_by_a_helper(sp
     assert said["arguments"] == hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
 
 
-def test_a_marker_that_was_removed_does_not_come_back(spool: Path) -> None:
+@pytest.mark.parametrize("what", ["folder", "marker", "nothing"])
+def test_a_marker_that_is_gone_or_was_never_made_does_not_come_back(spool: Path, what: str) -> None:
     handler = Handler(spool)
-    handler.begin_written()
-    handler.advance()
-    handler.settle()
-    handler.path.unlink()
+    if what == "nothing":
+        handler.begin()
+    else:
+        handler.begin_written()
+    if what == "folder":
+        shutil.rmtree(spool)
+    elif what == "marker":
+        handler.advance()
+        handler.settle()
+        handler.path.unlink()
     for _ in range(3):
         handler.advance()
         handler.settle()
     assert not handler.path.exists()
-    # The handler itself removed it.
-    assert handler.said == []
-
-
-def test_a_marker_that_could_not_be_made_is_told_once(spool: Path) -> None:
-    handler = Handler(spool)
-    handler.begin()
-    for _ in range(3):
-        handler.advance()
-        handler.settle()
-    (line,) = handler.said
-    assert line.startswith(f"the marker {handler.path} cannot be kept (No such file or directory): ")
+    # The handler itself removed the marker alone; the rest is told once.
+    words = f"the marker {handler.path} cannot be kept (No such file or directory): "
+    assert [line[: len(words)] for line in handler.said] == ([] if what == "marker" else [words])
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(spool: Path) -> None:

@@ -109,6 +109,13 @@ class Server:
         """Send a signal to a rank."""
         os.kill(self.ranks[name], signum)
 
+    def strike(self, name: str, fault: str) -> None:
+        """Have a rank fail by a signal of that name, or as a command says."""
+        if fault.startswith("SIG"):
+            self.kill(name, signal.Signals[fault])
+        else:
+            self.say(f"tell {name} {fault}")
+
     def incidents(self, folder: Path | None = None) -> list[StoredIncident]:
         """Return the incidents on disk."""
         folder = folder or self.crash_folder or self.fallback
@@ -195,7 +202,14 @@ def document_of(server: Server) -> dict[str, Any]:
     """Wait for the server's end, and return its one incident's document and ``folder``."""
     stored = server.wait_for_the_end()
     assert stored is not None, "there is no incident"
-    return stored.document | {"folder": str(stored.path)}
+    return stored.document | {"folder": stored.path}
+
+
+def crash(server: Server, signum: int = signal.SIGKILL, status: int | None = None) -> dict[str, Any]:
+    """Kill the second rank, and return the same once the server has ended, with a status that is known."""
+    server.kill("scheduler_TP1", signum)
+    assert status in (None, server.process.wait(2 * LONG))
+    return document_of(server)
 
 
 def finished(server: Server) -> list[dict[str, Any]]:

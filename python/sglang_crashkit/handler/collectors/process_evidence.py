@@ -78,14 +78,14 @@ def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -
         return
     report.exit = _exit_of(process, raised=raised)
     report.evidence = [piece for piece in report.evidence if piece.kind != "exit"]
-    is_known = process.exit_status().known
+    is_known = process.handle.exit_status().known
     reason = None if is_known else report.exit.detail
     report.evidence.insert(0, Evidence("exit", "captured" if is_known else "failed", reason=reason))
 
 
 def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
     """Return how a dead process ended and why, as far as the evidence goes."""
-    status, noticed = process.exit_status(), iso_time(process.exited_at or 0.0)
+    status, noticed = process.handle.exit_status(), iso_time(process.exited_at or 0.0)
     if process.ended_with_parent:
         detail = "the process, or the thread of it, that had started it ended, and the kernel killed it for that"
         return Exit(status.code, status.signal, "parent_ended", detail, noticed)
@@ -186,7 +186,10 @@ def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: fl
     reports = {process.pid: run.report(process) for process in living}
     for process in living:
         if snapshot is not None:
-            reports[process.pid].samples.append(_sample_of(process.pid))
+            stat = procfs.read_stat(process.pid)
+            state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
+            its = Sample(pid=process.pid, time=clock.now(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
+            reports[process.pid].samples.append(its)
         if not process.is_python:
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
     wanted = {process.pid: process for process in living if process.is_python}
@@ -230,12 +233,15 @@ def take_native_stacks(run: IncidentRun, deadline: float) -> None:
 
 def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
     """Take in, once, the stacks that a dead process wrote when the fatal signal that ended it came."""
-    status = process.exit_status()
+    status = process.handle.exit_status()
     if (status.known and status.signal not in _FAULTS) or any(piece.kind == "fault_stack" for piece in report.evidence):
         return
     start_ticks = process.handle.start_ticks
     hooks = read_stack_hooks(runtime, process.pid, start_ticks)
-    text = _read(HookFiles.of(runtime, process.pid, start_ticks).fault)
+    text = ""
+    with contextlib.suppress(OSError):
+        fault = HookFiles.of(runtime, process.pid, start_ticks).fault
+        text = read_regular(fault, _MAX_FAULT_BYTES).decode(errors="replace")
     if hooks is None or not text:
         if status.known:
             reason = "it wrote none" if hooks else "faulthandler was not enabled in it"
@@ -355,16 +361,3 @@ def _write(
 
 def _is_first(snapshot: int | None) -> bool:
     return snapshot is None or snapshot == 1
-
-
-def _sample_of(pid: int) -> Sample:
-    stat = procfs.read_stat(pid)
-    state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
-    return Sample(pid=pid, time=clock.now(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_regular(path, _MAX_FAULT_BYTES).decode(errors="replace")
-    except OSError:
-        return ""

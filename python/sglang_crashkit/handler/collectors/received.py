@@ -9,27 +9,28 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from sglang_crashkit import __version__
+from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
+from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.collectors.requests import add_journal, export_requests
-from sglang_crashkit.handler.findings import divergence_of
-from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
+from sglang_crashkit.handler.heartbeats import Heartbeats, Pauses, modes_of
 from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.pauses import Pauses
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.folder import REQUESTS
+from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.memory.ring import LogRecord, RingError, is_ring, read_blob, read_log
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
 from sglang_crashkit.model import incident, lenient
-from sglang_crashkit.model.incident import MAX_RIDS, Evidence, EvidenceKind, InStep, iso_time
+from sglang_crashkit.model.incident import MAX_RIDS, Divergence, Evidence, EvidenceKind, Incident, InStep, iso_time
 from sglang_crashkit.model.step import PHASES, Step
 from sglang_crashkit.protocol import Message
 from sglang_crashkit.redact import redact_prompts, redact_text, secrets_of_arguments
@@ -106,15 +107,11 @@ def _guarded(kind: EvidenceKind, gather: Callable[..., Evidence], *arguments: An
 
 @dataclass(eq=False)
 class Held:
-    """A piece of memory: who writes it, or wrote it, and the descriptor by which it is held.
-
-    Attributes:
-        modes: of a record of steps, names of the forward modes by their number.
-    """
+    """A piece of memory: who writes it, or wrote it, and the descriptor by which it is held."""
 
     process: TrackedProcess
     descriptor: int
-    modes: Mapping[int, str] = field(default_factory=dict)
+    modes: Mapping[int, str]  # of a record of steps, names of the forward modes by their number
 
     @property
     def is_of_dead(self) -> bool:
@@ -123,13 +120,7 @@ class Held:
 
 
 class HeldMemory:
-    """The memory of one kind, of this server.
-
-    Attributes:
-        held: all of it.
-        taken: that of dead processes that the current incident has.
-        dropped: how many pieces were given back before any incident had them.
-    """
+    """The memory of one kind, of this server."""
 
     #: What is in it, for messages; and so many pieces of dead processes are held, and of each living one. A tokenizer
     #: worker that ends by itself is started anew for ever, and a program may make one engine after the other.
@@ -139,8 +130,8 @@ class HeldMemory:
 
     def __init__(self) -> None:
         self.held: list[Held] = []
-        self.taken: list[Held] = []
-        self.dropped = 0
+        self.taken: list[Held] = []  # that of dead processes that the current incident has
+        self.dropped = 0  # how many pieces were given back before any incident had them
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
         """Hold what a process passed on as `descriptor`, of this process; that stays open.
@@ -291,6 +282,40 @@ class StepRecords(HeldMemory):
         piece = write_piece("steps", run.folder.write_text, name, lines)
         piece.seconds = round(time.monotonic() - began, 3)
         return piece
+
+
+def divergence_of(
+    incident: Incident, steps: Mapping[int, Sequence[Step]], folder: Path, opened: float, read_at: float
+) -> Divergence | None:
+    """Return what an incident tells of it; None where no rank noted its steps, or none has another to agree with.
+
+    Args:
+        incident: with its processes.
+        steps: the last steps of the schedulers, by pid, without their requests: steps are compared by their hashes.
+        folder: the incident's, which has the steps with their requests.
+        opened: since when the incident is gathered, in seconds of the monotonic clock.
+        read_at: when the first of the steps were read, by the same clock.
+    """
+    name = "the hang was noticed" if incident.kind == "hang" else "the incident"
+    moment = Moment(opened, name, read_at)
+    ranks = [
+        RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid)
+        for report in sorted(incident.processes, key=lambda report: report.pid)
+        if report.is_rank
+    ]
+    if not any(one.steps for one in ranks):
+        return None
+    try:
+        found = find_divergence(ranks, moment)
+        if found is not None and found.step is not None:
+            told = {one.pid: one.steps for one in read_steps(folder, found.step)}
+            whole = [replace(one, steps=[*one.steps, *told.get(one.pid, ())]) for one in ranks]
+            found = find_divergence(whole, moment) or found
+    except Exception:
+        # What is known beside it is worth more.
+        logger.exception("the steps of the ranks cannot be compared")
+        return None
+    return found
 
 
 class ProcessLogs(HeldMemory):
@@ -445,7 +470,8 @@ class ServerEnvironment:
         from sglang_crashkit.capture import environment
 
         root, now, told = tree.root, clock.now(), self._told()
-        arguments = self.arguments()
+        arguments, versions = self.arguments(), told.get("versions")
+        known = {"sglang-crashkit": __version__} | (versions if isinstance(versions, dict) else {})
         words = procfs.read_cmdline(root.pid)
         sizes = {name: arguments.get(f"{name}_size", arguments.get(name)) for name in _SIZES}
         # This process is in the same cgroups and the same container, and has the same environment.
@@ -458,7 +484,7 @@ class ServerEnvironment:
             ),
             "model": lambda: arguments.get("model_path"),
             "parallel": lambda: {name: value for name, value in sizes.items() if type(value) is int},
-            "versions": lambda: _versions(told, environment.read_driver()),
+            "versions": lambda: known | ({"driver": driver} if (driver := environment.read_driver()) else {}),
             "place": lambda: environment.read_place(pid, os.environ),
             "cgroup": lambda: environment.read_cgroups(pid),
             "host": environment.read_host,
@@ -495,12 +521,6 @@ class ServerEnvironment:
             logger.warning("what the server reported of its launch cannot be read: %s", error)
             return {}
         return told if isinstance(told, dict) else {}
-
-
-def _versions(told: Mapping[str, Any], driver: str | None) -> dict[str, str]:
-    versions = told.get("versions")
-    known = {"sglang-crashkit": __version__} | (versions if isinstance(versions, dict) else {})
-    return known | ({"driver": driver} if driver else {})
 
 
 def _environment_in_short(document: Mapping[str, Any]) -> dict[str, Any]:

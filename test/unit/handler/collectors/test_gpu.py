@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.model.flight_dump import parse_dump, read_bytes
 from unit.support.flight_dumps import document, entry, pickled
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
-from unit.support.server_driver import HOST, Server, document_of, events_of, report_of
+from unit.support.server_driver import HOST, Server, crash, document_of, events_of, report_of
 from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -92,8 +91,7 @@ def test_an_incident_has_what_became_of_the_gpus(start_server: Start, driver: Dr
     server = start_server(environ=driver.environ)
     watcher = strike(server, driver, tmp_path)
     driver.say(replay=19, pids=f"0 {server.ranks['scheduler_TP0']} {119 * GIB}")
-    server.kill("scheduler_TP1")
-    told = document_of(server)
+    told = crash(server)
     gpus, level = told["gpus"], "established" if is_host_namespace() else "supported"
     first = gpus["devices"][0]
     assert first["processes"] == [
@@ -133,8 +131,7 @@ def test_a_hanging_driver_costs_neither_incident_nor_earlier_facts(
     if not from_the_start:
         strike(server, driver, tmp_path)
         driver.say(mode="hang_all")
-    server.kill("scheduler_TP1")
-    told = document_of(server)
+    told = crash(server)
     assert told["complete"]
     assert facts_of(told)["status"] == "failed"
     first, *others, last = told["gpus"]["lines"]
@@ -155,8 +152,7 @@ def test_without_a_gpu_or_switched_off_nobody_is_asked(
     if not environ and Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
     server = start_server(environ=(driver.environ if environ else {}) | environ)
-    server.kill("scheduler_TP1")
-    told = document_of(server)
+    told = crash(server)
     assert told["gpus"] is None
     piece = facts_of(told)
     assert piece["status"] == "skipped"
@@ -214,22 +210,10 @@ def record_gloo(server: Server, tmp_path: Path, rank: int, content: dict[str, An
     assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
 
 
-def crash(server: Server, status: int = ServerExit.KILLED) -> dict[str, Any]:
-    """Kill the second rank, and return the incident once the server has ended."""
-    server.kill("scheduler_TP1")
-    assert server.process.wait(2 * LONG) == status
-    return stored_of(server)
-
-
-def stored_of(server: Server) -> dict[str, Any]:
-    stored = server.wait_for_the_end()
-    assert stored is not None
-    return told_by(stored)
-
-
-def told_by(stored: StoredIncident) -> dict[str, Any]:
-    assert stored.document is not None
-    return stored.document | {"folder": stored.path, "summary": (stored.path / "summary.md").read_text()}
+def finished_of(server: Server) -> dict[str, Any]:
+    """Return the incident of a server that goes on."""
+    stored = server.incident()
+    return stored.document | {"folder": stored.path}
 
 
 def piece_of(told: dict[str, Any], title: str, kind: str = "flight_recorder") -> dict[str, Any]:
@@ -243,7 +227,7 @@ def test_the_dump_of_the_survivor_is_kept(start_recording: Start, record: Record
     server = start_recording()
     record(server, 0, pickled(WAITING))
     record(server, 1, pickled(WAITING))
-    told = crash(server)
+    told = crash(server, status=ServerExit.KILLED)
     piece = piece_of(told, "scheduler_TP0")
     assert (piece["status"], piece["path"]) == ("captured", "gpu/flight_recorder_0")
     assert len(parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries) == 10
@@ -263,7 +247,7 @@ def test_a_hang_names_the_rank_that_is_behind(start_recording: Start, record: Re
         assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
     for rank in (0, 1):
         assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
-    told = told_by(server.incident())
+    told = finished_of(server)
     finding = told["collectives"]["findings"][0]
     assert (finding["kind"], finding["level"]) == ("behind", "established")
     assert finding["pids"] == [server.ranks["scheduler_TP1"]]
@@ -283,7 +267,7 @@ def test_without_nccl_gloo_names_the_rank_that_is_behind(start_recording: Start,
         record_gloo(server, tmp_path, rank, content)
     for rank in (0, 1):
         assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
-    told = told_by(server.incident())
+    told = finished_of(server)
     (finding,) = told["collectives"]["findings"]
     assert (finding["kind"], finding["pids"], finding["waiting_pids"]) == (
         "behind",
@@ -302,7 +286,7 @@ def test_without_nccl_gloo_names_the_rank_that_is_behind(start_recording: Start,
 def test_a_rank_holding_the_gil_says_why_gloo_is_missing(start_recording: Start) -> None:
     server = start_recording()
     server.say("tell scheduler_TP0 hold_the_lock")
-    told = crash(server)
+    told = crash(server, status=ServerExit.KILLED)
     piece = piece_of(told, "scheduler_TP0", "gloo_flight_recorder")
     reason = "not whole within 2.0 s: no answer, the GIL is not to be had"
     assert (piece["status"], piece["reason"]) == ("failed", reason)
@@ -315,7 +299,7 @@ def test_the_budget_of_the_incident_holds(start_recording: Start, record: Record
     server.kill("scheduler_TP1")
     # On a busy machine the server's end does not wait for so short an incident.
     server.process.wait(2 * LONG)
-    piece = piece_of(stored_of(server), "scheduler_TP0")
+    piece = piece_of(document_of(server), "scheduler_TP0")
     assert piece["status"] == "failed"
     within = re.match(r"not whole within (.*) s: no file appeared", piece["reason"])
     assert within is not None, piece
@@ -335,7 +319,7 @@ def test_a_bad_dump_is_a_failed_piece_and_no_more(
 ) -> None:
     server = start_recording()
     record(server, 0, content, how=how)
-    told = crash(server)
+    told = crash(server, status=ServerExit.KILLED)
     piece = piece_of(told, "scheduler_TP0")
     assert piece["status"] == "failed"
     assert reason in piece["reason"]
@@ -347,7 +331,7 @@ def test_a_stopped_rank_is_not_asked(start_recording: Start, record: Record) -> 
     server = start_recording()
     record(server, 0, pickled(WAITING))
     server.kill("scheduler_TP0", signal.SIGSTOP)
-    piece = piece_of(crash(server), "scheduler_TP0")
+    piece = piece_of(crash(server, status=ServerExit.KILLED), "scheduler_TP0")
     assert (piece["status"], piece["reason"]) == ("skipped", "it is stopped and reads no pipe")
 
 
@@ -359,7 +343,7 @@ def test_what_pytorch_wrote_before_it_ended_a_rank_is_taken(
     pid = server.ranks["scheduler_TP1"]
     (told_at,) = server.runtime.glob(f"{pid}-*.flight")
     Path(f"{json.loads(told_at.read_text())['dump_stem']}1").write_bytes(pickled(WAITING))
-    told = crash(server)
+    told = crash(server, status=ServerExit.KILLED)
     piece = piece_of(told, "scheduler_TP1")
     assert (piece["status"], piece["path"]) == ("captured", "gpu/flight_recorder_1")
     assert piece["reason"] == "PyTorch had written it by itself"
@@ -378,13 +362,13 @@ def test_a_rank_that_raised_answers_for_gloo_before_it_ends(start_recording: Sta
     server.say("tell scheduler_TP1 raise boom")
     server.say("tell scheduler_TP1 exit 0")
     assert server.process.wait(2 * LONG) == ServerExit.RAISED
-    piece = piece_of(stored_of(server), "scheduler_TP1", "gloo_flight_recorder")
+    piece = piece_of(document_of(server), "scheduler_TP1", "gloo_flight_recorder")
     assert (piece["status"], piece["reason"]) == ("captured", None)
 
 
 def test_nothing_is_left_behind(start_recording: Start, record: Record, tmp_path: Path) -> None:
     server = start_recording()
     record(server, 0, pickled(WAITING))
-    crash(server)
+    crash(server, status=ServerExit.KILLED)
     wait_until(lambda: not server.runtime.exists(), "the handler cleans up")
     assert list((tmp_path / "crash" / HOST / "flight_recorder").glob("*")) == []

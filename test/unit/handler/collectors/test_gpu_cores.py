@@ -15,10 +15,9 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import StoredIncident
 from unit.capture.cuda_core.synthetic_core import failed_core
 from unit.support.flight_dumps import document, entry, pickled
-from unit.support.server_driver import HOST, Server, events_of, piece_of, report_of
+from unit.support.server_driver import HOST, Server, crash, document_of, events_of, piece_of, report_of
 from unit.support.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -63,17 +62,8 @@ def cuda_gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     return behaves
 
 
-def crash(server: Server, status: int = ServerExit.KILLED) -> StoredIncident:
-    """Kill a rank, and return the incident once the server has ended."""
-    server.kill("scheduler_TP1")
-    assert server.process.wait(2 * LONG) == status
-    stored = server.wait_for_the_end()
-    assert stored is not None
-    return stored
-
-
-def core_of(server: Server, stored: StoredIncident, title: str) -> dict[str, Any]:
-    report = report_of(stored.document, title)
+def core_of(server: Server, document: dict[str, Any], title: str) -> dict[str, Any]:
+    report = report_of(document, title)
     assert report["pid"] == server.ranks[title]
     found = [piece for piece in report["evidence"] if piece["kind"] == "cuda_core"]
     assert len(found) <= 1
@@ -116,48 +106,46 @@ def test_a_core_is_waited_for_or_the_reason_is_said(
         assert server.ask(f"tell scheduler_TP0 cuda {'60 1' if how == 'stopped' else how}") == "listening"
     if how == "stopped":
         server.kill("scheduler_TP0", signal.SIGSTOP)
-    stored = crash(server)
-    piece = core_of(server, stored, "scheduler_TP0")
+    told = crash(server, status=ServerExit.KILLED)
+    piece = core_of(server, told, "scheduler_TP0")
     assert (piece["status"], piece["reason"] is None) == (status, reason is None), piece
     assert reason is None or re.match(reason, piece["reason"]), piece
     if status == "skipped":
         assert list((tmp_path / "crash" / HOST).glob("core.cuda.*")) == []
     if how.endswith("foreign"):
         # Without cuda-gdb the core is kept, and how to read it is said.
-        report = report_of(stored.document, "scheduler_TP0")
+        report = report_of(told, "scheduler_TP0")
         read = piece_of(report, "gpu_kernels")
-        core = (stored.path / piece["path"]).resolve()
-        assert (read["status"], report["gpu"], stored.document["complete"]) == ("skipped", [], True)
+        core = (told["folder"] / piece["path"]).resolve()
+        assert (read["status"], report["gpu"], told["complete"]) == ("skipped", [], True)
         assert read["reason"] == f"cuda-gdb is not installed; next, where it is: sglang-crashkit core {core}"
-        assert f"sglang-crashkit core {core}" in (stored.path / "summary.md").read_text()
+        assert f"sglang-crashkit core {core}" in (told["folder"] / "summary.md").read_text()
     if how == "":
-        assert "cuda_cores_asked" not in events_of(stored.document)
+        assert "cuda_cores_asked" not in events_of(told)
 
 
 def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start, cuda_gdb: Behaves) -> None:
     # Longer than the whole budget of the incident, and than what the server waits for by itself.
     server = start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="4", SGLANG_CRASHKIT_END_SECS="1")
     assert server.ask("tell scheduler_TP0 cuda 5 1") == "listening"
-    stored = crash(server)
-    piece = core_of(server, stored, "scheduler_TP0")
+    told = crash(server, status=ServerExit.KILLED)
+    piece = core_of(server, told, "scheduler_TP0")
     assert (piece["status"], piece["reason"]) == ("captured", None)
     assert piece["seconds"] > 4.0
-    path = (stored.path / piece["path"]).resolve()
+    path = (told["folder"] / piece["path"]).resolve()
     assert is_whole_core(path)
     assert path.stat().st_mode & 0o077 == 0
-    report = report_of(stored.document or {}, "scheduler_TP0")
+    report = report_of(told, "scheduler_TP0")
     assert report["gpu"] == [KERNEL, FAILURE]
-    assert (stored.path / piece_of(report, "gpu_kernels")["path"]).read_text() == CORE
-    assert f"- GPU: {KERNEL}" in (stored.path / "summary.md").read_text()
-    assert (
-        f"sglang::scheduler_TP0 (pid {report['pid']}) had on its GPU: {FAILURE}" in stored.document["verdict"]["text"]
-    )
-    assert stored.document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
-    events = [entry["event"] for entry in stored.document["timeline"]]
+    assert (told["folder"] / piece_of(report, "gpu_kernels")["path"]).read_text() == CORE
+    assert f"- GPU: {KERNEL}" in (told["folder"] / "summary.md").read_text()
+    assert f"sglang::scheduler_TP0 (pid {report['pid']}) had on its GPU: {FAILURE}" in told["verdict"]["text"]
+    assert told["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    events = [entry["event"] for entry in told["timeline"]]
     assert events.count("budget_spent") == 0
     assert events.index("requests_saved") < events.index("cuda_cores_asked") < events.index("teardown")
     # The dead rank has none to give.
-    assert core_of(server, stored, "scheduler_TP1") == {}
+    assert core_of(server, told, "scheduler_TP1") == {}
 
 
 @pytest.mark.story
@@ -174,10 +162,10 @@ def test_the_core_of_a_rank_whose_gpu_failed_is_read(
     else:
         server.kill("scheduler_TP1", signal.SIGABRT)
     assert server.process.wait(2 * LONG) == (ServerExit.RAISED if raises else 128 + signal.SIGABRT)
-    stored = server.wait_for_the_end()
-    assert core_of(server, stored, "scheduler_TP1")["status"] == "captured"
-    assert report_of(stored.document, "scheduler_TP1")["gpu"] == [KERNEL, FAILURE]
-    assert raises or f"had on its GPU: {FAILURE}." in stored.document["verdict"]["text"]
+    told = document_of(server)
+    assert core_of(server, told, "scheduler_TP1")["status"] == "captured"
+    assert report_of(told, "scheduler_TP1")["gpu"] == [KERNEL, FAILURE]
+    assert raises or f"had on its GPU: {FAILURE}." in told["verdict"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -193,9 +181,9 @@ def test_a_core_that_cuda_gdb_does_not_bear_costs_no_more_than_its_account(
     cuda_gdb(script)
     server = start_gpu_server(SGLANG_CRASHKIT_EXIT_SECS="12")
     assert server.ask("tell scheduler_TP0 cuda 0.1 1") == "listening"
-    stored = crash(server)
-    piece = piece_of(report_of(stored.document, "scheduler_TP0"), "gpu_kernels")
-    assert (piece["status"], stored.document["complete"]) == ("failed", True)
+    told = crash(server, status=ServerExit.KILLED)
+    piece = piece_of(report_of(told, "scheduler_TP0"), "gpu_kernels")
+    assert (piece["status"], told["complete"]) == ("failed", True)
     assert why in piece["reason"]
     assert "; next: sglang-crashkit core /" in piece["reason"]
 
@@ -207,10 +195,10 @@ def test_a_core_of_the_drivers_own_is_waited_for(start_gpu_server: Start, cuda_g
     (tmp_path / f"corepipe.cuda.{server.ranks['scheduler_TP0']}").write_bytes(b"1")
     folder = tmp_path / "crash" / HOST
     wait_until(lambda: list(folder.glob("core.cuda.*")), "the core has begun")
-    stored = crash(server)
-    assert core_of(server, stored, "scheduler_TP0")["status"] == "captured"
+    told = crash(server, status=ServerExit.KILLED)
+    assert core_of(server, told, "scheduler_TP0")["status"] == "captured"
     assert len(list(folder.glob("core.cuda.*"))) == 1
-    assert FAILURE in report_of(stored.document, "scheduler_TP0")["gpu"]
+    assert FAILURE in report_of(told, "scheduler_TP0")["gpu"]
 
 
 def test_a_core_of_an_earlier_process_is_not_taken(start_gpu_server: Start, tmp_path: Path) -> None:
@@ -218,7 +206,7 @@ def test_a_core_of_an_earlier_process_is_not_taken(start_gpu_server: Start, tmp_
     path = tmp_path / "crash" / HOST / f"core.cuda.1.{server.ranks['scheduler_TP1']}"
     path.write_bytes(failed_core())
     os.utime(path, (1.0, 1.0))
-    assert core_of(server, crash(server), "scheduler_TP1") == {}
+    assert core_of(server, crash(server, status=ServerExit.KILLED), "scheduler_TP1") == {}
 
 
 def test_the_flight_recorder_comes_before_the_core(start_gpu_server: Start, tmp_path: Path) -> None:
@@ -229,7 +217,7 @@ def test_the_flight_recorder_comes_before_the_core(start_gpu_server: Start, tmp_
     server = start_gpu_server(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", SGLANG_CRASHKIT_FLIGHT_FOLDER=folder)
     assert server.ask(f"tell scheduler_TP0 nccl 0 {content} {dump_secs}") == "listening"
     assert server.ask("tell scheduler_TP0 cuda 1 1") == "listening"
-    told = crash(server).document
+    told = crash(server, status=ServerExit.KILLED)
     evidence = {piece["kind"]: piece for piece in report_of(told, "scheduler_TP0")["evidence"]}
     assert [evidence[kind]["status"] for kind in ("stack", "flight_recorder", "cuda_core")] == ["captured"] * 3
     times = {event["event"]: datetime.fromisoformat(event["time"][:-1]) for event in told["timeline"]}
@@ -243,8 +231,8 @@ def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None
     server = start_gpu_server(**{WAIT: "60", "SGLANG_CRASHKIT_EXIT_SECS": "8", "SGLANG_CRASHKIT_END_SECS": "1"})
     assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
     before = time.monotonic()
-    stored = crash(server)
-    piece = core_of(server, stored, "scheduler_TP0")
+    told = crash(server, status=ServerExit.KILLED)
+    piece = core_of(server, told, "scheduler_TP0")
     assert piece["status"] == "failed"
     reason = "cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS (8 s): "
     assert piece["reason"].startswith(reason)
@@ -258,15 +246,15 @@ def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None
 def test_a_core_that_grows_too_long_is_cut_short(start_gpu_server: Start) -> None:
     server = start_gpu_server(SGLANG_CRASHKIT_MAX_CORE_MB="0.00195313")
     assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
-    stored = crash(server)
-    piece = core_of(server, stored, "scheduler_TP0")
+    told = crash(server, status=ServerExit.KILLED)
+    piece = core_of(server, told, "scheduler_TP0")
     assert piece["status"] == "failed"
     pid = server.ranks["scheduler_TP0"]
     assert piece["reason"].startswith(
         f"cut short, that of process {pid} takes more than SGLANG_CRASHKIT_MAX_CORE_MB (0.00195312 MB): "
     )
     assert piece["reason"].endswith(" bytes so far")
-    (event,) = (entry for entry in stored.document["timeline"] if entry["event"] == "cuda_cores_cut_short")
+    (event,) = (entry for entry in told["timeline"] if entry["event"] == "cuda_cores_cut_short")
     assert event["bytes"] == {str(pid): 4096}
 
 
@@ -276,6 +264,6 @@ def test_the_end_of_the_server_ends_the_wait(start_gpu_server: Start, tmp_path: 
     server.kill("scheduler_TP1")
     wait_until(lambda: list((tmp_path / "crash" / HOST).glob("core.cuda.*")), "the core has begun")
     server.process.kill()
-    piece = core_of(server, server.wait_for_the_end(), "scheduler_TP0")
+    piece = core_of(server, document_of(server), "scheduler_TP0")
     assert piece["status"] == "failed"
     assert "ended" in piece["reason"]

@@ -17,7 +17,7 @@ from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks, describe
 from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.model.sample import Frame, Thread
-from unit.support.server_driver import Server, document_of, events_of, report_of
+from unit.support.server_driver import Server, crash, document_of, events_of, report_of
 from unit.support.server_driver import piece_of as one_piece_of
 from unit.support.targets import make_tool, state_of
 from unit.support.waiting import child, wait_until
@@ -33,13 +33,7 @@ def pieces_of(document: dict[str, Any], title: str, kind: str) -> list[dict[str,
 def piece_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
     """Return a piece, with its text."""
     piece = one_piece_of(report_of(document, title), kind)
-    return piece | {"text": (Path(document["folder"]) / piece["path"]).read_text() if piece["path"] else ""}
-
-
-def end_by(server: Server, signum: int = signal.SIGKILL) -> dict[str, Any]:
-    """End a rank of a server, and return the incident."""
-    server.kill("scheduler_TP1", signum)
-    return document_of(server)
+    return piece | {"text": (document["folder"] / piece["path"]).read_text() if piece["path"] else ""}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +68,7 @@ def with_tool(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 def test_where_py_spy_does_not_serve_every_process_tells_itself(
     start_server: Start, with_tool: Callable[[str], dict[str, str]], script: str
 ) -> None:
-    document = end_by(start_server(environ=with_tool(script)))
+    document = crash(start_server(environ=with_tool(script)))
     for title in ("scheduler_TP0", "detokenizer"):
         piece = piece_of(document, title, "stack")
         assert (piece["status"], piece["source"]) == ("captured", "in-process")
@@ -83,7 +77,7 @@ def test_where_py_spy_does_not_serve_every_process_tells_itself(
     assert report_of(document, "scheduler_TP0")["doing"][0].startswith("wait_for_a_command (")
     (root,) = [process for process in document["processes"] if process["role"] == "server"]
     assert one_piece_of(root, "stack")["source"] == "in-process"
-    assert "stack: captured by in-process (stacks/" in (Path(document["folder"]) / "summary.md").read_text()
+    assert "stack: captured by in-process (stacks/" in (document["folder"] / "summary.md").read_text()
 
 
 def test_faulthandler_tells_of_a_lock_held_in_c(
@@ -92,7 +86,7 @@ def test_faulthandler_tells_of_a_lock_held_in_c(
     server = start_server(environ=with_tool(HANGS))
     server.say("tell scheduler_TP0 hold_the_lock")
     wait_until(lambda: state_of(server.ranks["scheduler_TP0"]) == "S", "it holds the lock")
-    document = end_by(server)
+    document = crash(server)
     piece = piece_of(document, "scheduler_TP0", "stack")
     assert (piece["status"], piece["source"]) == ("captured", "faulthandler")
     assert "py-spy did not end" in piece["reason"]
@@ -136,12 +130,12 @@ def test_what_a_fatal_signal_ended_left_its_own_last_stack(
     start_server: Start, capfd: pytest.CaptureFixture[str], signum: int, error: str
 ) -> None:
     server = start_server()
-    document = end_by(server, signum)
+    document = crash(server, signum)
     assert report_of(document, "scheduler_TP1")["exit"]["signal"] == signal.Signals(signum).name
     piece = piece_of(document, "scheduler_TP1", "fault_stack")
     assert (piece["status"], piece["source"]) == ("captured", "faulthandler")
     assert piece["text"].startswith(f"Fatal Python error: {error}\n")
-    stored = json.loads((Path(document["folder"]) / piece["path"]).with_suffix(".json").read_text())
+    stored = json.loads((document["folder"] / piece["path"]).with_suffix(".json").read_text())
     assert stored["threads"][0]["frames"][0]["function"] == "wait_for_a_command"
     assert report_of(document, "scheduler_TP1")["doing"][0].startswith("wait_for_a_command (")
     assert pieces_of(document, "scheduler_TP0", "fault_stack") == []
@@ -182,7 +176,7 @@ def test_the_thread_that_a_fatal_signal_hit_is_known(tmp_path: Path, text: str, 
 
 
 def test_native_stacks_are_taken_when_asked_for(start_server: Start) -> None:
-    document = end_by(start_server(environ={"SGLANG_CRASHKIT_NATIVE": "1"}))
+    document = crash(start_server(environ={"SGLANG_CRASHKIT_NATIVE": "1"}))
     piece = piece_of(document, "scheduler_TP0", "native_stack")
     assert (piece["status"], piece["source"]) == ("captured", "py-spy")
     assert "native_stacks" in events_of(document)

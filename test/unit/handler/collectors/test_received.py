@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.memory.ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS, LastSteps, StepReader, StepWriter
 from sglang_crashkit.model.incident import Evidence
-from unit.support.server_driver import Server, document_of, piece_of, report_of
+from unit.support.server_driver import Server, crash, document_of, piece_of, report_of
 from unit.support.tracked import begin_incident
 from unit.support.waiting import descriptors, wait_until
 
@@ -46,31 +45,20 @@ def lines_of(document: dict[str, Any], process: dict[str, Any]) -> list[dict[str
     piece = piece_of(process, "steps")
     assert piece["status"] == "captured", piece
     assert piece["path"] == f"ranks/{process['title'].removeprefix('sglang::')}-{process['pid']}.steps.jsonl"
-    path = Path(document["folder"]) / piece["path"]
+    path = document["folder"] / piece["path"]
     assert path.stat().st_mode & 0o077 == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def kill_server(server: Server) -> None:
-    server.process.kill()
-
-
 @pytest.mark.parametrize(
-    "end",
-    [
-        pytest.param(lambda server: server.kill("scheduler_TP1"), id="SIGKILL", marks=pytest.mark.story),
-        pytest.param(lambda server: server.kill("scheduler_TP1", signal.SIGSEGV), id="SIGSEGV"),
-        pytest.param(lambda server: server.say("tell scheduler_TP1 abort"), id="abort"),
-        pytest.param(lambda server: server.say("tell scheduler_TP1 exit 3"), id="exit"),
-        pytest.param(lambda server: server.say("tell scheduler_TP1 raise no room"), id="exception"),
-        pytest.param(kill_server, id="the server is killed"),
-    ],
+    "fault", [pytest.param("SIGKILL", marks=pytest.mark.story), "SIGSEGV", "abort", "exit 3", "raise no room", None]
 )
-def test_the_steps_of_every_rank_are_there_however_one_ended(
-    start_server: Start, end: Callable[[Server], None]
-) -> None:
+def test_the_steps_of_every_rank_are_there_however_one_ended(start_server: Start, fault: str | None) -> None:
     server = stepping(start_server())
-    end(server)
+    if fault is None:
+        server.process.kill()
+    else:
+        server.strike("scheduler_TP1", fault)
     document = document_of(server)
     hashes = []
     for name in RANKS:
@@ -101,7 +89,7 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
     assert {line["size"] for line in lines} == {100}
     assert [len(line["requests"]) for line in process["steps"]["last"]] == [8] * 5
     assert (process["steps"]["in_step"]["size"], len(process["steps"]["in_step"]["rids"])) == (100, 64)
-    assert (Path(document["folder"]) / "incident.json").stat().st_size < 60_000
+    assert (document["folder"] / "incident.json").stat().st_size < 60_000
 
 
 @pytest.mark.parametrize("environ", [{}, {"SGLANG_CRASHKIT_STEPS": "0"}])
@@ -217,9 +205,8 @@ def test_what_could_not_be_searched_in_time_is_withheld() -> None:
 @pytest.mark.story
 def test_a_killed_rank_leaves_its_log_and_the_servers_environment(start_server: Start) -> None:
     server = start_server()
-    server.kill("scheduler_TP1")
-    document = document_of(server)
-    folder = Path(document["folder"])
+    document = crash(server)
+    folder = document["folder"]
     for title in ("scheduler_TP0", "scheduler_TP1", "detokenizer"):
         piece = piece_of(report_of(document, title), "log")
         assert piece["path"] == f"logs/{title}-{server.ranks[title]}.log"
@@ -242,6 +229,6 @@ def test_a_killed_servers_launch_facts_are_told(start_server: Start) -> None:
     server.process.kill()
     document = document_of(server)
     assert document["environment"]["model"] == "tiny"
-    assert "fake_server.py" in json.loads((Path(document["folder"]) / "environment.json").read_text())["command_line"]
+    assert "fake_server.py" in json.loads((document["folder"] / "environment.json").read_text())["command_line"]
     piece = piece_of(report_of(document, "scheduler_TP0"), "log")
     assert (piece["status"], piece["reason"]) == ("skipped", received.OFF)

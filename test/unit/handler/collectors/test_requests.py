@@ -45,13 +45,16 @@ def told(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return requests, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.story
-def test_a_killed_server_leaves_its_requests_in_the_incident(start_server: Start) -> None:
-    server = start_server(journals=True)
+@pytest.mark.parametrize("saves", [pytest.param(False, marks=pytest.mark.story), True])
+def test_a_killed_server_leaves_its_requests_in_the_incident(start_server: Start, saves: bool) -> None:
+    server = start_server(journals=True, dump_secs=60)
     server.ask("ask first one two three")
     server.ask("ask second hello")
     server.ask("answer first")
     wait_until(lambda: len(rings(server)) == 1, "the handler has the journal")
+    if saves:
+        server.kill("scheduler_TP1")
+        assert server.line() == "sigquit"
     server.process.kill()
     requests, lines = told(server)
     assert (requests["source"], requests["finished"], requests["unfinished"]) == ("journal", 1, 1)
@@ -81,17 +84,6 @@ def test_a_rank_in_no_step_has_those_suspected_that_wait(start_server: Start, st
     server.kill("scheduler_TP1", signal.SIGSEGV)
     (told,) = server.wait_for_the_end().document["suspects"]
     assert (told["rid"], told["level"]) == (suspect, "supported")
-
-
-def test_a_server_killed_while_it_saves_leaves_requests(start_server: Start) -> None:
-    server = start_server(journals=True, dump_secs=60)
-    server.ask("ask only hello")
-    server.kill("scheduler_TP1")
-    assert server.line() == "sigquit"
-    server.process.kill()
-    requests, lines = told(server)
-    assert requests["source"] == "journal"
-    assert [(line["rid"], line["state"]) for line in lines] == [("only", "unfinished")]
 
 
 def worker(pid: int, exited_at: float | None = None) -> TrackedProcess:

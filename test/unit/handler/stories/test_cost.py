@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -42,19 +42,26 @@ def flood(server: Server, count: int) -> None:
             sender.send(words[number % len(words)])
 
 
-def test_ten_thousand_events_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
-    server = start_server()
+@contextlib.contextmanager
+def leaving_nothing(server: Server) -> Iterator[None]:
+    """Check that the handler has afterwards what it had before, once the server has settled."""
     handler = psutil.Process(server.handler.pid)
-    flood(server, 500)
     server.settle()
     before, memory = held(handler.pid), handler.memory_info().rss
-    flood(server, EVENTS)
+    yield
     server.settle()
     assert held(handler.pid) == before
     assert handler.memory_info().rss - memory < SLACK
     # The one that reads for it stays.
     assert len(handler.children()) <= 1
     assert server.incidents() == []
+
+
+def test_ten_thousand_events_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    flood(server, 500)
+    with leaving_nothing(server):
+        flood(server, EVENTS)
     # It is still there for what counts.
     server.kill("scheduler_TP1")
     assert server.line() == "sigquit"
@@ -66,17 +73,10 @@ def test_ten_thousand_events_leave_nothing_behind(start_server: Callable[..., Se
 @pytest.mark.timeout(600)
 def test_ten_thousand_processes_that_come_and_go_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
     server = start_server()
-    handler = psutil.Process(server.handler.pid)
     come_and_go(server)
-    server.settle()
-    before, memory = held(handler.pid), handler.memory_info().rss
-    for _ in range(EVENTS // CROWD):
-        come_and_go(server)
-    server.settle()
-    assert held(handler.pid) == before
-    assert handler.memory_info().rss - memory < SLACK
-    assert len(handler.children()) <= 1
-    assert server.incidents() == []
+    with leaving_nothing(server):
+        for _ in range(EVENTS // CROWD):
+            come_and_go(server)
 
 
 def come_and_go(server: Server) -> None:

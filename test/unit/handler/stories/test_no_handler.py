@@ -57,10 +57,7 @@ def test_a_workers_end_ends_the_server_with_its_requests_saved(
 ) -> None:
     server = start_server(environ=QUICK)
     kill_handler(server)
-    if fault.startswith("exit"):
-        server.say(f"tell {name} {fault}")
-    else:
-        server.kill(name, signal.Signals[fault])
+    server.strike(name, fault)
     assert server.line() == "sigquit"
     assert server.process.wait(LONG) == status
     assert saved(server) == b"requests"
@@ -146,10 +143,7 @@ def test_ranks_that_end_well_in_a_drain_are_no_crash(start_server: Start, fault:
     kill_handler(server)
     os.kill(server.pid, signal.SIGTERM)
     assert server.line() == "draining"
-    if fault == "exit 0":
-        server.say(f"tell scheduler_TP1 {fault}")
-    else:
-        server.kill("scheduler_TP1", signal.Signals[fault])
+    server.strike("scheduler_TP1", fault)
     assert serves_on(server) if status is None else server.process.wait(LONG) == status
 
 
