@@ -37,7 +37,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sglang_crashkit.memory.ring import create_sealed, is_ring, leave_to_parent
+from sglang_crashkit.memory.ring import is_sealed, map_sealed
 
 NAME = "sglang-crashkit-heartbeat"
 
@@ -125,19 +125,11 @@ class HeartbeatWriter:
         fd: the descriptor to be passed on to a reader.
 
     Raises:
-        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
+        RingError: the kernel gives no memory or no descriptor.
     """
 
     def __init__(self) -> None:
-        self.fd = create_sealed(BYTES, NAME)
-        try:
-            # Written, not only sized: memory that is not there is missed now and not at the first beat.
-            os.pwrite(self.fd, MAGIC.ljust(BYTES, b"\0"), 0)
-            self._map = mmap.mmap(self.fd, BYTES)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        leave_to_parent(self._map)
+        self.fd, self._map = map_sealed(BYTES, NAME, MAGIC, BYTES)
         self.words = memoryview(self._map).cast("d")
         self.words[LOOP_TIME] = time.monotonic()
 
@@ -159,7 +151,7 @@ class HeartbeatReader:
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
-        if not is_ring(descriptor) or os.fstat(descriptor).st_size != BYTES or os.pread(descriptor, 8, 0) != MAGIC:
+        if not is_sealed(descriptor, BYTES, MAGIC):
             raise NotAHeartbeatError("it is no heartbeat, or one of another layout")
         self._map = mmap.mmap(descriptor, BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
