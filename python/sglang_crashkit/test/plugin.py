@@ -30,8 +30,7 @@ import pytest
 if TYPE_CHECKING:
     from types import FrameType
 
-    from sglang_crashkit.test.evidence import Death
-    from sglang_crashkit.test.fail_fast import Source, Watcher
+    from sglang_crashkit.test.fail_fast import Death, Source, Watcher
 
 _NAME = "sglang_crashkit_runner"
 

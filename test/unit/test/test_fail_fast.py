@@ -1,19 +1,53 @@
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.test.fail_fast import Watcher
+from sglang_crashkit.test.fail_fast import Death, Survivor, Watcher
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
-from unit.support.waiting import LONG, wait_until
-from unit.test.conftest import QUIET_SECS, Watch
+from unit.support.server_driver import Server
+from unit.support.waiting import LONG, child, spawned, wait_until
+
+SLEEP = [sys.executable, "-c", "import time\nprint('ready', flush=True)\ntime.sleep(120)"]
+QUIET_SECS = 0.4
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda argv=SLEEP: stack.enter_context(spawned(argv))
+
+
+class Watch:
+    """A watcher whose deaths are kept."""
+
+    def __init__(self, source, folder: Path, **options) -> None:
+        self.deaths: list[Death] = []
+        self.called = threading.Event()
+        self.ended = threading.Event()
+        self.watcher = Watcher(
+            source, self._on_death, at_the_end=lambda _: self.ended.set(), folder=folder, **options
+        ).start()
+
+    def _on_death(self, death: Death) -> None:
+        self.deaths.append(death)
+        self.called.set()
+
+    def death(self) -> Death:
+        assert self.called.wait(LONG)
+        assert len(self.deaths) == 1
+        return self.deaths[0]
+
 
 SCRIPT = """
 import subprocess, sys, time
@@ -53,7 +87,7 @@ def test_the_run_ends_with_the_status_of_the_dead_process(code, rc, status):
     assert len(lines) == 1
     assert lines[0].endswith(f") exited rc={rc}; aborting.")
     sibling = int(done.stdout.split()[0])
-    assert procfs.read_stat(sibling) is None or procfs.read_stat(sibling).state == "Z"
+    assert procfs.is_dead(sibling)
     assert "the end" not in done.stdout
     assert seconds < 60
 
@@ -128,3 +162,87 @@ def test_all_that_had_ended_are_named(tmp_path, start):
     death = Watch([("first", first), ("second", second)], tmp_path).death()
     assert death.name == "first"
     assert death.others == (f"second (pid={second.pid}) exited rc=-9",)
+
+
+# -- what is known of a death
+
+
+GRANDCHILD = """
+import subprocess, sys, time
+def serve_requests():
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"]).pid, flush=True)
+    time.sleep(120)
+serve_requests()
+"""
+
+
+def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path, start):
+    victim = start()
+    with child("ready(); pause()") as unwatched:
+        survivor = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE)
+        with survivor:
+            grandchild = int(survivor.stdout.readline())
+            watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
+            wait_until(lambda: Watcher.covering([victim, survivor]), "both are watched")
+            victim.kill()
+            death = watch.death()
+            assert watch.ended.wait(LONG)
+            assert survivor.wait(LONG) == -9
+        assert procfs.is_dead(grandchild)
+        assert unwatched.poll() is None
+    doing = {entry.pid: entry.doing for entry in death.survivors}
+    assert {survivor.pid, grandchild} == set(doing)
+    assert doing[survivor.pid][0].startswith("serve_requests (")
+    assert death.folder.parent == tmp_path / "evidence"
+    assert death.folder.stat().st_mode & 0o077 == 0
+    texts = [path.read_text() for path in death.folder.glob("*.txt")]
+    assert len(texts) == 2
+    assert any("serve_requests" in text for text in texts)
+    assert death.seconds < LONG
+    lines = list(death.lines())
+    assert lines[0] == f"victim (pid={victim.pid}) exited rc=-9"
+    assert any(
+        line.startswith(f"meanwhile: survivor: python -c ... (pid {survivor.pid}): serve_requests (") for line in lines
+    )
+
+
+def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeypatch):
+    slow = tmp_path / "py-spy"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("sglang_crashkit.capture.pyspy.find_pyspy", lambda: str(slow))
+    victim, survivor = start(), start()
+    watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
+    victim.kill()
+    death = watch.death()
+    assert death.seconds < LONG
+    assert "did not end within" in death.survivors[0].reason
+
+
+def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(short_folder))
+    server = Server(short_folder, crash_folder=None)
+    try:
+        watch = Watch([("server", server.process)], tmp_path)
+        server.kill("scheduler_TP1")
+        server.process.wait(LONG)
+        death = watch.death()
+        incident = server.wait_for_the_end()
+    finally:
+        server.close()
+    assert death.incident.path == incident.path
+    assert "scheduler_TP1" in death.verdict
+    assert f"[FIXTURE FAIL-FAST] incident: {death.verdict}" in capsys.readouterr().err
+
+
+def test_one_process_of_each_side_is_named_schedulers_first():
+    titles = [("a", "python -m x"), ("a", "sglang::scheduler_TP0"), ("b", "python -m y"), ("a", "sglang::detokenizer")]
+    survivors = [Survivor(name, pid, title, ("f (x:1)", "g (x:2)")) for pid, (name, title) in enumerate(titles)]
+    lines = list(Death("c", 9, -9, 0.0, survivors=survivors).lines())
+    assert [line.split(" (pid ")[0] for line in lines[1:]] == [
+        "meanwhile: a: sglang::scheduler_TP0",
+        "meanwhile: b: python -m y",
+        "meanwhile: a: python -m x",
+        "meanwhile: a: sglang::detokenizer",
+    ]
+    assert lines[1].endswith("): f (x:1) < g (x:2)")
