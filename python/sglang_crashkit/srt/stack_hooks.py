@@ -46,8 +46,7 @@ from sglang_crashkit.kernel.stack_hooks import (
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, socket_of
 from sglang_crashkit.srt import crash_exit, supervisor
-from sglang_crashkit.srt.dead_threads import watch_threads
-from sglang_crashkit.srt.exception_record import tell_uncaught
+from sglang_crashkit.srt.exception_record import tell_uncaught, watch_threads
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records

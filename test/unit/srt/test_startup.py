@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel import cgroup
-from sglang_crashkit.srt.children import Child
 from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
 from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import Child
 from unit.srt.conftest import Listener, launch
 from unit.support.fake_ranks import READY, FakeClock, FakeRank
 from unit.support.locked_memory import locked_process
