@@ -118,14 +118,11 @@ def death(*, orderly: bool, draining: bool, replaced: bool = False) -> Event:
 
 def mode_of(server_args: Any, *, is_program: bool) -> Mode:
     """Return what the program is that launches a server; `is_program` says that SGLang's own launcher runs it."""
+    # Upstream's coming arguments are not named yet; none of today's is called so.
+    names = {*dir(type(server_args)), *getattr(server_args, "__dict__", {})}
+    values = [getattr(server_args, name, None) for name in names if "fault_toleran" in name]
     # On the command line "none" stands for none.
-    if getattr(server_args, "elastic_ep_backend", None) not in (None, "", "none") or _is_fault_tolerant(server_args):
+    backend = getattr(server_args, "elastic_ep_backend", None)
+    if backend not in (None, "", "none") or any(value not in (None, False, "", 0) for value in values):
         return Mode.ELASTIC
     return Mode.SERVER if is_program else Mode.LIBRARY
-
-
-def _is_fault_tolerant(server_args: Any) -> bool:
-    # Upstream's coming arguments are not named yet; none of today's is called so.
-    names = (name for name in dir(type(server_args)) if "fault_toleran" in name)
-    fields = (name for name in getattr(server_args, "__dict__", {}) if "fault_toleran" in name)
-    return any(getattr(server_args, name, None) not in (None, False, "", 0) for name in {*names, *fields})

@@ -141,6 +141,7 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
     spool = os.environ.get(SPOOL_VARIABLE)
     if not spool or not Path(spool).parent.is_dir():
         return told
+    frames: dict[int, FrameType] = sys._current_frames()
     record = {
         "pid": os.getpid(),
         "title": setproctitle.getproctitle(),
@@ -149,7 +150,8 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
         "traceback": _format_frames(traceback.extract_tb(trace)),
         "printed": printed,
         "batch": _describe_batch(trace),
-        "threads": _threads(),
+        # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
+        "threads": {str(ident): _format_frames(traceback.extract_stack(one))[::-1] for ident, one in frames.items()},
     }
     with contextlib.suppress(OSError, CrashkitError):
         # Made anew where another server's crash handler removed it, as this one's was killed.
@@ -177,12 +179,6 @@ def _redacted(message: str, trace: TracebackType | None) -> str:
 
 def _format_frames(frames: traceback.StackSummary) -> list[str]:
     return [f"{frame.name} ({shorten(frame.filename)}:{frame.lineno})" for frame in frames]
-
-
-def _threads() -> dict[str, list[str]]:
-    frames: dict[int, FrameType] = sys._current_frames()
-    # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
-    return {str(ident): _format_frames(traceback.extract_stack(frame))[::-1] for ident, frame in frames.items()}
 
 
 @never_raises

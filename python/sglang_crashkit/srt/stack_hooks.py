@@ -349,24 +349,19 @@ def _answer_all(listener: socket.socket, mailbox: Mailbox | None) -> None:
             ready = {descriptor for descriptor, _events in poller.poll()}
             if mailbox is not None and ready - {own}:
                 _say_all(mailbox)
-            if own in ready and not _answer_one(listener):
-                return
-
-
-def _answer_one(listener: socket.socket) -> bool:
-    """Answer who asks; say whether others may ask."""
-    try:
-        connection, _address = listener.accept()
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EBADF):
-            # It was shut down or closed.
-            return False
-        # No descriptor was left; there may be one again.
-        time.sleep(_PAUSE_SECS)
-        return True
-    with connection:
-        _answer(connection)
-    return True
+            if own not in ready:
+                continue
+            try:
+                connection, _address = listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EBADF):
+                    # It was shut down or closed.
+                    return
+                # No descriptor was left; there may be one again.
+                time.sleep(_PAUSE_SECS)
+                continue
+            with connection:
+                _answer(connection)
 
 
 def _answer(connection: socket.socket) -> None:

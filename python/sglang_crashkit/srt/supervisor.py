@@ -371,11 +371,6 @@ class Serving(Supervisor):
                 self.registered = {pid: its for pid, its in self.registered.items() if its.stat() is not None}
                 self.registered[pid] = child
 
-    def tokenizer_workers(self) -> list[Child]:
-        """Return those that their parent starts anew, so that their ends do not concern the server."""
-        self.read_registered()
-        return [child for child in list(self.registered.values()) if _is_tokenizer_worker(child)]
-
     def read_registered(self) -> None:
         """Take in who said that it is there; once this returns, it is known, whichever thread read of it."""
         with self._lock, contextlib.suppress(BlockingIOError):
@@ -557,7 +552,10 @@ def excuse(pid: int) -> None:
 def end_tokenizer_workers(seconds: float) -> int:
     """Have each tokenizer worker save its requests and end, within so many seconds; return how many there were."""
     serving = _known()
-    workers = Supervisor(serving.tokenizer_workers() if serving is not None else [])
+    if serving is None:
+        return 0
+    serving.read_registered()
+    workers = Supervisor([child for child in list(serving.registered.values()) if _is_tokenizer_worker(child)])
     try:
         for worker in workers.children:
             worker.tell()

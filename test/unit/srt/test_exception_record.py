@@ -22,7 +22,6 @@ from sglang_crashkit.srt.exception_record import (
     tell_uncaught,
     watch_threads,
 )
-from sglang_crashkit.srt.hooks import notify
 from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
 from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
@@ -137,11 +136,8 @@ def test_a_worker_tells_of_what_ends_it_once(
     process.start()
     process.join(LONG)
     assert process.exitcode == status
-    notify("nothing more")
-    heard = [listener.heard()]
-    while heard[-1]["event"] != "nothing more":
-        heard.append(listener.heard())
-    told = [(one["event"], one["message"].rpartition("test_exception_record.")[2]) for one in heard[:-1]]
+    heard = listener.heard_so_far()
+    told = [(one["event"], one["message"].rpartition("test_exception_record.")[2]) for one in heard]
     assert told == ([("exception", message)] if message is not None else [])
     if message is not None:
         assert heard[0]["soft"] is isinstance(error, SystemExit)
@@ -333,7 +329,6 @@ def serve(printed: int, *, of_all: bool) -> None:
     lose(ValueError("no such page"), "first")
     lose(ValueError("no such page"), "again")
     lose(KeyError("room"), "another")
-    notify("draining")
 
 
 @pytest.mark.parametrize(("of_all", "told"), [(True, ["first", "another"]), (False, [])])
@@ -344,10 +339,8 @@ def test_each_way_to_die_is_told_once_and_the_hook_before_is_called(
     process = CONTEXT.Process(target=serve, args=(write,), kwargs={"of_all": of_all})
     process.start()
     os.close(write)
-    heard = []
-    while (message := listener.heard())["event"] != "draining":
-        heard.append(message)
     process.join(LONG)
+    heard = listener.heard_so_far()
     assert [message["thread"] for message in heard] == told
     assert [message["message"] for message in heard] == ["ValueError: no such page", "KeyError: 'room'"][: len(told)]
     assert {Path(message["record"]) for message in heard} == set((short_folder / "spool").iterdir())
