@@ -67,19 +67,12 @@ class Capture(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """What is done about an event.
+    """What is done about an event."""
 
-    Attributes:
-        records: an incident is written.
-        tells: the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed.
-        ends: the main process ends with a status that tells the cause, by a deadline.
-        captures: by which means the living processes are looked at.
-    """
-
-    records: bool = True
-    tells: bool = False
-    ends: bool = False
-    captures: Capture = Capture.OBSERVE
+    records: bool = True  # an incident is written
+    tells: bool = False  # the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed
+    ends: bool = False  # the main process ends with a status that tells the cause, by a deadline
+    captures: Capture = Capture.OBSERVE  # by which means the living processes are looked at
 
 
 _OBSERVED = Action()

@@ -69,17 +69,7 @@ class NotAHeartbeatError(Exception):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a heartbeat says; see the layout.
-
-    Attributes:
-        loop_at, batch_at: in seconds of the monotonic clock.
-        is_off: the process beats no more, which says nothing of how it is.
-        is_waiting: it waits for the next message, which may take any time.
-        mode: such as ``extend`` or ``decode``; empty where it is not known.
-        collecting_since: when a garbage collection began, by the monotonic clock; 0 between two. Other threads
-            collect too, so that this and what follows is no sign.
-        long_collections: how many were long; the last one took `collection_secs` until `collection_ended`.
-    """
+    """What a heartbeat says; see the layout. Times are in seconds of the monotonic clock."""
 
     loop_at: float
     batch_at: float
@@ -87,13 +77,15 @@ class Heartbeat:
     requests: int
     paused: bool
     is_busy: bool
-    is_off: bool
-    mode: str = ""
+    is_off: bool  # the process beats no more, which says nothing of how it is
+    mode: str = ""  # such as ``extend`` or ``decode``; empty where it is not known
     tokens: int = 0
-    is_waiting: bool = False
+    is_waiting: bool = False  # it waits for the next message, which may take any time
+    #: When a garbage collection began; 0 between two. Other threads collect too, so that this and what follows is no
+    #: sign.
     collecting_since: float = field(default=0.0, compare=False)
     long_collections: int = field(default=0, compare=False)
-    collection_secs: float = field(default=0.0, compare=False)
+    collection_secs: float = field(default=0.0, compare=False)  # how long the last long one took
     collection_ended: float = field(default=0.0, compare=False)
 
     @property
@@ -118,11 +110,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """The end of the process that beats.
-
-    Attributes:
-        words: to be stored to, one word at a time.
-        fd: the descriptor to be passed on to a reader.
+    """The end of the process that beats: `words` are stored to one at a time, `fd` is passed on to a reader.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor.

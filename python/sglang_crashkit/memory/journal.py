@@ -96,28 +96,18 @@ class JournalWriter(RingWriter):
 
 
 class JournaledRequest(NamedTuple):
-    """A request that a journal tells of.
-
-    Attributes:
-        arrived, ended: since the epoch; None for the end of one that was under way.
-        finished: it ended because it was answered, and was not dropped.
-        offset, sequence: where its record lies; see `Record`.
-        aborted: when it was, since the epoch, as its client had gone or somebody asked for that; None where it was not.
-    """
+    """A request that a journal tells of; times are in seconds since the epoch."""
 
     arrived: float
-    ended: float | None
-    finished: bool
-    offset: int
+    ended: float | None  # None where it is under way
+    finished: bool  # it ended because it was answered, and was not dropped
+    offset: int  # where its record lies, as is the next
     sequence: int
-    aborted: float | None = None
+    aborted: float | None = None  # when its client had gone or somebody asked for that; None where nobody did
 
 
 class JournalReader(RingReader):
-    """Reads the journal of one process, dead or alive, and little of it at a time; its descriptor must stay open.
-
-    Args:
-        descriptor, deadline: see `RingReader`.
+    """Reads the journal of one process, dead or alive, and little of it at a time; see `RingReader`.
 
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.

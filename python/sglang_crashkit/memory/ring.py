@@ -228,17 +228,11 @@ class RingWriter:
 
 
 class Record(NamedTuple):
-    """A record that was whole when it was looked at.
+    """A record that was whole when it was looked at."""
 
-    Attributes:
-        sequence: its number; later ones have higher ones.
-        lost: how many held records had been lost when it was written.
-        offset: where it begins, in bytes from the beginning of the data.
-    """
-
-    sequence: int
-    lost: int
-    offset: int
+    sequence: int  # its number; later ones have higher ones
+    lost: int  # how many held records had been lost when it was written
+    offset: int  # where it begins, in bytes from the beginning of the data
     payload: bytes
 
 

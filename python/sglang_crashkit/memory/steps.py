@@ -80,15 +80,10 @@ class NotStepsError(Exception):
 
 
 class StepWriter:
-    """The scheduler's end; for one thread.
+    """The scheduler's end; for one thread. All times are in seconds of the monotonic clock.
 
-    Args:
-        modes: names of the forward modes by their number in digits, for a reader that knows nothing of the release.
-
-    All times are in seconds of the monotonic clock.
-
-    Attributes:
-        fd: the descriptor to be passed on to a reader.
+    A reader, to which `fd` is passed on, knows nothing of the release: `modes` has the names of the forward modes by
+    their number in digits.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor.
@@ -212,12 +207,9 @@ class StepWriter:
         self._put(number, began, phase)
 
     def schedule_again(self, number: int, began: float) -> bool:
-        """Note that what was noted last, by `schedule` and without decisions, was scheduled again.
+        """Note that what was noted last, without decisions, was scheduled again, each request with a token more.
 
-        Each request has one token more.
-
-        Returns:
-            Whether that was noted; False where it is to be written out.
+        Returns whether that was noted; False where it is to be written out.
         """
         if self._added == _MAX_ADDED:
             return False
@@ -297,19 +289,14 @@ class _Encoded(dict[str, bytes]):
 
 @dataclass(frozen=True)
 class LastSteps:
-    """What a scheduler's record of steps says.
+    """What a scheduler's record of steps says."""
 
-    Attributes:
-        steps: those that are whole, by number; the newest `STEPS` at most.
-        current: the step that the scheduler is in: the one it is at, else the newest that is not done; None where it
-            has nothing to do.
-        round_at: when it last began a round of its event loop, in seconds of the monotonic clock.
-        control: name of the control request that came in that round, before which no batch began; empty without one.
-    """
-
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # those that are whole, by number; the newest `STEPS` at most
+    #: The step that the scheduler is in: the one it is at, else the newest that is not done; None where it has nothing
+    #: to do.
     current: Step | None
-    round_at: float
+    round_at: float  # when it last began a round of its event loop, in seconds of the monotonic clock
+    #: Name of the control request that came in that round, before which no batch began; empty without one.
     control: str = ""
 
 
@@ -386,11 +373,8 @@ class StepReader:
 def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None:
     """Return the step that a scheduler is in, None where it has nothing to do.
 
-    Args:
-        steps: the last ones, by number.
-        at: the one whose results it waits for, 0 for none.
-        is_idle: it has no batch to launch; of a pipeline's stage the results of another one may be processed all the
-            same.
+    Of the last `steps`, by number, it waits for the results of the one `at` (0 for none). Where it is idle it has no
+    batch to launch; of a pipeline's stage the results of another one may be processed all the same.
     """
     processed = max((step.number for step in steps if step.phase == PHASES[PROCESSED]), default=0)
     left = [step for step in steps if step.phase != PHASES[PROCESSED]]

@@ -57,10 +57,7 @@ def tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
     """Have this process, where multiprocessing started it, tell of what ends it though SGLang does not catch it.
 
     SGLang catches ``Exception``. A panic of a Rust library (PyO3's ``PanicException``) and ``sys.exit`` pass it by.
-    multiprocessing runs what is registered here while such an exception is being handled.
-
-    Args:
-        find_gpu: returns the UUID of the GPU that this process computes on then, None where that is not known.
+    multiprocessing runs what is registered here while such an exception is being handled; `find_gpu` is asked then.
     """
     util.Finalize(None, _tell_uncaught, args=(find_gpu,), exitpriority=_FIRST)
 
@@ -99,8 +96,7 @@ def tell_exception(gpu: str | None = None) -> None:
 def watch_threads(*, of_all: bool) -> None:
     """Tell the crash handler of each thread of this process that an exception ends.
 
-    Args:
-        of_all: also of threads in which no code of SGLang's runs; a user's program has threads of its own.
+    A user's program has threads of its own: those in which no code of SGLang's runs count only where `of_all` is true.
     """
     previous = threading.excepthook
     if getattr(previous, "__module__", "") == __name__:
@@ -131,8 +127,7 @@ def _tell_of_thread(args: threading.ExceptHookArgs, of_all: bool) -> None:
 def write_record(error: BaseException, name: str) -> dict[str, Any]:
     """Write down an exception of this process as ``<name>-<pid>.json``, and return what a message says of it.
 
-    Returns:
-        ``message``, one line, and ``record``, the file; None where it could not be written.
+    That is ``message``, one line, and ``record``, the file; None where it could not be written.
     """
     trace = error.__traceback__
     message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_MESSAGE], trace)

@@ -67,11 +67,9 @@ def note_gone(error: AttributeError, instead: Result) -> Result:
 
 
 class Lately:
-    """What was told lately, and is not again for a time; may be used from any thread.
+    """What was told lately, and is not again for so many seconds; may be used from any thread.
 
-    Args:
-        secs: for how long, in seconds.
-        most: how many are kept; while there are as many, no other is news.
+    While there are as many as `most` of these, no other is news.
     """
 
     def __init__(self, secs: float, most: int) -> None:
@@ -182,10 +180,8 @@ def request(
 ) -> dict[str, Any] | None:
     """Tell the crash handler of this server and wait for its acknowledgement; see `protocol.request`.
 
-    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``.
-
-    Returns:
-        The acknowledgement, empty at the end of the time, None where there is no handler.
+    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``. Returns None where there
+    is no handler.
     """
     socket_path = os.environ.get(SOCKET_VARIABLE)
     if not socket_path:

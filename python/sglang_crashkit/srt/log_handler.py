@@ -49,13 +49,9 @@ _MIN_WORDS, _MAX_CHAIN = 6, 8
 
 
 class RingHandler(logging.Handler):
-    """Notes records in a ring; one that fails is switched off, with one warning.
+    """Notes records in a ring, which the process `held_by` holds; one that fails is switched off, with one warning.
 
-    Args:
-        ring: where they are noted.
-        held_by: the pid of the crash handler that it was passed to.
-        secrets: what is secret by its value.
-        quotes: keep what exceptions say.
+    They are kept without the `secrets`, by their values, and without what exceptions say unless it `quotes` that.
     """
 
     def __init__(self, ring: LogWriter, held_by: int | None, secrets: set[str], *, quotes: bool) -> None:
@@ -128,11 +124,8 @@ _handler: RingHandler | None = None
 def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
     """Have the crash handler hold this process's last log records from now on.
 
-    To be called once logging is set up, and again whenever it is set up anew, which takes all handlers away.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``; None where they are not known here.
-        of_all: this process is SGLang's own, so that all loggers are its, and not SGLang's alone.
+    To be called once logging is set up, and again whenever it is set up anew, which takes all handlers away. Where this
+    process is SGLang's own, the records of all loggers are its, and not SGLang's alone.
     """
     global _handler
     settings, held_by = Settings.from_environ(), handler_pid()

@@ -76,8 +76,7 @@ _opened: list[weakref.ref[JournaledStates]] = []
 def open_journal() -> JournalWriter | None:
     """Return a journal for the requests of this process, which the crash handler holds, too.
 
-    Returns:
-        None where none is wanted, there is no crash handler, or no memory for it.
+    Returns None where none is wanted, there is no crash handler, or no memory for it.
     """
     settings = Settings.from_environ()
     if not settings.enabled or not settings.journal or not os.environ.get(SOCKET_VARIABLE):

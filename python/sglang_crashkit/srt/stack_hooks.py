@@ -122,9 +122,7 @@ def on_tokenizer_worker(worker: type) -> type:
 def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
     """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler.
 
-    Args:
-        server_args: the ``ServerArgs``, where they are known.
-        title: what it is where SGLang gives it no title.
+    Where SGLang gives it no title, it is called by `title`.
     """
     named = {"title": title} if title else {}
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
@@ -294,9 +292,7 @@ def _remove() -> None:
 def start_answering(path: Path, mailbox: Mailbox | None = None) -> socket.socket:
     """Listen at `path` and answer in a thread of its own, until `stop_answering`; return the thread's socket.
 
-    Args:
-        path: where to listen.
-        mailbox: open until then; what comes there is written to the log.
+    What comes to the `mailbox` is written to the log.
 
     Raises:
         OSError: the path is taken or too long.

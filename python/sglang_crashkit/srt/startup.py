@@ -52,13 +52,9 @@ class StartupError(RuntimeError):
 
 
 class Startup(Supervisor):
-    """One wait until all have said that they are ready.
+    """One wait until all have said that they are ready, which began `waited_secs` ago.
 
-    Args:
-        children: who is waited for; may grow while `all_known` is false.
-        all_known: whether `children` is complete; what it raises ends the wait.
-        waited_secs: how long they had been waited for before, in seconds.
-        clock: see `Supervisor`.
+    The children may become more until `all_known` says that they are complete; what that raises ends the wait.
     """
 
     def __init__(

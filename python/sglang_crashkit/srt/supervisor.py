@@ -224,12 +224,7 @@ def read_title(pid: int) -> str | None:
 
 
 class Supervisor:
-    """Some children, and one wait for the end of any of them.
-
-    Args:
-        children: who is watched; may grow.
-        clock: tells the time, and waits.
-    """
+    """Some children, which may become more, and one wait for the end of any of them."""
 
     def __init__(self, children: Sequence[Child] = (), clock: Clock | None = None) -> None:
         self.children = children
@@ -317,9 +312,8 @@ class Serving(Supervisor):
     def begin(self, handler: int | None, *, follows: bool) -> None:
         """Watch from now on; to be called at each launch, from any thread.
 
-        Args:
-            handler: the crash handler's pid; None if there is none, or it is unknown.
-            follows: this node's rank is above 0; rank 0 tells its schedulers to end.
+        The pid of the crash `handler` is None if there is none, or it is unknown. A node of a rank above 0 `follows`:
+        rank 0 tells its schedulers to end.
         """
         child = Child("", handler)
         child.hold()

@@ -31,12 +31,10 @@ _tasks: set[asyncio.Task[None]] = set()
 def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> HeartbeatWriter | None:
     """Return a heartbeat of this process, of which its crash handler knows; None where there is no handler.
 
-    Args:
-        who: what it is the heartbeat of, for the log.
-        describe: returns what else the handler is told.
+    The handler is told what `describe` returns, too; the log calls this process `who`.
 
     Raises:
-        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
+        RingError: the kernel gives no memory or no descriptor.
     """
     settings = Settings.from_environ()
     if not settings.enabled or not settings.hang_secs or not os.environ.get(SOCKET_VARIABLE):
