@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import hooks
+from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
 from unit.srt.conftest import Listener
 from unit.support.waiting import LONG
 
@@ -72,3 +74,11 @@ def test_a_standard_error_that_nobody_reads_holds_nobody_up(
     for descriptor in (reader, writer) if is_open else (writer,):
         os.close(descriptor)
     assert done.stdout == b"on\n"
+
+
+def test_a_timeout_is_told_with_what_the_watchdog_knows(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    on_watchdog_timeout(SimpleNamespace(debug_name="Scheduler", watchdog_timeout=300.0, soft=False))
+    told = listener.heard()
+    wanted = {"event": "watchdog_timeout", "name": "Scheduler", "silent_secs": 300.0, "soft": False}
+    assert wanted.items() <= told.items()
+    assert "incident abc" in caplog.text
