@@ -18,12 +18,14 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.ring import MAX_LOG_BYTES, LogWriter
 from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt.crash_exit import chain_of
 from sglang_crashkit.srt.hooks import hand_over, handler_pid, never_raises
 from sglang_crashkit.srt.redaction import known_secrets
 
@@ -106,14 +108,11 @@ def _shorten(text: str, most: int, head: int) -> str:
 
 
 def _without_words(text: str, error: BaseException | None) -> str:
-    for _ in range(_MAX_CHAIN):
-        if error is None:
-            break
+    for link in islice(chain_of(error), _MAX_CHAIN):
         # Its texts alone: to write a tensor would wait for the GPU.
-        for words in error.args:
+        for words in link.args:
             if isinstance(words, str) and len(words) >= _MIN_WORDS:
                 text = text.replace(words, REDACTED)
-        error = error.__cause__ or error.__context__
     return text
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,25 +29,13 @@ def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         yield lambda argv=SLEEP: stack.enter_context(spawned(argv))
 
 
-class Watch:
-    """A watcher whose deaths are kept."""
+def watch(source: Any, folder: Path) -> Watcher:
+    """Begin to watch, without an end of this process."""
+    return Watcher(source, folder=folder).start()
 
-    def __init__(self, source, folder: Path, **options) -> None:
-        self.deaths: list[Death] = []
-        self.called = threading.Event()
-        self.ended = threading.Event()
-        self.watcher = Watcher(
-            source, self._on_death, at_the_end=lambda _: self.ended.set(), folder=folder, **options
-        ).start()
 
-    def _on_death(self, death: Death) -> None:
-        self.deaths.append(death)
-        self.called.set()
-
-    def death(self) -> Death:
-        assert self.called.wait(LONG)
-        assert len(self.deaths) == 1
-        return self.deaths[0]
+def death_of(watcher: Watcher) -> Death:
+    return wait_until(lambda: watcher.death, "a process has ended")
 
 
 SCRIPT = """
@@ -101,13 +90,14 @@ def test_the_run_goes_on_after_status_0_or_the_event():
 
 def test_what_a_watch_covers_already_gets_no_second_watcher(tmp_path, start):
     process = start()
-    watch = Watch(lambda: [("server", process), ("later", None)], tmp_path)
+    watcher = watch(lambda: [("server", process), ("later", None)], tmp_path)
     stop = start_subprocess_fail_fast_watcher([("server", process), ("later", None)])
-    assert stop is watch.watcher.stopped
+    assert stop is watcher.stopped
     stop.set()
     process.send_signal(signal.SIGKILL)
     process.wait(LONG)
-    assert not watch.called.wait(QUIET_SECS)
+    time.sleep(QUIET_SECS)
+    assert watcher.death is None
 
 
 def test_upstreams_own_watcher_starts_where_the_kit_is_off(monkeypatch):
@@ -125,15 +115,16 @@ def test_upstreams_own_watcher_starts_where_the_kit_is_off(monkeypatch):
 
 def test_a_restarted_process_is_followed_and_its_forerunner_forgotten(tmp_path, start):
     members = {"server": start()}
-    watch = Watch(members.items, tmp_path)
+    watcher = watch(members.items, tmp_path)
     first = members["server"]
     members["server"] = second = start()
     wait_until(lambda: Watcher.covering([second]), "the second one is watched")
     first.kill()
     first.wait(LONG)
-    assert not watch.called.wait(QUIET_SECS)
+    time.sleep(QUIET_SECS)
+    assert watcher.death is None
     second.kill()
-    assert watch.death().pid == second.pid
+    assert death_of(watcher).pid == second.pid
 
 
 def test_a_list_that_cannot_be_made_ends_no_watch(tmp_path, start):
@@ -144,14 +135,14 @@ def test_a_list_that_cannot_be_made_ends_no_watch(tmp_path, start):
             raise AttributeError("half set up")
         return [("server", process)]
 
-    watch = Watch(members, tmp_path)
+    watcher = watch(members, tmp_path)
     wait_until(lambda: Watcher.covering([process]), "the process is watched")
     broken.set()
     time.sleep(0.2)
     # Nor does it keep others from being watched.
     assert Watcher.covering([process]) is None
     process.kill()
-    assert watch.death().name == "server"
+    assert death_of(watcher).name == "server"
 
 
 def test_all_that_had_ended_are_named(tmp_path, start):
@@ -159,7 +150,7 @@ def test_all_that_had_ended_are_named(tmp_path, start):
     for process in (first, second):
         process.kill()
         process.wait(LONG)
-    death = Watch([("first", first), ("second", second)], tmp_path).death()
+    death = death_of(watch([("first", first), ("second", second)], tmp_path))
     assert death.name == "first"
     assert death.others == (f"second (pid={second.pid}) exited rc=-9",)
 
@@ -182,11 +173,10 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
         survivor = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE)
         with survivor:
             grandchild = int(survivor.stdout.readline())
-            watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
+            watcher = watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
             wait_until(lambda: Watcher.covering([victim, survivor]), "both are watched")
             victim.kill()
-            death = watch.death()
-            assert watch.ended.wait(LONG)
+            death = death_of(watcher)
             assert survivor.wait(LONG) == -9
         assert procfs.is_dead(grandchild)
         assert unwatched.poll() is None
@@ -212,9 +202,9 @@ def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeyp
     slow.chmod(0o755)
     monkeypatch.setattr("sglang_crashkit.capture.pyspy.find_pyspy", lambda: str(slow))
     victim, survivor = start(), start()
-    watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
+    watcher = watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
     victim.kill()
-    death = watch.death()
+    death = death_of(watcher)
     assert death.seconds < LONG
     assert "did not end within" in death.survivors[0].reason
 
@@ -223,10 +213,10 @@ def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypa
     monkeypatch.setattr("tempfile.tempdir", str(short_folder))
     server = Server(short_folder, crash_folder=None)
     try:
-        watch = Watch([("server", server.process)], tmp_path)
+        watcher = watch([("server", server.process)], tmp_path)
         server.kill("scheduler_TP1")
         server.process.wait(LONG)
-        death = watch.death()
+        death = death_of(watcher)
         incident = server.wait_for_the_end()
     finally:
         server.close()
