@@ -373,32 +373,13 @@ def is_ring(descriptor: int) -> bool:
         return False
 
 
-def create_sealed(length: int, name: str) -> int:
-    """Return a descriptor of memory of so many bytes that no process can make shorter or longer.
-
-    Raises:
-        RingError: the kernel gives no memory or no descriptor.
-    """
-    descriptor = -1
-    try:
-        descriptor = create_in_memory(name)
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, length)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, SEALS)
-    except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise _no_memory(error) from error
-    return descriptor
-
-
 def is_sealed(descriptor: int, size: int, magic: bytes) -> bool:
     """Say whether a descriptor is of sealed memory of so many bytes that begins with `magic`."""
     return is_ring(descriptor) and os.fstat(descriptor).st_size == size and os.pread(descriptor, len(magic), 0) == magic
 
 
 def map_sealed(size: int, name: str, head: bytes, reserved: int) -> tuple[int, mmap.mmap]:
-    """Return a descriptor of sealed memory that begins with `head`, and a map of it; see `create_sealed`.
+    """Return a descriptor of memory that begins with `head`, and a map of it; no process can make it shorter or longer.
 
     So many bytes are `reserved`: of them, memory that is not there is missed now and not at the first store. A child
     that this process forks writes elsewhere.
@@ -406,15 +387,20 @@ def map_sealed(size: int, name: str, head: bytes, reserved: int) -> tuple[int, m
     Raises:
         RingError: the kernel gives no memory or no descriptor; nothing is left behind.
     """
-    descriptor = create_sealed(size, name)
+    descriptor = -1
     try:
+        descriptor = create_in_memory(name)
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, SEALS)
         os.posix_fallocate(descriptor, 0, reserved)
         os.pwrite(descriptor, head, 0)
         # With all pages where all are there, or each would be looked for at the first store to it.
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if reserved == size else 0)
         mapping = mmap.mmap(descriptor, size, flags=flags)
     except (OSError, ValueError) as error:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
         raise _no_memory(error) from error
     _own_maps.add(mapping)
     return descriptor, mapping
@@ -451,12 +437,8 @@ def write_blob(data: bytes) -> int:
     """
     if len(data) > MAX_BLOB_BYTES:
         raise ValueError(f"{len(data)} bytes are over {MAX_BLOB_BYTES}")
-    descriptor = create_sealed(len(data), "sglang-crashkit-launch")
-    try:
-        os.pwrite(descriptor, data, 0)
-    except OSError as error:
-        os.close(descriptor)
-        raise _no_memory(error) from error
+    descriptor, mapping = map_sealed(len(data), "sglang-crashkit-launch", data, len(data))
+    mapping.close()
     return descriptor
 
 

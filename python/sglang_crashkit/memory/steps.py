@@ -1,6 +1,6 @@
 """The last steps of a scheduler: memory that the scheduler writes to and its crash handler reads.
 
-The memory is sealed (see `ring.create_sealed`), and all of it is there from the beginning, so that no store ever ends
+The memory is sealed (see `ring.map_sealed`), and all of it is there from the beginning, so that no store ever ends
 in SIGBUS::
 
     header     one page: magic number; what the scheduler does, in words of 64 bits; a control request, by its name;
