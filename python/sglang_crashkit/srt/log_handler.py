@@ -21,12 +21,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.ring import MAX_LOG_BYTES, LogWriter
 from sglang_crashkit.redact import REDACTED
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt.crash_exit import chain_of
-from sglang_crashkit.srt.hooks import hand_over, handler_pid, never_raises
+from sglang_crashkit.srt.hooks import handler_pid, held_memory, never_raises
 from sglang_crashkit.srt.redaction import known_secrets
 
 logger = logging.getLogger(__name__)
@@ -129,17 +128,13 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
     global _handler
     settings, held_by = Settings.from_environ(), handler_pid()
     loggers = list(_loggers(of_all=of_all))
-    if not (settings.enabled and settings.log_records and os.environ.get(SOCKET_VARIABLE) and loggers):
+    if not (settings.log_records and loggers):
         return
     if _handler is None or _handler.ring is None or _handler.held_by != held_by:
         forget()
         journaled = bool(getattr(server_args, "crash_dump_folder", None)) and settings.journal
-        try:
-            ring = LogWriter(settings.log_records)
-        except CrashkitError as error:
-            logger.warning("crash kit: no log records are kept: %s", error)
-            return
-        if not hand_over("log", ring, "no log records are kept"):
+        ring = held_memory("log", lambda: LogWriter(settings.log_records), "no log records are kept")
+        if ring is None:
             return
         _handler = RingHandler(ring, held_by, set(), quotes=journaled and settings.prompts == "full")
     # A set of its own: another thread may be looking through the earlier one.

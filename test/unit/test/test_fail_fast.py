@@ -178,7 +178,7 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
             victim.kill()
             death = death_of(watcher)
             assert survivor.wait(LONG) == -9
-        assert procfs.is_dead(grandchild)
+        wait_until(lambda: procfs.is_dead(grandchild), "its child is killed, too")
         assert unwatched.poll() is None
     doing = {entry.pid: entry.doing for entry in death.survivors}
     assert {survivor.pid, grandchild} == set(doing)
