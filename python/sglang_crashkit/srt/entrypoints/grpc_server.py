@@ -75,11 +75,7 @@ def _begin_launch(server_args: Any = None, *_args: Any, **_kwargs: Any) -> None:
 
 
 def _add_signal_handler(add: Function, number: int, callback: Callable[..., object], *args: Any) -> Any:
-    """Wrap ``add_signal_handler`` of the event loop: what the launcher does on a signal tells the crash handler first.
-
-    Raises:
-        Whatever the loop's own function does.
-    """
+    """Wrap the event loop's function of that name: what the launcher does on a signal tells the crash handler first."""
     if number in (signal.SIGTERM, signal.SIGINT):
         callback = on_sigterm(callback)
     elif number == signal.SIGQUIT:
