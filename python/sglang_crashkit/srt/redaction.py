@@ -59,16 +59,12 @@ def redact_dump(data: dict[str, Any]) -> None:
     It is upstream's, made for this dump: the configuration in several forms, the command line and the requests. The
     configuration's own objects are left alone: the server may live on. In the dump they have their type and shape.
     """
+    rest = {name: value for name, value in data.items() if name != _REQUESTS}
     try:
-        secrets = known_secrets()
-        for name, value in data.items():
-            if name != _REQUESTS:
-                secrets |= _collect(value)
-        replaced = {name: _without(value, secrets) for name, value in data.items() if name != _REQUESTS}
+        data |= redacted_fields(rest)
     except Exception:
         logger.warning("crash kit: the configuration is left out of the dump", exc_info=True)
-        replaced = dict.fromkeys((name for name in data if name != _REQUESTS), None)
-    data.update(replaced)
+        data |= dict.fromkeys(rest)
 
 
 class _Redacted:
