@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.test.fail_fast import Death, Survivor, Watcher
+from sglang_crashkit.test.server_fixtures import disaggregation_fixture
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
 from unit.support.server_driver import Server
 from unit.support.waiting import LONG, child, spawned, wait_until
@@ -236,3 +238,38 @@ def test_one_process_of_each_side_is_named_schedulers_first():
         "meanwhile: a: sglang::detokenizer",
     ]
     assert lines[1].endswith("): f (x:1) < g (x:2)")
+
+
+# -- the fixture of a pair
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """What the fixture calls to watch."""
+    found = mock.Mock()
+    monkeypatch.setattr(disaggregation_fixture, "watch", found)
+    return found
+
+
+def test_a_pair_is_watched_until_it_is_torn_down(watched: mock.Mock) -> None:
+    class Fixture:
+        process_prefill = None
+
+    disaggregation_fixture.on_pd_setup(Fixture)
+    (members,) = watched.call_args.args
+    assert members() == [("prefill", None), ("decode", None), ("lb", None)]
+    Fixture.process_prefill = restarted = object()  # type: ignore[assignment]
+    assert members()[0] == ("prefill", restarted)
+    disaggregation_fixture.on_pd_teardown(Fixture)
+    assert watched.return_value.stop.call_count == 1
+
+
+def test_nothing_is_watched_where_the_kit_is_off_and_a_broken_watch_fails_no_test(
+    watched: mock.Mock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.side_effect = OSError("no descriptors left")
+    disaggregation_fixture.on_pd_setup(type("Fixture", (), {}))
+    assert "are not watched" in caplog.text
+    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
+    disaggregation_fixture.on_pd_setup(type("Fixture", (), {}))
+    assert watched.call_count == 1
