@@ -67,19 +67,12 @@ class Capture(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """What is done about an event.
+    """What is done about an event."""
 
-    Attributes:
-        records: an incident is written.
-        tells: the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed.
-        ends: the main process ends with a status that tells the cause, by a deadline.
-        captures: by which means the living processes are looked at.
-    """
-
-    records: bool = True
-    tells: bool = False
-    ends: bool = False
-    captures: Capture = Capture.OBSERVE
+    records: bool = True  # an incident is written
+    tells: bool = False  # the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed
+    ends: bool = False  # the main process ends with a status that tells the cause, by a deadline
+    captures: Capture = Capture.OBSERVE  # by which means the living processes are looked at
 
 
 _OBSERVED = Action()
@@ -118,14 +111,11 @@ def death(*, orderly: bool, draining: bool, replaced: bool = False) -> Event:
 
 def mode_of(server_args: Any, *, is_program: bool) -> Mode:
     """Return what the program is that launches a server; `is_program` says that SGLang's own launcher runs it."""
+    # Upstream's coming arguments are not named yet; none of today's is called so.
+    names = {*dir(type(server_args)), *getattr(server_args, "__dict__", {})}
+    values = [getattr(server_args, name, None) for name in names if "fault_toleran" in name]
     # On the command line "none" stands for none.
-    if getattr(server_args, "elastic_ep_backend", None) not in (None, "", "none") or _is_fault_tolerant(server_args):
+    backend = getattr(server_args, "elastic_ep_backend", None)
+    if backend not in (None, "", "none") or any(value not in (None, False, "", 0) for value in values):
         return Mode.ELASTIC
     return Mode.SERVER if is_program else Mode.LIBRARY
-
-
-def _is_fault_tolerant(server_args: Any) -> bool:
-    # Upstream's coming arguments are not named yet; none of today's is called so.
-    names = (name for name in dir(type(server_args)) if "fault_toleran" in name)
-    fields = (name for name in getattr(server_args, "__dict__", {}) if "fault_toleran" in name)
-    return any(getattr(server_args, name, None) not in (None, False, "", 0) for name in {*names, *fields})

@@ -83,20 +83,14 @@ class HandlerUnreachableError(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """A message as the handler received it, from a process and user that the kernel names.
-
-    Attributes:
-        fields: all but the event; of what `EVENTS` lists, only what has the type that belongs there.
-        address: where an acknowledgement goes, None when the sender does not wait.
-        descriptor: what came with it, open until `close`; None where nothing did, or it was not wanted.
-    """
+    """A message as the handler received it, from a process and user that the kernel names."""
 
     event: str
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # all but the event; of what `EVENTS` lists, only what has the type that belongs there
     pid: int
     uid: int
-    address: bytes | None
-    descriptor: int | None = None
+    address: bytes | None  # where an acknowledgement goes, None when the sender does not wait
+    descriptor: int | None = None  # what came with it, open until `close`; None where nothing did, or it was not wanted
 
     def close(self) -> None:
         """Close the descriptor that came with it; to be called once."""
@@ -127,13 +121,8 @@ def request(
 ) -> dict[str, Any]:
     """Send a message and wait for its acknowledgement.
 
-    Args:
-        socket_path: the handler's socket.
-        event: what happened.
-        timeout_secs: the longest to wait as long as the handler does not ask for more.
-        on_wait: called with for how many seconds from now the handler asks to wait at most.
-        max_secs: the longest to wait in all, whatever the handler asks for.
-        fields: the rest of the message, JSON values.
+    It waits for `timeout_secs`, or as long as the handler asks for, but no longer than `max_secs` in all; `on_wait` is
+    called with for how many seconds from now the handler asks to wait. All fields are JSON values.
 
     Returns:
         The acknowledgement; empty when the handler took the message but did not answer in time, or cannot, because

@@ -22,9 +22,8 @@ MODE_VARIABLE = "SGLANG_CRASHKIT_MODE"
 FLIGHT_VARIABLE = "SGLANG_CRASHKIT_FLIGHT_FOLDER"
 
 MB = 1 << 20
-MAX_USE, KEEP_FREE, MAX_INCIDENT, MAX_CORE = (
-    f"SGLANG_CRASHKIT_{name}_MB" for name in ("MAX_USE", "KEEP_FREE", "MAX_INCIDENT", "MAX_CORE")
-)
+MAX_USE, KEEP_FREE = "SGLANG_CRASHKIT_MAX_USE_MB", "SGLANG_CRASHKIT_KEEP_FREE_MB"
+MAX_INCIDENT, MAX_CORE = "SGLANG_CRASHKIT_MAX_INCIDENT_MB", "SGLANG_CRASHKIT_MAX_CORE_MB"
 #: The folder, in the fallback folder, of all runtime folders.
 RUN = "run"
 SOCKET = "handler.sock"
@@ -42,52 +41,6 @@ _TRUE = {"1", "true", "yes", "y"}
 _FALSE = {"0", "false", "no", "n"}
 
 _PREFIX = "SGLANG_CRASHKIT_"
-_TRUTH = r"(?i)1|true|yes|y|0|false|no|n"
-_NUMBER = r"\d{1,9}"
-_SECONDS = r"\d+(\.\d*)?|\.\d+"
-_ANY = r".*"
-#: The variables that a user sets, each with what it may hold; a launch warns of any other (see `unknown_variables`).
-VARIABLES = {
-    "SGLANG_CRASHKIT_ENABLED": _TRUTH,
-    "SGLANG_CRASHKIT_EXIT_STATUS": r"(?i)kit|upstream",
-    "SGLANG_CRASHKIT_LOG_RECORDS": _NUMBER,
-    "SGLANG_CRASHKIT_GPU_FACTS": _TRUTH,
-    "SGLANG_CRASHKIT_TERMINATION_LOG": _ANY,
-    "SGLANG_CRASHKIT_HANG_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_NATIVE": _TRUTH,
-    "SGLANG_CRASHKIT_PYSPY": _ANY,
-    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER,
-    "SGLANG_CRASHKIT_EXIT_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_BUDGET_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_CAPTURE_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_END_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_MAX_USE_MB": _SECONDS,
-    "SGLANG_CRASHKIT_KEEP_FREE_MB": _SECONDS,
-    "SGLANG_CRASHKIT_MAX_INCIDENT_MB": _SECONDS,
-    "SGLANG_CRASHKIT_MAX_CORE_MB": _SECONDS,
-    "SGLANG_CRASHKIT_MAX_INCIDENTS": _NUMBER,
-    "SGLANG_CRASHKIT_MAX_AGE_DAYS": _SECONDS,
-    "SGLANG_CRASHKIT_FULL_PER_FAULT": _NUMBER,
-    "SGLANG_CRASHKIT_JOURNAL": _TRUTH,
-    "SGLANG_CRASHKIT_JOURNAL_MB": _SECONDS,
-    "SGLANG_CRASHKIT_STEPS": _TRUTH,
-    "SGLANG_CRASHKIT_PROMPTS": r"(?i)full|ids|none",
-    "SGLANG_CRASHKIT_METRICS_FILE": _ANY,
-    "SGLANG_CRASHKIT_ON_INCIDENT": _ANY,
-    "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS,
-    "SGLANG_CRASHKIT_HTML": _TRUTH,
-}
-#: Those that the kit sets for its own processes.
-OWN_VARIABLES = {
-    *(SOCKET_VARIABLE, SPOOL_VARIABLE, LAUNCH_VARIABLE, MODE_VARIABLE, FLIGHT_VARIABLE),
-    *("SGLANG_CRASHKIT_MEMBERS", "SGLANG_CRASHKIT_NOT_APPLIED"),
-}
-
-
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables of `environ` that are named as the kit's, and that this version does not know, sorted."""
-    return sorted(name for name in environ if name.startswith(_PREFIX) and name not in VARIABLES.keys() | OWN_VARIABLES)
 
 
 def read_bool(environ: Mapping[str, str], name: str, default: bool) -> bool:
@@ -244,6 +197,34 @@ class Settings:
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the settings from `environ`."""
         return cls(**_read_fields(cls, environ), disk=DiskLimits.from_environ(environ))
+
+
+_TRUTH, _NUMBER, _SECONDS = r"(?i)1|true|yes|y|0|false|no|n", r"\d{1,9}", r"\d+(\.\d*)?|\.\d+"
+#: What a variable may hold, by what reads it; any other is read as a number of seconds, megabytes or days.
+_FORMS: dict[Callable[..., object], str] = {
+    **{read_bool: _TRUTH, _read_native: _TRUTH, read_number: _NUMBER},
+    **{_read_keeps: r"(?i)kit|upstream", _read_prompts: r"(?i)full|ids|none"},
+}
+#: The variables that a user sets, each with what it may hold; a launch warns of any other (see `unknown_variables`).
+VARIABLES: dict[str, str] = {
+    one.metadata["name"]: _FORMS.get(one.metadata["read"], _SECONDS)
+    for one in (*fields(Settings), *fields(DiskLimits))
+    if one.metadata.get("name", "").startswith(_PREFIX)
+} | {
+    **{"SGLANG_CRASHKIT_TERMINATION_LOG": ".*", "SGLANG_CRASHKIT_PYSPY": ".*", "SGLANG_CRASHKIT_METRICS_FILE": ".*"},
+    **{"SGLANG_CRASHKIT_ON_INCIDENT": ".*", "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS},
+    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER,
+}
+#: Those that the kit sets for its own processes.
+OWN_VARIABLES = {
+    *(SOCKET_VARIABLE, SPOOL_VARIABLE, LAUNCH_VARIABLE, MODE_VARIABLE, FLIGHT_VARIABLE),
+    *("SGLANG_CRASHKIT_MEMBERS", "SGLANG_CRASHKIT_NOT_APPLIED"),
+}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables of `environ` that are named as the kit's, and that this version does not know, sorted."""
+    return sorted(name for name in environ if name.startswith(_PREFIX) and name not in VARIABLES.keys() | OWN_VARIABLES)
 
 
 def runtime_folder(server_pid: int, start_ticks: int) -> Path:

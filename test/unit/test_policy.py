@@ -96,7 +96,7 @@ SENDERS = {
     "capture/gpu_facts.py",
     "replay/server.py",
     "test/plugin.py",
-    "test/evidence.py",
+    "test/fail_fast.py",
 }
 SENDING = re.compile(r"os\.kill\(|killpg\(|send_signal\(|signal_pidfd\(|pthread_kill\(|\.kill\(\)|\.terminate\(\)")
 

@@ -37,7 +37,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sglang_crashkit.memory.ring import create_sealed, is_ring, leave_to_parent
+from sglang_crashkit.memory.ring import is_sealed, map_sealed
 
 NAME = "sglang-crashkit-heartbeat"
 
@@ -69,17 +69,7 @@ class NotAHeartbeatError(Exception):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a heartbeat says; see the layout.
-
-    Attributes:
-        loop_at, batch_at: in seconds of the monotonic clock.
-        is_off: the process beats no more, which says nothing of how it is.
-        is_waiting: it waits for the next message, which may take any time.
-        mode: such as ``extend`` or ``decode``; empty where it is not known.
-        collecting_since: when a garbage collection began, by the monotonic clock; 0 between two. Other threads
-            collect too, so that this and what follows is no sign.
-        long_collections: how many were long; the last one took `collection_secs` until `collection_ended`.
-    """
+    """What a heartbeat says; see the layout. Times are in seconds of the monotonic clock."""
 
     loop_at: float
     batch_at: float
@@ -87,13 +77,15 @@ class Heartbeat:
     requests: int
     paused: bool
     is_busy: bool
-    is_off: bool
-    mode: str = ""
+    is_off: bool  # the process beats no more, which says nothing of how it is
+    mode: str = ""  # such as ``extend`` or ``decode``; empty where it is not known
     tokens: int = 0
-    is_waiting: bool = False
+    is_waiting: bool = False  # it waits for the next message, which may take any time
+    #: When a garbage collection began; 0 between two. Other threads collect too, so that this and what follows is no
+    #: sign.
     collecting_since: float = field(default=0.0, compare=False)
     long_collections: int = field(default=0, compare=False)
-    collection_secs: float = field(default=0.0, compare=False)
+    collection_secs: float = field(default=0.0, compare=False)  # how long the last long one took
     collection_ended: float = field(default=0.0, compare=False)
 
     @property
@@ -118,26 +110,14 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """The end of the process that beats.
-
-    Attributes:
-        words: to be stored to, one word at a time.
-        fd: the descriptor to be passed on to a reader.
+    """The end of the process that beats: `words` are stored to one at a time, `fd` is passed on to a reader.
 
     Raises:
-        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
+        RingError: the kernel gives no memory or no descriptor.
     """
 
     def __init__(self) -> None:
-        self.fd = create_sealed(BYTES, NAME)
-        try:
-            # Written, not only sized: memory that is not there is missed now and not at the first beat.
-            os.pwrite(self.fd, MAGIC.ljust(BYTES, b"\0"), 0)
-            self._map = mmap.mmap(self.fd, BYTES)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        leave_to_parent(self._map)
+        self.fd, self._map = map_sealed(BYTES, NAME, MAGIC, BYTES)
         self.words = memoryview(self._map).cast("d")
         self.words[LOOP_TIME] = time.monotonic()
 
@@ -159,7 +139,7 @@ class HeartbeatReader:
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
-        if not is_ring(descriptor) or os.fstat(descriptor).st_size != BYTES or os.pread(descriptor, 8, 0) != MAGIC:
+        if not is_sealed(descriptor, BYTES, MAGIC):
             raise NotAHeartbeatError("it is no heartbeat, or one of another layout")
         self._map = mmap.mmap(descriptor, BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")

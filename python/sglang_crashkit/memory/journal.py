@@ -96,28 +96,18 @@ class JournalWriter(RingWriter):
 
 
 class JournaledRequest(NamedTuple):
-    """A request that a journal tells of.
-
-    Attributes:
-        arrived, ended: since the epoch; None for the end of one that was under way.
-        finished: it ended because it was answered, and was not dropped.
-        offset, sequence: where its record lies; see `Record`.
-        aborted: when it was, since the epoch, as its client had gone or somebody asked for that; None where it was not.
-    """
+    """A request that a journal tells of; times are in seconds since the epoch."""
 
     arrived: float
-    ended: float | None
-    finished: bool
-    offset: int
+    ended: float | None  # None where it is under way
+    finished: bool  # it ended because it was answered, and was not dropped
+    offset: int  # where its record lies, as is the next
     sequence: int
-    aborted: float | None = None
+    aborted: float | None = None  # when its client had gone or somebody asked for that; None where nobody did
 
 
 class JournalReader(RingReader):
-    """Reads the journal of one process, dead or alive, and little of it at a time; its descriptor must stay open.
-
-    Args:
-        descriptor, deadline: see `RingReader`.
+    """Reads the journal of one process, dead or alive, and little of it at a time; see `RingReader`.
 
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.
@@ -147,19 +137,26 @@ class JournalReader(RingReader):
         for record in self.records():
             if record.sequence > newest:
                 newest, self.lost = record.sequence, record.lost
-            head = read_head(record.payload)
-            if head is None:
+            payload, finished, aborted_at = record.payload, False, 0.0
+            kind = payload[0] if payload else 0
+            if kind == _BEGUN and len(payload) >= BEGIN.size:
+                *_sizes, request, seconds = BEGIN.unpack_from(payload)
+            elif kind in (_ENDED, _ABORTED) and len(payload) == END.size:
+                _kind, finished, request, seconds, aborted_at = END.unpack(payload)
+            else:
                 continue
-            self.latest = max(self.latest, head.seconds, head.ended or 0.0)
-            if head.aborted is not None:
-                aborts[head.number] = head.aborted
-            if head.ended is not None:
-                ends[head.number] = head.ended, head.finished
+            if not (0 <= seconds < 2**33 and 0 <= aborted_at < 2**33):
+                continue
+            self.latest = max(self.latest, seconds)
+            if aborted_at:
+                aborts[request] = aborted_at
+            if kind == _ENDED:
+                ends[request] = seconds, finished
             if len(begun) + len(ends) + len(aborts) > 3 * _MAX_REQUESTS:
                 break
             # One that was held may be there twice.
-            if head.begun and (head.number not in begun or begun[head.number][0] < record.sequence):
-                begun[head.number] = record.sequence, record.offset, head.seconds
+            if kind == _BEGUN and (request not in begun or begun[request][0] < record.sequence):
+                begun[request] = record.sequence, record.offset, seconds
         since = self.latest - KEPT_SECS
         unfinished, ended = [], []
         for number, (sequence, offset, arrived) in sorted(begun.items()):
@@ -171,26 +168,6 @@ class JournalReader(RingReader):
                 finished = end[1] and aborted is None
                 ended.append(JournaledRequest(arrived, end[0], finished, offset, sequence, aborted))
         return unfinished + sorted(ended, key=lambda request: request.ended or 0.0, reverse=True)
-
-
-class Head(NamedTuple):
-    """What a record says first; all times are in seconds since the epoch.
-
-    Attributes:
-        number: which request, counted by the process that wrote it.
-        seconds: when that of which it tells first came about.
-        begun: it has the request itself.
-        ended: when the request ended; None where it does not tell of that.
-        finished: it ended because it was answered, and was not dropped.
-        aborted: when it was aborted; None where it does not tell of that.
-    """
-
-    number: int
-    seconds: float
-    begun: bool = False
-    ended: float | None = None
-    finished: bool = False
-    aborted: float | None = None
 
 
 def encode_begin(
@@ -227,24 +204,6 @@ def encode_begin(
     sizes = len(encoded), len(encoded_text), len(ids)
     head = BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
-
-
-def read_head(record: bytes) -> Head | None:
-    """Return what a record says first; None where it is of another kind."""
-    if record[:1] == bytes([_BEGUN]) and len(record) >= BEGIN.size:
-        *_sizes, number, seconds = BEGIN.unpack_from(record)
-        return Head(number, seconds, begun=True) if _is_time(seconds) else None
-    if record[:1] in (bytes([_ENDED]), bytes([_ABORTED])) and len(record) == END.size:
-        kind, finished, number, seconds, aborted = END.unpack(record)
-        ended = seconds if kind == _ENDED else None
-        if not _is_time(seconds) or not _is_time(aborted):
-            return None
-        return Head(number, seconds, ended=ended, finished=finished, aborted=aborted or None)
-    return None
-
-
-def _is_time(seconds: float) -> bool:
-    return 0 <= seconds < 2**33
 
 
 def decode_request(record: bytes) -> dict[str, Any]:

@@ -107,20 +107,12 @@ class RingWriter:
         self._credit = 0
         #: Up to where records go without a look at what is held and what is reserved, and where that look was last.
         self._quiet_until = self._looked_at = 0
-        self._reserved = 0
-        self.fd = create_sealed(_HEADER_BYTES + self.capacity, name)
-        try:
-            self._reserve(0)
-            self._map = mmap.mmap(self.fd, _HEADER_BYTES + self.capacity)
-        except (OSError, ValueError, RingError) as error:
-            os.close(self.fd)
-            raise error if isinstance(error, RingError) else _no_memory(error) from error
-        leave_to_parent(self._map)
-        # A ring that is not closed goes with its writer.
-        self._close_fd = weakref.finalize(self, os.close, self.fd)
         head = HEADER.pack(MAGIC, self.capacity, self._mark)
         head += CHECKSUM.pack(zlib.crc32(head))
-        self._map[: len(head)] = head
+        self._reserved = self._reservation(0)
+        self.fd, self._map = map_sealed(_HEADER_BYTES + self.capacity, name, head, _HEADER_BYTES + self._reserved)
+        # A ring that is not closed goes with its writer.
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
 
     def append(self, payload: bytes, *, hold: int | None = None) -> None:
         """Write a record; `hold` is a number by which it is held until it is released, one that is not held now.
@@ -164,15 +156,9 @@ class RingWriter:
         self._map.close()
         self._close_fd()
 
-    def _reserve(self, end: int) -> None:
-        """Have the memory of the data up to `end`, which may be beyond it, and of the header."""
-        begin = _HEADER_BYTES + self._reserved if self._reserved else 0
-        end = min(-(-(end + 1) // _STEP_BYTES) * _STEP_BYTES, self.capacity)
-        try:
-            os.posix_fallocate(self.fd, begin, _HEADER_BYTES + end - begin)
-        except OSError as error:
-            raise _no_memory(error) from error
-        self._reserved = end
+    def _reservation(self, end: int) -> int:
+        """Return up to where memory is had, in whole steps, for data up to `end`, which may be beyond it."""
+        return min(-(-(end + 1) // _STEP_BYTES) * _STEP_BYTES, self.capacity)
 
     def _make_room(self, size: int) -> int:
         """Make room for a new record of so many bytes with its frame, and return where it begins."""
@@ -216,7 +202,12 @@ class RingWriter:
         """Make room for a record of so many bytes with its frame, and return where it begins."""
         end = self._head + size
         if end > self._reserved < self.capacity:
-            self._reserve(end)
+            reserved = self._reservation(end)
+            try:
+                os.posix_fallocate(self.fd, _HEADER_BYTES + self._reserved, reserved - self._reserved)
+            except OSError as error:
+                raise _no_memory(error) from error
+            self._reserved = reserved
         begin, self._head = self._head, end
         while self._held:
             oldest, held = next(iter(self._held.items()))
@@ -237,17 +228,11 @@ class RingWriter:
 
 
 class Record(NamedTuple):
-    """A record that was whole when it was looked at.
+    """A record that was whole when it was looked at."""
 
-    Attributes:
-        sequence: its number; later ones have higher ones.
-        lost: how many held records had been lost when it was written.
-        offset: where it begins, in bytes from the beginning of the data.
-    """
-
-    sequence: int
-    lost: int
-    offset: int
+    sequence: int  # its number; later ones have higher ones
+    lost: int  # how many held records had been lost when it was written
+    offset: int  # where it begins, in bytes from the beginning of the data
     payload: bytes
 
 
@@ -388,23 +373,37 @@ def is_ring(descriptor: int) -> bool:
         return False
 
 
-def create_sealed(length: int, name: str) -> int:
-    """Return a descriptor of memory of so many bytes that no process can make shorter or longer.
+def is_sealed(descriptor: int, size: int, magic: bytes) -> bool:
+    """Say whether a descriptor is of sealed memory of so many bytes that begins with `magic`."""
+    return is_ring(descriptor) and os.fstat(descriptor).st_size == size and os.pread(descriptor, len(magic), 0) == magic
+
+
+def map_sealed(size: int, name: str, head: bytes, reserved: int) -> tuple[int, mmap.mmap]:
+    """Return a descriptor of memory that begins with `head`, and a map of it; no process can make it shorter or longer.
+
+    So many bytes are `reserved`: of them, memory that is not there is missed now and not at the first store. A child
+    that this process forks writes elsewhere.
 
     Raises:
-        RingError: the kernel gives no memory or no descriptor.
+        RingError: the kernel gives no memory or no descriptor; nothing is left behind.
     """
     descriptor = -1
     try:
         descriptor = create_in_memory(name)
         os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, length)
+        os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, _F_ADD_SEALS, SEALS)
-    except OSError as error:
+        os.posix_fallocate(descriptor, 0, reserved)
+        os.pwrite(descriptor, head, 0)
+        # With all pages where all are there, or each would be looked for at the first store to it.
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if reserved == size else 0)
+        mapping = mmap.mmap(descriptor, size, flags=flags)
+    except (OSError, ValueError) as error:
         if descriptor >= 0:
             os.close(descriptor)
         raise _no_memory(error) from error
-    return descriptor
+    _own_maps.add(mapping)
+    return descriptor, mapping
 
 
 #: What this process writes to and its crash handler reads; a child that it forks writes elsewhere.
@@ -416,15 +415,8 @@ _map_pages.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
-def leave_to_parent(mapping: mmap.mmap) -> None:
-    """Have each child that this process forks write to private memory in place of `mapping`.
-
-    What the child goes on to write is lost, and costs neither it nor this process anything.
-    """
-    _own_maps.add(mapping)
-
-
 def _detach_child() -> None:
+    """Have a forked child write to private memory: what it writes is lost, and costs nobody anything."""
     for mapping in _own_maps:
         if not mapping.closed:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -445,12 +437,8 @@ def write_blob(data: bytes) -> int:
     """
     if len(data) > MAX_BLOB_BYTES:
         raise ValueError(f"{len(data)} bytes are over {MAX_BLOB_BYTES}")
-    descriptor = create_sealed(len(data), "sglang-crashkit-launch")
-    try:
-        os.pwrite(descriptor, data, 0)
-    except OSError as error:
-        os.close(descriptor)
-        raise _no_memory(error) from error
+    descriptor, mapping = map_sealed(len(data), "sglang-crashkit-launch", data, len(data))
+    mapping.close()
     return descriptor
 
 

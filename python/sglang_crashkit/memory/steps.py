@@ -1,6 +1,6 @@
 """The last steps of a scheduler: memory that the scheduler writes to and its crash handler reads.
 
-The memory is sealed (see `ring.create_sealed`), and all of it is there from the beginning, so that no store ever ends
+The memory is sealed (see `ring.map_sealed`), and all of it is there from the beginning, so that no store ever ends
 in SIGBUS::
 
     header     one page: magic number; what the scheduler does, in words of 64 bits; a control request, by its name;
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
 import sys
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from sglang_crashkit.memory.heartbeat import time_or_zero
-from sglang_crashkit.memory.ring import create_sealed, is_ring, leave_to_parent
+from sglang_crashkit.memory.ring import is_sealed, map_sealed
 from sglang_crashkit.model.step import MAX_RID, PHASES, Step, StepRequest, short_rid
 
 NAME = "sglang-crashkit-steps"
@@ -81,33 +80,18 @@ class NotStepsError(Exception):
 
 
 class StepWriter:
-    """The scheduler's end; for one thread.
+    """The scheduler's end; for one thread. All times are in seconds of the monotonic clock.
 
-    Args:
-        modes: names of the forward modes by their number in digits, for a reader that knows nothing of the release.
-
-    All times are in seconds of the monotonic clock.
-
-    Attributes:
-        fd: the descriptor to be passed on to a reader.
+    A reader, to which `fd` is passed on, knows nothing of the release: `modes` has the names of the forward modes by
+    their number in digits.
 
     Raises:
-        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
+        RingError: the kernel gives no memory or no descriptor.
     """
 
     def __init__(self, modes: Mapping[str, str] | None = None) -> None:
-        self.fd = create_sealed(SIZE, NAME)
-        try:
-            # Memory that is not there is missed now, and not in the middle of a step.
-            os.posix_fallocate(self.fd, 0, SIZE)
-            os.pwrite(self.fd, _MAGIC, 0)
-            os.pwrite(self.fd, json.dumps(modes or {}).encode()[: PAGE - _MODES], _MODES)
-            # With all pages, or each would be looked for in the middle of a step.
-            self._map = mmap.mmap(self.fd, SIZE, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        leave_to_parent(self._map)
+        head = _MAGIC.ljust(_MODES, b"\0") + json.dumps(modes or {}).encode()[: PAGE - _MODES]
+        self.fd, self._map = map_sealed(SIZE, NAME, head, SIZE)
         self._whole = memoryview(self._map)
         self._words = self._whole[: SIZE // 8 * 8].cast("Q")
         self._times = self._whole[: SIZE // 8 * 8].cast("d")
@@ -159,7 +143,7 @@ class StepWriter:
 
         The `lengths` are of their inputs, in tokens.
         """
-        self._write(number, began, 0, rids, lengths, [0] * len(rids), 0, NO_DECISIONS, 0, RECEIVED)
+        self.schedule(number, began, 0, rids, lengths, [0] * len(rids), 0, {}, 0, RECEIVED)
 
     def schedule(
         self,
@@ -172,6 +156,7 @@ class StepWriter:
         total: int,
         decisions: Mapping[str, int],
         agreed: int,
+        phase: int = SCHEDULED,
     ) -> None:
         """Note that a batch was scheduled.
 
@@ -185,42 +170,15 @@ class StepWriter:
             total: how many tokens the step computes in all.
             decisions: see `DECISIONS`; others are left out.
             agreed: what else must be the same on all ranks.
+            phase: `RECEIVED` of what is to become a batch.
 
         Raises:
             OverflowError, TypeError: a length is not one; nothing was noted.
         """
-        decided = _mask_of(decisions) if decisions else NO_DECISIONS
-        self._write(number, began, mode, rids, lengths, tokens, total, decided, agreed, SCHEDULED)
-
-    def schedule_again(self, number: int, began: float) -> bool:
-        """Note that what was noted last, by `schedule` and without decisions, was scheduled again.
-
-        Each request has one token more.
-
-        Returns:
-            Whether that was noted; False where it is to be written out.
-        """
-        if self._added == _MAX_ADDED:
-            return False
-        self._added += 1
-        self._sum += self._same[1]
-        self._put(number, began, SCHEDULED)
-        return True
-
-    def _write(
-        self,
-        number: int,
-        began: float,
-        mode: int,
-        rids: Sequence[str],
-        lengths: Sequence[int],
-        tokens: Sequence[int] | None,
-        total: int,
-        decided: tuple[int, ...],
-        agreed: int,
-        phase: int,
-    ) -> None:
-        """Write a step, of which `agreed` and what is before it must agree."""
+        decided = NO_DECISIONS
+        if decisions:
+            mask = sum(1 << place for place, name in enumerate(DECISIONS) if name in decisions)
+            decided = (mask, *(decisions.get(name, 0) & _IDLE for name in DECISIONS))
         size = len(rids)
         if size > MAX_REQUESTS:
             rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
@@ -247,6 +205,18 @@ class StepWriter:
         )
         # fmt: on
         self._put(number, began, phase)
+
+    def schedule_again(self, number: int, began: float) -> bool:
+        """Note that what was noted last, without decisions, was scheduled again, each request with a token more.
+
+        Returns whether that was noted; False where it is to be written out.
+        """
+        if self._added == _MAX_ADDED:
+            return False
+        self._added += 1
+        self._sum += self._same[1]
+        self._put(number, began, SCHEDULED)
+        return True
 
     def _put(self, number: int, began: float, phase: int) -> None:
         """Put a step into its slot."""
@@ -317,27 +287,16 @@ class _Encoded(dict[str, bytes]):
         return encoded
 
 
-def _mask_of(decisions: Mapping[str, int]) -> tuple[int, ...]:
-    """Return which decisions there are, as a mask, and the number of each."""
-    mask = sum(1 << place for place, name in enumerate(DECISIONS) if name in decisions)
-    return (mask, *(decisions.get(name, 0) & _IDLE for name in DECISIONS))
-
-
 @dataclass(frozen=True)
 class LastSteps:
-    """What a scheduler's record of steps says.
+    """What a scheduler's record of steps says."""
 
-    Attributes:
-        steps: those that are whole, by number; the newest `STEPS` at most.
-        current: the step that the scheduler is in: the one it is at, else the newest that is not done; None where it
-            has nothing to do.
-        round_at: when it last began a round of its event loop, in seconds of the monotonic clock.
-        control: name of the control request that came in that round, before which no batch began; empty without one.
-    """
-
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # those that are whole, by number; the newest `STEPS` at most
+    #: The step that the scheduler is in: the one it is at, else the newest that is not done; None where it has nothing
+    #: to do.
     current: Step | None
-    round_at: float
+    round_at: float  # when it last began a round of its event loop, in seconds of the monotonic clock
+    #: Name of the control request that came in that round, before which no batch began; empty without one.
     control: str = ""
 
 
@@ -354,7 +313,7 @@ class StepReader:
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
-        if not is_ring(descriptor) or os.fstat(descriptor).st_size != SIZE or os.pread(descriptor, 8, 0) != _MAGIC:
+        if not is_sealed(descriptor, SIZE, _MAGIC):
             raise NotStepsError("it is not a record of steps, or of another layout")
         self._fd = descriptor
         self._modes = modes or _modes_in(os.pread(descriptor, PAGE - _MODES, _MODES))
@@ -368,10 +327,10 @@ class StepReader:
         round_at = time_or_zero(struct.unpack_from("@d", data, 8 * _ROUND)[0])
         opened, at = struct.unpack_from("@2Q", data, 8 * _OPEN)
         found = _Requests(data)
-        bodies = filter(None, (self._body_at(data, place) for place in range(STEPS)))
         # Where there is not room for all requests, the newest steps have theirs.
-        newest_first = sorted(bodies, key=lambda body: body.number, reverse=True)
-        steps = {body.number: body.step(self._modes, found) for body in newest_first}
+        starts = sorted(range(PAGE, DATA, SLOT), key=lambda start: _MARKS.unpack_from(data, start), reverse=True)
+        found_steps = (self._step_at(data, start, found) for start in starts)
+        steps = {step.number: step for step in found_steps if step is not None}
         newest = max(steps, default=0)
         if not opened and steps and round_at > steps[newest].began:
             opened = newest + 1
@@ -383,41 +342,26 @@ class StepReader:
         control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
         return LastSteps(kept, _current_of(kept, at, is_idle=opened == _IDLE), round_at, control)
 
-    @staticmethod
-    def _body_at(data: bytes, place: int) -> _Body | None:
+    def _step_at(self, data: bytes, start: int, found: _Requests) -> Step | None:
         """Return the step in a slot; None where it is not whole."""
-        start = PAGE + place * SLOT
         word, ended = _MARKS.unpack_from(data, start)
         checksum, body = CHECKED.unpack_from(data, start + FIXED)
         if not word or crc32(body) != checksum:
             return None
-        number, began, *rest = BODY.unpack(body)
-        if word >> NUMBER_AT != number or number % STEPS != place or not math.isfinite(began):
+        number, began, agreed, *rest = BODY.unpack(body)
+        is_here = word >> NUMBER_AT == number and PAGE + number % STEPS * SLOT == start
+        if not is_here or not math.isfinite(began):
             return None
-        return _Body(number, time_or_zero(began), word & 0xFF, word >> 8 & 0xFF, time_or_zero(ended), rest)
-
-
-@dataclass(frozen=True)
-class _Body:
-    """What a slot says of a step."""
-
-    number: int
-    began: float
-    phase: int
-    forward: int
-    ended: float
-    rest: Sequence[int]  # as `BODY` has it
-
-    def step(self, modes: Mapping[int, str], found: _Requests) -> Step:
-        agreed, ids_at, ids_size, ids_sum, lengths_at, lengths_sum, count, size, total, mode, *rest = self.rest
-        has_tokens, mask, *values, added = rest
+        ids_at, ids_size, ids_sum, lengths_at, lengths_sum, count, size, total, mode, has_tokens, *rest = rest
+        mask, *values, added = rest
+        phase, forward = min(word & 0xFF, PROCESSED), word >> 8 & 0xFF
         return Step(
-            number=self.number,
-            began=self.began,
-            ended=self.ended if self.phase == PROCESSED else None,
-            phase=PHASES[min(self.phase, PROCESSED)],
-            mode=modes.get(mode, str(mode)) if mode else "",
-            forward=modes.get(self.forward, "") if self.forward else "",
+            number=number,
+            began=time_or_zero(began),
+            ended=time_or_zero(ended) if phase == PROCESSED else None,
+            phase=PHASES[phase],
+            mode=self._modes.get(mode, str(mode)) if mode else "",
+            forward=self._modes.get(forward, "") if forward else "",
             requests=found.of(count, (ids_at, ids_size, ids_sum), (lengths_at, lengths_sum), bool(has_tokens), added),
             size=size,
             tokens=total,
@@ -429,11 +373,8 @@ class _Body:
 def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None:
     """Return the step that a scheduler is in, None where it has nothing to do.
 
-    Args:
-        steps: the last ones, by number.
-        at: the one whose results it waits for, 0 for none.
-        is_idle: it has no batch to launch; of a pipeline's stage the results of another one may be processed all the
-            same.
+    Of the last `steps`, by number, it waits for the results of the one `at` (0 for none). Where it is idle it has no
+    batch to launch; of a pipeline's stage the results of another one may be processed all the same.
     """
     processed = max((step.number for step in steps if step.phase == PHASES[PROCESSED]), default=0)
     left = [step for step in steps if step.phase != PHASES[PROCESSED]]

@@ -172,7 +172,11 @@ def _add(case: Case, event: AnyEvent) -> None:
     if event.at:
         case.first_at = min(case.first_at or event.at, event.at)
     case.last_at = max(case.last_at, last)
-    process = _process_of(case, event)
+    key = "/".join(filter(None, (event.side, event.node, event.who)))
+    if (process := case.processes.get(key)) is None:
+        ranks, role = ranks_in(event.who), role_in(event.who)
+        process = Process(who=event.who, node=event.node, side=event.side, role=role, ranks=ranks)
+        case.processes[key] = process
     process.last_at = max(process.last_at, last)
     if (name := _OF_PROCESS.get(type(event))) is not None:
         getattr(process, name).append(event)
@@ -190,17 +194,3 @@ def _add(case: Case, event: AnyEvent) -> None:
             case.ready_at = event.at
         case Watched():
             case.watched = case.watched or event
-
-
-def _process_of(case: Case, event: AnyEvent) -> Process:
-    key = "/".join(filter(None, (event.side, event.node, event.who)))
-    process = case.processes.get(key)
-    if process is None:
-        process = case.processes[key] = Process(
-            who=event.who,
-            node=event.node,
-            side=event.side,
-            role=role_in(event.who),
-            ranks=ranks_in(event.who),
-        )
-    return process

@@ -17,26 +17,17 @@ LineLevel = Literal["", "debug", "info", "warning", "error", "critical"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="event"):
-    """What all facts have.
+    """What all facts have."""
 
-    Attributes:
-        order: place in the evidence; of two facts of one source without a time, the smaller one was first.
-        at: when, in seconds since the epoch, UTC where the source says so; 0.0 where it is not known.
-        who: the process by its short name: ``TP3``, ``DP1 TP3``, ``scheduler``, ``detokenizer``, ``tokenizer``,
-            ``router``, ``pid 4711``; empty where the source does not say.
-        node: the host, pod, container or file that the fact comes from, as far as it tells several apart.
-        side: ``prefill`` or ``decode`` where the source says so.
-        source: where it stands: ``server.log:120``.
-        follows: the crash handler knows that it follows from another failure.
-    """
-
-    order: int = 0
-    at: float = 0.0
+    order: int = 0  # place in the evidence; of two facts of one source without a time, the smaller one was first
+    at: float = 0.0  # when, in seconds since the epoch, UTC where the source says so; 0.0 where it is not known
+    #: The process by its short name: ``TP3``, ``DP1 TP3``, ``scheduler``, ``detokenizer``, ``tokenizer``, ``router``,
+    #: ``pid 4711``; empty where the source does not say.
     who: str = ""
-    node: str = ""
-    side: str = ""
-    source: str = ""
-    follows: bool = False
+    node: str = ""  # the host, pod, container or file that the fact comes from, as far as it tells several apart
+    side: str = ""  # ``prefill`` or ``decode`` where the source says so
+    source: str = ""  # where it stands: ``server.log:120``
+    follows: bool = False  # the crash handler knows that it follows from another failure
 
     @property
     def place(self) -> tuple[float, int]:

@@ -568,9 +568,7 @@ NOT_IN_JSON, NOT_IN_JSON_OF_STEPS = ("samples", "raised_through", "hit_in_main")
 
 def _in_short(process: ProcessReport) -> ProcessReport:
     steps = process.steps and msgspec.structs.replace(process.steps, rids={}, checks=frozenset())
-    looks = [_look(sample) for sample in process.samples] or process.looks
+    looks = [
+        Look(iso_time(one.time), one.state, one.cpu_secs, list(one.doing), one.gil) for one in process.samples
+    ] or process.looks
     return msgspec.structs.replace(process, samples=[], raised_through=[], hit_in_main=None, steps=steps, looks=looks)
-
-
-def _look(sample: Sample) -> Look:
-    return Look(iso_time(sample.time), sample.state, sample.cpu_secs, list(sample.doing), sample.gil)

@@ -1,7 +1,8 @@
-"""Data of a document that anybody may have written: what is missing or has another form is passed over."""
+"""Data of a document that anybody may have written: read in part where it does not fit, or refused as a whole."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,23 @@ def read(value: object, kind: type[_Kind]) -> _Kind:
     """Return a document as a Struct, the parts of it that fit: a piece with another form costs that piece alone."""
     found: _Kind = _required(_plain(value), kind)
     return found
+
+
+def read_whole(value: object, kind: type[_Kind], name: str) -> _Kind:
+    """Return a document as a class of data; lone surrogates in it, which no file takes, are escaped.
+
+    Raises:
+        ValueError: it is no `name`, or a part of it has another form.
+    """
+    try:
+        try:
+            # Looked for in C: there may be millions of values.
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            value = _plain(value)
+        return msgspec.convert(value, kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a {name}: {error}") from None
 
 
 def _plain(value: object) -> object:

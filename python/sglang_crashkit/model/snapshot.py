@@ -9,26 +9,25 @@ a reader of the older form would misread it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
-from sglang_crashkit.model import checked_json as checked
+import msgspec
+
+from sglang_crashkit.model import lenient
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 SCHEMA_VERSION = 1
 
+_Entry = TypeVar("_Entry")
+#: Name, native id, whether active, whether it owns the GIL, number of its stack.
+_Row = tuple[str, int | None, bool, bool, int]
 #: Equal frames of many hosts are one object, which makes them quick to compare.
 _frame = lru_cache(maxsize=1 << 16)(Frame)
 #: How a sample was taken; of no use elsewhere.
 _LOCAL = frozenset({"source", "seconds", "gil", "doing"})
-#: Of each field of a process that holds a single value, what checks it.
-_PLAIN: dict[str, Callable[[object], Any]] = {
-    **dict.fromkeys(("host", "title", "role", "state", "wchan", "problem"), checked.text),
-    **dict.fromkeys(("pid", "start_ticks", "tracer"), checked.whole),
-    **dict.fromkeys(("time", "cpu_secs"), checked.number),
-}
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class NodeSnapshot:
     host: str
     time: float  # when the round began, in seconds since the epoch
     processes: tuple[Sample, ...] = ()
-    problems: tuple[Problem, ...] = field(default=())  # what could not be had
+    problems: tuple[Problem, ...] = ()  # what could not be had
 
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as JSON values, ``schema_version`` first."""
@@ -64,6 +63,18 @@ class NodeSnapshot:
         }
 
 
+class _Document(msgspec.Struct):
+    """A snapshot as JSON has it, but for what stands in the processes."""
+
+    schema_version: int
+    host: str
+    time: float
+    frames: list[tuple[str, str, int]]
+    stacks: list[list[int]]
+    processes: list[dict[str, Any]]
+    problems: tuple[Problem, ...]
+
+
 def parse(text: str | bytes) -> NodeSnapshot:
     """Read a snapshot from the text of its JSON.
 
@@ -72,9 +83,7 @@ def parse(text: str | bytes) -> NodeSnapshot:
     """
     try:
         document = json.loads(text)
-    except RecursionError:
-        raise ValueError("not a snapshot: its JSON is nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not a snapshot: it is not JSON ({error})") from None
     return from_json(document)
 
@@ -85,23 +94,17 @@ def from_json(document: Any) -> NodeSnapshot:
     Raises:
         ValueError: it is not one, or of a newer kit.
     """
-    checked.check_version(document, "snapshot", SCHEMA_VERSION)
-    text = checked.text
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if type(version) is int and version > SCHEMA_VERSION:
+        raise ValueError(f"the snapshot has schema_version {version}, this kit reads up to {SCHEMA_VERSION}")
+    told = lenient.read_whole(document, _Document, "snapshot")
     try:
-        rows, stack_rows = checked.entries(document["frames"]), checked.entries(document["stacks"])
-        frames = [_frame(text(function), text(file), checked.whole(line)) for function, file, line in rows]
-        stacks = [tuple(checked.pick(frames, checked.entries(numbers))) for numbers in stack_rows]
-        problems = checked.entries(document["problems"])
-        return NodeSnapshot(
-            host=text(document["host"]),
-            time=checked.number(document["time"]),
-            processes=tuple(_process_from_json(entry, stacks) for entry in checked.entries(document["processes"])),
-            problems=tuple(Problem(text(one["what"]), text(one["why"]), text(one["next"])) for one in problems),
-        )
-    except KeyError as error:
-        raise ValueError(f"not a snapshot: it lacks {error}") from None
-    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        frames = [_frame(*row) for row in told.frames]
+        stacks = [tuple(_pick(frames, numbers)) for numbers in told.stacks]
+        processes = tuple(_process_from_json(entry, stacks) for entry in told.processes)
+    except (LookupError, ValueError) as error:
         raise ValueError(f"not a snapshot: {error}") from None
+    return NodeSnapshot(told.host, told.time, processes, told.problems)
 
 
 def _process_to_json(process: Sample, table: dict[tuple[Frame, ...], int]) -> dict[str, Any]:
@@ -117,28 +120,24 @@ def _process_to_json(process: Sample, table: dict[tuple[Frame, ...], int]) -> di
     return document
 
 
-def _process_from_json(entry: Mapping[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> Sample:
-    server, rendezvous, side = entry["server"], entry["rendezvous"], entry["side"]
-    if side not in (None, "prefill", "decode"):
-        raise ValueError(f"{side!r} is neither prefill nor decode")
-    return Sample(
-        **{name: check(entry[name]) for name, check in _PLAIN.items()},
-        ranks={checked.text(name): checked.whole(number) for name, number in entry["ranks"].items()},
-        server=None if server is None else checked.whole(server),
-        rendezvous=None if rendezvous is None else checked.text(rendezvous),
-        side=side,
-        threads=_threads(entry["threads"], stacks),
-        native=_threads(entry["native"], stacks),
-        kernels=tuple(checked.text(kernel) for kernel in checked.entries(entry["kernels"])),
-    )
+def _process_from_json(entry: dict[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> Sample:
+    known = {name: value for name, value in entry.items() if name not in _LOCAL}
+    return msgspec.convert(known | {name: _threads(entry.get(name), stacks) for name in ("threads", "native")}, Sample)
 
 
-def _threads(rows: Any, stacks: Sequence[tuple[Frame, ...]]) -> tuple[Thread, ...]:
-    # Of 100,000 ranks there are millions of threads: they are checked column by column.
-    if not checked.entries(rows):
-        return ()
-    names, native_ids, active, owns_gil, places = zip(*rows, strict=True)
-    if not {*map(type, native_ids)} <= {int, type(None)}:
-        raise ValueError("the id of a thread is not a whole number")
-    columns = zip(checked.texts(names), native_ids, active, owns_gil, checked.pick(stacks, places), strict=True)
-    return tuple([Thread(name, id_, runs is True, owns is True, frames) for name, id_, runs, owns, frames in columns])
+def _threads(rows: object, stacks: Sequence[tuple[Frame, ...]]) -> tuple[Thread, ...]:
+    # Of 100,000 ranks there are millions of threads.
+    found = msgspec.convert(rows, list[_Row])
+    frames = _pick(stacks, [row[-1] for row in found])
+    return tuple([Thread(*row[:-1], stack) for row, stack in zip(found, frames, strict=True)])
+
+
+def _pick(table: Sequence[_Entry], numbers: Sequence[int]) -> list[_Entry]:
+    """Return the entries of a table that have these numbers.
+
+    Raises:
+        LookupError: there is none of a number.
+    """
+    if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
+        raise LookupError(f"there are numbers from {min(numbers)} to {max(numbers)} in a table of {len(table)}")
+    return [table[place] for place in numbers]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sglang_crashkit.model.checked_json import entries, number, text, whole
+from sglang_crashkit.model import lenient
 
 #: How far a step has come, in this order.
 PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
@@ -82,22 +82,4 @@ class Step:
         Raises:
             ValueError: it is not a step.
         """
-        try:
-            counted: dict[str, Any] = {
-                name: whole(document[name]) for name in ("number", "size", "tokens", "agreed_hash")
-            }
-            return Step(
-                began=number(document["began"]),
-                ended=None if document["ended"] is None else number(document["ended"]),
-                phase=text(document["phase"]),
-                mode=text(document["mode"]),
-                requests=tuple(
-                    StepRequest(text(one["rid"]), whole(one["tokens"]), whole(one["length"]))
-                    for one in entries(document["requests"])
-                ),
-                decisions={text(name): whole(count) for name, count in document["decisions"].items()},
-                forward=text(document.get("forward", "")),
-                **counted,
-            )
-        except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"no step: {error}") from error
+        return lenient.read_whole(document, Step, "step")

@@ -39,35 +39,24 @@ _FINISH_SECS = 30.0
 
 @dataclass
 class State:
-    """What is known of this process's server, and of its crash.
+    """What is known of this process's server, and of its crash."""
 
-    Attributes:
-        mode: what this process is, where it launched a server; None where it did not.
-        is_program: SGLang's own launcher of servers runs in this process, and not a library's user.
-        started: the ranks were ready at some time: from then on no crash is a failed start.
-        launching: it waits for the ranks of a server, the first one or another; deaths are told to those who wait.
-        draining: the server was asked to end, and may do so without a crash.
-        launch: called with the ``ServerArgs`` where a program configures its logger that launches its ranks without an
-            ``Engine``; None in any other process.
-        has_failed: looks whether there was a crash that is not noted yet, and notes it; asked before this process ends
-            its children or itself.
-        status: what this process ends with; None while there was no crash.
-        deadline: when it ends at the latest, by the monotonic clock.
-        latest: beyond this the deadline does not move.
-        null: a descriptor of the null device; -1 before it is needed.
-    """
-
-    mode: Mode | None = None
-    is_program: bool = False
-    started: bool = False
+    mode: Mode | None = None  # what this process is, where it launched a server
+    is_program: bool = False  # SGLang's own launcher of servers runs in this process, and not a library's user
+    started: bool = False  # the ranks were ready at some time: from then on no crash is a failed start
+    #: It waits for the ranks of a server, the first one or another; deaths are told to those who wait.
     launching: bool = False
-    draining: bool = False
+    draining: bool = False  # the server was asked to end, and may do so without a crash
+    #: Called with the ``ServerArgs`` where a program configures its logger that launches its ranks without an
+    #: ``Engine``; None in any other process.
     launch: Callable[[Any], object] | None = None
+    #: Looks whether there was a crash that is not noted yet, and notes it; asked before this process ends its children
+    #: or itself.
     has_failed: Callable[[], bool] | None = None
-    status: int | None = None
-    deadline: float = math.inf
-    latest: float = math.inf
-    null: int = -1
+    status: int | None = None  # what this process ends with; None while there was no crash
+    deadline: float = math.inf  # when it ends at the latest, by the monotonic clock
+    latest: float = math.inf  # beyond this the deadline does not move
+    null: int = -1  # a descriptor of the null device; -1 before it is needed
 
     @property
     def serves(self) -> bool:
@@ -103,11 +92,8 @@ def note_started() -> None:
 def begin(status: int, within_secs: float) -> None:
     """Note a crash; this process ends by itself `within_secs` from now at the latest.
 
-    Does nothing where no crash ends this process; see `ends_with_the_server`.
-
-    Args:
-        status: what it ends with as long as nothing better is known.
-        within_secs: the longest that the handling of the crash may take, in seconds.
+    It ends with `status` as long as nothing better is known. Does nothing where no crash ends this process; see
+    `ends_with_the_server`.
     """
     if not ends_with_the_server():
         return

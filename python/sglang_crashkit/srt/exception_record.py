@@ -1,13 +1,19 @@
-"""The record of an exception that ends a process of the server: written by the process itself, while it handles it."""
+"""An exception ends a process of the server, or a thread of one: the process itself tells of it, and writes a record.
+
+``threading.excepthook`` is chained: whatever was there before is called next, and prints the traceback as ever. What
+upstream handles in the thread itself, such as a worker that fails one request and takes the next, does not come here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, count, islice
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -18,7 +24,7 @@ import setproctitle
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.private_files import OwnFolder, write_json
 from sglang_crashkit.settings import SPOOL_VARIABLE
-from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, never_raises, request, shorten
+from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Lately, never_raises, notify, request, shorten
 from sglang_crashkit.srt.redaction import redact
 
 #: The spool, the folder of incidents that it is in, and the host's.
@@ -35,7 +41,11 @@ _TEXTS = ("text", "input_text", "origin_input_text")
 #: it; and where it has that which it decodes.
 _AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", ("running_batch",)
 
+#: Threads that end in the same way are told of once in this time, in seconds; and so many ways in a process.
+_AGAIN_SECS, _MAX_WAYS = 60.0, 32
+_MAX_NAME = 120
 
+_lately, _numbers = Lately(_AGAIN_SECS, _MAX_WAYS), count(1)
 #: The exception that this process told of last.
 _told: BaseException | None = None
 #: Before multiprocessing's own finalizers, which end this process's children.
@@ -47,10 +57,7 @@ def tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
     """Have this process, where multiprocessing started it, tell of what ends it though SGLang does not catch it.
 
     SGLang catches ``Exception``. A panic of a Rust library (PyO3's ``PanicException``) and ``sys.exit`` pass it by.
-    multiprocessing runs what is registered here while such an exception is being handled.
-
-    Args:
-        find_gpu: returns the UUID of the GPU that this process computes on then, None where that is not known.
+    multiprocessing runs what is registered here while such an exception is being handled; `find_gpu` is asked then.
     """
     util.Finalize(None, _tell_uncaught, args=(find_gpu,), exitpriority=_FIRST)
 
@@ -85,23 +92,51 @@ def tell_exception(gpu: str | None = None) -> None:
     request("exception", CAPTURE_WAIT_SECS, gpu=gpu, soft=is_exit, **write_record(error, "exception"))
 
 
+@never_raises
+def watch_threads(*, of_all: bool) -> None:
+    """Tell the crash handler of each thread of this process that an exception ends.
+
+    A user's program has threads of its own: those in which no code of SGLang's runs count only where `of_all` is true.
+    """
+    previous = threading.excepthook
+    if getattr(previous, "__module__", "") == __name__:
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        _tell_of_thread(args, of_all)
+        previous(args)
+
+    threading.excepthook = hook
+
+
+@never_raises
+def _tell_of_thread(args: threading.ExceptHookArgs, of_all: bool) -> None:
+    error = args.exc_value
+    # A thread ends itself by SystemExit; as the interpreter ends, what a thread uses is taken from it.
+    if error is None or isinstance(error, SystemExit) or sys.is_finalizing():
+        return
+    places = [f"{frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(args.exc_traceback)]
+    is_sglangs = any("/sglang/" in place for place in places)
+    if (of_all or is_sglangs) and threading.main_thread().is_alive() and _lately.is_news((type(error), *places)):
+        name = args.thread.name if args.thread is not None else ""
+        told = write_record(error, f"thread_exception-{next(_numbers)}")
+        if not notify("thread_died", thread=name[:_MAX_NAME], **told) and told["record"] is not None:
+            Path(told["record"]).unlink(missing_ok=True)
+
+
 def write_record(error: BaseException, name: str) -> dict[str, Any]:
     """Write down an exception of this process as ``<name>-<pid>.json``, and return what a message says of it.
 
-    Returns:
-        ``message``, one line, and ``record``, the file; None where it could not be written.
+    That is ``message``, one line, and ``record``, the file; None where it could not be written.
     """
     trace = error.__traceback__
     message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_MESSAGE], trace)
-    path = _write(f"{name}-{os.getpid()}.json", message, trace, _printed(error, trace) or message)
-    return {"message": message.splitlines()[0][:300], "record": str(path) if path else None}
-
-
-def _write(name: str, message: str, trace: TracebackType | None, printed: str) -> Path | None:
+    printed = _printed(error, trace) or message
+    told: dict[str, Any] = {"message": message.splitlines()[0][:300], "record": None}
     spool = os.environ.get(SPOOL_VARIABLE)
     if not spool or not Path(spool).parent.is_dir():
-        return None
-    path = Path(spool) / name
+        return told
+    frames: dict[int, FrameType] = sys._current_frames()
     record = {
         "pid": os.getpid(),
         "title": setproctitle.getproctitle(),
@@ -110,15 +145,16 @@ def _write(name: str, message: str, trace: TracebackType | None, printed: str) -
         "traceback": _format_frames(traceback.extract_tb(trace)),
         "printed": printed,
         "batch": _describe_batch(trace),
-        "threads": _threads(),
+        # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
+        "threads": {str(ident): _format_frames(traceback.extract_stack(one))[::-1] for ident, one in frames.items()},
     }
-    try:
+    with contextlib.suppress(OSError, CrashkitError):
         # Made anew where another server's crash handler removed it, as this one's was killed.
         folder = OwnFolder(Path(spool), _OWN_FOLDERS)
-        write_json(folder.path / path.name, record)
-    except (OSError, CrashkitError):
-        return None
-    return path
+        path = f"{name}-{os.getpid()}.json"
+        write_json(folder.path / path, record)
+        told["record"] = str(Path(spool) / path)
+    return told
 
 
 @never_raises
@@ -140,12 +176,6 @@ def _format_frames(frames: traceback.StackSummary) -> list[str]:
     return [f"{frame.name} ({shorten(frame.filename)}:{frame.lineno})" for frame in frames]
 
 
-def _threads() -> dict[str, list[str]]:
-    frames: dict[int, FrameType] = sys._current_frames()
-    # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
-    return {str(ident): _format_frames(traceback.extract_stack(frame))[::-1] for ident, frame in frames.items()}
-
-
 @never_raises
 def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
     """Describe the batch that the scheduler on the traceback was running; no prompt and no token."""
@@ -163,16 +193,10 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
 
 def find_batch(trace: TracebackType | None) -> tuple[Any, Any]:
     """Return the first object that has a batch and that batch, twice None if absent."""
-    for owner in _owners(trace):
-        if (batch := _first_of(owner, _AT_WORK)) is not None:
-            return owner, batch
-    owner, batch = _find_local(trace)
-    if batch is not None:
-        return owner, batch
-    for owner in _owners(trace):
-        if (batch := _first_of(owner, _DECODED)) is not None:
-            return owner, batch
-    return None, None
+    at_work = ((owner, _first_of(owner, _AT_WORK)) for owner in _owners(trace))
+    decoded = ((owner, _first_of(owner, _DECODED)) for owner in _owners(trace))
+    found = chain(at_work, [_find_local(trace)], decoded)
+    return next(((owner, batch) for owner, batch in found if batch is not None), (None, None))
 
 
 def _find_local(trace: TracebackType | None) -> tuple[Any, Any]:

@@ -98,7 +98,9 @@ def describe_collectives() -> bytes:
     document["pg_config"] = {
         name: {
             "name": name,
-            "desc": names.get(name) or _description_of(group) or users.get(name, ""),
+            "desc": names.get(name)
+            or str(getattr(group, "group_desc", "")).removeprefix("undefined")
+            or users.get(name, ""),
             "ranks": str(sorted(world.pg_group_ranks.get(group, ()))),
         }
         for group, name in list(world.pg_names.items())
@@ -130,7 +132,3 @@ def _users_of_groups(entries: list[dict[str, Any]]) -> dict[str, str]:
             own = [Path(file).stem for file in files if "sglang/srt/" in file and "/distributed/" not in file]
             users[group] = _USERS.get(own[0], own[0]) if own else ""
     return users
-
-
-def _description_of(group: Any) -> str:
-    return str(getattr(group, "group_desc", "")).removeprefix("undefined")

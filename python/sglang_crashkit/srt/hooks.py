@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from sglang_crashkit import protocol
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.visible import visible
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+#: What has an ``fd`` and `close`.
+Memory = TypeVar("Memory", bound=Any)
 #: One of SGLang's, of whose types the kit knows nothing.
 Function: TypeAlias = Callable[..., Any]
 
@@ -67,11 +70,9 @@ def note_gone(error: AttributeError, instead: Result) -> Result:
 
 
 class Lately:
-    """What was told lately, and is not again for a time; may be used from any thread.
+    """What was told lately, and is not again for so many seconds; may be used from any thread.
 
-    Args:
-        secs: for how long, in seconds.
-        most: how many are kept; while there are as many, no other is news.
+    While there are as many as `most` of these, no other is news.
     """
 
     def __init__(self, secs: float, most: int) -> None:
@@ -158,18 +159,29 @@ def notify(event: str, **fields: Any) -> bool:
     return True
 
 
-def hand_over(event: str, memory: Any, loss: str, **fields: Any) -> bool:
-    """Have the crash handler of this server hold memory that this process writes to, by its ``fd``, and say whether.
+def held_memory(
+    event: str, make: Callable[[], Memory], loss: str, describe: Callable[[], dict[str, Any]] = dict
+) -> Memory | None:
+    """Return memory that this process writes to, and that the crash handler of its server holds, too, by its ``fd``.
 
-    Where it does not take it the memory is given back by its ``close``, and the log has `loss` and the reason.
+    The handler is told what `describe` returns. Returns None where the kit is off or there is no handler; where there
+    is no memory, or the handler does not take it, the log has `loss` and the reason.
     """
+    socket_path = os.environ.get(SOCKET_VARIABLE)
+    if not socket_path or not Settings.from_environ().enabled:
+        return None
+    fields = describe()
     try:
-        protocol.notify(os.environ[SOCKET_VARIABLE], event, descriptor=memory.fd, **fields)
-    except protocol.HandlerUnreachableError as error:
-        memory.close()
+        memory = make()
+        try:
+            protocol.notify(socket_path, event, descriptor=memory.fd, **fields)
+        except BaseException:
+            memory.close()
+            raise
+    except (CrashkitError, protocol.HandlerUnreachableError) as error:
         logger.warning("crash kit: %s: %s", loss, error)
-        return False
-    return True
+        return None
+    return memory
 
 
 @never_raises
@@ -182,10 +194,8 @@ def request(
 ) -> dict[str, Any] | None:
     """Tell the crash handler of this server and wait for its acknowledgement; see `protocol.request`.
 
-    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``.
-
-    Returns:
-        The acknowledgement, empty at the end of the time, None where there is no handler.
+    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``. Returns None where there
+    is no handler.
     """
     socket_path = os.environ.get(SOCKET_VARIABLE)
     if not socket_path:

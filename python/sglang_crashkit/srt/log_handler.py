@@ -18,13 +18,14 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.ring import MAX_LOG_BYTES, LogWriter
 from sglang_crashkit.redact import REDACTED
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import hand_over, handler_pid, never_raises
+from sglang_crashkit.settings import Settings
+from sglang_crashkit.srt.crash_exit import chain_of
+from sglang_crashkit.srt.hooks import handler_pid, held_memory, never_raises
 from sglang_crashkit.srt.redaction import known_secrets
 
 logger = logging.getLogger(__name__)
@@ -49,13 +50,9 @@ _MIN_WORDS, _MAX_CHAIN = 6, 8
 
 
 class RingHandler(logging.Handler):
-    """Notes records in a ring; one that fails is switched off, with one warning.
+    """Notes records in a ring, which the process `held_by` holds; one that fails is switched off, with one warning.
 
-    Args:
-        ring: where they are noted.
-        held_by: the pid of the crash handler that it was passed to.
-        secrets: what is secret by its value.
-        quotes: keep what exceptions say.
+    They are kept without the `secrets`, by their values, and without what exceptions say unless it `quotes` that.
     """
 
     def __init__(self, ring: LogWriter, held_by: int | None, secrets: set[str], *, quotes: bool) -> None:
@@ -110,14 +107,11 @@ def _shorten(text: str, most: int, head: int) -> str:
 
 
 def _without_words(text: str, error: BaseException | None) -> str:
-    for _ in range(_MAX_CHAIN):
-        if error is None:
-            break
+    for link in islice(chain_of(error), _MAX_CHAIN):
         # Its texts alone: to write a tensor would wait for the GPU.
-        for words in error.args:
+        for words in link.args:
             if isinstance(words, str) and len(words) >= _MIN_WORDS:
                 text = text.replace(words, REDACTED)
-        error = error.__cause__ or error.__context__
     return text
 
 
@@ -128,26 +122,19 @@ _handler: RingHandler | None = None
 def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
     """Have the crash handler hold this process's last log records from now on.
 
-    To be called once logging is set up, and again whenever it is set up anew, which takes all handlers away.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``; None where they are not known here.
-        of_all: this process is SGLang's own, so that all loggers are its, and not SGLang's alone.
+    To be called once logging is set up, and again whenever it is set up anew, which takes all handlers away. Where this
+    process is SGLang's own, the records of all loggers are its, and not SGLang's alone.
     """
     global _handler
     settings, held_by = Settings.from_environ(), handler_pid()
     loggers = list(_loggers(of_all=of_all))
-    if not (settings.enabled and settings.log_records and os.environ.get(SOCKET_VARIABLE) and loggers):
+    if not (settings.log_records and loggers):
         return
     if _handler is None or _handler.ring is None or _handler.held_by != held_by:
         forget()
         journaled = bool(getattr(server_args, "crash_dump_folder", None)) and settings.journal
-        try:
-            ring = LogWriter(settings.log_records)
-        except CrashkitError as error:
-            logger.warning("crash kit: no log records are kept: %s", error)
-            return
-        if not hand_over("log", ring, "no log records are kept"):
+        ring = held_memory("log", lambda: LogWriter(settings.log_records), "no log records are kept")
+        if ring is None:
             return
         _handler = RingHandler(ring, held_by, set(), quotes=journaled and settings.prompts == "full")
     # A set of its own: another thread may be looking through the earlier one.

@@ -30,12 +30,9 @@ _REQUESTS = "requests"
 
 
 def redact(text: str, *configurations: object, prompts: Iterable[str] = ()) -> str:
-    """Return `text` without the secrets that this process knows of, and without what it shares with `prompts`.
+    """Return `text` without the secrets that this process knows of, and without what it shares with users' `prompts`.
 
-    Args:
-        text: what is about to be told, such as an exception's message.
-        configurations: objects whose fields may be secret, such as ``ServerArgs``; None is skipped.
-        prompts: texts that users sent.
+    Fields of the configurations, such as ``ServerArgs``, may be secret; None is skipped.
     """
     try:
         return redact_prompts(redact_text(text, known_secrets(*configurations)), prompts)
@@ -59,21 +56,15 @@ def redacted_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def redact_dump(data: dict[str, Any]) -> None:
     """Take the secrets out of what upstream is about to dump, in place; the requests stay as they are.
 
-    The configuration's own objects are left alone: the server may live on. In the dump they have their type and shape.
-
-    Args:
-        data: upstream's, made for this dump: the configuration in several forms, the command line and the requests.
+    It is upstream's, made for this dump: the configuration in several forms, the command line and the requests. The
+    configuration's own objects are left alone: the server may live on. In the dump they have their type and shape.
     """
+    rest = {name: value for name, value in data.items() if name != _REQUESTS}
     try:
-        secrets = known_secrets()
-        for name, value in data.items():
-            if name != _REQUESTS:
-                secrets |= _collect(value)
-        replaced = {name: _without(value, secrets) for name, value in data.items() if name != _REQUESTS}
+        data |= redacted_fields(rest)
     except Exception:
         logger.warning("crash kit: the configuration is left out of the dump", exc_info=True)
-        replaced = dict.fromkeys((name for name in data if name != _REQUESTS), None)
-    data.update(replaced)
+        data |= dict.fromkeys(rest)
 
 
 class _Redacted:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import os
 import weakref
 from array import array
 from collections import deque
@@ -19,11 +18,10 @@ from typing import Any
 
 import msgspec.structs
 
-from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, weigh
 from sglang_crashkit.model.step import short_rid
-from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
-from sglang_crashkit.srt.hooks import hand_over, never_raises
+from sglang_crashkit.settings import Prompts, Settings
+from sglang_crashkit.srt.hooks import held_memory, never_raises
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +74,12 @@ _opened: list[weakref.ref[JournaledStates]] = []
 def open_journal() -> JournalWriter | None:
     """Return a journal for the requests of this process, which the crash handler holds, too.
 
-    Returns:
-        None where none is wanted, there is no crash handler, or no memory for it.
+    Returns None where none is wanted, there is no crash handler, or no memory for it.
     """
     settings = Settings.from_environ()
-    if not settings.enabled or not settings.journal or not os.environ.get(SOCKET_VARIABLE):
+    if not settings.journal:
         return None
-    try:
-        journal = JournalWriter(int(settings.journal_mb * 2**20))
-    except CrashkitError as error:
-        logger.warning("crash kit: no request journal: %s", error)
-        return None
-    return journal if hand_over("journal", journal, "no request journal") else None
+    return held_memory("journal", lambda: JournalWriter(int(settings.journal_mb * 2**20)), "no request journal")
 
 
 @never_raises
@@ -141,12 +133,6 @@ class JournaledStates(dict[str, Any]):
             self._note(self._end, state)
         return state
 
-    def popitem(self) -> tuple[str, Any]:
-        """Remove a request as `dict.popitem` does."""
-        rid, state = super().popitem()
-        self._note(self._end, state)
-        return rid, state
-
     def __ior__(self, other: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> JournaledStates:  # type: ignore[override,misc]
         self.update(other)
         return self
@@ -166,6 +152,7 @@ class JournaledStates(dict[str, Any]):
                 journal.close()
 
     # Of `dict` these would pass the methods above by.
+    popitem = MutableMapping.popitem
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
     clear = MutableMapping.clear

@@ -46,8 +46,7 @@ from sglang_crashkit.kernel.stack_hooks import (
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, socket_of
 from sglang_crashkit.srt import crash_exit, supervisor
-from sglang_crashkit.srt.dead_threads import watch_threads
-from sglang_crashkit.srt.exception_record import tell_uncaught
+from sglang_crashkit.srt.exception_record import tell_uncaught, watch_threads
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
@@ -123,9 +122,7 @@ def on_tokenizer_worker(worker: type) -> type:
 def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
     """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler.
 
-    Args:
-        server_args: the ``ServerArgs``, where they are known.
-        title: what it is where SGLang gives it no title.
+    Where SGLang gives it no title, it is called by `title`.
     """
     named = {"title": title} if title else {}
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
@@ -295,9 +292,7 @@ def _remove() -> None:
 def start_answering(path: Path, mailbox: Mailbox | None = None) -> socket.socket:
     """Listen at `path` and answer in a thread of its own, until `stop_answering`; return the thread's socket.
 
-    Args:
-        path: where to listen.
-        mailbox: open until then; what comes there is written to the log.
+    What comes to the `mailbox` is written to the log.
 
     Raises:
         OSError: the path is taken or too long.
@@ -350,24 +345,19 @@ def _answer_all(listener: socket.socket, mailbox: Mailbox | None) -> None:
             ready = {descriptor for descriptor, _events in poller.poll()}
             if mailbox is not None and ready - {own}:
                 _say_all(mailbox)
-            if own in ready and not _answer_one(listener):
-                return
-
-
-def _answer_one(listener: socket.socket) -> bool:
-    """Answer who asks; say whether others may ask."""
-    try:
-        connection, _address = listener.accept()
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EBADF):
-            # It was shut down or closed.
-            return False
-        # No descriptor was left; there may be one again.
-        time.sleep(_PAUSE_SECS)
-        return True
-    with connection:
-        _answer(connection)
-    return True
+            if own not in ready:
+                continue
+            try:
+                connection, _address = listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EBADF):
+                    # It was shut down or closed.
+                    return
+                # No descriptor was left; there may be one again.
+                time.sleep(_PAUSE_SECS)
+                continue
+            with connection:
+                _answer(connection)
 
 
 def _answer(connection: socket.socket) -> None:

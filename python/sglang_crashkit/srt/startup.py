@@ -12,14 +12,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
-from sglang_crashkit.srt.children import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 from sglang_crashkit.srt.redaction import redact
+from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,9 @@ class StartupError(RuntimeError):
 
 
 class Startup(Supervisor):
-    """One wait until all have said that they are ready.
+    """One wait until all have said that they are ready, which began `waited_secs` ago.
 
-    Args:
-        children: who is waited for; may grow while `all_known` is false.
-        all_known: whether `children` is complete; what it raises ends the wait.
-        waited_secs: how long they had been waited for before, in seconds.
-        clock: see `Supervisor`.
+    The children may become more until `all_known` says that they are complete; what that raises ends the wait.
     """
 
     def __init__(
@@ -203,20 +200,13 @@ class _Receipt:
             self.error = error
 
 
-class Received:
-    """A pipe that was read, for a second reader."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def recv(self) -> Any:
-        """Return what came."""
-        return self._data
-
-
 def readers_of(children: Iterable[Child]) -> list[Any]:
     """Return the pipes of `children` for another reader: those that were read give what came."""
-    return [Received(child.info) if child.ready else child.reader for child in children if child.reader is not None]
+    return [
+        SimpleNamespace(recv=lambda child=child: child.info) if child.ready else child.reader
+        for child in children
+        if child.reader is not None
+    ]
 
 
 def note_launch() -> None:

@@ -30,8 +30,7 @@ import pytest
 if TYPE_CHECKING:
     from types import FrameType
 
-    from sglang_crashkit.test.evidence import Death
-    from sglang_crashkit.test.fail_fast import Source, Watcher
+    from sglang_crashkit.test.fail_fast import Death, Source, Watcher
 
 _NAME = "sglang_crashkit_runner"
 
@@ -243,15 +242,10 @@ class FailByName:
 runner: FailByName | None = None
 
 
-class Gate:
-    """Fails a test that depends on a dead process before its fixtures are set up, but not one that is skipped."""
-
-    def __init__(self, runner: FailByName) -> None:
-        self._runner = runner
-
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """See the class."""
-        self._runner.raise_for(item)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test that depends on a dead process before its fixtures are set up, but not one that is skipped."""
+    if runner is not None:
+        runner.raise_for(item)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -276,7 +270,6 @@ def pytest_configure(config: pytest.Config) -> None:
     global runner
     runner = FailByName(config)
     config.pluginmanager.register(runner, _NAME)
-    config.pluginmanager.register(Gate(runner), f"{_NAME}_gate")
 
 
 @pytest.fixture(scope="session")

@@ -20,11 +20,7 @@ def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading
     Its name, pid and status are written to stderr, the others are captured and killed with their descendants, and
     this process ends with the same status (128 + N for signal N).
 
-    Args:
-        named_procs: pairs of a name and a ``subprocess.Popen`` or None.
-
-    Returns:
-        To be set before the subprocesses are ended on purpose.
+    The event that is returned is to be set before the subprocesses are ended on purpose.
     """
     processes = list(named_procs)
     watcher = Watcher.covering(process for _, process in processes if process is not None)

@@ -7,7 +7,6 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,14 +67,6 @@ def test_another_process_reads_what_was_stored() -> None:
         reader.close()
 
 
-def test_only_its_user_may_open_it_and_nobody_truncate_it(writer: HeartbeatWriter) -> None:
-    assert os.fstat(writer.fd).st_mode & 0o777 == 0o600
-    for size in (0, 10_000):
-        with pytest.raises(PermissionError):
-            os.ftruncate(writer.fd, size)
-    assert not os.get_inheritable(writer.fd)
-
-
 # -- what is no heartbeat
 
 
@@ -106,19 +97,6 @@ def test_what_is_no_heartbeat_of_this_layout_is_refused(content: bytes, seals: i
         assert descriptors() == before
     finally:
         os.close(fd)
-
-
-def test_a_pipe_or_a_file_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / beat.NAME
-    path.write_bytes(GOOD)
-    fds = [*os.pipe(), os.open(path, os.O_RDONLY)]
-    try:
-        for fd in fds:
-            with pytest.raises(NotAHeartbeatError):
-                HeartbeatReader(fd)
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 @given(st.binary(min_size=beat.BYTES - 8, max_size=beat.BYTES - 8))

@@ -12,16 +12,17 @@ import struct
 import time
 import tracemalloc
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_crashkit.memory import ring
-from sglang_crashkit.memory.heartbeat import LOOP_TIME, HeartbeatWriter
+from sglang_crashkit.memory.heartbeat import LOOP_TIME, HeartbeatReader, HeartbeatWriter, NotAHeartbeatError
 from sglang_crashkit.memory.ring import (
     MAX_BLOB_BYTES,
     LogRecord,
@@ -34,7 +35,8 @@ from sglang_crashkit.memory.ring import (
     read_log,
     write_blob,
 )
-from unit.support.waiting import LONG, child
+from sglang_crashkit.memory.steps import NotStepsError, StepReader, StepWriter
+from unit.support.waiting import LONG, child, descriptors
 
 SIZE = 4096 + 64 * 1024
 CAPACITY = 64 * 1024
@@ -165,21 +167,32 @@ def test_a_payload_cannot_hold_a_record_that_is_believed() -> None:
 
 
 @pytest.mark.parametrize("has_function", [True, False])
-def test_it_is_private_sealed_and_in_no_file(monkeypatch: pytest.MonkeyPatch, has_function: bool) -> None:
+@pytest.mark.parametrize(
+    ("make", "name", "size"),
+    [
+        (lambda: RingWriter(2**20), "sglang-crashkit-journal", 2**20),
+        (HeartbeatWriter, "sglang-crashkit-heartbeat", 96),
+        (StepWriter, "sglang-crashkit-steps", 2_200_000),
+    ],
+)
+def test_it_is_private_sealed_and_in_no_file(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], name: str, size: int, has_function: bool
+) -> None:
     if not has_function:
         # As a Python that was built on an older system, such as one of uv's.
         monkeypatch.delattr(os, "memfd_create")
     before = os.umask(0)
     try:
-        writer = RingWriter(2**20)
+        writer = make()
     finally:
         os.umask(before)
     status = os.fstat(writer.fd)
     assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_size <= 2**20
-    assert Path(f"/proc/self/fd/{writer.fd}").readlink().name.startswith("memfd:sglang-crashkit-journal")
-    with pytest.raises(PermissionError):
-        os.ftruncate(writer.fd, 0)
+    assert status.st_size <= size
+    assert Path(f"/proc/self/fd/{writer.fd}").readlink().name.startswith(f"memfd:{name}")
+    for length in (0, 2**22):
+        with pytest.raises(PermissionError):
+            os.ftruncate(writer.fd, length)
     assert not os.get_inheritable(writer.fd)
     assert is_ring(writer.fd)
     writer.close()
@@ -212,8 +225,9 @@ def test_without_memory_there_is_an_error_and_nothing_is_left(monkeypatch: pytes
     before = len(list(Path("/proc/self/fd").iterdir()))
     writer = RingWriter(2**20)
     monkeypatch.setattr(os, "posix_fallocate", no_memory)
-    with pytest.raises(RingError, match=r"there is no memory: No space left on device\n.*free -m"):
-        RingWriter(2**20)
+    for make in (lambda: RingWriter(2**20), HeartbeatWriter, StepWriter):
+        with pytest.raises(RingError, match=r"there is no memory: No space left on device\n.*free -m"):
+            make()
     with contextlib.suppress(RingError):
         for _ in range(100):
             writer.append(bytes(10_000))
@@ -296,12 +310,20 @@ def test_a_text_is_passed_on_in_memory() -> None:
         write_blob(bytes(MAX_BLOB_BYTES + 1))
 
 
-def test_what_might_block_is_not_read() -> None:
+@pytest.mark.parametrize(
+    "read", [read_blob, RingReader, HeartbeatReader, StepReader], ids=["blob", "ring", "heartbeat", "steps"]
+)
+def test_what_is_not_sealed_is_not_read(tmp_path: Path, read: Callable[[int], object]) -> None:
+    # A pipe might block, and what may shrink might end a reader by SIGBUS.
+    before = descriptors()
+    (tmp_path / "file").write_bytes(bytes(SIZE))
     reading, writing = os.pipe()
-    with pytest.raises(RingError):
-        read_blob(reading)
-    os.close(reading)
+    for descriptor in (reading, os.open(tmp_path / "file", os.O_RDONLY), os.memfd_create("x")):
+        with pytest.raises((RingError, NotAHeartbeatError, NotStepsError)):
+            read(descriptor)
+        os.close(descriptor)
     os.close(writing)
+    assert descriptors() == before
 
 
 # -- log records
@@ -422,18 +444,21 @@ def test_a_vast_log_takes_no_more_memory_than_the_records_that_are_wanted(
 def test_a_child_writes_elsewhere() -> None:
     with new_ring() as writer:
         writer.append(b"parent's")
-        beat = HeartbeatWriter()
-        words = beat.words
+        beat, steps = HeartbeatWriter(), StepWriter()
+        steps.schedule(1, 1.0, 2, ["a"], [1], None, 1, {}, 0)
         if (pid := os.fork()) == 0:
             try:
                 for _ in range(200):
                     writer.append(b"child's")
-                words[LOOP_TIME] = 0.0
-                os._exit(0 if words[LOOP_TIME] == 0.0 else 1)
+                beat.words[LOOP_TIME] = 0.0
+                steps.schedule(2, 2.0, 2, ["b"], [1], None, 1, {}, 0)
+                os._exit(0 if beat.words[LOOP_TIME] == 0.0 else 1)
             finally:
                 os._exit(2)
         assert os.waitpid(pid, 0)[1] == 0
         writer.append(b"parent's, too")
         assert payloads(writer.fd) == [b"parent's", b"parent's, too"]
         assert beat.words[LOOP_TIME] > 0
+        assert [step.number for step in StepReader(steps.fd).read().steps] == [1]
         beat.close()
+        steps.close()

@@ -26,7 +26,7 @@ from sglang_crashkit.memory.steps import (
     StepWriter,
 )
 from sglang_crashkit.model.step import MAX_RID
-from unit.support.waiting import LONG, child, descriptors
+from unit.support.waiting import LONG, child
 
 MODES = {1: "extend", 2: "decode", 5: "target_verify"}
 EXTEND, DECODE, VERIFY = MODES
@@ -305,41 +305,7 @@ def test_what_a_writer_claims_does_not_size_the_work(
     assert sum(len(step.requests) for step in found) <= module.MAX_READ
 
 
-def test_a_child_writes_elsewhere(writer: StepWriter) -> None:
-    run(writer, 1, ["a"], [1])
-    if (pid := os.fork()) == 0:
-        try:
-            run(writer, 2, ["b"], [2])
-            writer.end(1, 9.0)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    assert [(step.number, step.phase) for step in read(writer).steps] == [(1, "scheduled")]
-
-
-def test_it_takes_no_more_than_it_may(writer: StepWriter) -> None:
-    assert os.fstat(writer.fd).st_size == SIZE <= 2_200_000
-
-
-def test_what_is_no_record_is_not_read(writer: StepWriter) -> None:
-    other = os.memfd_create("x")
-    read_end, write_end = os.pipe()
-    for descriptor in (other, read_end):
-        with pytest.raises(NotStepsError):
-            StepReader(descriptor)
+def test_a_record_of_another_layout_is_not_read(writer: StepWriter) -> None:
     os.pwrite(writer.fd, b"\0", 0)
     with pytest.raises(NotStepsError):
         StepReader(writer.fd)
-    for descriptor in (other, read_end, write_end):
-        os.close(descriptor)
-
-
-def test_nothing_is_left_where_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module.os, "posix_fallocate", refuse)
-    before = descriptors()
-    with pytest.raises(OSError, match="No space"):
-        StepWriter()
-    assert descriptors() == before

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
+from sglang_crashkit.memory.journal import JournalReader, JournalWriter
 from sglang_crashkit.settings import (
     LAUNCH_VARIABLE,
     MODE_VARIABLE,
@@ -19,6 +20,7 @@ from sglang_crashkit.settings import (
     SPOOL_VARIABLE,
 )
 from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.hooks import notify
 from unit.support.fake_scheduler import scheduler
 from unit.support.waiting import LONG
 
@@ -62,6 +64,14 @@ class Listener:
         """Return the next message."""
         message: dict[str, Any] = json.loads(self.process.stdout.readline())
         return message
+
+    def heard_so_far(self) -> list[dict[str, Any]]:
+        """Return all messages that were not returned yet."""
+        notify("marker")
+        found = [self.heard()]
+        while found[-1]["event"] != "marker":
+            found.append(self.heard())
+        return found[:-1]
 
     def heard_but_members(self) -> dict[str, Any]:
         """Return the next message that does not name the processes that were started."""
@@ -133,3 +143,12 @@ def launch(started: list[Any], *behaviours: str) -> tuple[list[Any], list[Any]]:
         readers.append(reader)
         processes.append(process)
     return readers, processes
+
+
+def told(journal: JournalWriter, by: str = "rid") -> dict[str, str]:
+    """Return what a journal tells of each request, by its id or another field."""
+    reader, found = JournalReader(journal.fd), {}
+    for one in reader.requests:
+        how = "finished" if one.finished else "dropped" if one.ended else "aborted" if one.aborted else "under way"
+        found[str((reader.load(one) or {})[by])] = how
+    return found

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,8 @@ from sglang_crashkit.srt.exception_record import (
     find_prompts,
     tell_exception,
     tell_uncaught,
+    watch_threads,
 )
-from sglang_crashkit.srt.hooks import notify
 from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
 from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
@@ -135,11 +136,8 @@ def test_a_worker_tells_of_what_ends_it_once(
     process.start()
     process.join(LONG)
     assert process.exitcode == status
-    notify("nothing more")
-    heard = [listener.heard()]
-    while heard[-1]["event"] != "nothing more":
-        heard.append(listener.heard())
-    told = [(one["event"], one["message"].rpartition("test_exception_record.")[2]) for one in heard[:-1]]
+    heard = listener.heard_so_far()
+    told = [(one["event"], one["message"].rpartition("test_exception_record.")[2]) for one in heard]
     assert told == ([("exception", message)] if message is not None else [])
     if message is not None:
         assert heard[0]["soft"] is isinstance(error, SystemExit)
@@ -236,17 +234,9 @@ def test_secrets_and_prompts_are_taken_out_of_the_exception(listener: Listener, 
     assert "canary" not in text
 
 
-class Worker:
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
-
-    def work(self) -> None:
-        raise ValueError("x")
-
-
-def trace_of(action: Callable[[], None]) -> TracebackType | None:
+def trace_of(action: Callable[..., None], *args: Any) -> TracebackType | None:
     try:
-        action()
+        action(*(args or (ValueError("x"),)))
     except ValueError:
         return sys.exc_info()[2]
     return None
@@ -259,25 +249,25 @@ def request(text: Any) -> SimpleNamespace:
 @pytest.mark.parametrize("name", ["cur_batch", "cur_batch_for_debug"])
 def test_the_batch_at_work_comes_before_the_decoded(name: str) -> None:
     prefill, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
-    scheduler = Worker(**{"running_batch": decode, name: prefill})
-    assert find_batch(trace_of(scheduler.work)) == (scheduler, prefill)
-    assert find_prompts(trace_of(scheduler.work)) == ["new"]
-    idle = Worker(**{"running_batch": decode, name: None})
-    assert find_batch(trace_of(idle.work)) == (idle, decode)
+    scheduler = Scheduler(**{"running_batch": decode, name: prefill})
+    assert find_batch(trace_of(scheduler.run_batch)) == (scheduler, prefill)
+    assert find_prompts(trace_of(scheduler.run_batch)) == ["new"]
+    idle = Scheduler(**{"running_batch": decode, name: None})
+    assert find_batch(trace_of(idle.run_batch)) == (idle, decode)
 
 
 def test_without_these_it_is_the_one_that_the_function_was_given() -> None:
     given, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
 
-    class Running(Worker):
-        def event_loop(self) -> None:
+    class Running(Scheduler):
+        def event_loop(self, error: BaseException) -> None:
             batch = decode
             assert batch
-            self.run_batch(given)
+            self.step(given, error)
 
-        def run_batch(self, batch: Any) -> None:
+        def step(self, batch: Any, error: BaseException) -> None:
             assert batch
-            self.work()
+            self.run_batch(error)
 
     scheduler = Running(running_batch=decode)
     assert find_batch(trace_of(scheduler.event_loop)) == (scheduler, given)
@@ -285,14 +275,14 @@ def test_without_these_it_is_the_one_that_the_function_was_given() -> None:
 
 
 def test_prompts_are_of_batch_queue_and_tokenizer() -> None:
-    scheduler = Worker(
+    scheduler = Scheduler(
         cur_batch=SimpleNamespace(reqs=[request("one"), request(None), SimpleNamespace()]),
         waiting_queue=[request("two"), request("")],
     )
-    assert find_prompts(trace_of(scheduler.work)) == ["one", "two"]
+    assert find_prompts(trace_of(scheduler.run_batch)) == ["one", "two"]
     states = {n: SimpleNamespace(obj=SimpleNamespace(text=text)) for n, text in enumerate([["a", "b"], "c", None, 5])}
-    assert find_prompts(trace_of(Worker(rid_to_state=states | {9: object()}).work)) == ["a", "b", "c"]
-    assert find_prompts(trace_of(Worker().work)) == []
+    assert find_prompts(trace_of(Scheduler(rid_to_state=states | {9: object()}).run_batch)) == ["a", "b", "c"]
+    assert find_prompts(trace_of(Scheduler().run_batch)) == []
 
 
 def test_a_request_at_hand_has_a_prompt_too() -> None:
@@ -305,9 +295,54 @@ def test_a_request_at_hand_has_a_prompt_too() -> None:
         raise ValueError(f"Invalid object: {received}")
 
     asked = SimpleNamespace(input_text="tell me", text=None)
-    assert find_prompts(trace_of(lambda: dispatch(asked, Awkward()))) == ["tell me"] * 2
+    assert find_prompts(trace_of(dispatch, asked, Awkward())) == ["tell me"]
 
 
 def test_prompts_are_not_without_end() -> None:
-    scheduler = Worker(waiting_queue=[request(f"prompt {n}") for n in range(1000)])
-    assert len(find_prompts(trace_of(scheduler.work))) == 64
+    scheduler = Scheduler(waiting_queue=[request(f"prompt {n}") for n in range(1000)])
+    assert len(find_prompts(trace_of(scheduler.run_batch))) == 64
+
+
+# -- threads that end
+
+
+def raise_in_thread(error: BaseException) -> None:
+    raise error
+
+
+def lose(error: BaseException, name: str) -> None:
+    thread = threading.Thread(target=raise_in_thread, args=(error,), name=name)
+    thread.start()
+    thread.join(LONG)
+
+
+def serve(printed: int, *, of_all: bool) -> None:
+    """Be a process of a server that loses threads; an earlier hook writes their names."""
+
+    def before(args: threading.ExceptHookArgs) -> None:
+        os.write(printed, f"{args.thread.name} ".encode())
+
+    threading.excepthook = before
+    watch_threads(of_all=of_all)
+    watch_threads(of_all=of_all)
+    lose(SystemExit(1), "leaves")
+    lose(ValueError("no such page"), "first")
+    lose(ValueError("no such page"), "again")
+    lose(KeyError("room"), "another")
+
+
+@pytest.mark.parametrize(("of_all", "told"), [(True, ["first", "another"]), (False, [])])
+def test_each_way_to_die_is_told_once_and_the_hook_before_is_called(
+    listener: Listener, short_folder: Path, of_all: bool, told: list[str]
+) -> None:
+    read, write = os.pipe()
+    process = CONTEXT.Process(target=serve, args=(write,), kwargs={"of_all": of_all})
+    process.start()
+    os.close(write)
+    process.join(LONG)
+    heard = listener.heard_so_far()
+    assert [message["thread"] for message in heard] == told
+    assert [message["message"] for message in heard] == ["ValueError: no such page", "KeyError: 'room'"][: len(told)]
+    assert {Path(message["record"]) for message in heard} == set((short_folder / "spool").iterdir())
+    with os.fdopen(read) as printed:
+        assert printed.read().split() == ["leaves", "first", "again", "another"]

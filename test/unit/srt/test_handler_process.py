@@ -78,19 +78,12 @@ if "sglang_crashkit.handler" in sys.orig_argv:
 
 @dataclass(frozen=True)
 class Started:
-    """What a program said that started a crash handler.
+    """What a program said that started a crash handler."""
 
-    Attributes:
-        lines: its log.
-        took: how long the start took, in seconds.
-        handler: the handler's pid; None if absent.
-        environ: the variables that its children get.
-    """
-
-    lines: list[str]
-    took: float
-    handler: int | None
-    environ: dict[str, str]
+    lines: list[str]  # its log
+    took: float  # how long the start took, in seconds
+    handler: int | None  # the handler's pid; None if absent
+    environ: dict[str, str]  # the variables that its children get
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import hooks
+from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
 from unit.srt.conftest import Listener
 from unit.support.waiting import LONG
 
@@ -57,29 +59,26 @@ def test_paths_are_those_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hooks.shorten("<string>") == "<string>"
 
 
-HEAD = "from sglang_crashkit.srt import hooks\n"
-
-
-def test_a_stuck_standard_error_holds_nobody_up() -> None:
-    code = HEAD + "hooks.say(b'x' * 200_000)\nprint('on')"
-    reader, writer = os.pipe()
-    try:
-        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, timeout=LONG)
-    finally:
-        os.close(reader)
-        os.close(writer)
-    assert done.stdout == b"on\n"
-
-
 @pytest.mark.parametrize("open_both", [os.pipe, lambda: [end.detach() for end in socket.socketpair()]])
-def test_a_line_that_nobody_reads_is_no_error(open_both: Callable[[], Sequence[int]]) -> None:
+@pytest.mark.parametrize(("is_open", "said"), [(True, "say(b'x' * 200_000)"), (False, "say_line('x')")])
+def test_a_standard_error_that_nobody_reads_holds_nobody_up(
+    open_both: Callable[[], Sequence[int]], is_open: bool, said: str
+) -> None:
     reader, writer = open_both()
-    os.close(reader)
+    if not is_open:
+        os.close(reader)
     # As a program does that ends where no one reads what it says.
-    ends = "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
-    code = HEAD + ends + "hooks.say_line('x')\nprint('on')"
-    try:
-        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, timeout=LONG)
-    finally:
-        os.close(writer)
+    code = "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+    code += f"from sglang_crashkit.srt import hooks\nhooks.{said}\nprint('on')"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, timeout=LONG)
+    for descriptor in (reader, writer) if is_open else (writer,):
+        os.close(descriptor)
     assert done.stdout == b"on\n"
+
+
+def test_a_timeout_is_told_with_what_the_watchdog_knows(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+    on_watchdog_timeout(SimpleNamespace(debug_name="Scheduler", watchdog_timeout=300.0, soft=False))
+    told = listener.heard()
+    wanted = {"event": "watchdog_timeout", "name": "Scheduler", "silent_secs": 300.0, "soft": False}
+    assert wanted.items() <= told.items()
+    assert "incident abc" in caplog.text

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import sys
 import tracemalloc
 from array import array
@@ -22,7 +21,7 @@ from sglang_crashkit.srt.request_journal import (
     read_request,
     retire_journals,
 )
-from unit.srt.conftest import Listener
+from unit.srt.conftest import Listener, told
 from unit.support.waiting import descriptors, memory_named
 
 
@@ -44,6 +43,8 @@ class GenerateReqInput:
     external_trace_header: dict[str, str] | None = None
     watermark: Any = None
     custom_logit_processor: str | None = None
+    is_single: Any = None
+    cache_salt: Any = None
     brand_new: Any = field(default=None)
 
 
@@ -116,18 +117,6 @@ def end_of(journal: JournalWriter) -> int:
     return max((one.offset + len(one.payload) for one in RingReader(journal.fd).records()), default=0)
 
 
-def told(journal: JournalWriter) -> dict[str, str]:
-    reader = JournalReader(journal.fd)
-    return {
-        str((reader.load(request) or {})["rid"]): "finished"
-        if request.finished
-        else "unfinished"
-        if request.ended is None
-        else "dropped"
-        for request in reader.requests
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "sampling", "ids"),
     [
@@ -168,14 +157,14 @@ def test_what_enters_has_begun_and_what_leaves_has_ended(states: JournaledStates
         states.pop("no one")
     with pytest.raises(KeyError):
         del states["no one"]
-    assert states.popitem()[0] == "g"
+    assert states.popitem()[0] == "c"
     states.update({"h": state("h")})
     states |= {"i": state("i")}
     assert states.setdefault("j", state("j")) is states["j"]
     assert states.setdefault("j", state("k")).obj.rid == "j"
-    assert list(states) == ["c", "d", "e", "f", "h", "i", "j"]
-    ended = {"a": "finished", "b": "dropped", "g": "dropped"}
-    assert told(journal) == dict.fromkeys("cdefhij", "unfinished") | ended
+    assert list(states) == ["d", "e", "f", "g", "h", "i", "j"]
+    ended = {"a": "finished", "b": "dropped", "c": "dropped"}
+    assert told(journal) == dict.fromkeys("defghij", "under way") | ended
     states.clear()
     assert states == {}
     assert set(told(journal).values()) == {"finished", "dropped"}
@@ -198,21 +187,13 @@ def test_two_requests_of_one_id_are_two(states: JournaledStates, journal: Journa
     first, second = State(GenerateReqInput(rid="a", text="1")), State(GenerateReqInput(rid="a", text="2"))
     states["a"], states["a"] = first, second
 
-    def found() -> list[tuple[str, str]]:
-        reader = JournalReader(journal.fd)
-        ends = {True: "finished", False: "dropped"}
-        return sorted(
-            ((reader.load(one) or {})["text"], ends[one.finished] if one.ended else "unfinished")
-            for one in reader.requests
-        )
-
-    assert found() == [("1", "unfinished"), ("2", "unfinished")]
+    assert told(journal, by="text") == {"1": "under way", "2": "under way"}
     second.finished = True
     del states["a"]
-    assert found() == [("1", "unfinished"), ("2", "finished")]
+    assert told(journal, by="text") == {"1": "under way", "2": "finished"}
     del first
     states["b"] = State(GenerateReqInput(rid="b", text="3"))
-    assert found() == [("1", "dropped"), ("2", "finished"), ("3", "unfinished")]
+    assert told(journal, by="text") == {"1": "dropped", "2": "finished", "3": "under way"}
 
 
 def test_requests_that_are_gone_leave_nothing(states: JournaledStates) -> None:
@@ -234,7 +215,7 @@ def test_a_request_of_another_shape_does_not_hide_the_others(states: JournaledSt
     states["a"] = object()
     states["b"] = state("b", routed_experts_start_len=10**5000, sampling_params={"seed": 10**5000})
     states["c"] = state("c")
-    assert told(journal) == dict.fromkeys("abc", "unfinished")
+    assert told(journal) == dict.fromkeys("abc", "under way")
 
 
 def test_requests_without_room_are_warned_of_once(
@@ -246,77 +227,93 @@ def test_requests_without_room_are_warned_of_once(
     assert caplog.text.count("SGLANG_CRASHKIT_JOURNAL_MB") == 1
 
 
-def test_defaults_are_left_out_and_the_rest_is_kept() -> None:
-    request = GenerateReqInput(
-        rid="a", text="prompt", sampling_params={"temperature": 0.5}, stream=True, routed_experts_start_len=3
-    )
-    request.is_single, request.batch_size = True, 1  # type: ignore[attr-defined]
-    # Of 0.5.9 each request of OpenAI's API has this.
-    request.received_time_perf, request.cache_salt = 1.5, "salt"  # type: ignore[attr-defined]
-    fields, text, input_ids = read_request(request)
-    assert (text, input_ids) == ("prompt", None)
-    assert fields == {
-        "kind": "GenerateReqInput",
-        "rid": "a",
-        "sampling_params": {"temperature": 0.5},
-        "stream": True,
-        "routed_experts_start_len": 3,
-    }
-    assert read_request(GenerateReqInput(log_metrics=False))[0] == {"kind": "GenerateReqInput", "log_metrics": False}
+SAMPLING = {"sampling_params": {"max_new_tokens": 3, "watermark_key": "s3cret"}}
+PRIVATE = {"text": "private", "input_ids": [1, 2], "token_ids_logprob": [3]} | SAMPLING
+NO_LOGS, FLAG = "withheld: the request asks for no logs", "withheld by SGLANG_CRASHKIT_PROMPTS="
+PROGRAM = "custom_logit_processor"
 
 
 @pytest.mark.parametrize(
-    ("given", "kept", "omitted"),
+    ("given", "prompts", "kept", "omitted", "prompt"),
     [
+        # Defaults, and what the server itself adds, say nothing.
+        (
+            {"text": "a", "stream": True, "is_single": True, "cache_salt": "b"},
+            "full",
+            {"stream": True},
+            {},
+            ("a", None),
+        ),
+        ({"log_metrics": False}, "full", {"log_metrics": False}, {}, (None, None)),
+        # Large, or of no known name.
         (
             {"image_data": ["x" * 50_000, "y" * 50_000], "brand_new": {"a": 1}},
+            "full",
             {},
             {"image_data": "list of 2, 100000 characters", "brand_new": "dict"},
+            (None, None),
         ),
         # What is empty does not count.
-        (
-            {"image_data": [], "brand_new": {}, "watermark": 0, "custom_logit_processor": "80049"},
-            {"custom_logit_processor": "80049"},
-            {"watermark": "int"},
-        ),
+        ({"image_data": [], "brand_new": {}, "watermark": 0}, "full", {}, {"watermark": "int"}, (None, None)),
         (
             {
-                "sampling_params": {"logit_bias": {str(number): 1.0 for number in range(100_000)}},
+                "sampling_params": {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)},
                 "token_ids_logprob": list(range(100_000)),
             },
+            "full",
             {},
             {"sampling_params": "dict", "token_ids_logprob": "list of 100000"},
+            (None, None),
+        ),
+        # Secrets are left to the reader, but for those that are described.
+        (
+            {"watermark": {"k": "s3cret"}, "external_trace_header": {"x": "s3cret"}} | SAMPLING,
+            "full",
+            SAMPLING,
+            {"watermark": "dict"},
+            (None, None),
+        ),
+        # The user says what is kept of prompts.
+        (PRIVATE, "full", SAMPLING | {"token_ids_logprob": [3]}, {}, ("private", [1, 2])),
+        (
+            PRIVATE,
+            "ids",
+            SAMPLING | {"token_ids_logprob": [3]},
+            {"text": f"{FLAG}ids: str, 7 characters"},
+            (None, [1, 2]),
         ),
         (
-            {"text": "private", "input_ids": [1], "no_logs": True},
-            {"no_logs": True},
-            dict.fromkeys(("text", "input_ids"), "withheld: the request asks for no logs"),
+            PRIVATE,
+            "none",
+            SAMPLING,
+            {
+                "text": f"{FLAG}none: str, 7 characters",
+                "input_ids": f"{FLAG}none: list of 2",
+                "token_ids_logprob": f"{FLAG}none: list of 1",
+            },
+            (None, None),
         ),
-    ],
-    ids=["large or unknown", "empty", "heavy", "without logs"],
-)
-def test_what_is_not_kept_is_described(given: dict[str, Any], kept: dict[str, Any], omitted: dict[str, str]) -> None:
-    fields, text, input_ids = read_request(GenerateReqInput(rid="a", **given))
-    assert fields == {"kind": "GenerateReqInput", "rid": "a", **kept, "omitted": omitted}
-    assert (text, input_ids) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("size", "prompts", "no_logs", "told"),
-    [
-        (4096, "ids", False, None),
-        (4097, "full", False, "str, 4097 characters"),
-        (9, "full", True, "withheld: the request asks for no logs"),
-        (9, "none", False, "withheld by SGLANG_CRASHKIT_PROMPTS=none: str, 9 characters"),
+        ({"text": ["private", "b"]}, "none", {}, {"text": f"{FLAG}none: list of 2, 8 characters"}, (None, None)),
+        (
+            {"text": "private", "input_ids": [1], "no_logs": True},
+            "full",
+            {"no_logs": True},
+            {"text": NO_LOGS, "input_ids": NO_LOGS},
+            (None, None),
+        ),
+        ({PROGRAM: "8" * 4096}, "ids", {PROGRAM: "8" * 4096}, {}, (None, None)),
+        ({PROGRAM: "8" * 4097}, "full", {}, {PROGRAM: "str, 4097 characters"}, (None, None)),
+        ({PROGRAM: "8", "no_logs": True}, "full", {"no_logs": True}, {PROGRAM: NO_LOGS}, (None, None)),
+        ({PROGRAM: "8" * 9}, "none", {}, {PROGRAM: f"{FLAG}none: str, 9 characters"}, (None, None)),
     ],
 )
-def test_a_large_or_private_logit_processor_is_described(
-    size: int, prompts: Prompts, no_logs: bool, told: str | None
+def test_what_is_kept_of_a_request_and_what_is_described(
+    given: dict[str, Any], prompts: Prompts, kept: dict[str, Any], omitted: dict[str, str], prompt: tuple[object, ...]
 ) -> None:
-    request = GenerateReqInput(rid="a", custom_logit_processor="8" * size, no_logs=no_logs)
-    fields = read_request(request, prompts)[0]
-    assert fields.get("omitted", {}).get("custom_logit_processor") == told
-    assert ("custom_logit_processor" in fields) is (told is None)
+    fields, *found = read_request(GenerateReqInput(rid="a", **given), prompts)
+    described = {"omitted": omitted} if omitted else {}
+    assert fields == {"kind": "GenerateReqInput", "rid": "a", **kept, **described}
+    assert tuple(found) == prompt
 
 
 def test_what_a_client_sizes_costs_a_bounded_number_of_steps_and_bytes(
@@ -358,42 +355,6 @@ def test_what_a_client_sizes_costs_a_bounded_number_of_steps_and_bytes(
     kept = [reader.load(request) or {} for request in reader.requests]
     assert reader.lost + len(kept) == len(odd)
     assert kept[-1]["rid"] == f"{'r' * 96}...{'r' * 16}/1000000"
-
-
-def test_secrets_are_left_to_the_reader() -> None:
-    params = {"max_new_tokens": 3, "watermark_key": "s3cret"}
-    request = GenerateReqInput(sampling_params=params, external_trace_header={"x": "s3cret"}, watermark={"k": "s3cret"})
-    fields = read_request(request)[0]
-    assert fields["sampling_params"] == params
-    assert "s3cret" not in json.dumps(fields | {"sampling_params": {}})
-
-
-@pytest.mark.parametrize(
-    ("prompts", "text", "ids", "omitted"),
-    [
-        ("full", "private", [1, 2], set()),
-        ("ids", None, [1, 2], {"text"}),
-        ("none", None, None, {"text", "input_ids", "token_ids_logprob"}),
-    ],
-)
-def test_the_user_says_what_is_kept_of_prompts(prompts: Prompts, text: object, ids: object, omitted: set[str]) -> None:
-    request = GenerateReqInput(
-        rid="a", text="private", input_ids=[1, 2], token_ids_logprob=[3], sampling_params={"top_p": 0.5}
-    )
-    fields, *prompt = read_request(request, prompts)
-    assert prompt == [text, ids]
-    assert fields["rid"] == "a"
-    assert fields["sampling_params"] == {"top_p": 0.5}
-    assert fields.get("omitted", {}).keys() == omitted
-    if "text" in omitted:
-        assert fields["omitted"]["text"] == f"withheld by SGLANG_CRASHKIT_PROMPTS={prompts}: str, 7 characters"
-    assert ("private" in json.dumps(fields)) is False
-
-
-def test_a_pair_of_texts_is_a_prompt_too() -> None:
-    fields, text, _ids = read_request(GenerateReqInput(text=["private", "b"]), "none")  # type: ignore[arg-type]
-    assert text is None
-    assert "private" not in json.dumps(fields)
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,39 @@
-"""The wait for ranks: what it says on a clock of its own, and the hooks that begin it, with real processes."""
+"""A launch: the wait for ranks on a clock of its own, and the hooks that begin it, with real processes."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from sglang_crashkit import settings
 from sglang_crashkit.kernel import cgroup
-from sglang_crashkit.srt.children import Child
-from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
+from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
+from sglang_crashkit.srt.entrypoints.engine import (
+    on_engine_launch,
+    on_launch_phase_sigquit,
+    on_wait_for_scheduler_ready,
+)
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
 from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import Child
 from unit.srt.conftest import Listener, launch
 from unit.support.fake_ranks import READY, FakeClock, FakeRank
+from unit.support.fake_scheduler import scheduler
 from unit.support.locked_memory import locked_process
-from unit.support.waiting import descriptors
+from unit.support.waiting import LONG, descriptors, wait_until
 
 TIMEOUT = "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS"
 READY_1 = [(1.0, "ready")]
@@ -201,3 +215,185 @@ def test_a_title_that_comes_too_late_is_given_up(tmp_path: Path) -> None:
         found = Child("Rank 0 scheduler", target.pid)
         found.look_up_title()
         assert (found.has_title, found.label()) == (True, f"Rank 0 scheduler (pid {target.pid})")
+
+
+# -- the data-parallel controller
+
+#: As the controller's: a process has no pipes but its own.
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Controller:
+    """What upstream's ``DataParallelController`` does when it starts, with the hooks where the patches put them."""
+
+    def __init__(self, started: list[Any], groups: dict[int, list[str]], *, broken: int | None = None) -> None:
+        self.scheduler_procs: list[Any] = []
+        self.infos: dict[int | None, list[Any]] = {}
+        self._started = started
+        self._groups = groups
+        self._broken = broken
+
+    def launch_dp_schedulers(self) -> None:
+        ready_events = [threading.Event() for _ in self._groups]
+        threads = [
+            threading.Thread(target=self._group_thread, args=(dp_rank, event), daemon=True)
+            for dp_rank, event in zip(self._groups, ready_events, strict=True)
+        ]
+        ready_events = hooks.on_scheduler_groups(self, ready_events)
+        for thread in threads:
+            thread.start()
+        for event in ready_events:
+            event.wait()
+
+    def _group_thread(self, dp_rank: int, ready_event: threading.Event) -> None:
+        self.launch_tensor_parallel_group(None, None, 0, dp_rank)
+        ready_event.set()
+        time.sleep(LONG)
+
+    @hooks.on_scheduler_group_launch
+    def launch_tensor_parallel_group(self, server_args: Any, port_args: Any, base_gpu_id: int, dp_rank: int | None):
+        if dp_rank == self._broken is not None:
+            raise MemoryError("no fork")
+        readers = []
+        for rank, behaviour in enumerate(self._groups[dp_rank or 0]):
+            reader, writer = SPAWN.Pipe(duplex=False)
+            title = f"sglang::scheduler_DP{dp_rank}_TP{rank}"
+            process = SPAWN.Process(target=scheduler, args=(title, behaviour, writer), daemon=True)
+            process.start()
+            self._started.append(process)
+            self.scheduler_procs.append(process)
+            readers.append(reader)
+        readers = hooks.on_scheduler_group_started(self, readers)
+        self.infos[dp_rank] = [reader.recv() for reader in readers]
+        # As in upstream, the last rank's writing end stays open in this process while it waits.
+        assert writer
+
+
+def test_the_controller_gets_what_the_ranks_of_each_group_sent(started):
+    controller = Controller(started, {0: ["ready", "ready"], 1: ["ready", "ready"]})
+    controller.launch_dp_schedulers()
+    wait_until(lambda: len(controller.infos) == 2, "both groups went on")
+    titles = {dp_rank: [info["title"] for info in infos] for dp_rank, infos in controller.infos.items()}
+    assert titles == {dp: [f"sglang::scheduler_DP{dp}_TP0", f"sglang::scheduler_DP{dp}_TP1"] for dp in (0, 1)}
+
+
+def test_a_death_in_one_group_ends_the_controllers_wait(started):
+    controller = Controller(started, {0: ["ready"], 1: ["dies"]})
+    with pytest.raises(StartupError, match=r"^DP1 Rank 0 scheduler died during initialization \(exit code: -9\)\."):
+        controller.launch_dp_schedulers()
+    assert controller.infos == {}
+    wait_until(lambda: len(started) == 2, "both were started")
+
+
+def test_a_group_that_cannot_be_started_ends_the_controllers_wait(started, caplog):
+    controller = Controller(started, {0: ["ready"], 1: ["ready"]}, broken=1)
+    with pytest.raises(MemoryError, match="no fork"):
+        controller.launch_dp_schedulers()
+    assert "data-parallel rank 1 could not be started" in caplog.text
+    wait_until(lambda: started, "the other one was started")
+
+
+def test_one_group_is_waited_for_where_it_started(started):
+    controller = Controller(started, {0: ["ready", "dies"]})
+    with pytest.raises(StartupError, match=r"^Rank 1 scheduler died"):
+        controller.launch_tensor_parallel_group(None, None, 0, None)
+
+
+def test_schedulers_that_the_launcher_started_are_watched_by_pidfd(started):
+    readers, processes = launch(started, "ready", "dies")
+    prelaunched = {(0, rank): (processes[rank].pid, readers[rank]) for rank in (0, 1)}
+    controller = SimpleNamespace(scheduler_procs=[], prelaunched_schedulers=prelaunched)
+    with pytest.raises(StartupError, match=r"^Rank 1 scheduler died during initialization \(exit code: -9\)"):
+        hooks.on_scheduler_group_started(controller, readers)
+
+
+def test_a_controller_speaks_before_the_launching_process_which_knows_less(started, listener, monkeypatch):
+    monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.2")
+    monkeypatch.setenv(TIMEOUT, "600")
+    # Two seconds less are left to it.
+    monkeypatch.setenv(settings.LAUNCH_VARIABLE, str(time.monotonic() - 599))
+    controller = Controller(started, {0: ["ready"], 1: ["silent"]})
+    with pytest.raises(StartupError, match=r" not ready within 600 s"):
+        controller.launch_dp_schedulers()
+    assert listener.heard_but_members()["event"] == "startup_timeout"
+    # Schedulers that join later have all the time that there is.
+    assert startup.launched_at() is None
+
+
+# -- the launch
+
+
+@pytest.fixture(autouse=True)
+def own_environ() -> Iterator[None]:
+    """What a launch sets is not there for other tests."""
+    with patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def watches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
+    """How this process was asked to watch its workers, which it does not do."""
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(supervisor, "begin", lambda **how: asked.append(how))
+    return asked
+
+
+def test_a_handler_that_hangs_at_its_start_is_ended(
+    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "python"
+    tool.write_text("#!/bin/sh\nexec sleep 600\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    monkeypatch.setattr(sys, "executable", str(tool))
+    monkeypatch.setattr(handler_process, "START_SECS", 0.2)
+    handler_process.start(str(tmp_path / "crash"))
+    assert settings.SOCKET_VARIABLE not in os.environ
+    assert list((settings.fallback_folder() / "run").iterdir()) == []
+
+
+def test_a_failed_launch_is_told_before_the_tree_is_killed(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    @on_launch_phase_sigquit
+    def handler(signum: int, frame: Any) -> Any:
+        return signum, listener.heard()["event"]
+
+    assert handler(3, frame=None) == (3, "launch_failed")
+    assert "incident /incident" in caplog.text
+
+
+@pytest.mark.parametrize(("rank", "follows"), [(0, False), (None, False), (1, True)])
+def test_a_node_above_the_first_follows(
+    monkeypatch: pytest.MonkeyPatch, watches: list[dict[str, bool]], rank: int | None, follows: bool
+) -> None:
+    monkeypatch.setattr(handler_process, "start", lambda _folder: None)
+    on_engine_launch(SimpleNamespace(crash_dump_folder=None, node_rank=rank))
+    assert watches == [{"follows": follows}]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_program", [False, True])
+def test_a_program_has_the_variables_while_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_program: bool, fails: bool
+) -> None:
+    seen: list[bool] = []
+
+    def is_set() -> bool:
+        return "CUDA_COREDUMP_FILE" in os.environ
+
+    @on_wait_for_scheduler_ready
+    def wait(_readers: object, _processes: object) -> str:
+        seen.append(is_set())
+        if fails:
+            raise RuntimeError("not ready")
+        return "infos"
+
+    monkeypatch.setattr(handler_process, "start", lambda _folder: None)
+    crash_exit.state.is_program = is_program
+    on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path)))
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        # Stand-ins for pipes and processes, as Ray's actors are.
+        wait([object()], [object()])
+    assert seen == [True]
+    assert is_set() is is_program

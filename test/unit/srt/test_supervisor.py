@@ -101,9 +101,6 @@ def test_a_kill_for_lack_of_memory_is_told_from_another(
     assert [status for status, _when in ends] == [ServerExit.KILLED]
 
 
-# -- with one
-
-
 # -- who is the server's
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from multiprocessing import connection
 from typing import Any
 
-from sglang_crashkit.srt.children import Child, Clock
+from sglang_crashkit.srt.supervisor import Child, Clock
 from unit.support.waiting import LONG
 
 READY = {"status": "ready", "max_total_num_tokens": 8192}

@@ -78,32 +78,10 @@ class TestPair:
 
 def test_of_something_else():
     assert signal.getsignal(signal.SIGRTMAX) == signal.SIG_DFL
+    assert not {"torch", "sglang"} & set(sys.modules)
 """
-
-
-def test_the_running_test_fails_by_name_and_others_go_on(run):
-    result = run(CLASS, "-s")
-    assert result.outcomes == {
-        "test_before": ["passed"],
-        "test_victim": ["failure"],
-        "test_after": ["error"],
-        "test_skipped": ["skipped"],
-        "test_of_something_else": ["passed"],
-    }
-    assert result.status == 1
-    for name in ("test_victim", "test_after"):
-        assert "prefill (pid=" in result.messages[name]
-        assert ") exited rc=-9" in result.messages[name]
-        assert "meanwhile: decode: python" in result.messages[name]
-    assert "read_from_nobody" in result.output
-    assert "teardown ran" in result.output
-    assert "processes that ended unexpectedly" in result.output
-    assert "Timeout" not in result.output
-    assert result.seconds < 60
-
-
 UNITTEST = """
-class TestPair(unittest.TestCase):
+class TestUnittest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.process = cls.other = None
@@ -129,23 +107,31 @@ class TestPair(unittest.TestCase):
 
     def test_3_after(self):
         read_from_nobody()
-
-class TestOther(unittest.TestCase):
-    def test_of_something_else(self):
-        pass
 """
 
 
-def test_a_unittest_class_fails_by_name(run):
-    result = run(UNITTEST, "-s")
+def test_the_running_test_fails_by_name_and_others_go_on(run):
+    result = run(UNITTEST + CLASS, "-s")
     assert result.outcomes == {
         "test_1_before": ["passed"],
         "test_2_victim": ["failure"],
         "test_3_after": ["error"],
+        "test_before": ["passed"],
+        "test_victim": ["failure"],
+        "test_after": ["error"],
+        "test_skipped": ["skipped"],
         "test_of_something_else": ["passed"],
     }
+    assert result.status == 1
+    for name in ("test_victim", "test_after"):
+        assert "prefill (pid=" in result.messages[name]
+        assert ") exited rc=-9" in result.messages[name]
+        assert "meanwhile: decode: python" in result.messages[name]
     assert "server (pid=" in result.messages["test_2_victim"]
-    assert "teardown ran" in result.output
+    assert "read_from_nobody" in result.output
+    assert result.output.count("teardown ran") == 2
+    assert "processes that ended unexpectedly" in result.output
+    assert "Timeout" not in result.output
     assert result.seconds < 60
 
 
@@ -310,19 +296,3 @@ def test_the_stacks_of_the_survivors_go_where_they_are_wanted(run, tmp_path):
     run(CLASS, "--crashkit-evidence", str(tmp_path / "evidence"), "-k", "victim")
     (folder,) = (tmp_path / "evidence").iterdir()
     assert [path.name.split("-")[0] for path in folder.glob("*.txt")] == ["decode"]
-
-
-def test_a_run_without_a_watch_imports_nothing_for_it(run):
-    result = run(
-        """
-        def test_nothing_is_loaded():
-            import sys
-            assert not {"torch", "sglang"} & set(sys.modules)
-            plugin = sys.modules["sglang_crashkit.test.plugin"]
-            assert plugin is not None
-
-        def test_the_handlers_are_as_they_were():
-            assert signal.getsignal(signal.SIGRTMAX) == signal.SIG_DFL
-        """
-    )
-    assert list(result.outcomes.values()) == [["passed"], ["passed"]]

@@ -22,11 +22,7 @@ def on_encoder_launch(launch: Function) -> Function:
 
 
 def on_encoder_rank(run: Function) -> Function:
-    """Wrap what a rank runs: it joins its server, and the exception that ends it is told.
-
-    Raises:
-        Whatever it does.
-    """
+    """Wrap what a rank runs: it joins its server, and the exception that ends it is told."""
 
     @functools.wraps(run)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:

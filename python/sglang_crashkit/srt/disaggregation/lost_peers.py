@@ -74,20 +74,16 @@ class _Reports:
 
     def send(self, address: str, reason: str, waiting: Iterator[tuple[Any, Any]]) -> None:
         """Report a peer, with the requests that wait, each with SGLang's own sender or receiver of its KV cache."""
-        requests = [
-            {"rid": request.rid, "room": request.bootstrap_room, "since": _since(connection)}
-            for request, connection in islice(waiting, MAX_NAMED)
-        ]
+        requests = []
+        for request, connection in islice(waiting, MAX_NAMED):
+            began = getattr(connection, "init_time", None)
+            since = iso_time(began) if isinstance(began, float) else ""
+            requests.append({"rid": request.rid, "room": request.bootstrap_room, "since": since})
         count = len(requests) + sum(1 for _each in waiting)
         told = {"address": address, "since": iso_time(time.time()), "reason": reason, "requests": requests}
         lost = LostPeer.from_fields(self._fields | told | {"count": count}, os.getpid())
         if lost is not None:
             notify("peer_lost", **msgspec.to_builtins(lost))
-
-
-def _since(connection: Any) -> str:
-    began = getattr(connection, "init_time", None)
-    return iso_time(began) if isinstance(began, float) else ""
 
 
 def _waiting_for_prefill(queue: Any, address: str) -> Iterator[tuple[Any, Any]]:

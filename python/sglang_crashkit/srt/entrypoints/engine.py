@@ -18,13 +18,13 @@ from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.memory.ring import write_blob
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
-from sglang_crashkit.srt.children import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, note_failure, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.redaction import fields_of, redact, redacted_fields
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.stack_hooks import install_in_server
 from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
@@ -236,12 +236,9 @@ def _tell_environment(*, ready: bool) -> None:
         "arguments": redacted_fields(resolve() if callable(resolve) else fields_of(_server_args)),
         "versions": _versions(),
     }
-    descriptor = write_blob(json.dumps(facts, default=_as_text).encode())
+    text = json.dumps(facts, default=lambda value: redact(str(value), _server_args)[:_MAX_WORDS])
+    descriptor = write_blob(text.encode())
     try:
         notify("environment", descriptor=descriptor, ready=ready)
     finally:
         os.close(descriptor)
-
-
-def _as_text(value: object) -> str:
-    return redact(str(value), _server_args)[:_MAX_WORDS]

@@ -56,16 +56,12 @@ def _hook_launch() -> None:
             kind = getattr(importlib.import_module(module), "GrpcRequestManager", None)
             if isinstance(kind, type):
                 # Newer ones are there before the ranks, and before the logger is configured.
-                kind.__init__ = before(kind.__init__, _begin_launch_of)  # type: ignore[misc]
+                kind.__init__ = before(kind.__init__, lambda _manager, *args, **named: _begin_launch(*args, **named))  # type: ignore[misc]
                 after_construction(kind, on_request_states)
 
 
-def _begin_launch_of(_manager: Any, server_args: Any = None, *_args: Any, **_kwargs: Any) -> None:
-    _begin_launch(server_args)
-
-
 @never_raises
-def _begin_launch(server_args: Any) -> None:
+def _begin_launch(server_args: Any = None, *_args: Any, **_kwargs: Any) -> None:
     if crash_exit.state.mode is not None or server_args is None:
         return
     on_engine_launch(server_args)
@@ -75,19 +71,11 @@ def _begin_launch(server_args: Any) -> None:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
         # It would end this process with a core dump before the incident is whole.
-        signal.signal(signal.SIGQUIT, on_launch_phase_sigquit(_end))
-
-
-def _end(*_args: Any) -> None:
-    end_after_crash()
+        signal.signal(signal.SIGQUIT, on_launch_phase_sigquit(lambda *_args: end_after_crash()))
 
 
 def _add_signal_handler(add: Function, number: int, callback: Callable[..., object], *args: Any) -> Any:
-    """Wrap ``add_signal_handler`` of the event loop: what the launcher does on a signal tells the crash handler first.
-
-    Raises:
-        Whatever the loop's own function does.
-    """
+    """Wrap the event loop's function of that name: what the launcher does on a signal tells the crash handler first."""
     if number in (signal.SIGTERM, signal.SIGINT):
         callback = on_sigterm(callback)
     elif number == signal.SIGQUIT:

@@ -18,10 +18,10 @@ from typing import Any
 from sglang_crashkit.kernel.procfs import open_files
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import startup, supervisor
-from sglang_crashkit.srt.children import Child
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises, note_failure
 from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import Child
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def on_controller_exception() -> None:
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
     """Return what the main thread of a ``DataParallelController`` waits on in place of `ready_events`.
 
-    Of these there is one for each thread that is about to start a group; the first wait is for all groups.
+    Of these there is one for each thread that is about to start a group; before them all groups are waited for.
     """
     return _group_events(controller, ready_events) or ready_events
 
@@ -55,7 +55,7 @@ def _group_events(controller: Any, ready_events: list[threading.Event]) -> list[
         return ready_events
     groups = _Groups(controller, len(ready_events))
     setattr(controller, _GROUPS, groups)
-    return [_GroupEvent(groups, event) for event in ready_events]
+    return [groups, *ready_events]
 
 
 def on_scheduler_group_launch(launch: Function) -> Function:
@@ -94,9 +94,7 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
         if isinstance(groups, _Groups):
             groups.join(members)
         else:
-            known = [member.process for member in members]
-            members += [Child("", process, None) for process in _own_processes(controller) if process not in known]
-            Startup(members, waited_secs=_waited_secs()).run()
+            Startup(_with_others(controller, members), waited_secs=_waited_secs()).run()
     except StartupError as error:
         startup.report(error)
         raise
@@ -125,15 +123,13 @@ class _Groups:
         while not self._ready.wait(_FOREVER_SECS):
             pass
 
-    def await_all(self) -> None:
+    def wait(self) -> None:
         """Wait for all groups, in the main thread.
 
         Raises:
             StartupError: a scheduler will not get ready.
             Exception: what a thread raised when it started its group.
         """
-        if self._ready.is_set():
-            return
         try:
             Startup(self._members, self._all_known, _waited_secs()).run()
         except StartupError as error:
@@ -143,7 +139,7 @@ class _Groups:
             if self.error is not None:
                 raise
             # Each thread reads what is left of its group's pipes.
-            note_failure(self.await_all)
+            note_failure(self.wait)
         delattr(self._controller, _GROUPS)
         self._ready.set()
 
@@ -156,23 +152,8 @@ class _Groups:
             if self._missing == 0:
                 self._missing = -1
                 # One that died before its pipe could be told is watched all the same.
-                known = [member.process for member in self._members]
-                left = [process for process in _own_processes(self._controller) if process not in known]
-                self._members += [Child("", process, None) for process in left]
+                _with_others(self._controller, self._members)
         return True
-
-
-class _GroupEvent:
-    """Stands for a group's event; waits for all groups first."""
-
-    def __init__(self, groups: _Groups, event: threading.Event) -> None:
-        self._groups = groups
-        self._event = event
-
-    def wait(self) -> bool:
-        """Wait as `threading.Event.wait`."""
-        self._groups.await_all()
-        return self._event.wait()
 
 
 def _waited_secs() -> float:
@@ -187,6 +168,13 @@ def _waited_secs() -> float:
 def _own_processes(controller: Any) -> list[Any]:
     # Released slots of an elastic controller are None.
     return [process for process in list(controller.scheduler_procs) if process is not None]
+
+
+def _with_others(controller: Any, members: list[Child]) -> list[Child]:
+    """Return `members`, to which those of the controller's schedulers are added that are not among them."""
+    known = [member.process for member in members]
+    members += [Child("", process) for process in _own_processes(controller) if process not in known]
+    return members
 
 
 def _members_of_group(controller: Any, readers: Sequence[Any]) -> list[Child]:

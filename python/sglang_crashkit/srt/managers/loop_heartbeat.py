@@ -11,15 +11,14 @@ has it under another name, that process does without.
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 from sglang_crashkit.memory.heartbeat import BEAT_SECS, FLAGS, LOOP_TIME, OFF, WAITING, HeartbeatWriter
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import before, hand_over, never_raises
+from sglang_crashkit.settings import Settings
+from sglang_crashkit.srt.hooks import before, held_memory, never_raises
 
 _DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
 #: The loops of a `DetokenizerManager`, with one tokenizer and with several.
@@ -29,20 +28,10 @@ _tasks: set[asyncio.Task[None]] = set()
 
 
 def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> HeartbeatWriter | None:
-    """Return a heartbeat of this process, of which its crash handler knows; None where there is no handler.
-
-    Args:
-        who: what it is the heartbeat of, for the log.
-        describe: returns what else the handler is told.
-
-    Raises:
-        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
-    """
-    settings = Settings.from_environ()
-    if not settings.enabled or not settings.hang_secs or not os.environ.get(SOCKET_VARIABLE):
+    """Return a heartbeat of this process, which the log calls `who`; None where there is none, see `held_memory`."""
+    if not Settings.from_environ().hang_secs:
         return None
-    facts, writer = describe(), HeartbeatWriter()
-    return writer if hand_over("heartbeat", writer, f"hangs of this {who} are not noticed", **facts) else None
+    return held_memory("heartbeat", HeartbeatWriter, f"hangs of this {who} are not noticed", describe)
 
 
 @never_raises

@@ -9,10 +9,10 @@ import os
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings, read_bool
-from sglang_crashkit.srt.children import read_title
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import never_raises, request
 from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
+from sglang_crashkit.srt.supervisor import read_title
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def kill_own_group() -> None:
     group = os.getpgrp()
     own = procfs.TreeScanner(find_server(os.getpid())).scan()
     present = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
-    members = {pid for pid in present if _group_of(pid) == group}
+    members = {pid for pid in present if procfs.is_running(pid) and _group_of(pid) == group}
     foreign = sorted(members - own)
     if not foreign:
         signals.kill_group(group)
@@ -87,9 +87,6 @@ def find_server(pid: int) -> int:
 
 
 def _group_of(pid: int) -> int | None:
-    stat = procfs.read_stat(pid)
-    if stat is None or stat.state in "ZX":
-        return None
     try:
         return os.getpgid(pid)
     except OSError:

@@ -14,7 +14,6 @@ A step that cannot be noted is left out; after `_MAX_FAILURES` of them the recor
 from __future__ import annotations
 
 import logging
-import os
 import re
 import zlib
 from collections import deque
@@ -27,8 +26,8 @@ from typing import Any
 
 from sglang_crashkit.memory.steps import StepWriter
 from sglang_crashkit.model.step import short_rid
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import hand_over, note_gone
+from sglang_crashkit.settings import Settings
+from sglang_crashkit.srt.hooks import held_memory, note_gone
 from sglang_crashkit.srt.managers.scheduler_heartbeat import forward_modes
 
 logger = logging.getLogger(__name__)
@@ -332,20 +331,15 @@ def _begin(scheduler: Any) -> StepRecorder | None:
     """Tell the crash handler where the steps are; None where the record is off or there is no handler."""
     global _recorder, _is_off
     _is_off = True
-    settings = Settings.from_environ()
-    if not settings.enabled or not settings.steps or not os.environ.get(SOCKET_VARIABLE):
+    if not Settings.from_environ().steps:
         return None
-    modes = forward_modes()
-    writer = StepWriter(modes)
-    try:
-        recorder = StepRecorder(scheduler, writer, {int(number): name for number, name in modes.items()})
-    except BaseException:
-        writer.close()
-        raise
-    if not hand_over("steps", writer, "the steps of this scheduler are not recorded", modes=modes):
+    modes, loss = forward_modes(), "the steps of this scheduler are not recorded"
+    writer = held_memory("steps", lambda: StepWriter(modes), loss, lambda: {"modes": modes})
+    if writer is None:
         return None
-    _recorder, _is_off = recorder, False
-    return recorder
+    _recorder = StepRecorder(scheduler, writer, {int(number): name for number, name in modes.items()})
+    _is_off = False
+    return _recorder
 
 
 def name_of_control(kind: str) -> str:

@@ -35,20 +35,13 @@ logger = logging.getLogger(__name__)
 #: Upstream's own diagnostics, which the kit takes over.
 _UPSTREAM_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 _SAVED = "_crashkit_saved_requests"
+#: The thread that makes a dump, and the event of its end.
 _ONGOING = "_crashkit_ongoing_dump"
 _ORDERLY = "_crashkit_orderly_exit"
 #: A signal whose handler dumps, too, may interrupt the process that holds it.
 _claims = threading.RLock()
 #: On a disk with less than this, in bytes, no file of requests is begun.
 _LEAST_FREE_BYTES = 1 << 20
-
-
-class _Dump:
-    """A dump under way: who makes it, and whether it is done."""
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.done = threading.Event()
 
 
 def on_crash_dump(dump: Function) -> Function:
@@ -63,20 +56,22 @@ def on_crash_dump(dump: Function) -> Function:
 
     def instead(dump: Function, manager: Any, *args: Any, **kwargs: Any) -> Any:
         save = functools.partial(dump, manager, *args, **kwargs)
-        settings, dump_under_way = Settings.from_environ(), _Dump()
+        settings, done = Settings.from_environ(), threading.Event()
         wanted = settings.diagnostics or getattr(manager, "crash_dump_folder", None)
         with _claims:
-            earlier: _Dump | None = vars(manager).get(_ONGOING)
+            earlier: tuple[int, threading.Event] | None = vars(manager).get(_ONGOING)
             # What is wanted counts for the first one only: while it works, upstream's flags are not the user's.
             unwanted = not settings.enabled or not wanted or getattr(manager, _ORDERLY, False)
             if earlier is None and not unwanted:
-                setattr(manager, _ONGOING, dump_under_way)
+                setattr(manager, _ONGOING, (threading.get_ident(), done))
         if earlier is None and settings.enabled and not getattr(manager, _ORDERLY, False):
-            _begin_crash(manager, settings)
+            # Without a crash handler the wait for GPU cores is this process's.
+            seconds = _evidence_secs(settings) + settings.core_wait_secs
+            crash_exit.begin(ServerExit.HUNG if _is_unhealthy(manager) else ServerExit.CRASHED, seconds)
         if earlier is not None:
-            if earlier.thread != threading.get_ident():
+            if earlier[0] != threading.get_ident():
                 # Its caller kills the process next.
-                earlier.done.wait(settings.exit_secs)
+                earlier[1].wait(settings.exit_secs)
                 return None
             return save() if getattr(manager, "crash_dump_performed", False) else None
         if unwanted:
@@ -84,7 +79,7 @@ def on_crash_dump(dump: Function) -> Function:
         try:
             return _dump_once(manager, save)
         finally:
-            dump_under_way.done.set()
+            done.set()
             crash_exit.allow(settings.end_secs)
 
     return in_place_of(dump, instead)
@@ -132,13 +127,6 @@ def on_forced_exit() -> None:
     """
     if crash_exit.has_begun():
         end_after_crash()
-
-
-@never_raises
-def _begin_crash(manager: Any, settings: Settings) -> None:
-    # Without a crash handler the wait for GPU cores is this process's.
-    seconds = _evidence_secs(settings) + settings.core_wait_secs
-    crash_exit.begin(ServerExit.HUNG if _is_unhealthy(manager) else ServerExit.CRASHED, seconds)
 
 
 def _is_unhealthy(manager: Any) -> bool:

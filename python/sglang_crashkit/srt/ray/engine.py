@@ -18,8 +18,7 @@ from sglang_crashkit.srt.utils.common import announce_teardown
 def on_ray_launch(launch: Function) -> Function:
     """Wrap ``RayEngine._launch_scheduler_processes``: the actors learn of the handler, and it of a launch that fails.
 
-    Raises:
-        Whatever the launch does, once the incident is whole.
+    An error is raised once the incident is whole.
     """
 
     @functools.wraps(launch)

@@ -45,11 +45,7 @@ def let_carry(_engine: type, _server_args: Any, port_args: Any, *_args: Any, **_
 
 
 def on_scheduler_actor(method: Function) -> Function:
-    """Wrap ``SchedulerActor.__init__`` and its ``run_event_loop``: the exception that ends one is told.
-
-    Raises:
-        Whatever the method does.
-    """
+    """Wrap ``SchedulerActor.__init__`` and its ``run_event_loop``: the exception that ends one is told."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,11 +60,7 @@ def on_scheduler_actor(method: Function) -> Function:
 
 
 def run_method(method: Function, actor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of an actor, and tell of the exception that ends it.
-
-    Raises:
-        Whatever the method does.
-    """
+    """Call a method of an actor, and tell of the exception that ends it."""
     is_start = method.__name__ == "__init__"
     if is_start:
         _join(**kwargs)

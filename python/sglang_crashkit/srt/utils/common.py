@@ -146,11 +146,8 @@ def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
 def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
     """Return as soon as all of `procs` are gone; a warning after 10 s or half the time.
 
-    Woken by pidfds where there are any; looks at ``/proc`` every 0.1 s besides, as upstream does.
-
-    Args:
-        procs: ``psutil.Process`` objects of processes that were sent SIGKILL.
-        wait_timeout: the longest to wait, in seconds.
+    They are ``psutil.Process`` objects, and were sent SIGKILL. Woken by pidfds where there are any; looks at ``/proc``
+    every 0.1 s besides, as upstream does.
 
     Raises:
         RuntimeError: some are left; it names their pids.

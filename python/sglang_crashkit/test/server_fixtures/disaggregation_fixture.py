@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.test.fail_fast import Process, Watcher, watch
+from sglang_crashkit.test.fail_fast import Watcher, watch
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def on_pd_setup(fixture: Any) -> None:
     try:
         _stop(fixture)
         if Settings.from_environ().enabled:
-            setattr(fixture, _WATCHER, watch(lambda: _members(fixture)))
+            setattr(fixture, _WATCHER, watch(lambda: [(name, getattr(fixture, its, None)) for name, its in _MEMBERS]))
     except Exception:
         logger.warning("crash kit: prefill, decode and router are not watched", exc_info=True)
 
@@ -33,10 +33,6 @@ def on_pd_teardown(fixture: Any) -> None:
         _stop(fixture)
     except Exception:
         logger.warning("crash kit: the watch could not be ended", exc_info=True)
-
-
-def _members(fixture: Any) -> list[tuple[str, Process | None]]:
-    return [(name, getattr(fixture, attribute, None)) for name, attribute in _MEMBERS]
 
 
 def _stop(fixture: Any) -> None:

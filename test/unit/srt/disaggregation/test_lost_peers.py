@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from sglang_crashkit.srt.disaggregation import lost_peers
 from sglang_crashkit.srt.disaggregation.lost_peers import watch_decode_servers, watch_prefill_servers
-from sglang_crashkit.srt.hooks import notify
 from unit.srt.conftest import Listener
 
 FAILED, TRANSFERRING = 0, 3
@@ -79,21 +77,7 @@ def rids(message: dict[str, Any]) -> list[str]:
     return [each["rid"] for each in message["requests"]]
 
 
-@pytest.fixture
-def heard(listener: Listener) -> Iterator[Any]:
-    """Return all that was heard so far."""
-
-    def collect() -> list[dict[str, Any]]:
-        notify("marker")
-        messages = []
-        while (message := listener.heard())["event"] != "marker":
-            messages.append(message)
-        return messages
-
-    return collect
-
-
-def test_the_heartbeat_tells_who_waited_before_their_wait_is_ended(heard: Any) -> None:
+def test_the_heartbeat_tells_who_waited_before_their_wait_is_ended(listener: Listener) -> None:
     queue = decode_queue()
     done = SimpleNamespace(req=request("done", 5), kv_receiver=None)
     warm_up = SimpleNamespace(req=request("warm-up", 0), kv_receiver=SimpleNamespace())
@@ -102,14 +86,14 @@ def test_the_heartbeat_tells_who_waited_before_their_wait_is_ended(heard: Any) -
     assert queue.kv_manager._handle_node_failure(PREFILL) == f"{PREFILL} failed"
     assert queue.kv_manager._handle_node_failure.__doc__ == "Forget it."
     assert not queue.queue
-    (message,) = heard()
+    (message,) = listener.heard_so_far()
     assert message["requests"] == [{"rid": "a", "room": 1, "since": ""}, {"rid": "b", "room": 2, "since": ""}]
     assert (message["event"], message["address"], message["role"]) == ("peer_lost", PREFILL, "prefill")
     assert (message["sign"], message["count"]) == ("heartbeat", 2)
     assert message["reason"] == "2 heartbeats in a row failed, one every 5.0 s"
 
 
-def test_a_failed_transfer_tells_who_waits_at_each_stage(heard: Any) -> None:
+def test_a_failed_transfer_tells_who_waits_at_each_stage(listener: Listener) -> None:
     queue = prefill_queue(failed_sessions={"s1"})
     queue.queue = [sending("no one asked", 9), sending("just asked", 1)]
     queue.scheduler.waiting_queue = [sending("both", 2)]
@@ -117,7 +101,7 @@ def test_a_failed_transfer_tells_who_waits_at_each_stage(heard: Any) -> None:
     queue.kv_manager.update_status(1, TRANSFERRING)
     fail(queue, 1, SEND)
     assert queue.kv_manager.statuses == {1: FAILED}
-    (message,) = heard()
+    (message,) = listener.heard_so_far()
     assert message["requests"][0] == {"rid": "just asked", "room": 1, "since": SENT}
     assert rids(message) == ["just asked", "both", "on its way"]
     assert (message["role"], message["sign"]) == ("decode", "failed_transfer")
@@ -146,15 +130,15 @@ def test_a_failed_transfer_tells_who_waits_at_each_stage(heard: Any) -> None:
     ],
 )
 def test_only_a_failed_transfer_is_a_loss(
-    heard: Any, tables: dict[str, Any], room: int, reason: str, addresses: set[str]
+    listener: Listener, tables: dict[str, Any], room: int, reason: str, addresses: set[str]
 ) -> None:
     fail(prefill_queue(**tables), room, reason)
-    assert {message["address"] for message in heard()} == addresses
+    assert {message["address"] for message in listener.heard_so_far()} == addresses
 
 
 @pytest.mark.parametrize("again_secs", [60.0, 0.0])
 def test_all_requests_that_fail_with_a_peer_are_one_report(
-    heard: Any, monkeypatch: pytest.MonkeyPatch, again_secs: float
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, again_secs: float
 ) -> None:
     monkeypatch.setattr(lost_peers, "AGAIN_SECS", again_secs)
     queue = prefill_queue(failed_sessions={"s1"})
@@ -163,15 +147,15 @@ def test_all_requests_that_fail_with_a_peer_are_one_report(
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(heard()) == (1 if again_secs else 8)
+    assert len(listener.heard_so_far()) == (1 if again_secs else 8)
 
 
-def test_more_and_more_peers_are_reported_no_more(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_and_more_peers_are_reported_no_more(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_peers, "MAX_PEERS", 3)
     queue = decode_queue()
     for number in range(9):
         queue.kv_manager._handle_node_failure(f"h{number}:1")
-    assert [message["address"] for message in heard()] == ["h0:1", "h1:1", "h2:1"]
+    assert [message["address"] for message in listener.heard_so_far()] == ["h0:1", "h1:1", "h2:1"]
 
 
 @pytest.mark.wide

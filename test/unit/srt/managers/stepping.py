@@ -53,8 +53,8 @@ class BatchTokenizedGenerateReqInput:
 
 
 class AbortReq:
-    def __init__(self, rid: str) -> None:
-        self.rid = rid
+    def __init__(self, rid: str, message: str | None = None) -> None:
+        self.rid, self.abort_message = rid, message
 
 
 class FlushCacheReqInput:

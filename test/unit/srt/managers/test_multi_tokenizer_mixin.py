@@ -104,31 +104,38 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def test_a_supervisors_sigquit_ends_the_server_once_workers_saved(start: Start, tmp_path: Path) -> None:
-    process = start("supervised", seconds=0.2)
-    os.kill(process.pid, signal.SIGQUIT)
-    assert said(process) == "killed True True\n"
-    assert process.wait(LONG) == 41
-    assert [(tmp_path / name).read_text() for name in "01"] == ["saved", "saved"]
-
-
-def test_a_sigquit_of_the_launch_phase_is_left_to_it(start: Start, tmp_path: Path) -> None:
-    process = start()
-    os.kill(process.pid, signal.SIGQUIT)
-    assert said(process) == "launch phase\n"
-    assert list(tmp_path.iterdir()) == []
-    assert process.poll() is None
-
-
-def test_a_sigquit_to_a_users_program_is_left_to_it(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "seconds", "environ", "says", "saved"),
+    [
+        # The workers save their requests first, and one that does not end delays it only so long.
+        (["supervised"], 0.2, {}, "killed True True\n", ["0", "1"]),
+        (["supervised"], 50, {"SGLANG_CRASHKIT_BUDGET_SECS": "0.3"}, "killed True True\n", []),
+        # One of the launch phase, and one to a user's program, is left to these.
+        ([], 0, {}, "launch phase\n", []),
+        (["supervised", "loud"], 0, {MODE_VARIABLE: Mode.LIBRARY}, "its own\n", []),
+    ],
+)
+def test_a_supervisors_sigquit_ends_the_server(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    seconds: float,
+    environ: dict[str, str],
+    says: str,
+    saved: list[str],
 ) -> None:
-    monkeypatch.setenv(MODE_VARIABLE, Mode.LIBRARY)
-    process = start("supervised", "loud")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    process = start(*options, seconds=seconds)
     os.kill(process.pid, signal.SIGQUIT)
-    assert said(process) == "its own\n"
-    assert not select.select([process.stdout], [], [], 0.5)[0]
-    assert list(tmp_path.iterdir()) == []
+    assert said(process) == says
+    if says.startswith("killed"):
+        assert process.wait(LONG) == 41
+    else:
+        assert not select.select([process.stdout], [], [], 0.5)[0]
+        assert process.poll() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == saved
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -137,15 +144,6 @@ def test_other_signals_do_what_they_did(start: Start, tmp_path: Path, signum: si
     os.kill(process.pid, signum)
     assert process.wait(LONG) != 41
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_worker_that_does_not_end_delays_only_so_long(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.3")
-    process = start("supervised", seconds=50)
-    os.kill(process.pid, signal.SIGQUIT)
-    assert said(process) == "killed True True\n"
 
 
 def test_the_routers_exception_is_told_and_the_workers_save(listener: Listener, start: Start, tmp_path: Path) -> None:

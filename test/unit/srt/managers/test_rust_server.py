@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.memory.journal import JournalReader, JournalWriter
+from sglang_crashkit.memory.journal import JournalWriter
 from sglang_crashkit.srt.managers import rust_server
 from sglang_crashkit.srt.managers.rust_server import journal_rust_server
+from unit.srt.conftest import told
 
 ARGUMENTS = SimpleNamespace(crash_dump_folder="/crash")
 
@@ -61,14 +62,6 @@ def request(rid: str) -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(rid=rid, input_text=f"text of {rid}", input_ids=[1, 2], sampling_params=None)
 
 
-def told(journal: JournalWriter) -> dict[str, str]:
-    reader, states = JournalReader(journal.fd), {}
-    for one in reader.requests:
-        how = "under way" if one.ended is None else "answered" if one.finished else "dropped"
-        states[str((reader.load(one) or {})["rid"])] = "aborted" if one.aborted and one.ended is None else how
-    return states
-
-
 def test_what_is_handed_over_is_under_way_until_it_is_given_back(journal: JournalWriter) -> None:
     journal_rust_server(ARGUMENTS)
     its = server()
@@ -78,7 +71,7 @@ def test_what_is_handed_over_is_under_way_until_it_is_given_back(journal: Journa
     its.push_abort(AbortReq(rid="c"), "request")
     its.waiting = [AbortReq(rid="d", abort_all=False), SimpleNamespace(rid=None)]
     its.drain(9)
-    assert told(journal) == {"a": "answered", "b": "under way", "c": "dropped", "d": "aborted"}
+    assert told(journal) == {"a": "finished", "b": "under way", "c": "dropped", "d": "aborted"}
     assert its.pushed == [(["a", "b"], {0: 1.0}), ("c", "request")]
 
 

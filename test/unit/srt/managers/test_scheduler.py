@@ -85,18 +85,13 @@ def tree(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str]
                 continue
 
 
-def alive(pid: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.state != "Z"
-
-
 @pytest.mark.parametrize("tree", ["strangers"], indirect=True)
 def test_foreign_processes_are_named_and_left_alive(tree) -> None:
     wrapper, (bystander, *server) = tree
-    wait_until(lambda: not any(map(alive, server)), "the server's processes are gone")
+    wait_until(lambda: not any(map(procfs.is_running, server)), "the server's processes are gone")
     assert len(server) == 3
     assert wrapper.poll() is None
-    assert alive(bystander)
+    assert procfs.is_running(bystander)
     wrapper.kill()
     os.kill(bystander, signal.SIGKILL)
     warning = wrapper.stderr.read()
@@ -109,7 +104,7 @@ def test_foreign_processes_are_named_and_left_alive(tree) -> None:
 def test_a_group_of_the_servers_own_is_killed_whole(tree) -> None:
     server, workers = tree
     assert server.wait(LONG) == -signal.SIGKILL
-    wait_until(lambda: not any(map(alive, workers)), "the workers are gone")
+    wait_until(lambda: not any(map(procfs.is_running, workers)), "the workers are gone")
     assert server.stderr.read() == ""
 
 

@@ -166,17 +166,9 @@ def test_a_gpus_pass_is_done_when_its_results_arrive(scheduler: Scheduler, chang
     assert last().phase == "processed"
 
 
-def counted(batch: Any, number: int) -> Any:
-    """Return the batch with the number that newer releases give it."""
-    batch.forward_iter = number
-    return batch
-
-
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_with_overlap_a_step_is_processed_after_the_next_launch(scheduler: Scheduler, is_counted: bool) -> None:
-    batches = [batch_of(DECODE, [A]) for _ in range(3)]
-    if is_counted:
-        batches = [counted(batch, number) for number, batch in enumerate(batches, 1)]
+    batches = [batch_of(DECODE, [A], forward_iter=number if is_counted else None) for number in (1, 2, 3)]
     for number in (1, 2, 3):
         scheduler.process_input_requests()
         scheduler.run_batch(batches[number - 1])
@@ -190,11 +182,9 @@ def test_with_overlap_a_step_is_processed_after_the_next_launch(scheduler: Sched
 
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_an_idle_batch_within_a_prefilled_one_ends_with_it(scheduler: Scheduler, is_counted: bool) -> None:
-    inner, outer = batch_of(IDLE, []), batch_of(PREBUILT, [A], inner_idle_batch=object())
-    following = batch_of(DECODE, [A])
-    if is_counted:
-        for number, batch in enumerate((outer, inner, following), 1):
-            counted(batch, number)
+    numbers = (1, 2, 3) if is_counted else (None,) * 3
+    outer = batch_of(PREBUILT, [A], inner_idle_batch=object(), forward_iter=numbers[0])
+    inner, following = batch_of(IDLE, [], forward_iter=numbers[1]), batch_of(DECODE, [A], forward_iter=numbers[2])
     scheduler.process_input_requests()
     scheduler.run_batch(outer)
     outer.inner_idle_batch = None
@@ -277,6 +267,11 @@ def decisions_of(listener: Listener, *, decide: Any) -> tuple[Step, Step]:
     ("decide", "name"),
     [
         (lambda scheduler: scheduler.process_input_requests([AbortReq("a")]), "abort"),
+        # From 0.5.23 on one rank decides on timeouts, and tells all.
+        (
+            lambda scheduler: scheduler.process_input_requests([AbortReq("a", "Request waiting timeout reached.")]),
+            "timeout",
+        ),
         (lambda scheduler: scheduler.retract([A]), "retract"),
         (lambda scheduler: scheduler.grammar_manager.grammar_queue.append(A), "grammar"),
         (lambda scheduler: scheduler.tree_cache.ongoing_prefetch.update(a=1), "prefetch"),
@@ -411,9 +406,8 @@ def test_a_control_request_is_noted_until_what_comes_next(listener: Listener) ->
 @pytest.mark.parametrize("is_counted", [False, True])
 @pytest.mark.usefixtures("listener")
 def test_a_stage_with_nothing_to_do_processes_another_batch(is_counted: bool) -> None:
-    scheduler, batch = Scheduler(pp_size=2), batch_of(DECODE, [Req("a", 4, [7])])
-    if is_counted:
-        counted(batch, 1)
+    scheduler = Scheduler(pp_size=2)
+    batch = batch_of(DECODE, [Req("a", 4, [7])], forward_iter=1 if is_counted else None)
     scheduler.process_input_requests()
     scheduler.run_batch(batch)
     scheduler.last_batch = None
@@ -423,14 +417,3 @@ def test_a_stage_with_nothing_to_do_processes_another_batch(is_counted: bool) ->
     assert [one.rid for one in read().current.requests] == ["a"]
     step_recorder.on_processed()
     assert (last().phase, read().current) == ("processed", None)
-
-
-@pytest.mark.parametrize(("message", "name"), [("Request waiting timeout reached.", "timeout"), (None, "abort")])
-@pytest.mark.usefixtures("listener")
-def test_a_timeout_that_all_are_told_is_one(message: str | None, name: str) -> None:
-    scheduler, abort = Scheduler(), AbortReq("a")
-    abort.abort_message = message  # type: ignore[attr-defined]
-    step_recorder.on_received(scheduler, [abort])
-    scheduler.forward_ct = 1
-    step_recorder.on_scheduled(scheduler, batch_of(DECODE, [A]))
-    assert set(last().decisions) == {name}

@@ -67,8 +67,13 @@ class Manager:
             raise self.error
         if self.crash_dump_folder:
             name = Path(self.crash_dump_folder) / hostname / f"dump{suffix}"
-            with open_crash_dump(self, str(name), {}) as file:
-                pickle.dump({"requests": [1]}, file)
+            data = {
+                "server_args": {"api_key": "S3CRET"},
+                "requests": ["a prompt"],
+                "launch_command": "--api-key S3CRET",
+            }
+            with open_crash_dump(self, str(name), data) as file:
+                pickle.dump(data, file)
         return "result"
 
 
@@ -81,27 +86,13 @@ def test_a_dump_is_announced_counted_and_waited_for(
     told = listener.heard()
     path = tmp_path / "crash" / "host" / "dump.bin"
     assert (told["event"], told["finished"], told["unfinished"], told["path"]) == ("crash_dump_ended", 2, 3, str(path))
-    assert pickle.loads(path.read_bytes()) == {"requests": [1]}
+    # Without secrets.
+    assert pickle.loads(path.read_bytes())["requests"] == ["a prompt"]
+    assert b"S3CRET" not in path.read_bytes()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert "incident /incident" in caplog.text
     assert manager.dump_requests_before_crash.__doc__ == "Upstream's docstring."
-
-
-@pytest.mark.parametrize("value", [None, "1", "true"])
-@pytest.mark.parametrize("error", [None, ValueError("x")])
-def test_upstreams_diagnostics_are_off_during_the_dump_only(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, value: str | None, error: Exception | None
-) -> None:
-    for name in FLAGS:
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    manager = Manager(None)
-    manager.error = error
-    manager.dump_requests_before_crash()
-    assert manager.flags == ["0", "0"]
-    assert [os.environ.get(name) for name in FLAGS] == [value, value]
 
 
 def test_an_error_of_the_dump_is_told_without_secrets(
@@ -125,25 +116,41 @@ def test_without_a_crash_folder_the_reason_is_told(listener: Listener) -> None:
     assert (told.get("path"), told["reason"]) == (None, "the server was started without --crash-dump-folder")
 
 
-@pytest.mark.parametrize("gone", ["never", "dead", "removed"])
-def test_without_a_handler_requests_and_diagnostics_are_saved_here(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, diagnosed: list[str], gone: str
+@pytest.mark.parametrize("handler", ["at work", "never", "dead", "removed"])
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left")])
+@pytest.mark.parametrize(("with_folder", "value"), [(False, None), (True, "true")])
+def test_the_kit_takes_over_upstreams_diagnostics_also_where_the_dump_fails(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    diagnosed: list[str],
+    handler: str,
+    error: Exception | None,
+    with_folder: bool,
+    value: str | None,
 ) -> None:
-    if gone != "never":
+    if handler != "never":
         listener = request.getfixturevalue("listener")
-        listener.kill()
-        if gone == "removed":
+        if handler != "at work":
+            listener.kill()
+        if handler == "removed":
             listener.path.unlink()
-    monkeypatch.setenv(FLAGS[0], "1")
-    monkeypatch.delenv(FLAGS[1], raising=False)
+    for name in FLAGS:
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     sigquit = signal.getsignal(signal.SIGQUIT)
-    manager = Manager(None)
-    assert manager.dump_requests_before_crash() == "result"
-    # Upstream's own wait for cores where there is no pipe.
+    manager = Manager(tmp_path if with_folder else None)
+    manager.error = error
+    assert manager.dump_requests_before_crash() == (None if error else "result")
+    # Upstream's are off meanwhile: its own would wait for cores where there is no pipe.
     assert manager.flags == ["0", "0"]
-    assert diagnosed == ["diagnosed"]
-    assert [os.environ.get(name) for name in FLAGS] == ["1", None]
-    assert signal.getsignal(signal.SIGQUIT) is sigquit
+    assert [os.environ.get(name) for name in FLAGS] == [value, value]
+    manager.error = None
+    manager.dump_requests_before_crash()
+    # Without a handler they are made here, once.
+    assert diagnosed == ([] if handler == "at work" else ["diagnosed"])
+    assert handler == "at work" or signal.getsignal(signal.SIGQUIT) is sigquit
 
 
 def test_a_handler_that_dies_does_not_delay_the_dump(listener: Listener, tmp_path: Path) -> None:
@@ -165,19 +172,6 @@ def diagnosed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     monkeypatch.setattr(tokenizer_manager, "diagnose_schedulers", lambda: done.append("diagnosed"))
     return done
-
-
-@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left")])
-@pytest.mark.parametrize("with_folder", [False, True])
-def test_diagnostics_follow_the_dump_once_also_where_it_fails(
-    tmp_path: Path, diagnosed: list[str], with_folder: bool, error: Exception | None
-) -> None:
-    manager = Manager(tmp_path if with_folder else None)
-    manager.error = error
-    manager.dump_requests_before_crash()
-    manager.error = None
-    manager.dump_requests_before_crash()
-    assert diagnosed == ["diagnosed"]
 
 
 def test_an_orderly_exit_is_no_crash(listener: Listener, tmp_path: Path, diagnosed: list[str]) -> None:
@@ -346,14 +340,6 @@ def test_what_somebody_else_prepared_is_not_written_to(
     if listener is not None:
         listener.heard()
         assert listener.heard()["path"] == str(safe / "dump.pkl")
-
-
-def test_a_dump_is_redacted_before_it_is_written(tmp_path: Path) -> None:
-    data = {"server_args": {"api_key": "S3CRET"}, "requests": ["a prompt"], "launch_command": "x --api-key S3CRET"}
-    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), data) as file:
-        pickle.dump(data, file)
-    assert b"S3CRET" not in (tmp_path / "dump.pkl").read_bytes()
-    assert pickle.loads((tmp_path / "dump.pkl").read_bytes())["requests"] == ["a prompt"]
 
 
 # -- on_sigterm

@@ -208,16 +208,13 @@ def test_errors_come_from_a_function_of_that_name(old_release, family):
     assert "kill_process_tree" in [entry.name for entry in raised.traceback]
 
 
-# -- a sleep that ends with a process
-
-
 # -- who is told
 
 
 @hooks.on_kill_process_tree
-def plain_kill(parent_pid: int | None, include_parent: bool = True, *rest: Any, **more: Any) -> tuple[Any, ...]:
-    """Stand for upstream's function, and tell how it was called."""
-    return (parent_pid, include_parent, rest, more)
+def plain_kill(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> int | None:
+    """Stand for upstream's function."""
+    return parent_pid
 
 
 def test_the_handler_is_told_first(listener: Listener) -> None:
@@ -255,14 +252,11 @@ def after(cause: BaseException) -> ValueError:
 def test_a_raising_program_is_told_before_it_ends_its_children(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, error: BaseException, its: dict[str, bool], told: list[str]
 ) -> None:
-    @hooks.on_kill_process_tree
-    def kill(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> None: ...
-
     def launch() -> None:
         try:
             raise error
         finally:
-            kill(os.getpid(), include_parent=False)
+            plain_kill(os.getpid(), include_parent=False)
 
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(crash_exit, "state", crash_exit.State(**its))
@@ -274,14 +268,11 @@ def test_a_raising_program_is_told_before_it_ends_its_children(
 def test_what_another_thread_raises_is_not_what_ends_the_program(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @hooks.on_kill_process_tree
-    def kill(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> None: ...
-
     def warm_up() -> None:
         try:
             raise ConnectionError
         except ConnectionError:
-            kill(os.getpid(), include_parent=False)
+            plain_kill(os.getpid(), include_parent=False)
 
     monkeypatch.setattr(crash_exit, "state", crash_exit.State(is_program=True))
     thread = threading.Thread(target=warm_up)
@@ -304,4 +295,4 @@ def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypa
             other.kill()
             other.process.stdout.close()
         # A socket that was left behind does not keep the tree from being killed.
-        assert plain_kill(server.pid)[0] == server.pid
+        assert plain_kill(server.pid) == server.pid

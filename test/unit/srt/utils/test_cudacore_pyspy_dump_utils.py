@@ -4,10 +4,10 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -18,22 +18,9 @@ from unit.srt.conftest import Listener
 from unit.support.waiting import child
 
 
-class Process:
-    """What the functions ask of ``psutil.Process``."""
-
-    def __init__(self, pid: int = 2**22 + 1, cmdline: Exception | None = None, cwd: str | Exception = "/work") -> None:
-        self.pid = pid
-        self._answers = {"cmdline": cmdline or ["sglang::scheduler_TP0"], "cwd": cwd}
-
-    def __getattr__(self, name: str) -> Callable[[], Any]:
-        answer = self._answers[name]
-
-        def ask() -> Any:
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        return ask
+def process_of(pid: int = 2**22 + 1, cwd: str | Exception = "/work") -> Any:
+    """Return what the functions ask of ``psutil.Process``."""
+    return SimpleNamespace(pid=pid, cwd=mock.Mock(side_effect=[cwd]))
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +32,8 @@ def no_core_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    processes = [Process(2**22 + 1), Process(2**22 + 2)]
+def two(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    processes = [process_of(2**22 + 1), process_of(2**22 + 2)]
     monkeypatch.setattr(dump_utils, "collect_scheduler_processes", lambda: processes)
     return processes
 
@@ -92,7 +79,7 @@ def test_without_schedulers_nothing_is_run(
     ]
 
 
-def test_all_together_have_a_deadline(two: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_together_have_a_deadline(two: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.1")
     slept: list[float] = []
 
@@ -119,7 +106,7 @@ def test_the_handler_is_asked_first(
     short_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     commands: list[list[str]],
-    two: list[Process],
+    two: list[Any],
     answer: dict[str, object],
 ) -> None:
     upstream = []
@@ -139,7 +126,7 @@ def test_the_handler_is_asked_first(
 
 @pytest.mark.parametrize("enabled", ["0", "1"])
 def test_the_old_place_is_this_modules(
-    two: list[Process], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, enabled: str
+    two: list[Any], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, enabled: str
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", enabled)
     old = dump_utils.in_place_of_pyspy_dump(lambda: "upstream's")
@@ -167,7 +154,7 @@ def test_where_the_pipe_is(
     if template is not None:
         monkeypatch.setenv("CUDA_COREDUMP_PIPE", template)
     monkeypatch.setattr(time, "time", lambda: 123.9)
-    process = Process(2**22 + 1, cwd=cwd)
+    process = process_of(2**22 + 1, cwd=cwd)
     whole = expected.format(host=os.uname().nodename, pid=process.pid, here=Path.cwd())
     assert dump_utils._resolve_cuda_coredump_pipe_path(process) == Path(whole)
 
@@ -178,13 +165,13 @@ def test_the_time_in_a_pipes_name_is_looked_up(monkeypatch: pytest.MonkeyPatch, 
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        assert dump_utils._resolve_cuda_coredump_pipe_path(Process(os.getpid())) == pipe
+        assert dump_utils._resolve_cuda_coredump_pipe_path(process_of(os.getpid())) == pipe
     finally:
         os.close(reader)
 
 
 def test_each_pipe_gets_a_byte(
-    two: list[Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    two: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_COREDUMP_PIPE", f"{tmp_path}/%p")
     readers = []
@@ -199,7 +186,7 @@ def test_each_pipe_gets_a_byte(
 
 
 def test_pipes_that_do_not_answer_are_named_one_by_one(
-    two: list[Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    two: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_COREDUMP_PIPE", f"{tmp_path}/%p")
     monkeypatch.delenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP")
@@ -222,7 +209,7 @@ def test_each_diagnostic_has_its_flag(monkeypatch: pytest.MonkeyPatch, stacks: s
     monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", stacks)
     monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cores)
     monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "30")
-    monkeypatch.setattr(dump_utils, "collect_scheduler_processes", lambda: [Process()])
+    monkeypatch.setattr(dump_utils, "collect_scheduler_processes", lambda: [process_of()])
     for name, what in (("pyspy_dump_schedulers", "stacks"), ("trigger_cuda_user_coredump", "cores")):
         monkeypatch.setattr(dump_utils, name, lambda scheduler_only, what=what: done.append(what) or answering)
     monkeypatch.setattr(time, "sleep", done.append)
