@@ -32,6 +32,11 @@ _NO_MODEL = re.compile(
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
 
+#: SGLang's names of the option, the older one last.
+_RENDEZVOUS = ("--dist-init-addr", "--nccl-init-addr")
+#: What a server listens on that names no port.
+_DEFAULT_PORT = 30000
+
 #: How a process was known: by its title, or by its command line where no scheduler has one.
 Way = Literal["title", "command line"]
 
@@ -67,6 +72,32 @@ class FoundProcess:
     server_arguments: tuple[str, ...]  # the command line of that process, empty where it may not be read
     user: int  # the user id that it runs as
     way: Way
+
+    @property
+    def rendezvous(self) -> str | None:
+        """The address at which the processes of its server on all hosts meet, None where none is named."""
+        return value_of(self.server_arguments, *_RENDEZVOUS)
+
+    @property
+    def side(self) -> Literal["prefill", "decode"] | None:
+        """Which side of a prefill and decode pair its server is, None otherwise."""
+        value = value_of(self.server_arguments, "--disaggregation-mode")
+        return "prefill" if value == "prefill" else "decode" if value == "decode" else None
+
+    @property
+    def port(self) -> int:
+        """The port on which its server answers HTTP; SGLang's own default where none is named."""
+        value = value_of(self.server_arguments, "--port") or ""
+        return int(value) if value.isascii() and value.isdigit() and int(value) < 1 << 16 else _DEFAULT_PORT
+
+
+def value_of(arguments: Sequence[str], *names: str) -> str | None:
+    """Return what a command line gives for the option that is called one of `names`; None where it gives nothing."""
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return (value if equals else following) or None
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,33 +9,23 @@ import pytest
 
 from sglang_crashkit.capture.debugger import MAY_TRACE
 from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
-from sglang_crashkit.collect.collection import (
-    Collection,
-    Plan,
-)
-from sglang_crashkit.collect.judging import judged
+from sglang_crashkit.collect.collection import Collection, Plan, judged
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, parse
+from sglang_crashkit.model.step import Step
 from sglang_crashkit.view.collected import summary
 from sglang_crashkit.view.markdown import section_lines
-from unit.support.targets import (
-    SLEEPER,
-    TITLE,
-    functions_of,
-    hooked,
-    make_tool,
-    settle_in_sleep,
-    start_ticks,
-)
+from unit.support.targets import SLEEPER, TITLE, functions_of, hooked, make_tool, settle_in_sleep, start_ticks
 from unit.support.waiting import LONG, child
 
 ARGUMENTS = ("python", "-m", "sglang.launch_server", "--dist-init-addr", "10.0.0.1:5000")
 ARGUMENTS += ("--disaggregation-mode", "decode")
 
 
-def found(pid: int, title: str = TITLE, server: int | None = 1) -> FoundProcess:
-    return FoundProcess(pid, start_ticks(pid), title, "scheduler", {"tp": 0}, server, ARGUMENTS, 0, "title")
+def found(pid: int, server: int | None = 1, number: int = 0, arguments: tuple[str, ...] = ARGUMENTS) -> FoundProcess:
+    title = f"sglang::scheduler_TP{number}"
+    return FoundProcess(pid, start_ticks(pid), title, "scheduler", {"tp": number}, server, arguments, 0, "title")
 
 
 def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection, list[NodeSnapshot]]:
@@ -64,7 +55,7 @@ def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: 
 def test_a_patched_server_tells_its_stacks_where_py_spy_cannot(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.collect.observing.socket_of", lambda _pid: runtime / "handler.sock")
+    monkeypatch.setattr("sglang_crashkit.collect.collection.socket_of", lambda _pid: runtime / "handler.sock")
     monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
     with hooked(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
@@ -107,8 +98,8 @@ def test_a_server_that_does_not_hang_is_spared(tmp_path: Path, no_debugger: None
         settle_in_sleep(idle.pid)
         settle_in_sleep(unclear.pid)
         arguments = ("python", "-m", "sglang.launch_server")
-        one = replace(found(idle.pid, server=2**22 + 1), server_arguments=arguments)
-        other = replace(found(unclear.pid, server=2**22 + 2), server_arguments=arguments)
+        one = found(idle.pid, 2**22 + 1, arguments=arguments)
+        other = found(unclear.pid, 2**22 + 2, arguments=arguments)
         collection, _rounds = collect(tmp_path, one, other, native=True, snapshots=2)
         assert collection.skipped == ""
         problems = [each.debugged.problem for each in collection.collected if each.debugged is not None]
@@ -119,7 +110,7 @@ def test_a_server_that_does_not_hang_is_spared(tmp_path: Path, no_debugger: None
 
 def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a process that would answer nothing but the signal on which faulthandler writes
-    monkeypatch.setattr("sglang_crashkit.collect.observing.socket_of", lambda _pid: runtime / "handler.sock")
+    monkeypatch.setattr("sglang_crashkit.collect.collection.socket_of", lambda _pid: runtime / "handler.sock")
     monkeypatch.setattr("sglang_crashkit.capture.ladder.ask_responders", lambda *_args: [])
     asked: list[int] = []
     monkeypatch.setattr(
@@ -130,6 +121,47 @@ def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, m
     with hooked(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
     assert (asked, seen.processes[0].threads) == ([], ())
+
+
+#: A rank that ran three steps a while ago, of which the last one may be its own.
+RANK = """
+import time
+from sglang_crashkit.memory.steps import StepWriter
+writer = StepWriter({{"1": "extend", "2": "decode"}})
+for number in range(1, 4):
+    rids, mode = (["ab12"], 1) if number == 3 and {odd} else (["cd34"], 2)
+    writer.schedule(number, time.monotonic() - 123 + number, mode, rids, [5], [5], 5, {{}}, 0)
+    writer.end(number, time.monotonic())
+ready()
+time.sleep(1000)
+"""
+#: One without any, as of a server that is not patched.
+UNPATCHED = "ready()\nimport time; time.sleep(1000)"
+
+
+@pytest.mark.parametrize(
+    ("odd", "statement"),
+    [
+        (False, "No divergence in the last 3 steps of TP0-1."),
+        (
+            True,
+            "TP0 ran decode of request cd34 (5 tokens) in step 3 where TP1 ran extend of request ab12 (5 tokens); 2"
+            " minutes before it was looked at.",
+        ),
+    ],
+)
+def test_where_the_ranks_of_a_patched_server_diverged_is_told(tmp_path: Path, odd: bool, statement: str) -> None:
+    with contextlib.ExitStack() as stack:
+        codes = (RANK.format(odd=False), RANK.format(odd=odd), UNPATCHED, UNPATCHED)
+        pids = [stack.enter_context(child(code)).pid for code in codes]
+        ranks = [found(pid, 1 + at // 2, at % 2, ()) for at, pid in enumerate(pids)]
+        collection, _rounds = collect(tmp_path, *ranks)
+    assert collection.divergence.statement == statement
+    assert statement in (tmp_path / "summary.md").read_text()
+    (name,) = [name for name in collection.collected[1].files if name.startswith("steps_")]
+    last = Step.from_json(json.loads((tmp_path / name).read_text().splitlines()[-1]))
+    assert (last.number, last.mode) == (3, "extend" if odd else "decode")
+    assert not [name for name in collection.collected[2].files if name.startswith("steps_")]
 
 
 WAITS = (
