@@ -50,10 +50,10 @@ def put_kit(site: Path, modules: dict[str, str]) -> None:
         file.write_text(text)
 
 
-def ask(site: Path, program: str, **environ: str) -> tuple[dict[str, object], str]:
+def ask(site: Path, program: str, *arguments: str, **environ: str) -> tuple[dict[str, object], str]:
     """Run `program` where only `site` is installed; return the `found` that it made, and its log."""
     done = subprocess.run(
-        [sys.executable, "-S", "-B", "-c", f"found = {{}}\n{textwrap.dedent(program)}\n{TELL}"],
+        [sys.executable, "-S", "-B", "-c", f"found = {{}}\n{textwrap.dedent(program)}\n{TELL}", *arguments],
         check=False,
         capture_output=True,
         text=True,
@@ -321,16 +321,8 @@ def test_whatever_fails_in_a_hook_sglang_goes_on(site, fault):
     packages = os.pathsep.join([str(site), str(kit), str(Path(psutil.__file__).parents[1])])
     # Of a server that has lost its crash handler.
     environ = {"SGLANG_CRASHKIT_SOCKET": str(site / "gone"), "SGLANG_CRASHKIT_MODE": "library", "PYTHONPATH": packages}
-    done = subprocess.run(
-        [sys.executable, "-S", "-B", "-c", f"found = {{}}\n{WALK}\n{TELL}", fault],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], **environ},
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"ready": [{"status": "ready"}], "wrong": {}}
+    found, _log = ask(site, WALK, fault, **environ)
+    assert found == {"ready": [{"status": "ready"}], "wrong": {}}
 
 
 @pytest.mark.wheels

@@ -122,13 +122,8 @@ def own_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != _SYMBOL_SERVERS}
 
 
-def debug(
-    debugger: Debugger,
-    pid: int,
-    start_ticks: int,
-    deadline_secs: float,
-    stop: threading.Event | None = None,
-    guard: ToolGuard | None = None,
+def _debug(
+    debugger: Debugger, pid: int, start_ticks: int, deadline_secs: float, stop: threading.Event, guard: ToolGuard
 ) -> Debugged:
     """Debug process `pid` for at most `deadline_secs` seconds, where nothing speaks against stopping it.
 
@@ -136,12 +131,12 @@ def debug(
     prints no stack, as Debian's 11.8 does, or one that does not start, gdb takes them in the time that is left.
     """
     began = time.monotonic()
-    debugged = _debug(debugger, pid, start_ticks, deadline_secs, stop, guard)
+    debugged = _run(debugger, pid, start_ticks, deadline_secs, stop, guard)
     left_secs = began + deadline_secs - time.monotonic()
     is_refused = debugged.problem.startswith(_NOT_RUN) or _REFUSED in debugged.text
     if not debugger.gdb or debugged.threads or is_refused or left_secs <= 0:
         return debugged
-    stacks = _debug(Debugger("gdb", debugger.gdb), pid, start_ticks, left_secs, stop, guard)
+    stacks = _run(Debugger("gdb", debugger.gdb), pid, start_ticks, left_secs, stop, guard)
     seconds = round(debugged.seconds + stacks.seconds, 3)
     if not parse_stacks(stacks.text):
         return replace(debugged, seconds=seconds)
@@ -149,15 +144,10 @@ def debug(
     return replace(stacks, text=text, seconds=seconds, kernels=debugged.kernels)
 
 
-def _debug(
-    debugger: Debugger,
-    pid: int,
-    start_ticks: int,
-    deadline_secs: float,
-    stop: threading.Event | None,
-    guard: ToolGuard | None,
+def _run(
+    debugger: Debugger, pid: int, start_ticks: int, deadline_secs: float, stop: threading.Event, guard: ToolGuard
 ) -> Debugged:
-    if stop is not None and stop.is_set():
+    if stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
     if obstacle := obstacle_of(pid, start_ticks):
         return Debugged(debugger.name, problem=f"{_NOT_RUN}{obstacle}")
@@ -166,7 +156,7 @@ def _debug(
         samples, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
         spied = samples[0].threads if samples else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
-    with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
+    with guard.over(pid, start_ticks) as on_start:
         run = run_tool(command, deadline_secs, stop, on_start, environ=own_environ())
         # One that ended by itself has let go by itself.
         left_stopped = run.reason and release({pid: start_ticks})
@@ -198,7 +188,7 @@ def debug_all(
     with contextlib.closing(ToolGuard()) as guard, ThreadPoolExecutor(max_at_once()) as pool:
         try:
             for pid, start_ticks in processes.items():
-                left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
+                left[pool.submit(_debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
             while left and (secs := until - time.monotonic()) > 0:
                 for future in wait(left, secs, FIRST_COMPLETED).done:
                     take(left.pop(future), future.result())

@@ -107,7 +107,6 @@ class Discovery:
     processes: tuple[FoundProcess, ...] = ()  # those that were asked for, by server and pid
     #: Pids of processes that would have been, if they were not another user's, by user id.
     others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    servers: tuple[int, ...] = ()  # pids of the processes that launched a server, those of other users left out
     #: Pids of processes that would have been, if they did not belong to another Slurm job or node, or to none (None).
     elsewhere: Mapping[Place | None, tuple[int, ...]] = field(default_factory=dict)
 
@@ -152,8 +151,7 @@ def find_processes(
         elif is_mine:
             elsewhere[place(pid)] = (*elsewhere.get(place(pid), ()), pid)
     mine.sort(key=lambda one: (one.server or 0, one.pid))
-    servers = sorted({one.server for one in mine if one.server is not None})
-    return Discovery(tuple(mine), others, tuple(servers), elsewhere)
+    return Discovery(tuple(mine), others, elsewhere)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from unit.support.targets import (
     asleep,
     functions_of,
     is_gone,
+    runs_on,
     settle,
     settle_in_sleep,
     start_ticks,
@@ -139,14 +140,6 @@ def tool_in_python(folder: Path, code: str) -> str:
 
 def capture(pid: int, secs: float = LONG):
     return capture_native({pid: start_ticks(pid)}, secs)
-
-
-def runs_on(pid: int) -> None:
-    """Check that a process is neither stopped nor traced, and has no stop ahead."""
-    wait_until(lambda: not any(procfs.read_tracer(pid, one) for one in procfs.thread_states(pid)), "no one traces it")
-    assert set(procfs.thread_states(pid).values()) <= set("RSD")
-    for thread in procfs.thread_states(pid):
-        assert not procfs.in_mask(procfs.read_status(pid, thread)["SigPnd"], signal.SIGSTOP)
 
 
 def test_native_frames_stand_between_pythons_and_the_target_runs_on() -> None:

@@ -198,18 +198,6 @@ def test_the_pipe_of_another_user_is_not_written_to(reader: int, tmp_path: Path,
 HOLD = "import fcntl; fd = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(fd, fcntl.LOCK_EX); ready(); pause()"
 
 
-def test_a_file_in_it_may_be_locked_in_its_place(tmp_path: Path) -> None:
-    first, second = (FolderLock(tmp_path, file=".lock") for _ in range(2))
-    assert first.acquire() == "held"
-    assert (second.acquire(), FolderLock(tmp_path).acquire()) == ("taken", "held")
-    first.release()
-    assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o600
-    (tmp_path / ".lock").unlink()
-    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match=r"\.lock"):
-        second.acquire()
-
-
 def test_the_death_of_its_holder_frees_it(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     with child(HOLD, str(tmp_path)) as holder:

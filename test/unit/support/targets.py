@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -77,6 +78,14 @@ def state_of(pid: int) -> str:
 def is_gone(pid: int) -> bool:
     """Say whether a process has ended, reaped or not."""
     return state_of(pid) in ("", "Z", "X")
+
+
+def runs_on(pid: int) -> None:
+    """Wait until a process is neither stopped nor traced, and check that it has no stop ahead."""
+    wait_until(lambda: not any(procfs.read_tracer(pid, one) for one in procfs.thread_states(pid)), "no one traces it")
+    wait_until(lambda: set(procfs.thread_states(pid).values()) <= set("RSD"), "it runs on")
+    for thread in procfs.thread_states(pid):
+        assert not procfs.in_mask(procfs.read_status(pid, thread)["SigPnd"], signal.SIGSTOP)
 
 
 def settle(pid: int, state: str) -> None:

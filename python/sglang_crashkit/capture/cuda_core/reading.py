@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import signal
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -113,7 +112,6 @@ def read_cuda_core(
     *,
     with_threads: bool = True,
     folder: Path | None = None,
-    stop: threading.Event | None = None,
 ) -> CudaCore:
     """Return what cuda-gdb says of a core within `seconds`.
 
@@ -122,7 +120,6 @@ def read_cuda_core(
         seconds: when cuda-gdb is killed; what it printed by then counts.
         with_threads: have the exception of every thread listed, too.
         folder: where cuda-gdb gets a folder for its own files, the temporary one by default.
-        stop: calls it off when it is set.
 
     Raises:
         CudaCoreError: see there; the message says which.
@@ -145,7 +142,7 @@ def read_cuda_core(
             argv += [word for setting in _SETTINGS for word in ("-iex", setting)]
             argv += ["-ex", f"target cudacore {link}"]
             argv += [word for name, one in listings for word in ("-ex", f"echo {_MARK}{name}\\n", "-ex", one)]
-            run = run_tool(argv, seconds, stop, environ=own_environ() | {"TMPDIR": own}, max_output=limit)
+            run = run_tool(argv, seconds, environ=own_environ() | {"TMPDIR": own}, max_output=limit)
     except OSError as error:
         raise CudaCoreError(f"cuda-gdb gets no folder of its own: {error}") from error
     core = parse(run.text, run.reason)
