@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import py_compile
@@ -13,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError
 from sglang_crashkit.installer.apply import apply, exclusive, revert
-from sglang_crashkit.installer.environment import Kit
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import MANIFEST_NAME, State, read_tree
 from unit.installer.fake_sglang import FILES, install, overall, snapshot, write_wheel
@@ -161,22 +158,6 @@ def test_a_foreign_file_is_refused_by_name(ready, kit, action, path, data, state
     assert overall(environment, kit) is state
 
 
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
-        (None, "cannot import sglang_crashkit"),
-        (Kit("0.0.1", Path("/x"), {}, only_by_python_path=False), "imports sglang_crashkit 0.0.1"),
-        (Kit(__version__, Path("/x"), {"a.b": "No module"}, only_by_python_path=False), "cannot import a.b: No module"),
-        (Kit(__version__, Path("/x"), {}, only_by_python_path=True), "through PYTHONPATH alone"),
-    ],
-)
-def test_a_python_without_this_kit_is_refused(environment, kit, found, why):
-    with pytest.raises(RefusedError, match=why) as caught:
-        apply(replace(environment, kit=found), kit.patches, kit.lock)
-    assert "install" in caught.value.next_step
-    assert overall(environment, kit) is State.PRISTINE
-
-
 def test_an_unsupported_release_is_refused_but_may_be_reverted(environment, tmp_path, kit):
     other = install(write_wheel(tmp_path / "other", "0.5.99"), tmp_path / "other-site")
     with pytest.raises(RefusedError, match=r"SGLang 0\.5\.99 is not supported"):
@@ -288,45 +269,6 @@ def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, a
     (small / "filler").unlink()
     action(environment, kit.patches, kit.lock)
     assert overall(environment, kit) is MEANT[action]
-
-
-@pytest.mark.wide
-@both
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_after_an_error_at_any_step_another_run_finishes(tmp_path, wheel, kit, ready, action, code):
-    sample = install(wheel, tmp_path / "sample")
-    pristine = snapshot(sample.site)
-    patched = snapshot(ready(revert, sample).site)
-    before, meant = (pristine, patched) if action is apply else (patched, pristine)
-    told, reached = tmp_path / "told", tmp_path / "reached"
-    for number in range(1000):
-        environment = ready(action, install(wheel, tmp_path / str(number)))
-
-        def fail(step: Step, number=number) -> None:
-            if step.number == number:
-                reached.touch()
-                raise OSError(code, os.strerror(code), "/some/file")
-
-        def act(environment=environment) -> None:
-            try:
-                action(environment, kit.patches, kit.lock)
-                told.write_text("")
-            except CrashkitError as error:
-                told.write_text(error.message)
-
-        assert run_in_child(act, environment.site, fail) == 0
-        if not reached.exists():
-            break
-        reached.unlink()
-        message = told.read_text()
-        # A name with a leading dot is work in progress: nothing reads it.
-        found = {name: data for name, data in snapshot(environment.site).items() if not Path(name).name.startswith(".")}
-        assert message or found == meant
-        assert found == before or "nothing was changed" not in message
-        assert found in (before, meant) or overall(environment, kit) is State.INTERRUPTED
-        action(environment, kit.patches, kit.lock)
-        assert snapshot(environment.site) == meant
-    assert number > 20
 
 
 @both

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import sglang_crashkit
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
+from sglang_crashkit.installer.apply import apply
 from sglang_crashkit.installer.environment import Kit, find_environment, require_kit
+from sglang_crashkit.installer.status import State
+from unit.installer.fake_sglang import overall
 
 KIT_ROOT = Path(sglang_crashkit.__file__).parents[1]
 
@@ -29,6 +33,21 @@ def test_an_installation_is_found_without_importing_it(venv, site, tmp_path, mon
     assert found.dist_info == (site / "sglang-0.5.9.dist-info").resolve()
     assert found.kit == Kit(sglang_crashkit.__version__, KIT_ROOT, {}, only_by_python_path=False)
     require_kit(found)
+
+
+@pytest.mark.parametrize(
+    ("version", "missing", "why"),
+    [
+        ("0.0.1", {}, "imports sglang_crashkit 0.0.1, but this is"),
+        (sglang_crashkit.__version__, {"a.b": "No module"}, "cannot import a.b: No module"),
+    ],
+)
+def test_a_python_with_another_kit_is_refused(environment, kit, version, missing, why):
+    other = replace(environment, kit=Kit(version, Path("/x"), missing, only_by_python_path=False))
+    with pytest.raises(RefusedError, match=why) as caught:
+        apply(other, kit.patches, kit.lock)
+    assert "install" in caught.value.next_step
+    assert overall(environment, kit) is State.PRISTINE
 
 
 def test_a_python_without_the_kit_is_told_the_install_command(venv, site, monkeypatch):
