@@ -33,12 +33,8 @@ Name = Literal["cuda-gdb", "gdb"]
 
 #: Where the CUDA toolkit puts it without adding it to PATH.
 TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-#: Nothing of the target's or the user's is run or asked for, and no server of symbols is waited for. Arguments of
-#: functions may be prompts or keys.
-_BEFORE = (
-    *("set debuginfod enabled off", "set auto-load off", "set confirm off", "set pagination off", "set width 0"),
-    "set print frame-arguments none",
-)
+#: Nothing of the target's or the user's is run or asked for, and no server of symbols is waited for.
+_BEFORE = ("debuginfod enabled off", "auto-load off", "confirm off", "pagination off", "width 0")
 _CUDA = ("info cuda devices", "info cuda kernels")
 _STACKS = "thread apply all bt"
 #: What gdb takes of memory for the symbols of one process: of torch's libraries alone more than a gigabyte.
@@ -49,7 +45,6 @@ SUBSTITUTE = "py-spy --native"
 MAY_TRACE = "run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)"
 #: Debuggers ask these servers for symbols; cuda-gdb does so whatever its settings say.
 _SYMBOL_SERVERS = "DEBUGINFOD_URLS"
-_NO_SYMBOLS = ("set auto-solib-add off",)
 _LIBRARY = re.compile(r"([\w.+-]+?\.so)(?:\.[\w.]+)?$")
 #: A frame of Python's may be told by its source file, and threads that run no Python are not py-spy's.
 _OFTEN = frozenset(
@@ -222,9 +217,8 @@ def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> l
 
     Symbols are read of the `libraries` with these names, up to ``.so``; of all if there are no names.
     """
-    command = [debugger.path, "-nx", "-batch"]
-    for setting in (*_BEFORE, *(_NO_SYMBOLS if libraries else ())):
-        command += ["-iex", setting]
+    # Arguments of functions may be prompts or keys.
+    command = begin_command(debugger.path, "print frame-arguments none", *(["auto-solib-add off"] if libraries else ()))
     command += ["-p", str(pid)]
     if libraries:
         command += ["-ex", f"echo \\n== symbols of {' '.join(libraries)} only\\n"]
@@ -234,6 +228,11 @@ def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> l
     for listing in (*(_CUDA if debugger.name == "cuda-gdb" else ()), _STACKS):
         command += ["-ex", f"echo \\n== {listing}\\n", "-ex", listing]
     return command
+
+
+def begin_command(program: str, *settings: str) -> list[str]:
+    """Return the begin of a debugger's command line, with the settings that each has and these."""
+    return [program, "-nx", "-batch", *(word for one in (*_BEFORE, *settings) for word in ("-iex", f"set {one}"))]
 
 
 def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:

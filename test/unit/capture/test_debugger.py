@@ -20,7 +20,16 @@ from sglang_crashkit.capture.debugger import (
     substitute,
 )
 from sglang_crashkit.model.sample import Frame
-from unit.support.targets import SLEEPER, functions_of, runs_on, settle, settle_in_sleep, start_ticks, state_of
+from unit.support.targets import (
+    SLEEPER,
+    functions_of,
+    make_tool,
+    runs_on,
+    settle,
+    settle_in_sleep,
+    start_ticks,
+    state_of,
+)
 from unit.support.waiting import LONG, child
 
 needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed: apt-get install gdb")
@@ -28,10 +37,7 @@ needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not i
 
 def stand_in(folder: Path, script: str, name: str = "gdb") -> Debugger:
     """Write a stand-in for a debugger; its last but fourth argument is the pid."""
-    tool = folder / name
-    tool.write_text(f'#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done; PID=$2\n{script}\n')
-    tool.chmod(0o755)
-    return Debugger("gdb", str(tool))
+    return Debugger("gdb", make_tool(folder, f'while [ "$1" != -p ]; do shift; done; PID=$2\n{script}', name))
 
 
 def debugged_by(debugger: Debugger, pid: int, secs: float = LONG) -> Debugged:

@@ -16,6 +16,7 @@ from unit.support.targets import (
     asleep,
     functions_of,
     is_gone,
+    make_tool,
     runs_on,
     settle,
     settle_in_sleep,
@@ -23,7 +24,6 @@ from unit.support.targets import (
     state_of,
     traced,
 )
-from unit.support.targets import make_tool as make_pyspy
 from unit.support.waiting import LONG, child, wait_until
 
 #: Runs a tool on a process: the tool's file, then pid and start time.
@@ -56,16 +56,11 @@ HOLDS = PTRACE + "attach(int(sys.argv[1])); os.waitpid(int(sys.argv[1]), 0x40000
 LEFT_STOPPED = "import os, signal, sys, time; os.kill(int(sys.argv[1]), signal.SIGSTOP); told(); time.sleep(600)\n"
 
 
-def make_tool(folder: Path, code: str) -> str:
+def make_guarded_tool(folder: Path, code: str) -> str:
     told = f"def told(): open({str(folder)!r} + '/tool.pid', 'w').write(str(os.getpid()))\n"
     (folder / "tool.py").write_text("import os\n" + told + code)
-    tool = folder / "tool"
-    tool.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -p ] && [ "$1" != --pid ]; do shift; done\n'
-        f'"{sys.executable}" {folder}/tool.py "$2" &\nwait\n'
-    )
-    tool.chmod(0o755)
-    return str(tool)
+    script = 'while [ "$1" != -p ] && [ "$1" != --pid ]; do shift; done\n'
+    return make_tool(folder, f'{script}"{sys.executable}" {folder}/tool.py "$2" &\nwait')
 
 
 def guards() -> set[int]:
@@ -78,7 +73,7 @@ def guards() -> set[int]:
 def test_a_tool_dies_with_its_parent_and_its_target_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, way: str
 ) -> None:
-    tool = make_tool(tmp_path, code)
+    tool = make_guarded_tool(tmp_path, code)
     monkeypatch.setenv(EXECUTABLE_VARIABLE, tool)
     with child(SLEEPER) as target:
         settle_in_sleep(target.pid)
@@ -135,7 +130,7 @@ call_c()
 def tool_in_python(folder: Path, code: str) -> str:
     """Write a stand-in for py-spy that traces its target; the target's pid is `PID` in `code`."""
     (folder / "tool.py").write_text(PTRACE + "PID = int(sys.argv[5])\n" + code)
-    return make_pyspy(folder, f'exec {sys.executable} {folder}/tool.py "$@"')
+    return make_tool(folder, f'exec {sys.executable} {folder}/tool.py "$@"')
 
 
 def capture(pid: int, secs: float = LONG):

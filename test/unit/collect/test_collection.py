@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.capture.debugger import MAY_TRACE
-from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.collect.collection import Collection, Plan, judged
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -16,7 +15,8 @@ from sglang_crashkit.model.snapshot import NodeSnapshot, parse
 from sglang_crashkit.model.step import Step
 from sglang_crashkit.view.collected import summary
 from sglang_crashkit.view.markdown import section_lines
-from unit.support.targets import SLEEPER, TITLE, functions_of, hooked, make_tool, settle_in_sleep, start_ticks
+from unit.capture.conftest import use_tool as use_tool
+from unit.support.targets import SLEEPER, TITLE, functions_of, hooked, settle_in_sleep, start_ticks
 from unit.support.waiting import LONG, child
 
 ARGUMENTS = ("python", "-m", "sglang.launch_server", "--dist-init-addr", "10.0.0.1:5000")
@@ -45,32 +45,30 @@ def no_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_crashkit.collect.collection.find_debugger", lambda: (None, missing))
 
 
-def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "echo Error: Permission denied >&2; exit 1"))
+def test_without_permission_the_next_step_is_named(tmp_path: Path, use_tool) -> None:
+    use_tool("echo Error: Permission denied >&2; exit 1")
     with child(SLEEPER) as process:
         _collection, (seen,) = collect(tmp_path / "out", found(process.pid))
     assert (seen.problems[0].why, seen.problems[0].next) == ("Permission denied", MAY_TRACE)
 
 
 def test_a_patched_server_tells_its_stacks_where_py_spy_cannot(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, use_tool
 ) -> None:
     monkeypatch.setattr("sglang_crashkit.collect.collection.socket_of", lambda _pid: runtime / "handler.sock")
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
+    use_tool("exit 1")
     with hooked(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
     assert "inner_function" in functions_of(seen.processes[0].threads)
 
 
-def test_processes_of_different_servers_are_captured_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_different_servers_are_captured_side_by_side(tmp_path: Path, use_tool) -> None:
     # GIVEN a py-spy that ends only when three of it run at the same time
     stack = [{"thread_id": 1, "os_thread_id": 1, "thread_name": "MainThread", "active": True, "owns_gil": False}]
     stack[0]["frames"] = [{"name": "waits", "filename": "a.py", "short_filename": "a.py", "line": 1}]
     (tmp_path / "stack").write_text(json.dumps(stack))
     others = f"touch {tmp_path}/$5.here; until [ $(ls {tmp_path}/*.here | wc -l) = 3 ]; do sleep 0.05; done"
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, f"{others}; cat {tmp_path}/stack"))
+    use_tool(f"{others}; cat {tmp_path}/stack")
     with child(SLEEPER) as one, child(SLEEPER) as another, child(SLEEPER) as third:
         # The servers of two are gone, so that each counts as one.
         processes = [found(one.pid), found(another.pid, server=None), found(third.pid, server=None)]
@@ -108,7 +106,9 @@ def test_a_server_that_does_not_hang_is_spared(tmp_path: Path, no_debugger: None
     assert alone.skipped == "no hang is seen"
 
 
-def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_signalled_for_its_stacks(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, use_tool
+) -> None:
     # GIVEN a process that would answer nothing but the signal on which faulthandler writes
     monkeypatch.setattr("sglang_crashkit.collect.collection.socket_of", lambda _pid: runtime / "handler.sock")
     monkeypatch.setattr("sglang_crashkit.capture.ladder.ask_responders", lambda *_args: [])
@@ -117,7 +117,7 @@ def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, m
         "sglang_crashkit.capture.ladder.ask_faulthandler",
         lambda hooked, *_args: asked.extend(a.pid for a in hooked) or [],
     )
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
+    use_tool("exit 1")
     with hooked(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
     assert (asked, seen.processes[0].threads) == ([], ())

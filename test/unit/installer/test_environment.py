@@ -15,6 +15,7 @@ from sglang_crashkit.installer.apply import apply
 from sglang_crashkit.installer.environment import Kit, find_environment, require_kit
 from sglang_crashkit.installer.status import State
 from unit.installer.fake_sglang import overall
+from unit.support.targets import make_tool
 
 KIT_ROOT = Path(sglang_crashkit.__file__).parents[1]
 
@@ -99,8 +100,6 @@ def test_an_interpreter_that_is_none_is_refused(tmp_path):
 
 @pytest.mark.parametrize("script", ["exit 3", "echo '[]'", "echo '{'", "echo trouble >&2; exit 1"])
 def test_an_interpreter_that_does_not_answer_is_named(tmp_path, script):
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
+    python = make_tool(tmp_path, script, "python")
     with pytest.raises(CrashkitError, match=f"{python} did not say where its SGLang is"):
-        find_environment(str(python))
+        find_environment(python)

@@ -158,9 +158,10 @@ def run_unprivileged(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def make_tool(folder: Path, script: str) -> str:
-    """Write a stand-in for py-spy: what the real one does too rarely to wait for. Its fifth argument is the pid."""
-    tool = folder / "py-spy"
+def make_tool(folder: Path, script: str, name: str = "py-spy") -> str:
+    """Write a stand-in for a program: what the real one does too rarely. The fifth argument of py-spy is the pid."""
+    folder.mkdir(exist_ok=True)
+    tool = folder / name
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     return str(tool)
