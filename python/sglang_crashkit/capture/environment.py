@@ -131,13 +131,9 @@ def read_cgroups(pid: int) -> dict[str, Any]:
 
 
 def _memory_limit(group: Group) -> int | None:
-    limits, folder = [], group.folder
-    while True:
-        limits.append(_parse_number(_text_of(folder / _MEMORY_LIMIT[group.version - 1])))
-        if folder == group.mount or group.mount not in folder.parents:
-            break
-        folder = folder.parent
-    return min((limit for limit in limits if limit is not None), default=None)
+    above = [folder for folder in group.folder.parents if folder.is_relative_to(group.mount)]
+    texts = (_text_of(folder / _MEMORY_LIMIT[group.version - 1]) for folder in (group.folder, *above))
+    return min((limit for limit in map(_parse_number, texts) if limit is not None), default=None)
 
 
 def _processor_limit(group: Group) -> float | None:

@@ -2,19 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.capture.debugger import MAY_TRACE
-from sglang_crashkit.collect.collection import Collection, Plan, judged
+from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.kernel.discovery import FoundProcess
-from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, parse
 from sglang_crashkit.model.step import Step
-from sglang_crashkit.view.collected import summary
-from sglang_crashkit.view.markdown import section_lines
 from unit.capture.conftest import use_tool as use_tool
 from unit.support.targets import SLEEPER, TITLE, functions_of, hooked, settle_in_sleep, start_ticks
 from unit.support.waiting import LONG, child
@@ -162,48 +158,3 @@ def test_where_the_ranks_of_a_patched_server_diverged_is_told(tmp_path: Path, od
     last = Step.from_json(json.loads((tmp_path / name).read_text().splitlines()[-1]))
     assert (last.number, last.mode) == (3, "extend" if odd else "decode")
     assert not [name for name in collection.collected[2].files if name.startswith("steps_")]
-
-
-WAITS = (
-    Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3913),
-    Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 2000),
-)
-RUNS = (Frame("sleeps", "sglang/x.py", 1), *WAITS[1:])
-
-
-def sample(number: int, time: float, frames: tuple[Frame, ...], state: str = "S") -> Sample:
-    thread = Thread("MainThread", 100 + number, False, False, frames)
-    title = f"sglang::scheduler_TP{number}"
-    ranks = {"tp": number}
-    return Sample("node7", 100 + number, 1, title, "scheduler", ranks, time, server=1, state=state, threads=(thread,))
-
-
-OTHER = Sample("node7", 9, 1, "sglang::detokenizer", "detokenizer", server=1, state="S", problem="no")
-
-
-def rounds() -> list[NodeSnapshot]:
-    """Two looks at four ranks, of which one is stopped and the others wait for it."""
-    return [
-        NodeSnapshot(
-            "node7",
-            time,
-            (
-                *(sample(number, time, WAITS) for number in (0, 1, 3)),
-                sample(2, time, RUNS, "T"),
-                replace(OTHER, time=time),
-            ),
-        )
-        for time in (1_700_000_000.0, 1_700_000_005.0)
-    ]
-
-
-def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
-    seen = rounds()
-    lines = list(section_lines(summary(seen, judged(seen)[0], None, "verdict.json")))
-    assert lines[0] == "# stopped_process (established)"
-    assert lines[2].startswith("**TP2 is stopped (state T, until somebody sends SIGCONT)")
-    assert lines[4] == "- 2 snapshots on node7, 2023-11-14T22:13:20.000000Z to 2023-11-14T22:13:25.000000Z"
-    text = "\n".join(lines)
-    assert "### TP0-1,3: sleeping (S)\n- all_reduce (torch/distributed/distributed_c10d.py:3913)\n" in text
-    assert "### TP2: stopped (T)\n- sleeps (sglang/x.py:1)\n" in text
-    assert "### sglang::detokenizer (pid 9): sleeping (S)\n- no" in text
