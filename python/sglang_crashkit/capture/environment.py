@@ -119,7 +119,8 @@ def read_cgroups(pid: int) -> dict[str, Any]:
         for name, files in names.items():
             text = _text_of(group.folder / files[group.version - 1]) if files[group.version - 1] else ""
             if name == "events":
-                facts[name] = _parse_counts(text)
+                pairs = (line.partition(" ") for line in text.splitlines())
+                facts[name] = {event: int(count) for event, _, count in pairs if count.isdigit()}
             else:
                 facts[name] = _parse_pressure(text) if name == "pressure" else _parse_number(text)
         if controller == "memory":
@@ -224,11 +225,6 @@ def _parse_number(text: str) -> int | None:
     """Return a number; None if it is missing, or a word or a number that means that there is no limit."""
     number = text.strip()
     return int(number) if number.isdigit() and int(number) < _UNLIMITED else None
-
-
-def _parse_counts(text: str) -> dict[str, int]:
-    pairs = (line.partition(" ") for line in text.splitlines())
-    return {name: int(value) for name, _, value in pairs if value.isdigit()}
 
 
 def _parse_pressure(text: str) -> dict[str, dict[str, float]]:

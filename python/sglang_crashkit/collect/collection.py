@@ -235,8 +235,13 @@ class Collection:
 
     def _without_those_spared(self) -> dict[int, Collected]:
         """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
+        systems: dict[object, set[int]] = {}
+        for one in self.collected:
+            # The servers of a prefill and decode pair hang together, so they are one.
+            system = "pair" if one.process.side is not None else one.process.server
+            systems.setdefault(system, set()).add(one.process.pid)
         reasons: dict[int, str] = {}
-        for pids in _systems(self.collected):
+        for pids in systems.values():
             reasons |= dict.fromkeys(pids, _why_spared(self.judged(pids)[0]))
         for one in self.collected:
             if reason := reasons[one.process.pid]:
@@ -398,15 +403,6 @@ def _stacks(rounds: Sequence[NodeSnapshot]) -> Iterator[Stack]:
         if time < last.get(sample.host, time) and sample.role in {"scheduler", *NEEDED}
     ]
     yield from stacks_in(NodeSnapshot("", 0.0, tuple(gone)))
-
-
-def _systems(collected: Sequence[Collected]) -> list[set[int]]:
-    """Return the pids of each server; those of a prefill and decode pair hang together, so they are one."""
-    systems: dict[object, set[int]] = {}
-    for one in collected:
-        of_pair = one.process.side is not None
-        systems.setdefault("pair" if of_pair else one.process.server, set()).add(one.process.pid)
-    return list(systems.values())
 
 
 def _why_spared(verdict: Verdict) -> str:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import py_compile
 import signal
 import stat
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import MANIFEST_NAME, State, read_tree
 from unit.installer.fake_sglang import FILES, install, overall, snapshot, write_wheel
 from unit.support.killing import Step, run_in_child
+from unit.support.small_disk import fill, mounted
 
 FIRST = (
     b"import os\nfrom sglang_crashkit.errors import ExitCode\n\n\ndef run():\n    ExitCode()\n    return os.getpid()\n"
@@ -227,48 +226,30 @@ def test_a_manifest_that_does_not_read_is_named(environment, kit, text, why):
     assert "sglang==0.5.9" in caught.value.next_step
 
 
-@pytest.fixture
-def mount(request):
-    """Mount something until the test ends."""
-
-    def run(folder: Path, *options: str | Path) -> None:
-        done = subprocess.run(["mount", *options, folder], check=False, timeout=10, capture_output=True)
-        if done.returncode != 0:
-            pytest.skip("this machine does not let its user mount")
-        request.addfinalizer(lambda: subprocess.run(["umount", folder], check=False, timeout=10, capture_output=True))
-
-    return run
-
-
 @both
-def test_a_read_only_folder_is_named_and_nothing_changes(ready, kit, action, mount):
+def test_a_read_only_folder_is_named_and_nothing_changes(ready, kit, action):
     environment = ready(action)
     before = snapshot(environment.site)
     folder = environment.package / "srt/deep"
-    mount(folder, "--bind", folder)
-    mount(folder, "-o", "remount,ro,bind")
-    with pytest.raises(RefusedError, match=f"cannot make files in {folder}: it is read-only") as caught:
+    message = f"cannot make files in {folder}: it is read-only"
+    with mounted(folder, "bind,ro", folder), pytest.raises(RefusedError, match=message) as caught:
         action(environment, kit.patches, kit.lock)
     assert "make it writable" in caught.value.next_step
     assert snapshot(environment.site) == before
 
 
 @both
-def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, action, mount):
-    small = tmp_path / "small"
-    small.mkdir()
-    mount(small, "-t", "tmpfs", "-o", "size=256k", "tmpfs")
-    environment = ready(action, install(wheel, small / "site"))
-    before = snapshot(environment.site)
-    with (small / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while filler.write(bytes(4096)):
-            pass
-    with pytest.raises(CrashkitError, match=f"no space left for new files in {small}.*nothing was changed"):
+def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, action):
+    with mounted(tmp_path / "small", "size=256k") as small:
+        environment = ready(action, install(wheel, small / "site"))
+        before = snapshot(environment.site)
+        fill(small)
+        with pytest.raises(CrashkitError, match=f"no space left for new files in {small}.*nothing was changed"):
+            action(environment, kit.patches, kit.lock)
+        assert snapshot(environment.site) == before
+        next(small.glob("filling-*")).unlink()
         action(environment, kit.patches, kit.lock)
-    assert snapshot(environment.site) == before
-    (small / "filler").unlink()
-    action(environment, kit.patches, kit.lock)
-    assert overall(environment, kit) is MEANT[action]
+        assert overall(environment, kit) is MEANT[action]
 
 
 @both
