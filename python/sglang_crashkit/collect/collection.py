@@ -15,7 +15,7 @@ import pwd
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,12 @@ class Collection:
         for one in ranks:
             if its := steps[one.process.pid]:
                 self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
-        self.divergence = _divergence_of(steps, self.rounds[-1].processes, read_at)
+        seen = [one for one in self.rounds[-1].processes if one.role == "scheduler"]
+        noted = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen]
+        # Of another server that is not patched nothing is to be said.
+        patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
+        noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
+        self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
 
     def debug(self, within_secs: float | None = None) -> None:
         """Run the debugger, if that is planned, once there are snapshots; of it the same holds.
@@ -220,17 +225,13 @@ class Collection:
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
         if self._debugger is not None:
             processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
-
-            def take(pid: int, debugged: Debugged) -> None:
-                self._take_in(by_pid[pid], debugged)
-
-            debug_all(self._debugger, processes, self._plan.tool_secs, take, limit)
-            self._write_account()
-            return
-        python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
-        found = substitute(python, min(self._plan.tool_secs, limit))
-        for pid, one in by_pid.items():
-            self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
+            tool_secs = self._plan.tool_secs
+            debug_all(self._debugger, processes, tool_secs, lambda pid, it: self._take_in(by_pid[pid], it), limit)
+        else:
+            python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
+            found = substitute(python, min(self._plan.tool_secs, limit))
+            for pid, one in by_pid.items():
+                self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
         self._write_account()
 
     def _without_those_spared(self) -> dict[int, Collected]:
@@ -255,7 +256,11 @@ class Collection:
         began, started = clock.now(), time.monotonic()
         # The limit is for all rounds: a py-spy that hangs, hangs in each.
         secs = max(_LEAST_SECS, self._plan.tool_secs - self._stacks_secs)
-        seen = _observe([one.process for one in self.collected], self.host, secs)
+        python = [one.process for one in self.collected if _is_python(one.process)]
+        sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
+        folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
+        taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, secs)}
+        seen = [_sample_of(one.process, self.host, taken.get(one.process.pid)) for one in self.collected]
         self._stacks_secs += time.monotonic() - started
         problems = tuple(
             Problem(
@@ -299,26 +304,13 @@ class Collection:
             one.files.append(name)
 
 
-def _observe(processes: Sequence[FoundProcess], host: str, stacks_secs: float) -> list[Sample]:
-    """Return a sample of each process, in the order given.
-
-    Its `state` is empty where it has ended. The stacks of all may take `stacks_secs` seconds; without time none are
-    taken.
-    """
-    python = [one for one in processes if _is_python(one)] if stacks_secs else []
-    sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
-    folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
-    taken = capture_all({one.pid: one.start_ticks for one in python}, folders, stacks_secs)
-    by_pid = {sample.pid: sample for sample in taken}
-    return [_sample_of(one, host, by_pid.get(one.pid)) for one in processes]
-
-
 def _is_python(process: FoundProcess) -> bool:
     """Say whether it is there, and runs Python."""
     return procfs.read_stat(process.pid, process.start_ticks) is not None and procfs.is_python(process.pid)
 
 
 def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:
+    """Return what a process does, with its stacks if any were taken; its `state` is empty where it has ended."""
     stat = procfs.read_stat(process.pid, process.start_ticks)
     if taken is not None:
         problem = "" if taken.threads else taken.problem
@@ -345,21 +337,6 @@ def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample
     return replace(sample, state=stat.state, wchan=wchan, tracer=tracer, cpu_secs=cpu_secs)
 
 
-def _divergence_of(steps: Mapping[int, Sequence[Step]], seen: Sequence[Sample], read_at: float) -> Divergence | None:
-    """Return where the ranks went different ways; None where none noted its steps, or none has another one.
-
-    Args:
-        steps: of each process by its pid, as `_steps_of` returns them.
-        seen: the processes.
-        read_at: when the first of the steps were read, in seconds of the monotonic clock.
-    """
-    ranks = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen if one.role == "scheduler"]
-    # Of another server that is not patched nothing is to be said.
-    patched = {dict(one.rank.scope).get("server") for one in ranks if one.steps}
-    moment = Moment(read_at, "it was looked at", read_at)
-    return find_divergence([one for one in ranks if dict(one.rank.scope).get("server") in patched], moment)
-
-
 def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
     """Return the steps that one process noted; none where it has no such memory, or may not be looked into."""
     # It may have ended, or be another user's.
@@ -376,12 +353,7 @@ def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
 
 
 def judged(rounds: Sequence[NodeSnapshot], known: Iterable[AnyEvent] = ()) -> tuple[Verdict, Case]:
-    """Return the verdict, and the case that it is of.
-
-    Args:
-        rounds: all snapshots, of all hosts.
-        known: what else is known.
-    """
+    """Return the verdict on the snapshots of all hosts and what else is known, and the case that it is of."""
     events = [*known, *_stacks(rounds)]
     case = case_of(msgspec.structs.replace(one, order=order) for order, one in enumerate(events))
     return judge(case), case
