@@ -190,12 +190,6 @@ BY_USE = {
 }
 
 
-def stand_ins() -> dict[str, str]:
-    (table,) = [node.value for node in ast.parse(TEXT).body if isinstance(node, ast.Assign) and _names(node, "_HOOKS")]
-    assert isinstance(table, ast.Dict)
-    return {ast.literal_eval(key): value.elts[1].id for key, value in zip(table.keys, table.values, strict=True)}
-
-
 def _names(node: ast.Assign, name: str) -> bool:
     return [ast.unparse(target) for target in node.targets] == [name]
 
@@ -325,7 +319,8 @@ def test_whatever_fails_in_a_hook_sglang_goes_on(site, fault):
 
 @pytest.mark.wheels
 def test_what_replaces_a_hook_suits_each_use_of_it(read_patched, patches, release):
-    table = stand_ins()
+    (hooks,) = [node.value for node in ast.parse(TEXT).body if isinstance(node, ast.Assign) and _names(node, "_HOOKS")]
+    table = {ast.literal_eval(name): row.elts[1].id for name, row in zip(hooks.keys, hooks.values, strict=True)}
     refs = patches.resolve(release)
     used: dict[str, str] = {}
     for path in refs:

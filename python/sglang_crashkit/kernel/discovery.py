@@ -18,7 +18,6 @@ from typing import Literal
 from sglang_crashkit.kernel import procfs, titles
 
 _SPAWNED = ("-c", "multiprocessing.spawn")
-_TITLE = "sglang::"
 #: The kit's own are no part of the server; its handler watches the server from beside it.
 _HANDLER = "crash_handler"
 
@@ -167,7 +166,7 @@ class _Entry:
     @classmethod
     def of(cls, stat: procfs.ProcStat) -> _Entry:
         cmdline = procfs.read_cmdline(stat.pid)
-        title, is_titled = procfs.title_of(cmdline, stat.comm), bool(cmdline) and cmdline[0].startswith(_TITLE)
+        title, is_titled = procfs.title_of(cmdline, stat.comm), bool(cmdline) and cmdline[0].startswith(titles.PREFIX)
         is_scheduler = is_titled and titles.role_of(title) == "scheduler"
         return cls(stat.pid, stat.ppid, stat.start_ticks, cmdline, title, is_titled, is_scheduler)
 

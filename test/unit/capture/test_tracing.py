@@ -127,12 +127,6 @@ call_c()
 """
 
 
-def tool_in_python(folder: Path, code: str) -> str:
-    """Write a stand-in for py-spy that traces its target; the target's pid is `PID` in `code`."""
-    (folder / "tool.py").write_text(PTRACE + "PID = int(sys.argv[5])\n" + code)
-    return make_tool(folder, f'exec {sys.executable} {folder}/tool.py "$@"')
-
-
 def capture(pid: int, secs: float = LONG):
     return capture_native({pid: start_ticks(pid)}, secs)
 
@@ -179,7 +173,9 @@ def test_a_traced_target_is_left_to_its_tracer() -> None:
 def test_whatever_a_tool_leaves_behind_the_target_runs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, tool_in_python(tmp_path, code))
+    (tmp_path / "tool.py").write_text(PTRACE + "PID = int(sys.argv[5])\n" + code)
+    tool = make_tool(tmp_path, f'exec {sys.executable} {tmp_path}/tool.py "$@"')
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, tool)
     with child(NATIVE) as process:
         settle(process.pid, "S")
         (result,), obstacles = capture(process.pid, 1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, find_answer, run_on_nodes, why_silent
+from sglang_crashkit.collect.gather import Limits, NodeRun, find_answer, run_on_nodes, why_silent
 from sglang_crashkit.collect.via import hosts_via, job_via
 from sglang_crashkit.errors import UsageError
 from unit.secret_forms import FORMS, holds_secret
@@ -142,15 +142,11 @@ FOREVER = "import sys\nwhile True: sys.{stream}.write('x' * 9999)"
 ONE_MIB = 1 << 20
 
 
-def carrier(given_up: list[str]) -> Transport:
-    """Return a transport that runs each command here."""
-    here = hosts_via("sh {host}", ["n"])
-    return replace(here, argv=lambda _node, command: list(command), give_up=given_up.append)
-
-
 def run_all(commands: dict[str, list[str]], output: Path, limits: Limits, given_up: list[str]) -> dict[str, NodeRun]:
-    ended: list[NodeRun] = []
-    assert run_on_nodes(carrier(given_up), commands, ended.append, output, limits) is None
+    """Run each command here, in the place of its node."""
+    ended, hosts = list[NodeRun](), hosts_via("sh {host}", ["n"])
+    here = replace(hosts, argv=lambda _node, command: list(command), give_up=given_up.append)
+    assert run_on_nodes(here, commands, ended.append, output, limits) is None
     return {run.node: run for run in ended}
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,6 @@ class Scene:
         shutil.copytree(self.folder / state, site)
         dist_info = site / self.environment.dist_info.name
         return replace(self.environment, package=site / "sglang", dist_info=dist_info)
-
-    def run_and_kill(self, environment, kit, action, step: int) -> bool:
-        return run_and_kill(lambda: action(environment, kit.patches, kit.lock), environment.site, step)
 
     def check_claim(self, environment) -> State:
         """Check that the tree is what its one word says, and return that."""
@@ -90,7 +88,7 @@ def test_a_kill_at_any_step_can_be_finished(tmp_path, wheel, kit, other_kit, sta
     scene = Scene(tmp_path, wheel, *((other_kit, kit) if shrinks else (kit, other_kit)))
     for step in itertools.count():
         environment = scene.fresh(start)
-        if not scene.run_and_kill(environment, scene.kit, action, step):
+        if not run_and_kill(partial(action, environment, scene.kit.patches, scene.kit.lock), environment.site, step):
             break
         scene.check_claim(environment)
         scene.check_finish(environment)
@@ -134,7 +132,8 @@ def test_several_kills_in_a_row_can_be_finished(scene):
     for _ in range(40):
         environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))
         for _ in range(chance.randint(2, 4)):
-            kit = chance.choice([scene.kit, scene.other_kit])
-            scene.run_and_kill(environment, kit, chance.choice([apply, revert]), chance.randint(0, 60))
+            kit, action = chance.choice([scene.kit, scene.other_kit]), chance.choice([apply, revert])
+            act = partial(action, environment, kit.patches, kit.lock)
+            run_and_kill(act, environment.site, chance.randint(0, 60))
             scene.check_claim(environment)
         scene.check_finish(environment)
