@@ -19,7 +19,7 @@ from gpu.gpu_server import READY_S, SCHEDULER, pipes_of, start
 from integration.scenario import answers_of
 from lanelib.servers import Server
 from sglang_crashkit.capture.cuda_core.trigger import TRIGGER, CoreRequest
-from sglang_crashkit.capture.debugger import debug, find_debugger
+from sglang_crashkit.capture.debugger import Debugged, debug_all, find_debugger
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from unit.support.waiting import wait_until
@@ -76,7 +76,9 @@ def test_a_server_serves_on_after_cuda_gdb(healthy, findings):
     before, pid = answers_of(healthy), healthy.pid_of(SCHEDULER)
     stat = procfs.read_stat(pid)
 
-    debugged = debug(debugger, pid, stat.start_ticks, CORE_S)
+    taken: dict[int, Debugged] = {}
+    debug_all(debugger, {pid: stat.start_ticks}, CORE_S, taken.__setitem__)
+    debugged = taken[pid]
 
     printed = f"{len(debugged.threads)} threads, kernels {list(debugged.kernels)}"
     findings["cuda-gdb on a server that is well"] = (

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.installer.patches import Lock, PatchTree, find_patch_root, load_lock
+from lanelib.porting import read_package_file
+from sglang_crashkit.installer.patches import Lock, PatchTree, apply_patch, find_patch_root, load_lock
 from sglang_crashkit.installer.wheel import find_wheel
 
 RELEASES = list(load_lock().releases)
@@ -46,6 +48,19 @@ class Wheels(Mapping[str, Path]):
 @pytest.fixture(scope="session")
 def wheels(lock: Lock) -> Wheels:
     return Wheels(lock)
+
+
+@pytest.fixture(scope="module")
+def read_patched(wheels: Wheels, patches: PatchTree, release: str) -> Iterator[Callable[[str], bytes | None]]:
+    """Read a file of the release below its package as it is once patched, None where there is none."""
+    refs = patches.resolve(release)
+    with zipfile.ZipFile(wheels[release]) as archive:
+
+        def read(path: str) -> bytes | None:
+            pristine = read_package_file(archive, path)
+            return apply_patch(pristine, refs[path].read()) if path in refs else pristine
+
+        yield read
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

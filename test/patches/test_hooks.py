@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import zipfile
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,6 @@ import pytest
 
 import sglang_crashkit
 from patches.hook_table import HOOK_FILE
-from patches.release_files import ReleaseFiles
 from sglang_crashkit.installer.patches import PatchTree, apply_patch, find_patch_root
 
 REF = PatchTree.load(find_patch_root()).resolve("0.5.9")[HOOK_FILE]
@@ -50,10 +48,10 @@ def put_kit(site: Path, modules: dict[str, str]) -> None:
         file.write_text(text)
 
 
-def ask(site: Path, program: str, **environ: str) -> tuple[dict[str, object], str]:
+def ask(site: Path, program: str, *arguments: str, **environ: str) -> tuple[dict[str, object], str]:
     """Run `program` where only `site` is installed; return the `found` that it made, and its log."""
     done = subprocess.run(
-        [sys.executable, "-S", "-B", "-c", f"found = {{}}\n{textwrap.dedent(program)}\n{TELL}"],
+        [sys.executable, "-S", "-B", "-c", f"found = {{}}\n{textwrap.dedent(program)}\n{TELL}", *arguments],
         check=False,
         capture_output=True,
         text=True,
@@ -192,12 +190,6 @@ BY_USE = {
 }
 
 
-def stand_ins() -> dict[str, str]:
-    (table,) = [node.value for node in ast.parse(TEXT).body if isinstance(node, ast.Assign) and _names(node, "_HOOKS")]
-    assert isinstance(table, ast.Dict)
-    return {ast.literal_eval(key): value.elts[1].id for key, value in zip(table.keys, table.values, strict=True)}
-
-
 def _names(node: ast.Assign, name: str) -> bool:
     return [ast.unparse(target) for target in node.targets] == [name]
 
@@ -321,28 +313,19 @@ def test_whatever_fails_in_a_hook_sglang_goes_on(site, fault):
     packages = os.pathsep.join([str(site), str(kit), str(Path(psutil.__file__).parents[1])])
     # Of a server that has lost its crash handler.
     environ = {"SGLANG_CRASHKIT_SOCKET": str(site / "gone"), "SGLANG_CRASHKIT_MODE": "library", "PYTHONPATH": packages}
-    done = subprocess.run(
-        [sys.executable, "-S", "-B", "-c", f"found = {{}}\n{WALK}\n{TELL}", fault],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], **environ},
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"ready": [{"status": "ready"}], "wrong": {}}
+    found, _log = ask(site, WALK, fault, **environ)
+    assert found == {"ready": [{"status": "ready"}], "wrong": {}}
 
 
 @pytest.mark.wheels
-def test_what_replaces_a_hook_suits_each_use_of_it(wheels, patches, release):
-    table = stand_ins()
+def test_what_replaces_a_hook_suits_each_use_of_it(read_patched, patches, release):
+    (hooks,) = [node.value for node in ast.parse(TEXT).body if isinstance(node, ast.Assign) and _names(node, "_HOOKS")]
+    table = {ast.literal_eval(name): row.elts[1].id for name, row in zip(hooks.keys, hooks.values, strict=True)}
     refs = patches.resolve(release)
     used: dict[str, str] = {}
-    with zipfile.ZipFile(wheels[release]) as archive:
-        files = ReleaseFiles(archive, refs)
-        for path in refs:
-            if path != HOOK_FILE:
-                used |= uses(ast.parse(files.patched(path) or b""), set(table))
+    for path in refs:
+        if path != HOOK_FILE:
+            used |= uses(ast.parse(read_patched(path) or b""), set(table))
     called = {call.rpartition(".")[2] for ref in refs.values() for call in ref.read().calls}
     assert used.keys() == called
     assert {name: use for name, use in used.items() if table[name] not in BY_USE[use]} == {}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import zipfile
 from collections.abc import Callable, Iterator
 
 import pytest
-
-from patches.release_files import ReleaseFiles
 
 pytestmark = pytest.mark.wheels
 
@@ -30,18 +27,16 @@ Parse = Callable[[str], ast.Module]
 
 
 @pytest.fixture(scope="module")
-def parse(wheels, patches, release) -> Iterator[Parse]:
+def parse(read_patched) -> Parse:
     """Parse a file of the release as it is once patched."""
-    with zipfile.ZipFile(wheels[release]) as archive:
-        files = ReleaseFiles(archive, patches.resolve(release))
 
-        @functools.cache
-        def parse_file(path: str) -> ast.Module:
-            patched = files.patched(path)
-            assert patched is not None, path
-            return ast.parse(patched)
+    @functools.cache
+    def parse_file(path: str) -> ast.Module:
+        patched = read_patched(path)
+        assert patched is not None, path
+        return ast.parse(patched)
 
-        yield parse_file
+    return parse_file
 
 
 def names_in(body: list[ast.stmt]) -> set[str]:

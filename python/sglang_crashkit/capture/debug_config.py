@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_crashkit.errors import UsageError
 
@@ -58,7 +57,18 @@ def read_debug_config(path: Path) -> DebugConfig:
         raise UsageError(f"{path} is not YAML: {problem}") from error
     if not isinstance(document, dict | None):
         raise UsageError(f"{path} must hold sections such as debug:, not {_kind_of(document)}")
-    return _parse(path, document["debug"]) if document and "debug" in document else DebugConfig()
+    section = (document or {}).get("debug", {})
+    if not isinstance(section, Mapping):
+        raise UsageError(f"{path}: debug must hold {', '.join(map(str, _OPTIONS))}, not {_kind_of(section)}")
+    for key, value in section.items():
+        kind, words = _OPTIONS.get(key, (None, ""))
+        if kind is None:
+            raise UsageError(f"{path}: debug.{key} is unknown", next_step=f"use {', '.join(map(str, _OPTIONS))}")
+        # Empty text names no folder, and true is a number to Python.
+        is_empty = (isinstance(value, int) and value < 0) or (isinstance(value, str) and not value.strip())
+        if type(value) is not kind or is_empty:
+            raise UsageError(f"{path}: debug.{key} must be {words}, not {_kind_of(value)}")
+    return DebugConfig(**section)
 
 
 def expand_output(template: str, log_dir: Path) -> Path:
@@ -71,20 +81,6 @@ def expand_output(template: str, log_dir: Path) -> Path:
         if name != "log_dir":
             raise UsageError(f"output_dir {template}: {{{name}}} is unknown", next_step="use {log_dir} only")
     return Path(template.replace("{log_dir}", str(log_dir))).expanduser()
-
-
-def _parse(path: Path, section: Any) -> DebugConfig:
-    if not isinstance(section, Mapping):
-        raise UsageError(f"{path}: debug must hold {', '.join(map(str, _OPTIONS))}, not {_kind_of(section)}")
-    for key, value in section.items():
-        kind, words = _OPTIONS.get(key, (None, ""))
-        if kind is None:
-            raise UsageError(f"{path}: debug.{key} is unknown", next_step=f"use {', '.join(map(str, _OPTIONS))}")
-        # Empty text names no folder, and true is a number to Python.
-        is_empty = (isinstance(value, int) and value < 0) or (isinstance(value, str) and not value.strip())
-        if type(value) is not kind or is_empty:
-            raise UsageError(f"{path}: debug.{key} must be {words}, not {_kind_of(value)}")
-    return DebugConfig(**section)
 
 
 def _kind_of(value: object) -> str:

@@ -33,12 +33,8 @@ Name = Literal["cuda-gdb", "gdb"]
 
 #: Where the CUDA toolkit puts it without adding it to PATH.
 TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
-#: Nothing of the target's or the user's is run or asked for, and no server of symbols is waited for. Arguments of
-#: functions may be prompts or keys.
-_BEFORE = (
-    *("set debuginfod enabled off", "set auto-load off", "set confirm off", "set pagination off", "set width 0"),
-    "set print frame-arguments none",
-)
+#: Nothing of the target's or the user's is run or asked for, and no server of symbols is waited for.
+_BEFORE = ("debuginfod enabled off", "auto-load off", "confirm off", "pagination off", "width 0")
 _CUDA = ("info cuda devices", "info cuda kernels")
 _STACKS = "thread apply all bt"
 #: What gdb takes of memory for the symbols of one process: of torch's libraries alone more than a gigabyte.
@@ -49,7 +45,6 @@ SUBSTITUTE = "py-spy --native"
 MAY_TRACE = "run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)"
 #: Debuggers ask these servers for symbols; cuda-gdb does so whatever its settings say.
 _SYMBOL_SERVERS = "DEBUGINFOD_URLS"
-_NO_SYMBOLS = ("set auto-solib-add off",)
 _LIBRARY = re.compile(r"([\w.+-]+?\.so)(?:\.[\w.]+)?$")
 #: A frame of Python's may be told by its source file, and threads that run no Python are not py-spy's.
 _OFTEN = frozenset(
@@ -122,13 +117,8 @@ def own_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != _SYMBOL_SERVERS}
 
 
-def debug(
-    debugger: Debugger,
-    pid: int,
-    start_ticks: int,
-    deadline_secs: float,
-    stop: threading.Event | None = None,
-    guard: ToolGuard | None = None,
+def _debug(
+    debugger: Debugger, pid: int, start_ticks: int, deadline_secs: float, stop: threading.Event, guard: ToolGuard
 ) -> Debugged:
     """Debug process `pid` for at most `deadline_secs` seconds, where nothing speaks against stopping it.
 
@@ -136,12 +126,12 @@ def debug(
     prints no stack, as Debian's 11.8 does, or one that does not start, gdb takes them in the time that is left.
     """
     began = time.monotonic()
-    debugged = _debug(debugger, pid, start_ticks, deadline_secs, stop, guard)
+    debugged = _run(debugger, pid, start_ticks, deadline_secs, stop, guard)
     left_secs = began + deadline_secs - time.monotonic()
     is_refused = debugged.problem.startswith(_NOT_RUN) or _REFUSED in debugged.text
     if not debugger.gdb or debugged.threads or is_refused or left_secs <= 0:
         return debugged
-    stacks = _debug(Debugger("gdb", debugger.gdb), pid, start_ticks, left_secs, stop, guard)
+    stacks = _run(Debugger("gdb", debugger.gdb), pid, start_ticks, left_secs, stop, guard)
     seconds = round(debugged.seconds + stacks.seconds, 3)
     if not parse_stacks(stacks.text):
         return replace(debugged, seconds=seconds)
@@ -149,15 +139,10 @@ def debug(
     return replace(stacks, text=text, seconds=seconds, kernels=debugged.kernels)
 
 
-def _debug(
-    debugger: Debugger,
-    pid: int,
-    start_ticks: int,
-    deadline_secs: float,
-    stop: threading.Event | None,
-    guard: ToolGuard | None,
+def _run(
+    debugger: Debugger, pid: int, start_ticks: int, deadline_secs: float, stop: threading.Event, guard: ToolGuard
 ) -> Debugged:
-    if stop is not None and stop.is_set():
+    if stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
     if obstacle := obstacle_of(pid, start_ticks):
         return Debugged(debugger.name, problem=f"{_NOT_RUN}{obstacle}")
@@ -166,7 +151,7 @@ def _debug(
         samples, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
         spied = samples[0].threads if samples else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
-    with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
+    with guard.over(pid, start_ticks) as on_start:
         run = run_tool(command, deadline_secs, stop, on_start, environ=own_environ())
         # One that ended by itself has let go by itself.
         left_stopped = run.reason and release({pid: start_ticks})
@@ -198,7 +183,7 @@ def debug_all(
     with contextlib.closing(ToolGuard()) as guard, ThreadPoolExecutor(max_at_once()) as pool:
         try:
             for pid, start_ticks in processes.items():
-                left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
+                left[pool.submit(_debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
             while left and (secs := until - time.monotonic()) > 0:
                 for future in wait(left, secs, FIRST_COMPLETED).done:
                     take(left.pop(future), future.result())
@@ -232,9 +217,8 @@ def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> l
 
     Symbols are read of the `libraries` with these names, up to ``.so``; of all if there are no names.
     """
-    command = [debugger.path, "-nx", "-batch"]
-    for setting in (*_BEFORE, *(_NO_SYMBOLS if libraries else ())):
-        command += ["-iex", setting]
+    # Arguments of functions may be prompts or keys.
+    command = begin_command(debugger.path, "print frame-arguments none", *(["auto-solib-add off"] if libraries else ()))
     command += ["-p", str(pid)]
     if libraries:
         command += ["-ex", f"echo \\n== symbols of {' '.join(libraries)} only\\n"]
@@ -244,6 +228,11 @@ def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> l
     for listing in (*(_CUDA if debugger.name == "cuda-gdb" else ()), _STACKS):
         command += ["-ex", f"echo \\n== {listing}\\n", "-ex", listing]
     return command
+
+
+def begin_command(program: str, *settings: str) -> list[str]:
+    """Return the begin of a debugger's command line, with the settings that each has and these."""
+    return [program, "-nx", "-batch", *(word for one in (*_BEFORE, *settings) for word in ("-iex", f"set {one}"))]
 
 
 def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:

@@ -119,7 +119,8 @@ def read_cgroups(pid: int) -> dict[str, Any]:
         for name, files in names.items():
             text = _text_of(group.folder / files[group.version - 1]) if files[group.version - 1] else ""
             if name == "events":
-                facts[name] = _parse_counts(text)
+                pairs = (line.partition(" ") for line in text.splitlines())
+                facts[name] = {event: int(count) for event, _, count in pairs if count.isdigit()}
             else:
                 facts[name] = _parse_pressure(text) if name == "pressure" else _parse_number(text)
         if controller == "memory":
@@ -131,13 +132,9 @@ def read_cgroups(pid: int) -> dict[str, Any]:
 
 
 def _memory_limit(group: Group) -> int | None:
-    limits, folder = [], group.folder
-    while True:
-        limits.append(_parse_number(_text_of(folder / _MEMORY_LIMIT[group.version - 1])))
-        if folder == group.mount or group.mount not in folder.parents:
-            break
-        folder = folder.parent
-    return min((limit for limit in limits if limit is not None), default=None)
+    above = [folder for folder in group.folder.parents if folder.is_relative_to(group.mount)]
+    texts = (_text_of(folder / _MEMORY_LIMIT[group.version - 1]) for folder in (group.folder, *above))
+    return min((limit for limit in map(_parse_number, texts) if limit is not None), default=None)
 
 
 def _processor_limit(group: Group) -> float | None:
@@ -228,11 +225,6 @@ def _parse_number(text: str) -> int | None:
     """Return a number; None if it is missing, or a word or a number that means that there is no limit."""
     number = text.strip()
     return int(number) if number.isdigit() and int(number) < _UNLIMITED else None
-
-
-def _parse_counts(text: str) -> dict[str, int]:
-    pairs = (line.partition(" ") for line in text.splitlines())
-    return {name: int(value) for name, _, value in pairs if value.isdigit()}
 
 
 def _parse_pressure(text: str) -> dict[str, dict[str, float]]:

@@ -215,7 +215,7 @@ class GlooRequest:
             FlightDumpError: nothing answers there.
         """
         try:
-            self._conversation = Conversation.begin(self._path, self._pid, COLLECTIVES)
+            self._conversation = Conversation(self._path, self._pid, COLLECTIVES)
         except OSError as error:
             raise FlightDumpError(f"no thread of it answers: {error.strerror or error}") from error
 

@@ -168,6 +168,10 @@ def amd_facts(amd: Any) -> Iterator[dict[str, Any]]:
     amd.amdsmi_init()
     handles = amd.amdsmi_get_processor_handles()
     yield {"driver": {"gpus": len(handles), "errors": {}}}
+
+    def amd_process(one: dict[str, Any]) -> dict[str, Any]:
+        return {"pid": one["pid"], "used": one.get("memory_usage", {}).get("vram_mem")}
+
     for index, handle in enumerate(handles):
         attempt = Attempts()
 
@@ -189,16 +193,12 @@ def amd_facts(amd: Any) -> Iterator[dict[str, Any]]:
             "name": ask("name", "amdsmi_get_gpu_asic_info", "market_name"),
             # In MiB there.
             "memory": {"used": used << 20, "total": total << 20} if used is not None and total else None,
-            "processes": processes and attempt("processes", lambda of=processes: [_amd_process(one) for one in of]),
+            "processes": processes and attempt("processes", lambda of=processes: [amd_process(one) for one in of]),
             "utilisation": _known({"gpu": ask("utilisation", "amdsmi_get_gpu_activity", "gfx_activity")}) or None,
             "power": ask("power", "amdsmi_get_power_info", "current_socket_power", "average_socket_power"),
             "counters": {"ecc": {name: ecc[f"{name[:-2]}able_count"] for name in ("corrected", "uncorrected") if ecc}},
         }
         yield {"gpu": {"index": index} | _known(facts) | {"errors": attempt.errors}}
-
-
-def _amd_process(one: dict[str, Any]) -> dict[str, Any]:
-    return {"pid": one["pid"], "used": one.get("memory_usage", {}).get("vram_mem")}
 
 
 def kernel_xids(path: str, since: float) -> dict[str, Any]:

@@ -227,46 +227,35 @@ class FaulthandlerOutput:
     is_whole: bool  # the main thread is among them, to its outermost frame
 
 
-@dataclass
-class _Section:
-    ident: int
-    name: str
-    is_current: bool
-    frames: list[Frame]
-    is_cut_off: bool = False
-
-
 def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[str] = ()) -> FaulthandlerOutput:
     """Read faulthandler's output, or as much of it as there is.
 
     `main_thread` is Python's identifier of process `pid`'s main thread. Paths are shortened by the folders `roots`.
     """
-    error = ""
-    sections: list[_Section] = []
+    error, is_whole, current = "", False, None
+    stacks: dict[int, tuple[str, list[Frame]]] = {}  # name and frames of each thread by its identifier
     ordered_roots = sorted((root.rstrip("/") + "/" for root in roots if root), key=len, reverse=True)
     # What has no newline is being written.
     for line in text[: text.rfind("\n") + 1].splitlines():
         if found := _THREAD.fullmatch(line):
             ident = int(found[2], 16)
-            if any(section.ident == ident for section in sections):
+            if ident in stacks:
                 # It was told to write once more; the first time is that of the event.
                 break
-            name = "MainThread" if ident == main_thread else found[3] or ""
-            sections.append(_Section(ident, name, found[1] != "Thread", []))
-        elif sections and (found := _FRAME.fullmatch(line)):
+            stacks[ident] = ("MainThread" if ident == main_thread else found[3] or "", [])
+            current = current if found[1] == "Thread" else ident
+        elif stacks and (found := _FRAME.fullmatch(line)):
             number = int(found[2]) if found[2].isdigit() else 0
             path = next((found[1].removeprefix(root) for root in ordered_roots if found[1].startswith(root)), found[1])
-            sections[-1].frames.append(Frame(found[3], path, number))
-        elif sections and line.strip() == _CUT_OFF:
-            sections[-1].is_cut_off = True
+            stacks[ident][1].append(Frame(found[3], path, number))
+        elif stacks and line.strip() == _CUT_OFF:
+            is_whole = is_whole or ident == main_thread
         elif found := _FATAL.match(line):
             error = found[1].strip()
-    is_whole = False
-    threads: list[Thread] = []
-    for one in sections:
-        is_main = one.ident == main_thread
-        is_whole = is_whole or (is_main and (one.is_cut_off or are_whole(one.frames)))
-        # It is the one that got the signal; one that was asked for a stack need not have been at work.
-        is_active = one.is_current and bool(error)
-        threads.append(Thread(one.name, pid if is_main else None, is_active, False, tuple(one.frames)))
+    is_whole = is_whole or (main_thread in stacks and are_whole(stacks[main_thread][1]))
+    threads = [
+        # The current one got the signal; one that was asked for a stack need not have been at work.
+        Thread(name, pid if one == main_thread else None, one == current and bool(error), False, tuple(frames))
+        for one, (name, frames) in stacks.items()
+    ]
     return FaulthandlerOutput(error, tuple(sorted(threads, key=lambda thread: not thread.active)), is_whole)

@@ -99,7 +99,8 @@ def sample_all(
             if run.status == 0:
                 try:
                     taken, problem = parse_pyspy(run.text), ""
-                    before, outermost = outermost, _outermost(taken, pid)
+                    main = main_thread(taken, pid)
+                    before, outermost = outermost, main.frames[-1].function if main and main.frames else ""
                     threads = max(threads, taken, key=lambda some: _worth(some, pid))
                 except ValueError as error:
                     problem = f"py-spy's output: {error}"
@@ -172,11 +173,6 @@ def _worth(threads: Sequence[Thread], pid: int) -> tuple[bool, bool, bool]:
     """Return whether there are threads, the main thread among them, and that to its outermost frame."""
     main = main_thread(threads, pid)
     return bool(threads), main is not None, main is not None and are_whole(main.frames)
-
-
-def _outermost(threads: Sequence[Thread], pid: int) -> str:
-    main = main_thread(threads, pid)
-    return main.frames[-1].function if main is not None and main.frames else ""
 
 
 def _first_line(text: str) -> str:

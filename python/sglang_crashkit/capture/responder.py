@@ -16,7 +16,6 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_crashkit.kernel.pidfd import ExitStatus
@@ -29,22 +28,26 @@ _MAX_BYTES = 16 << 20
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
-@dataclass
 class Conversation:
-    """A question to process `pid`, and what it has answered so far."""
+    """A question that was put to process `pid` at its socket, and what it has answered so far.
 
-    pid: int
-    connection: socket.socket
-    answer: bytearray = field(default_factory=bytearray)
+    Raises:
+        OSError: it does not listen there.
+    """
 
-    @classmethod
-    def begin(cls, path: Path, pid: int, question: bytes) -> Conversation:
-        """Ask process `pid` at its socket and return at once.
-
-        Raises:
-            OSError: it does not listen there.
-        """
-        return cls(pid, _connect(path, pid, question))
+    def __init__(self, path: Path, pid: int, question: bytes) -> None:
+        self.pid, self.answer = pid, bytearray()
+        kind = socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        self.connection = socket.socket(socket.AF_UNIX, kind)
+        try:
+            self.connection.connect(str(path))
+            # The kernel remembers who listened: one that was forked since is not asked in the process's place.
+            if peer_of(self.connection)[0] != pid:
+                raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+            self.connection.sendall(question + b"\n")
+        except OSError:
+            self.connection.close()
+            raise
 
     def read(self) -> str | None:
         """Take in what there is; return None while more is to come, else why it failed, empty when it did not."""
@@ -78,7 +81,7 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sa
     with selectors.DefaultSelector() as selector:
         for pid, path in sockets.items():
             try:
-                conversation = Conversation.begin(path, pid, STACKS)
+                conversation = Conversation(path, pid, STACKS)
             except OSError as error:
                 finish(pid, None, f"{path.name}: {error.strerror or error}")
             else:
@@ -110,7 +113,7 @@ def ask_exit(path: Path, pid: int, child: int, deadline_secs: float) -> ExitStat
         None where it has no answer within `deadline_secs`: it cannot be reached, is stuck, or has reaped the child.
     """
     try:
-        with _connect(path, pid, EXIT + b" %d" % child) as connection:
+        with Conversation(path, pid, EXIT + b" %d" % child).connection as connection:
             connection.settimeout(deadline_secs)
             return ExitStatus.from_wait_status(int(connection.recv(16)))
     except (OSError, ValueError):
@@ -122,17 +125,3 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _gid = _PEER.unpack(raw)
     return pid, uid
-
-
-def _connect(path: Path, pid: int, question: bytes) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        connection.connect(str(path))
-        # The kernel remembers who listened: one that was forked since is not asked in the process's place.
-        if peer_of(connection)[0] != pid:
-            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        connection.sendall(question + b"\n")
-    except OSError:
-        connection.close()
-        raise
-    return connection

@@ -83,7 +83,12 @@ def run_tool(
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
     status = None
     try:
-        _limit(process.pid)
+        # It is to be killed first where memory runs out, as the server's limit is its, and to leave no core where it
+        # crashes. Without permission it stays as it is.
+        with contextlib.suppress(OSError, ValueError):
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
+        with contextlib.suppress(OSError, ValueError):
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
         if on_start is not None:
             on_start(process.pid)
         deadline = (started if since is None else since) + deadline_secs
@@ -174,17 +179,6 @@ def _read(
             if is_over:
                 return None if left <= 0 else "was called off"
     return ""
-
-
-def _limit(pid: int) -> None:
-    """Have a process killed first where memory runs out, and leave no core where it crashes.
-
-    A debugger may take gigabytes, and the server's limit is its. Without permission it stays as it is.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
-    with contextlib.suppress(OSError, ValueError):
-        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Collect what the processes of the servers on this host do: a few rounds of stacks, and a debugger on request.
+"""Collect and judge what the servers on this host do: a few rounds of stacks, and a debugger on request.
 
 Rounds neither stop nor signal a process; several tell one that stands still from one that goes on. The debugger, which
 stops its target for seconds, comes last, so that what it changes is in no round, and only where the rounds leave a
@@ -10,33 +10,40 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pwd
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
+from sglang_crashkit.analysis.ranks import rank_of
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
-from sglang_crashkit.collect.judging import judged
-from sglang_crashkit.collect.observing import divergence_of, is_python, observe, steps_of
+from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel import clock
+from sglang_crashkit.judge.verdict import judge
+from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.discovery import Discovery, FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, read_regular, write_json, write_private
-from sglang_crashkit.kernel.server_arguments import side_of
-from sglang_crashkit.model.case import Case
-from sglang_crashkit.model.event import AnyEvent, Arguments, Compared
+from sglang_crashkit.kernel.titles import NEEDED
+from sglang_crashkit.memory.steps import NAME, NotStepsError, StepReader
+from sglang_crashkit.model.case import Case, case_of
+from sglang_crashkit.model.event import AnyEvent, Arguments, Compared, Stack
 from sglang_crashkit.model.incident import Divergence, iso_time
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
+from sglang_crashkit.model.step import Step
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.redact import redact_text
+from sglang_crashkit.settings import socket_of
 from sglang_crashkit.sources.text.facts import arguments_of
+from sglang_crashkit.sources.text.snapshots import stacks_in
 from sglang_crashkit.view.collected import native_stacks, python_stacks, summary
 from sglang_crashkit.view.markdown import section_lines
 
@@ -48,6 +55,7 @@ _MAX_TEXTS = 32 << 20
 TOOL_SECS = 60.0
 #: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
 _LEAST_SECS = 1.0
+_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -188,11 +196,16 @@ class Collection:
         """Compare the steps of the ranks, and write them to files."""
         ranks, read_at = [one for one in self.collected if one.process.role == "scheduler"], time.monotonic()
         # All at once, for the ranks go on.
-        steps = {one.process.pid: steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
+        steps = {one.process.pid: _steps_of(one.process.pid, one.process.start_ticks) for one in ranks}
         for one in ranks:
             if its := steps[one.process.pid]:
                 self._write(one, "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
-        self.divergence = divergence_of(steps, self.rounds[-1].processes, read_at)
+        seen = [one for one in self.rounds[-1].processes if one.role == "scheduler"]
+        noted = [RankSteps(rank_of(one), steps.get(one.pid, ()), one.pid) for one in seen]
+        # Of another server that is not patched nothing is to be said.
+        patched = {dict(one.rank.scope).get("server") for one in noted if one.steps}
+        noted = [one for one in noted if dict(one.rank.scope).get("server") in patched]
+        self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
 
     def debug(self, within_secs: float | None = None) -> None:
         """Run the debugger, if that is planned, once there are snapshots; of it the same holds.
@@ -212,23 +225,24 @@ class Collection:
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
         if self._debugger is not None:
             processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
-
-            def take(pid: int, debugged: Debugged) -> None:
-                self._take_in(by_pid[pid], debugged)
-
-            debug_all(self._debugger, processes, self._plan.tool_secs, take, limit)
-            self._write_account()
-            return
-        python = {pid: one.process.start_ticks for pid, one in by_pid.items() if is_python(one.process)}
-        found = substitute(python, min(self._plan.tool_secs, limit))
-        for pid, one in by_pid.items():
-            self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
+            tool_secs = self._plan.tool_secs
+            debug_all(self._debugger, processes, tool_secs, lambda pid, it: self._take_in(by_pid[pid], it), limit)
+        else:
+            python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
+            found = substitute(python, min(self._plan.tool_secs, limit))
+            for pid, one in by_pid.items():
+                self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
         self._write_account()
 
     def _without_those_spared(self) -> dict[int, Collected]:
         """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
+        systems: dict[object, set[int]] = {}
+        for one in self.collected:
+            # The servers of a prefill and decode pair hang together, so they are one.
+            system = "pair" if one.process.side is not None else one.process.server
+            systems.setdefault(system, set()).add(one.process.pid)
         reasons: dict[int, str] = {}
-        for pids in _systems(self.collected):
+        for pids in systems.values():
             reasons |= dict.fromkeys(pids, _why_spared(self.judged(pids)[0]))
         for one in self.collected:
             if reason := reasons[one.process.pid]:
@@ -242,7 +256,11 @@ class Collection:
         began, started = clock.now(), time.monotonic()
         # The limit is for all rounds: a py-spy that hangs, hangs in each.
         secs = max(_LEAST_SECS, self._plan.tool_secs - self._stacks_secs)
-        seen = observe([one.process for one in self.collected], self.host, secs)
+        python = [one.process for one in self.collected if _is_python(one.process)]
+        sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
+        folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
+        taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, secs)}
+        seen = [_sample_of(one.process, self.host, taken.get(one.process.pid)) for one in self.collected]
         self._stacks_secs += time.monotonic() - started
         problems = tuple(
             Problem(
@@ -286,13 +304,77 @@ class Collection:
             one.files.append(name)
 
 
-def _systems(collected: Sequence[Collected]) -> list[set[int]]:
-    """Return the pids of each server; those of a prefill and decode pair hang together, so they are one."""
-    systems: dict[object, set[int]] = {}
-    for one in collected:
-        of_pair = side_of(one.process.server_arguments) is not None
-        systems.setdefault("pair" if of_pair else one.process.server, set()).add(one.process.pid)
-    return list(systems.values())
+def _is_python(process: FoundProcess) -> bool:
+    """Say whether it is there, and runs Python."""
+    return procfs.read_stat(process.pid, process.start_ticks) is not None and procfs.is_python(process.pid)
+
+
+def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:
+    """Return what a process does, with its stacks if any were taken; its `state` is empty where it has ended."""
+    stat = procfs.read_stat(process.pid, process.start_ticks)
+    if taken is not None:
+        problem = "" if taken.threads else taken.problem
+    else:
+        problem = "it is no Python process" if stat is not None else "it has ended"
+    sample = Sample(
+        host=host,
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        title=process.title,
+        role=process.role,
+        ranks=process.ranks,
+        time=clock.now(),
+        server=process.server,
+        rendezvous=process.rendezvous,
+        side=process.side,
+        threads=taken.threads if taken is not None else (),
+        problem=problem,
+    )
+    if stat is None:
+        return sample
+    wchan, tracer = procfs.read_wchan(process.pid), procfs.read_tracer(process.pid)
+    cpu_secs = stat.cpu_ticks / _TICKS_PER_SEC
+    return replace(sample, state=stat.state, wchan=wchan, tracer=tracer, cpu_secs=cpu_secs)
+
+
+def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
+    """Return the steps that one process noted; none where it has no such memory, or may not be looked into."""
+    # It may have ended, or be another user's.
+    with contextlib.suppress(OSError, NotStepsError):
+        for link, path in procfs.open_files(pid):
+            # What else there is must not be opened: a terminal, a pipe, a device.
+            if str(path).startswith(f"/memfd:{NAME}") and procfs.read_stat(pid, start_ticks) is not None:
+                descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    return StepReader(descriptor).read().steps
+                finally:
+                    os.close(descriptor)
+    return ()
+
+
+def judged(rounds: Sequence[NodeSnapshot], known: Iterable[AnyEvent] = ()) -> tuple[Verdict, Case]:
+    """Return the verdict on the snapshots of all hosts and what else is known, and the case that it is of."""
+    events = [*known, *_stacks(rounds)]
+    case = case_of(msgspec.structs.replace(one, order=order) for order, one in enumerate(events))
+    return judge(case), case
+
+
+def _stacks(rounds: Sequence[NodeSnapshot]) -> Iterator[Stack]:
+    """Yield all stacks, and that a process is gone which a later round on its host does not have."""
+    last: dict[str, float] = {}
+    seen: dict[tuple[str, int, int], tuple[float, Sample]] = {}
+    for number, one in enumerate(rounds, start=1):
+        yield from (msgspec.structs.replace(stack, source=f"snapshot {number}") for stack in stacks_in(one))
+        last[one.host] = max(one.time, last.get(one.host, one.time))
+        for process in one.processes:
+            key = (process.host, process.pid, process.start_ticks)
+            seen[key] = max((one.time, process), seen.get(key, (one.time, process)), key=lambda entry: entry[0])
+    gone = [
+        replace(sample, time=last[sample.host], state="", threads=(), native=())
+        for time, sample in seen.values()
+        if time < last.get(sample.host, time) and sample.role in {"scheduler", *NEEDED}
+    ]
+    yield from stacks_in(NodeSnapshot("", 0.0, tuple(gone)))
 
 
 def _why_spared(verdict: Verdict) -> str:

@@ -258,7 +258,9 @@ def _read(run: NodeRun, transport: Transport, folder: Path) -> tuple[NodeResult,
     result = NodeResult(run.node, status if isinstance(status, int) else ExitCode.FAILED, folder)
     rounds: list[NodeSnapshot] = []
     try:
-        result.files = tuple(_files_in(document))
+        of_processes = [name for process in document.get("processes", []) for name in process["files"]]
+        names = (*document.get("snapshots", []), *of_processes, *document.get("texts", {}))
+        result.files = tuple(dict.fromkeys(map(str, names)))
         rounds += (_renamed(snapshot.from_json(entry), run.node) for entry in document.get("rounds", []))
         _write_returned(document, rounds, folder)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
@@ -270,12 +272,6 @@ def _read(run: NodeRun, transport: Transport, folder: Path) -> tuple[NodeResult,
     if "error" in document and status != ExitCode.NOTHING:
         result.problems.append(Problem(name, str(document["error"]), str(document.get("next") or "")))
     return result, rounds
-
-
-def _files_in(document: Mapping[str, Any]) -> list[str]:
-    of_processes = [name for process in document.get("processes", []) for name in process["files"]]
-    names = (*document.get("snapshots", []), *of_processes, *document.get("texts", {}))
-    return list(dict.fromkeys(map(str, names)))
 
 
 def _write_returned(document: Mapping[str, Any], rounds: Sequence[NodeSnapshot], folder: Path) -> None:
@@ -322,13 +318,8 @@ def run_on_nodes(
 
     What runs here is the program that carries the command to its node, such as srun, ssh or kubectl. It reads nothing,
     and is killed, with all that it started, at its deadline. Whatever one of them does, the others' answers come.
-
-    Args:
-        transport: how they are carried to the nodes.
-        commands: by the node's name.
-        on_end: called for each node in this thread, as it ends; once more where Ctrl-C came in between.
-        output: what is said of each node is noted in a folder of the node's name in it.
-        limits: how many run at the same time, and for how long.
+    `on_end` is called for each node in this thread, as it ends; once more where Ctrl-C came in between. What is said
+    beside the answer goes to a folder of the node's name in `output`.
 
     Returns:
         What ended it before all nodes had answered, None where nothing did.

@@ -211,27 +211,22 @@ def words_of(template: str) -> list[str]:
         raise UsageError(
             f"--via {template!r} does not say where the host's name goes", next_step=f"put {{host}} there, {_EXAMPLE}"
         )
-    if joining := _find_joining(words):
+    is_joined = Path(words[0]).name == _JOINING[0]
+    # Elsewhere than before the host and behind a "--" it may be a name, as in ``-c ssh``.
+    host = next(number for number, word in enumerate(words) if _HOST in word)
+    behind = words.index("--") if "--" in words else len(words)
+    joining = [word for word in (*words[:host], *words[behind:]) if Path(word).name in _JOINING]
+    if joining and not is_joined and not any(_COMMAND in word for word in words):
         raise UsageError(
-            f"--via {template!r}: {joining} has a shell take the command apart, so say where it goes",
+            f"--via {template!r}: {joining[0]} has a shell take the command apart, so say where it goes",
             next_step=f"--via {shlex.quote(f'{template} {_COMMAND}')}",
         )
     if shutil.which(words[0]) is None:
         raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
-    if Path(words[0]).name == _JOINING[0]:
+    if is_joined:
         # A question gets no answer, and an empty password is a failed log-in. The first word on an option holds.
         words[1:1] = ["-o", "BatchMode=yes"]
     return words
-
-
-def _find_joining(words: Sequence[str]) -> str:
-    """Return the word of a template behind which its command would be quoted for no shell; empty without one."""
-    if Path(words[0]).name == _JOINING[0] or any(_COMMAND in word for word in words):
-        return ""
-    # Elsewhere it may be a name, as in ``-c ssh``.
-    host = next(number for number, word in enumerate(words) if _HOST in word)
-    behind = words.index("--") if "--" in words else len(words)
-    return next((word for word in (*words[:host], *words[behind:]) if Path(word).name in _JOINING), "")
 
 
 def _find_job(name: str) -> tuple[str, tuple[str, ...]]:

@@ -27,10 +27,9 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import termination_log
 from sglang_crashkit.incident.retention import limits_on, size_of
 from sglang_crashkit.kernel import procfs, shared_memory
-from sglang_crashkit.kernel.discovery import FoundProcess
+from sglang_crashkit.kernel.discovery import FoundProcess, value_of
 from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.private_files import FolderLock
-from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.settings import VARIABLES, DiskLimits, Settings, fallback_folder, unknown_variables
 
 _MB = 1 << 20

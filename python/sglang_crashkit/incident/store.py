@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_crashkit import settings
 from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.kernel import titles
+from sglang_crashkit.kernel.discovery import value_of
 from sglang_crashkit.kernel.private_files import open_regular, read_regular
-from sglang_crashkit.kernel.server_arguments import value_of
 from sglang_crashkit.model.step import Step
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
@@ -96,7 +95,14 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
         python = python / "bin" / "python"
     if not (python.is_file() and os.access(python, os.X_OK)):
         raise UsageError(f"{python} is not a python interpreter", next_step="--python PATH, such as .venv/bin/python")
-    answer = _ask(python, calls)
+    text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
+    finished = run_tool([str(python), "-B", "-c", text, *calls], timeout=_PROBE_SECS)
+    answer = None
+    with suppress(ValueError, IndexError):
+        answer = json.loads(finished.stdout.splitlines()[-1])
+    if finished.returncode or not isinstance(answer, dict):
+        why = (finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"])[-1]
+        raise CrashkitError(f"{python} did not say where its SGLang is: {why}", next_step=f"{python} -c pass")
     found = answer["sglang"]
     if not found["dist_infos"]:
         where = f", but {found['package_dirs'][0]} is importable" if found["package_dirs"] else ""
@@ -107,10 +113,10 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
     dist_info = Path(found["dist_infos"][0])
     site, version = dist_info.parent, str(found["version"])
     kit = None
-    if "version" in answer["kit"]:
-        root, given_path = answer["kit"]["root"], answer["python_path"]
+    if (there := answer["kit"]) is not None:
+        root, given_path = there["root"], answer["python_path"]
         by_path = root in given_path and str(site) not in given_path
-        kit = Kit(answer["kit"]["version"], Path(root), answer["kit"]["missing"], by_path)
+        kit = Kit(there["version"], Path(root), there["missing"], by_path)
     environment = Environment(python, version, site / "sglang", dist_info, kit, answer["has_pip"])
     if found["editable"] is not None:
         raise RefusedError(
@@ -201,15 +207,3 @@ def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProc
                 raise CrashkitError(f"{argv[0]} did not end within {timeout:g} s") from error
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
-def _ask(python: Path, calls: Sequence[str]) -> dict[str, Any]:
-    """Run the probe and return its answer."""
-    text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
-    finished = run_tool([str(python), "-B", "-c", text, *calls], timeout=_PROBE_SECS)
-    with suppress(ValueError, IndexError):
-        answer = json.loads(finished.stdout.splitlines()[-1])
-        if finished.returncode == 0 and isinstance(answer, dict):
-            return answer
-    lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
-    raise CrashkitError(f"{python} did not say where its SGLang is: {lines[-1]}", next_step=f"{python} -c pass")

@@ -360,13 +360,7 @@ class Lock:
 
     def dump(self) -> bytes:
         """Return the one spelling of the lock."""
-        releases = {
-            release: {
-                "wheels": dict(sorted(self.releases[release].wheels.items())),
-                "files": {path: asdict(file) for path, file in sorted(self.releases[release].files.items())},
-            }
-            for release in sorted_releases(self.releases)
-        }
+        releases = {release: asdict(self.releases[release]) for release in sorted_releases(self.releases)}
         return (json.dumps({"schema_version": _SCHEMA_VERSION, "releases": releases}, indent=1) + "\n").encode()
 
 

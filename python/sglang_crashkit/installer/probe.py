@@ -38,15 +38,15 @@ def find_sglang() -> dict[str, object]:
     return result
 
 
-def find_kit(functions: list[str]) -> dict[str, object]:
-    """Return which kit this python imports and which of `functions` it cannot."""
+def find_kit(functions: list[str]) -> dict[str, object] | None:
+    """Return which kit this python imports and which of `functions` it cannot; None where it imports no kit."""
     try:
         kit = importlib.import_module("sglang_crashkit")
-    except ImportError as error:
-        return {"error": str(error)}
+    except ImportError:
+        return None
     if kit.__file__ is None:
         # What an uninstalled kit left behind counts as a package of no files.
-        return {"error": f"{next(iter(kit.__path__))} holds no kit"}
+        return None
     missing: dict[str, str] = {}
     for name in functions:
         module, _, function = name.rpartition(".")

@@ -43,11 +43,10 @@ class Group:
 
 def find_counter(pid: int) -> OomCounter | None:
     """Return the OOM counter of the memory cgroup of `pid`, None if no cgroup can be read."""
-    for group in _groups(pid, "memory"):
-        path = group.folder / ("memory.oom_control" if group.version == 1 else "memory.events")
-        if (kills := read_count(path, "oom_kill")) is not None:
-            return OomCounter(path, kills)
-    return None
+    files = ("memory.oom_control", "memory.events")
+    if (group := find_group(pid, "memory", files)) is None:
+        return None
+    return OomCounter(group.folder / files[group.version - 1], 0).read_again()
 
 
 def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:

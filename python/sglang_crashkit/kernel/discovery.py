@@ -18,7 +18,6 @@ from typing import Literal
 from sglang_crashkit.kernel import procfs, titles
 
 _SPAWNED = ("-c", "multiprocessing.spawn")
-_TITLE = "sglang::"
 #: The kit's own are no part of the server; its handler watches the server from beside it.
 _HANDLER = "crash_handler"
 
@@ -31,6 +30,11 @@ _NO_MODEL = re.compile(
     r"(?![a-z])"
 )
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
+
+#: SGLang's names of the option, the older one last.
+_RENDEZVOUS = ("--dist-init-addr", "--nccl-init-addr")
+#: What a server listens on that names no port.
+_DEFAULT_PORT = 30000
 
 #: How a process was known: by its title, or by its command line where no scheduler has one.
 Way = Literal["title", "command line"]
@@ -68,6 +72,32 @@ class FoundProcess:
     user: int  # the user id that it runs as
     way: Way
 
+    @property
+    def rendezvous(self) -> str | None:
+        """The address at which the processes of its server on all hosts meet, None where none is named."""
+        return value_of(self.server_arguments, *_RENDEZVOUS)
+
+    @property
+    def side(self) -> Literal["prefill", "decode"] | None:
+        """Which side of a prefill and decode pair its server is, None otherwise."""
+        value = value_of(self.server_arguments, "--disaggregation-mode")
+        return "prefill" if value == "prefill" else "decode" if value == "decode" else None
+
+    @property
+    def port(self) -> int:
+        """The port on which its server answers HTTP; SGLang's own default where none is named."""
+        value = value_of(self.server_arguments, "--port") or ""
+        return int(value) if value.isascii() and value.isdigit() and int(value) < 1 << 16 else _DEFAULT_PORT
+
+
+def value_of(arguments: Sequence[str], *names: str) -> str | None:
+    """Return what a command line gives for the option that is called one of `names`; None where it gives nothing."""
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return (value if equals else following) or None
+    return None
+
 
 @dataclass(frozen=True)
 class Discovery:
@@ -76,7 +106,6 @@ class Discovery:
     processes: tuple[FoundProcess, ...] = ()  # those that were asked for, by server and pid
     #: Pids of processes that would have been, if they were not another user's, by user id.
     others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    servers: tuple[int, ...] = ()  # pids of the processes that launched a server, those of other users left out
     #: Pids of processes that would have been, if they did not belong to another Slurm job or node, or to none (None).
     elsewhere: Mapping[Place | None, tuple[int, ...]] = field(default_factory=dict)
 
@@ -121,8 +150,7 @@ def find_processes(
         elif is_mine:
             elsewhere[place(pid)] = (*elsewhere.get(place(pid), ()), pid)
     mine.sort(key=lambda one: (one.server or 0, one.pid))
-    servers = sorted({one.server for one in mine if one.server is not None})
-    return Discovery(tuple(mine), others, tuple(servers), elsewhere)
+    return Discovery(tuple(mine), others, elsewhere)
 
 
 @dataclass(frozen=True)
@@ -138,7 +166,7 @@ class _Entry:
     @classmethod
     def of(cls, stat: procfs.ProcStat) -> _Entry:
         cmdline = procfs.read_cmdline(stat.pid)
-        title, is_titled = procfs.title_of(cmdline, stat.comm), bool(cmdline) and cmdline[0].startswith(_TITLE)
+        title, is_titled = procfs.title_of(cmdline, stat.comm), bool(cmdline) and cmdline[0].startswith(titles.PREFIX)
         is_scheduler = is_titled and titles.role_of(title) == "scheduler"
         return cls(stat.pid, stat.ppid, stat.start_ticks, cmdline, title, is_titled, is_scheduler)
 

@@ -78,7 +78,11 @@ class GuardedReader:
             try:
                 data = self._read(path)
             except BlockedReadError:
-                self._skip(target, how_long)
+                how_long = min(max(_SKIP_SECS, 2 * how_long), _MAX_SKIP_SECS)
+                if len(self._skipped) >= _MAX_SKIPPED:
+                    self._skipped.clear()
+                self._skipped[target] = (time.monotonic() + how_long, how_long)
+                self._deadline_secs = max(_LEAST_SECS, self._deadline_secs / 2)
                 raise
             self._skipped.pop(target, None)
             self._deadline_secs = min(self._max_secs, 2 * self._deadline_secs)
@@ -92,14 +96,16 @@ class GuardedReader:
             self._end_helper()
 
     def _read(self, path: Path) -> bytes:
-        if self._helper is not None and self._helper.is_foreign:
+        if self._helper is not None and self._helper.owner != os.getpid():
             # After a fork of this process the helper is still the other one's.
             self._helper.close()
             self._helper, self._stuck = None, []
         for _attempt in range(2):
             if self._helper is None:
-                self._start_helper()
-            assert self._helper is not None
+                self._stuck = [pid for pid in self._stuck if not is_reaped(pid)]
+                if len(self._stuck) >= _MAX_STUCK:
+                    raise OSError(errno.EAGAIN, f"{_MAX_STUCK} reads that were given up have not ended yet")
+                self._helper = _Helper()
             try:
                 return self._helper.read(path, time.monotonic() + self._deadline_secs)
             except _GoneError:
@@ -109,19 +115,6 @@ class GuardedReader:
                 self._end_helper()
                 raise
         raise OSError(errno.EIO, "the process that reads for this one was killed", str(path))
-
-    def _skip(self, target: str, how_long: float) -> None:
-        how_long = min(max(_SKIP_SECS, 2 * how_long), _MAX_SKIP_SECS)
-        if len(self._skipped) >= _MAX_SKIPPED:
-            self._skipped.clear()
-        self._skipped[target] = (time.monotonic() + how_long, how_long)
-        self._deadline_secs = max(_LEAST_SECS, self._deadline_secs / 2)
-
-    def _start_helper(self) -> None:
-        self._stuck = [pid for pid in self._stuck if not is_reaped(pid)]
-        if len(self._stuck) >= _MAX_STUCK:
-            raise OSError(errno.EAGAIN, f"{_MAX_STUCK} reads that were given up have not ended yet")
-        self._helper = _Helper()
 
     def _end_helper(self) -> None:
         if self._helper is None:
@@ -150,9 +143,9 @@ class _Helper:
     def __init__(self) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         try:
-            self.pid = fork_apart(partial(_serve, requests, answers, self._owner), [requests, answers])
+            self.pid = fork_apart(partial(_serve, requests, answers, self.owner), [requests, answers])
         except OSError:
             self.close()
             raise
@@ -160,11 +153,6 @@ class _Helper:
             os.close(requests)
             os.close(answers)
         os.set_blocking(self._answers, False)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this process was forked since it was started."""
-        return self._owner != os.getpid()
 
     def read(self, path: Path, deadline: float) -> bytes:
         """Return what a file holds; see `GuardedReader.read`. The deadline is by the monotonic clock.

@@ -59,24 +59,21 @@ class OwnFolder:
             if not parent.exists():
                 parent.mkdir(mode=0o700, exist_ok=True)
         self._descriptor = os.open(within.path if within else above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         for name in folder.parts[-own:]:
-            self._enter(name, above := above / name)
+            above /= name
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._descriptor)
+            try:
+                inner = os.open(name, flags, dir_fd=self._descriptor)
+            except NotADirectoryError:
+                next_step = f"remove it, or name another folder: ls -ld {above}"
+                raise CrashkitError(f"{above} is not a folder", next_step=next_step) from None
+            os.close(self._descriptor)
+            self._descriptor = inner
+            if (owner := os.fstat(inner).st_uid) != os.geteuid():
+                raise CrashkitError(f"{above} belongs to user {owner}", next_step="name a folder of your own")
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
-
-    def _enter(self, name: str, folder: Path) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=self._descriptor)
-        try:
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._descriptor)
-        except NotADirectoryError:
-            raise CrashkitError(
-                f"{folder} is not a folder",
-                next_step=f"remove it, or name another folder: ls -ld {folder}",
-            ) from None
-        os.close(self._descriptor)
-        self._descriptor = inner
-        if (owner := os.fstat(inner).st_uid) != os.geteuid():
-            raise CrashkitError(f"{folder} belongs to user {owner}", next_step="name a folder of your own")
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
@@ -189,16 +186,12 @@ def encode_json(value: Any) -> bytes:
 
 def sync_folder(folder: Path) -> None:
     """Make the entries of `folder` durable; a file system that cannot is no error."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -282,20 +275,17 @@ class FolderLock:
     """A lock on a folder among processes, once `acquire` says so; the kernel lets go of it when its holder ends.
 
     flock(2) on the folder itself leaves no lock file behind. It holds across containers of one machine; pids and start
-    times do not. Across machines it does on a file alone, where the network file system has locks: NFS makes none for a
-    folder (nfs(5), flock(2)).
+    times do not. It does not hold across machines: NFS makes no lock for a folder (nfs(5), flock(2)).
 
     Args:
         folder: what to lock; a link in its place is not followed.
         shared: others may have it too, unless they want it for themselves alone.
-        file: the name of a file in the folder to lock in its place; it is made, and stays.
         follow: follow a link after all, such as `OwnFolder.path`.
     """
 
-    def __init__(self, folder: Path, *, shared: bool = False, file: str = "", follow: bool = False) -> None:
-        self._path = folder / file
-        self._flags = (os.O_RDWR | os.O_CREAT if file else os.O_RDONLY | os.O_DIRECTORY) | os.O_CLOEXEC
-        self._flags |= 0 if follow else os.O_NOFOLLOW
+    def __init__(self, folder: Path, *, shared: bool = False, follow: bool = False) -> None:
+        self._folder = folder
+        self._flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor = -1
 
@@ -306,7 +296,7 @@ class FolderLock:
             OSError: there is no such folder, or it may not be read.
         """
         deadline = time.monotonic() + timeout_secs
-        self._descriptor = os.open(self._path, self._flags, 0o600)
+        self._descriptor = os.open(self._folder, self._flags)
         while True:
             try:
                 fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)

@@ -292,20 +292,19 @@ class TreeScanner:
     """Finds the descendants of a process again and again at little cost.
 
     Not every kernel has ``/proc/PID/task/TID/children``, so parents are looked up from each process's stat line. Those
-    of processes seen before are remembered; every `refresh_every` scans all are read anew, because a pid may have been
-    recycled and an orphan has a new parent. `without` is a process that is left out with its descendants.
+    of processes seen before are remembered; every 16 scans all are read anew, because a pid may have been recycled and
+    an orphan has a new parent. `without` is a process that is left out with its descendants.
     """
 
-    def __init__(self, root_pid: int, *, without: int | None = None, refresh_every: int = 16) -> None:
+    def __init__(self, root_pid: int, *, without: int | None = None) -> None:
         self._root_pid = root_pid
         self._without = without
-        self._refresh_every = refresh_every
         self._scans = 0
         self._parents: dict[int, int] = {}
 
     def scan(self) -> set[int]:
         """Return the pids of the root and all its descendants that are there now, zombies included."""
-        if self._scans % self._refresh_every == 0:
+        if self._scans % 16 == 0:
             self._parents.clear()
         self._scans += 1
         present = {int(name) for name in os.listdir(_PROC) if name.isdigit()}  # noqa: PTH208

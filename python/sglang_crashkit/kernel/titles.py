@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-_PREFIX = "sglang::"
+PREFIX = "sglang::"
 _RANK = re.compile(r"_(ATTN_CP|MOE_DP|DP|PP|TP|EP)(\d+)(?=_|$)")
 #: What titles begin with, the longest first.
 _ROLES = (
@@ -35,21 +35,21 @@ def role_of(title: str, *, is_root: bool = False) -> str:
         return "server"
     if title.endswith(" -c multiprocessing.spawn"):
         return "starting"
-    if not title.startswith(_PREFIX):
+    if not title.startswith(PREFIX):
         return "helper"
-    name = title[len(_PREFIX) :]
+    name = title[len(PREFIX) :]
     known = next((role for role in _ROLES if name.startswith(role)), "")
     return known or name.split(":")[0].split(" ")[0] or "helper"
 
 
 def rank_of(title: str) -> dict[str, int]:
     """Return the ranks in a scheduler's or an encoder's title by lower-case name, such as ``{"dp": 0, "tp": 1}``."""
-    if not title.startswith((f"{_PREFIX}scheduler", f"{_PREFIX}encoder")):
+    if not title.startswith((f"{PREFIX}scheduler", f"{PREFIX}encoder")):
         return {}
     return {name.lower(): int(number) for name, number in _RANK.findall(title)}
 
 
 def label_of(title: str, pid: int) -> str:
     """Return a file-name-safe label such as ``scheduler_TP0-4711``."""
-    name = title.removeprefix(_PREFIX)
+    name = title.removeprefix(PREFIX)
     return f"{re.sub(r'[^A-Za-z0-9_.]+', '_', name)[:60].strip('_') or 'process'}-{pid}"

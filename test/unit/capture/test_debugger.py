@@ -13,32 +13,39 @@ from sglang_crashkit.capture.debugger import (
     Debugged,
     Debugger,
     command_of,
-    debug,
     debug_all,
     find_debugger,
     parse_kernels,
     parse_stacks,
     substitute,
 )
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.sample import Frame
-from unit.support.targets import SLEEPER, functions_of, settle, settle_in_sleep, start_ticks, state_of
-from unit.support.waiting import LONG, child, wait_until
+from unit.support.targets import (
+    SLEEPER,
+    functions_of,
+    make_tool,
+    runs_on,
+    settle,
+    settle_in_sleep,
+    start_ticks,
+    state_of,
+)
+from unit.support.waiting import LONG, child
 
 needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed: apt-get install gdb")
 
 
 def stand_in(folder: Path, script: str, name: str = "gdb") -> Debugger:
     """Write a stand-in for a debugger; its last but fourth argument is the pid."""
-    tool = folder / name
-    tool.write_text(f'#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done; PID=$2\n{script}\n')
-    tool.chmod(0o755)
-    return Debugger("gdb", str(tool))
+    return Debugger("gdb", make_tool(folder, f'while [ "$1" != -p ]; do shift; done; PID=$2\n{script}', name))
 
 
-def runs_on(pid: int) -> bool:
-    states = procfs.thread_states(pid)
-    return set(states.values()) <= set("RSD") and not any(procfs.read_tracer(pid, one) for one in states)
+def debugged_by(debugger: Debugger, pid: int, secs: float = LONG) -> Debugged:
+    """Return what came of debugging a process, which runs on afterwards."""
+    taken: dict[int, Debugged] = {}
+    debug_all(debugger, {pid: start_ticks(pid)}, secs, taken.__setitem__)
+    runs_on(pid)
+    return taken[pid]
 
 
 @needs_gdb
@@ -46,8 +53,7 @@ def test_gdb_gives_all_stacks_and_the_target_runs_on() -> None:
     gdb = Debugger("gdb", shutil.which("gdb") or "")
     code = "import threading\ndef work(): time.sleep(120)\nthreading.Thread(target=work, daemon=True).start()\n"
     with child(code + "secret = 'hunter2-in-a-local'\n" + SLEEPER) as process:
-        debugged = debug(gdb, process.pid, start_ticks(process.pid), 4 * LONG)
-        wait_until(lambda: runs_on(process.pid), "it runs on")
+        debugged = debugged_by(gdb, process.pid, 4 * LONG)
     assert (debugged.problem, debugged.tool) == ("", "gdb")
     assert len(debugged.threads) == 2
     assert process.pid in {thread.native_id for thread in debugged.threads}
@@ -72,7 +78,7 @@ def test_gdb_reads_the_symbols_of_libraries_on_the_stacks(tmp_path: Path) -> Non
     tool = stand_in(tmp_path, 'echo "$@" > $0.arguments')
     with child("import ctypes; ctypes.CDLL('libstdc++.so.6')\n" + SLEEPER) as process:
         settle_in_sleep(process.pid)
-        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
+        debugged = debugged_by(tool, process.pid)
     asked = (tmp_path / "gdb.arguments").read_text()
     libraries = re.findall(r"-ex sharedlibrary /(\S+)", asked)
     assert {r"libc\.so", r"libstdc++\.so"} <= set(libraries), asked
@@ -88,18 +94,29 @@ def test_gdb_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeyp
     with child(SLEEPER) as process:
         settle_in_sleep(process.pid)
         debugger = Debugger("cuda-gdb", tool.path, shutil.which("gdb") or "")
-        debugged = debug(debugger, process.pid, start_ticks(process.pid), 4 * LONG)
+        debugged = debugged_by(debugger, process.pid, 4 * LONG)
     assert (debugged.tool, debugged.problem) == ("gdb", "")
     assert debugged.text.startswith("servers: \n\n== cuda-gdb printed no stack; gdb:\n")
     assert any("sleep" in function or "select" in function for function in functions_of(debugged.threads))
 
 
-def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
-    tool = stand_in(tmp_path, "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1")
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (
+            "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1",
+            "gdb ended with status 1; it left the process stopped, which was sent SIGCONT",
+        ),
+        (
+            "echo 'ptrace: Operation not permitted.'",
+            "it may not be traced; next: run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)",
+        ),
+    ],
+    ids=["left it stopped", "no permission"],
+)
+def test_one_that_fails_is_made_good_and_says_why(tmp_path: Path, script: str, problem: str) -> None:
     with child(SLEEPER) as process:
-        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
-        wait_until(lambda: runs_on(process.pid), "it runs on")
-    assert debugged.problem == "gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
+        assert debugged_by(stand_in(tmp_path, script), process.pid).problem == problem
 
 
 @pytest.mark.wide
@@ -120,13 +137,6 @@ def test_all_together_are_called_off_in_time_with_their_results(
         "not run: called off before its turn",
     ]
     assert [taken[pid].text for pid in pids] == [*(f"of {pid}\n" for pid in pids[:3]), ""]
-
-
-def test_without_permission_the_next_step_is_named(tmp_path: Path) -> None:
-    tool = stand_in(tmp_path, "echo 'ptrace: Operation not permitted.'")
-    with child(SLEEPER) as process:
-        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
-    assert debugged.problem.startswith("it may not be traced; next: run it as root or with CAP_SYS_PTRACE")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +173,7 @@ def test_without_a_debugger_py_spy_takes_native_stacks() -> None:
         stopped.send_signal(signal.SIGSTOP)
         settle(stopped.pid, "T")
         found = substitute({one.pid: start_ticks(one.pid) for one in (running, stopped)}, LONG)
-        wait_until(lambda: runs_on(running.pid), "it runs on")
+        runs_on(running.pid)
         assert state_of(stopped.pid) == "T"
     assert found[running.pid].problem == ""
     assert "inner_function" in functions_of(found[running.pid].threads)

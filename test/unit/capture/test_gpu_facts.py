@@ -13,6 +13,7 @@ import pytest
 
 from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, Library, XidWatch
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
+from unit.support.targets import is_gone
 from unit.support.waiting import LONG, wait_until
 
 
@@ -202,17 +203,6 @@ def test_a_watch_ends_with_who_started_it(driver: Driver, mode: str) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as starter:
         pid = int(starter.stdout.readline())
         # Before that it would end by itself, as its starter is not there any more.
-        wait_until(lambda: _loads(pid, driver), "the watch has the library")
+        wait_until(lambda: str(driver.folder) in Path(f"/proc/{pid}/maps").read_text(), "the watch has the library")
         starter.kill()
-    wait_until(lambda: not _runs(pid), "the watch is gone")
-
-
-def _loads(pid: int, driver: Driver) -> bool:
-    return str(driver.folder) in Path(f"/proc/{pid}/maps").read_text()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    wait_until(lambda: is_gone(pid), "the watch is gone")

@@ -205,12 +205,12 @@ Extension modules: numpy.core, torch._C (total: 2)
 """
 
 
-def parse(text: str, main: int = MAIN, roots: tuple[str, ...] = ()):
-    return parse_faulthandler(text, 100, main, roots)
+def parse(text: str, *roots: str):
+    return parse_faulthandler(text, 100, MAIN, roots)
 
 
 def test_the_error_the_threads_and_their_frames_are_read() -> None:
-    output = parse(WHOLE, roots=("/site",))
+    output = parse(WHOLE, "/site")
     assert output.error == "Segmentation fault"
     assert output.is_whole
     main, other = output.threads

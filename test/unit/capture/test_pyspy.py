@@ -24,7 +24,6 @@ def children() -> set[int]:
 def test_py_spy_is_found_beside_the_interpreter_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside, on_path = tmp_path / "beside", tmp_path / "path"
     for folder in (beside, on_path):
-        folder.mkdir()
         make_tool(folder, "true")
     monkeypatch.setattr("sys.executable", str(beside / "python"))
     monkeypatch.setenv("PATH", str(on_path))

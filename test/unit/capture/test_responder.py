@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
+import socketserver
 import threading
 from pathlib import Path
 
@@ -25,44 +25,27 @@ def sock(folder: Path, pid: int, start: int) -> Path:
     return HookFiles.of(folder, pid, start).socket
 
 
-class Impostor:
-    """Listens where this process would answer, and answers as it is told."""
-
-    def __init__(self, path: Path, answer: bytes) -> None:
-        self.path = path
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._thread = threading.Thread(target=self._serve, args=(answer,), daemon=True)
-        self._thread.start()
-
-    def _serve(self, answer: bytes) -> None:
-        # It may never be asked, or only for a part of the answer.
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            with connection:
-                # A client that hangs up on a question that it has not read resets the connection.
-                connection.recv(64)
-                connection.sendall(answer)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(LONG)
-        self._listener.close()
-
-
 @pytest.fixture
 def impostor(runtime: Path):
-    found: list[Impostor] = []
+    """Listen where this process would answer, and answer as it is told."""
 
     def make(answer: bytes) -> Path:
-        found.append(Impostor(runtime / f"{len(found)}.sock", answer))
-        return found[-1].path
+        class Impostor(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                # The client may hang up on a part of the answer.
+                with contextlib.suppress(OSError):
+                    self.request.recv(64)
+                    self.request.sendall(answer)
 
-    yield make
-    for one in found:
-        one.close()
+        server = stack.enter_context(socketserver.UnixStreamServer(str(runtime / "impostor.sock"), Impostor))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        stack.callback(thread.join)
+        stack.callback(server.shutdown)
+        thread.start()
+        return runtime / "impostor.sock"
+
+    with contextlib.ExitStack() as stack:
+        yield make
 
 
 def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:

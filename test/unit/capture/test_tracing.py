@@ -16,13 +16,14 @@ from unit.support.targets import (
     asleep,
     functions_of,
     is_gone,
+    make_tool,
+    runs_on,
     settle,
     settle_in_sleep,
     start_ticks,
     state_of,
     traced,
 )
-from unit.support.targets import make_tool as make_pyspy
 from unit.support.waiting import LONG, child, wait_until
 
 #: Runs a tool on a process: the tool's file, then pid and start time.
@@ -55,16 +56,11 @@ HOLDS = PTRACE + "attach(int(sys.argv[1])); os.waitpid(int(sys.argv[1]), 0x40000
 LEFT_STOPPED = "import os, signal, sys, time; os.kill(int(sys.argv[1]), signal.SIGSTOP); told(); time.sleep(600)\n"
 
 
-def make_tool(folder: Path, code: str) -> str:
+def make_guarded_tool(folder: Path, code: str) -> str:
     told = f"def told(): open({str(folder)!r} + '/tool.pid', 'w').write(str(os.getpid()))\n"
     (folder / "tool.py").write_text("import os\n" + told + code)
-    tool = folder / "tool"
-    tool.write_text(
-        '#!/bin/sh\nwhile [ "$1" != -p ] && [ "$1" != --pid ]; do shift; done\n'
-        f'"{sys.executable}" {folder}/tool.py "$2" &\nwait\n'
-    )
-    tool.chmod(0o755)
-    return str(tool)
+    script = 'while [ "$1" != -p ] && [ "$1" != --pid ]; do shift; done\n'
+    return make_tool(folder, f'{script}"{sys.executable}" {folder}/tool.py "$2" &\nwait')
 
 
 def guards() -> set[int]:
@@ -77,7 +73,7 @@ def guards() -> set[int]:
 def test_a_tool_dies_with_its_parent_and_its_target_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, way: str
 ) -> None:
-    tool = make_tool(tmp_path, code)
+    tool = make_guarded_tool(tmp_path, code)
     monkeypatch.setenv(EXECUTABLE_VARIABLE, tool)
     with child(SLEEPER) as target:
         settle_in_sleep(target.pid)
@@ -131,22 +127,8 @@ call_c()
 """
 
 
-def tool_in_python(folder: Path, code: str) -> str:
-    """Write a stand-in for py-spy that traces its target; the target's pid is `PID` in `code`."""
-    (folder / "tool.py").write_text(PTRACE + "PID = int(sys.argv[5])\n" + code)
-    return make_pyspy(folder, f'exec {sys.executable} {folder}/tool.py "$@"')
-
-
 def capture(pid: int, secs: float = LONG):
     return capture_native({pid: start_ticks(pid)}, secs)
-
-
-def runs_on(pid: int) -> None:
-    """Check that a process is neither stopped nor traced, and has no stop ahead."""
-    wait_until(lambda: not any(procfs.read_tracer(pid, one) for one in procfs.thread_states(pid)), "no one traces it")
-    assert set(procfs.thread_states(pid).values()) <= set("RSD")
-    for thread in procfs.thread_states(pid):
-        assert not procfs.in_mask(procfs.read_status(pid, thread)["SigPnd"], signal.SIGSTOP)
 
 
 def test_native_frames_stand_between_pythons_and_the_target_runs_on() -> None:
@@ -191,7 +173,9 @@ def test_a_traced_target_is_left_to_its_tracer() -> None:
 def test_whatever_a_tool_leaves_behind_the_target_runs_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, tool_in_python(tmp_path, code))
+    (tmp_path / "tool.py").write_text(PTRACE + "PID = int(sys.argv[5])\n" + code)
+    tool = make_tool(tmp_path, f'exec {sys.executable} {tmp_path}/tool.py "$@"')
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, tool)
     with child(NATIVE) as process:
         settle(process.pid, "S")
         (result,), obstacles = capture(process.pid, 1.0)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, find_answer, run_on_nodes, why_silent
+from sglang_crashkit.collect.gather import Limits, NodeRun, find_answer, run_on_nodes, why_silent
 from sglang_crashkit.collect.via import hosts_via, job_via
 from sglang_crashkit.errors import UsageError
 from unit.secret_forms import FORMS, holds_secret
+from unit.support.targets import make_tool
 
 #: What the srun of Slurm 22.05 prints, of which the last line never is the reason.
 NO_TOOL = """slurmstepd-n2: error: execve(): sglang-crashkit: No such file or directory
@@ -48,13 +49,10 @@ LATE = {"status": None, "late": True, "problem": "no answer within 9 s"}
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder ahead of all others on PATH, with a Slurm that knows one job."""
-    folder = tmp_path / "slurm"
-    folder.mkdir()
     for name, script in SLURM.items():
-        (folder / name).write_text(f"#!/bin/sh\n{script.format(folder)}\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return folder
+        make_tool(tmp_path / "slurm", script.format(tmp_path / "slurm"), name)
+    monkeypatch.setenv("PATH", str(tmp_path / "slurm"), prepend=os.pathsep)
+    return tmp_path / "slurm"
 
 
 @pytest.mark.parametrize(
@@ -66,10 +64,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (NO_NODE, {}, "Slurm has no such node for the job: Unable to create step for job 7", "scontrol show node n2"),
         (NO_CONTAINER, {}, "couldn't get a running container: sglang_7_n2", "--jobid=7 --nodelist=n2 enroot list"),
         (NO_PYXIS, {}, "this Slurm has no pyxis: unrecognized option '--container-name=x'", "leave --container-name"),
-        ("", {}, "ended there with status 1 and without a result", "n2/srun.log"),
         (NO_STEP, LATE, "no answer within 9 s: Job 7 step creation still disabled, retrying", "--node-timeout"),
         ("", {"status": None, "problem": "interrupted"}, "interrupted", ""),
-        ("x" * 10_000, {}, f"without a result: {'x' * 300}", "n2/srun.log"),
     ],
 )
 def test_why_a_node_is_silent_is_told_with_what_helps(
@@ -78,7 +74,6 @@ def test_why_a_node_is_silent_is_told_with_what_helps(
     problem = why_silent(NodeRun(**{"node": "n2", "status": 1, "errors": errors, **fields}), job_via("7"))
     assert problem.what == "node n2"
     assert why in problem.why
-    assert len(problem.why) < 400
     assert following in problem.next
 
 
@@ -147,15 +142,11 @@ FOREVER = "import sys\nwhile True: sys.{stream}.write('x' * 9999)"
 ONE_MIB = 1 << 20
 
 
-def carrier(given_up: list[str]) -> Transport:
-    """Return a transport that runs each command here."""
-    here = hosts_via("sh {host}", ["n"])
-    return replace(here, argv=lambda _node, command: list(command), give_up=given_up.append)
-
-
 def run_all(commands: dict[str, list[str]], output: Path, limits: Limits, given_up: list[str]) -> dict[str, NodeRun]:
-    ended: list[NodeRun] = []
-    assert run_on_nodes(carrier(given_up), commands, ended.append, output, limits) is None
+    """Run each command here, in the place of its node."""
+    ended, hosts = list[NodeRun](), hosts_via("sh {host}", ["n"])
+    here = replace(hosts, argv=lambda _node, command: list(command), give_up=given_up.append)
+    assert run_on_nodes(here, commands, ended.append, output, limits) is None
     return {run.node: run for run in ended}
 
 

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.collect.judging import judged
+from sglang_crashkit.collect.collection import judged
+from sglang_crashkit.model.event import Arguments
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.snapshot import NodeSnapshot
+from sglang_crashkit.view.collected import summary
+from sglang_crashkit.view.markdown import section_lines
 
 LOOP = Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 2000)
 WAITS = (Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3913), LOOP)
@@ -123,8 +126,6 @@ def test_one_side_of_a_pair_alone_is_told(has_other: bool, level: str) -> None:
 
 @pytest.mark.parametrize(("used", "device", "kind"), [(4.0, "cpu", "busy"), (0.1, "cpu", ""), (4.0, "cuda", "")])
 def test_a_server_on_a_cpu_that_computes_between_its_waits_does_not_hang(used: float, device: str, kind: str) -> None:
-    from sglang_crashkit.model.event import Arguments
-
     looks = [[rank(number, WAITS, cpu_secs=1.0 + used * at) for number in (0, 1)] for at in range(3)]
     verdict, _case = judged(rounds(*looks), [Arguments(values={"device": device, "tp_size": 2})])
     assert verdict.kind == (kind or "symmetric_stall")
@@ -137,8 +138,20 @@ def test_ranks_of_several_hosts_are_told_apart() -> None:
 
 
 def test_a_rank_without_a_stack_is_named_where_the_others_gpus_wait() -> None:
-    from sglang_crashkit.model.event import Arguments
-
     known = [Arguments(values={"tp_size": 3})]
     verdict, _case = judged(rounds(*[[rank(0, SYNCHRONIZES), rank(1, SYNCHRONIZES)]] * 2), known)
     assert (verdict.kind, verdict.first) == ("rank_stuck", "TP2")
+
+
+def test_a_summary_begins_with_the_verdict_and_ranks_that_agree_are_one() -> None:
+    detokenizer = Sample("n1", 9, 1, "sglang::detokenizer", "detokenizer", server=1, state="S", problem="no")
+    look = [*(rank(number, WAITS) for number in (0, 1, 3)), rank(2, RUNS, state="T"), detokenizer]
+    seen = rounds(look, look)
+    lines = list(section_lines(summary(seen, judged(seen)[0], None, "verdict.json")))
+    assert lines[0] == "# stopped_process (established)"
+    assert lines[2].startswith("**TP2 is stopped (state T, until somebody sends SIGCONT)")
+    assert lines[4] == "- 2 snapshots on n1, 1970-01-01T00:00:05.000000Z to 1970-01-01T00:00:10.000000Z"
+    text = "\n".join(lines)
+    assert "### TP0-1,3: sleeping (S)\n- all_reduce (torch/distributed/distributed_c10d.py:3913)\n" in text
+    assert "### TP2: stopped (T)\n- step (sglang/srt/managers/schedule_batch.py:7)\n" in text
+    assert "### sglang::detokenizer (pid 9): sleeping (S)\n- no" in text

@@ -1,26 +1,22 @@
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import py_compile
 import signal
 import stat
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError
 from sglang_crashkit.installer.apply import apply, exclusive, revert
-from sglang_crashkit.installer.environment import Kit
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import MANIFEST_NAME, State, read_tree
 from unit.installer.fake_sglang import FILES, install, overall, snapshot, write_wheel
 from unit.support.killing import Step, run_in_child
+from unit.support.small_disk import fill, mounted
 
 FIRST = (
     b"import os\nfrom sglang_crashkit.errors import ExitCode\n\n\ndef run():\n    ExitCode()\n    return os.getpid()\n"
@@ -161,22 +157,6 @@ def test_a_foreign_file_is_refused_by_name(ready, kit, action, path, data, state
     assert overall(environment, kit) is state
 
 
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
-        (None, "cannot import sglang_crashkit"),
-        (Kit("0.0.1", Path("/x"), {}, only_by_python_path=False), "imports sglang_crashkit 0.0.1"),
-        (Kit(__version__, Path("/x"), {"a.b": "No module"}, only_by_python_path=False), "cannot import a.b: No module"),
-        (Kit(__version__, Path("/x"), {}, only_by_python_path=True), "through PYTHONPATH alone"),
-    ],
-)
-def test_a_python_without_this_kit_is_refused(environment, kit, found, why):
-    with pytest.raises(RefusedError, match=why) as caught:
-        apply(replace(environment, kit=found), kit.patches, kit.lock)
-    assert "install" in caught.value.next_step
-    assert overall(environment, kit) is State.PRISTINE
-
-
 def test_an_unsupported_release_is_refused_but_may_be_reverted(environment, tmp_path, kit):
     other = install(write_wheel(tmp_path / "other", "0.5.99"), tmp_path / "other-site")
     with pytest.raises(RefusedError, match=r"SGLang 0\.5\.99 is not supported"):
@@ -246,87 +226,30 @@ def test_a_manifest_that_does_not_read_is_named(environment, kit, text, why):
     assert "sglang==0.5.9" in caught.value.next_step
 
 
-@pytest.fixture
-def mount(request):
-    """Mount something until the test ends."""
-
-    def run(folder: Path, *options: str | Path) -> None:
-        done = subprocess.run(["mount", *options, folder], check=False, timeout=10, capture_output=True)
-        if done.returncode != 0:
-            pytest.skip("this machine does not let its user mount")
-        request.addfinalizer(lambda: subprocess.run(["umount", folder], check=False, timeout=10, capture_output=True))
-
-    return run
-
-
 @both
-def test_a_read_only_folder_is_named_and_nothing_changes(ready, kit, action, mount):
+def test_a_read_only_folder_is_named_and_nothing_changes(ready, kit, action):
     environment = ready(action)
     before = snapshot(environment.site)
     folder = environment.package / "srt/deep"
-    mount(folder, "--bind", folder)
-    mount(folder, "-o", "remount,ro,bind")
-    with pytest.raises(RefusedError, match=f"cannot make files in {folder}: it is read-only") as caught:
+    message = f"cannot make files in {folder}: it is read-only"
+    with mounted(folder, "bind,ro", folder), pytest.raises(RefusedError, match=message) as caught:
         action(environment, kit.patches, kit.lock)
     assert "make it writable" in caught.value.next_step
     assert snapshot(environment.site) == before
 
 
 @both
-def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, action, mount):
-    small = tmp_path / "small"
-    small.mkdir()
-    mount(small, "-t", "tmpfs", "-o", "size=256k", "tmpfs")
-    environment = ready(action, install(wheel, small / "site"))
-    before = snapshot(environment.site)
-    with (small / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while filler.write(bytes(4096)):
-            pass
-    with pytest.raises(CrashkitError, match=f"no space left for new files in {small}.*nothing was changed"):
+def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, action):
+    with mounted(tmp_path / "small", "size=256k") as small:
+        environment = ready(action, install(wheel, small / "site"))
+        before = snapshot(environment.site)
+        fill(small)
+        with pytest.raises(CrashkitError, match=f"no space left for new files in {small}.*nothing was changed"):
+            action(environment, kit.patches, kit.lock)
+        assert snapshot(environment.site) == before
+        next(small.glob("filling-*")).unlink()
         action(environment, kit.patches, kit.lock)
-    assert snapshot(environment.site) == before
-    (small / "filler").unlink()
-    action(environment, kit.patches, kit.lock)
-    assert overall(environment, kit) is MEANT[action]
-
-
-@pytest.mark.wide
-@both
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_after_an_error_at_any_step_another_run_finishes(tmp_path, wheel, kit, ready, action, code):
-    sample = install(wheel, tmp_path / "sample")
-    pristine = snapshot(sample.site)
-    patched = snapshot(ready(revert, sample).site)
-    before, meant = (pristine, patched) if action is apply else (patched, pristine)
-    told, reached = tmp_path / "told", tmp_path / "reached"
-    for number in range(1000):
-        environment = ready(action, install(wheel, tmp_path / str(number)))
-
-        def fail(step: Step, number=number) -> None:
-            if step.number == number:
-                reached.touch()
-                raise OSError(code, os.strerror(code), "/some/file")
-
-        def act(environment=environment) -> None:
-            try:
-                action(environment, kit.patches, kit.lock)
-                told.write_text("")
-            except CrashkitError as error:
-                told.write_text(error.message)
-
-        assert run_in_child(act, environment.site, fail) == 0
-        if not reached.exists():
-            break
-        reached.unlink()
-        message = told.read_text()
-        # A name with a leading dot is work in progress: nothing reads it.
-        found = {name: data for name, data in snapshot(environment.site).items() if not Path(name).name.startswith(".")}
-        assert message or found == meant
-        assert found == before or "nothing was changed" not in message
-        assert found in (before, meant) or overall(environment, kit) is State.INTERRUPTED
-        action(environment, kit.patches, kit.lock)
-        assert snapshot(environment.site) == meant
-    assert number > 20
+        assert overall(environment, kit) is MEANT[action]
 
 
 @both

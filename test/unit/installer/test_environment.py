@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import sglang_crashkit
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
+from sglang_crashkit.installer.apply import apply
 from sglang_crashkit.installer.environment import Kit, find_environment, require_kit
+from sglang_crashkit.installer.status import State
+from unit.installer.fake_sglang import overall
+from unit.support.targets import make_tool
 
 KIT_ROOT = Path(sglang_crashkit.__file__).parents[1]
 
@@ -29,6 +34,21 @@ def test_an_installation_is_found_without_importing_it(venv, site, tmp_path, mon
     assert found.dist_info == (site / "sglang-0.5.9.dist-info").resolve()
     assert found.kit == Kit(sglang_crashkit.__version__, KIT_ROOT, {}, only_by_python_path=False)
     require_kit(found)
+
+
+@pytest.mark.parametrize(
+    ("version", "missing", "why"),
+    [
+        ("0.0.1", {}, "imports sglang_crashkit 0.0.1, but this is"),
+        (sglang_crashkit.__version__, {"a.b": "No module"}, "cannot import a.b: No module"),
+    ],
+)
+def test_a_python_with_another_kit_is_refused(environment, kit, version, missing, why):
+    other = replace(environment, kit=Kit(version, Path("/x"), missing, only_by_python_path=False))
+    with pytest.raises(RefusedError, match=why) as caught:
+        apply(other, kit.patches, kit.lock)
+    assert "install" in caught.value.next_step
+    assert overall(environment, kit) is State.PRISTINE
 
 
 def test_a_python_without_the_kit_is_told_the_install_command(venv, site, monkeypatch):
@@ -80,8 +100,6 @@ def test_an_interpreter_that_is_none_is_refused(tmp_path):
 
 @pytest.mark.parametrize("script", ["exit 3", "echo '[]'", "echo '{'", "echo trouble >&2; exit 1"])
 def test_an_interpreter_that_does_not_answer_is_named(tmp_path, script):
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
+    python = make_tool(tmp_path, script, "python")
     with pytest.raises(CrashkitError, match=f"{python} did not say where its SGLang is"):
-        find_environment(str(python))
+        find_environment(python)

@@ -1,23 +1,23 @@
-"""A kill at any step of `apply` and `revert` leaves a tree that names itself and can be finished."""
+"""A kill or an error at any step of `apply` and `revert` leaves a tree that names itself and can be finished."""
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.status import State, read_tree
 from unit.installer.fake_sglang import install, snapshot
-from unit.support.killing import run_and_kill
-
-
-def placed(environment, site: Path):
-    """Return `environment` as it is in a copy of its site folder."""
-    return replace(environment, package=site / "sglang", dist_info=site / environment.dist_info.name)
+from unit.support.killing import Step, run_and_kill, run_in_child
 
 
 class Scene:
@@ -42,13 +42,11 @@ class Scene:
         self.count += 1
         site = self.folder / f"try-{self.count}"
         shutil.copytree(self.folder / state, site)
-        return placed(self.environment, site)
+        dist_info = site / self.environment.dist_info.name
+        return replace(self.environment, package=site / "sglang", dist_info=dist_info)
 
-    def run_and_kill(self, environment, kit, action, step: int) -> bool:
-        return run_and_kill(lambda: action(environment, kit.patches, kit.lock), environment.site, step)
-
-    def check_claim(self, environment) -> None:
-        """Check that the tree is what its one word says."""
+    def check_claim(self, environment) -> State:
+        """Check that the tree is what its one word says, and return that."""
         overall = read_tree(environment, self.kit.lock.find("0.5.9")).overall
         # A name with a leading dot is work in progress: nothing reads it.
         found = {name: data for name, data in snapshot(environment.site).items() if not Path(name).name.startswith(".")}
@@ -58,6 +56,7 @@ class Scene:
             assert "sglang-0.5.9.dist-info/sglang-crashkit.json" in found
         else:
             assert found == {State.PRISTINE: self.pristine, State.OUTDATED: self.outdated}[overall]
+        return overall
 
     def check_finish(self, environment) -> None:
         """Check that both commands finish the tree, each to the exact bytes."""
@@ -74,41 +73,57 @@ def scene(tmp_path, wheel, kit, other_kit) -> Scene:
     return Scene(tmp_path, wheel, kit, other_kit)
 
 
-@pytest.fixture
-def shrinking_scene(tmp_path, wheel, kit, other_kit) -> Scene:
-    """The kit in hand patches fewer files than the one before it."""
-    return Scene(tmp_path, wheel, other_kit, kit)
-
-
-@pytest.mark.wide
-def test_a_kill_between_two_versions_of_the_kit_is_finished(shrinking_scene):
-    kill_at_every_step(shrinking_scene, "outdated", apply)
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("start", "action"),
+    ("start", "action", "shrinks"),
     [
-        ("pristine", apply),
-        ("patched", revert),
-        ("outdated", apply),
-        ("outdated", revert),
+        ("pristine", apply, False),
+        ("patched", revert, False),
+        ("outdated", apply, False),
+        ("outdated", revert, False),
+        ("outdated", apply, True),  # to a kit that patches fewer files
     ],
 )
-def test_a_kill_at_any_step_can_be_finished(scene, start, action):
-    kill_at_every_step(scene, start, action)
-
-
-def kill_at_every_step(scene: Scene, start: str, action) -> None:
-    step = 0
-    while True:
+def test_a_kill_at_any_step_can_be_finished(tmp_path, wheel, kit, other_kit, start, action, shrinks):
+    scene = Scene(tmp_path, wheel, *((other_kit, kit) if shrinks else (kit, other_kit)))
+    for step in itertools.count():
         environment = scene.fresh(start)
-        if not scene.run_and_kill(environment, scene.kit, action, step):
+        if not run_and_kill(partial(action, environment, scene.kit.patches, scene.kit.lock), environment.site, step):
             break
         scene.check_claim(environment)
         scene.check_finish(environment)
-        step += 1
     assert step > 20
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("start", "action"), [(State.PRISTINE, apply), (State.PATCHED, revert)])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_after_an_error_at_any_step_another_run_finishes(scene, tmp_path, start, action, code):
+    told, reached = tmp_path / "told", tmp_path / "reached"
+    for number in itertools.count():
+        environment = scene.fresh(start.value)
+
+        def fail(step: Step, number=number) -> None:
+            if step.number == number:
+                reached.touch()
+                raise OSError(code, os.strerror(code), "/some/file")
+
+        def act(environment=environment) -> None:
+            told.write_text("")
+            try:
+                action(environment, scene.kit.patches, scene.kit.lock)
+            except CrashkitError as error:
+                told.write_text(error.message)
+
+        assert run_in_child(act, environment.site, fail) == 0
+        if not reached.exists():
+            break
+        reached.unlink()
+        message, overall = told.read_text(), scene.check_claim(environment)
+        assert message or overall not in (start, State.INTERRUPTED)
+        assert overall is start or "nothing was changed" not in message
+        scene.check_finish(environment)
+    assert number > 20
 
 
 @pytest.mark.wide
@@ -117,7 +132,8 @@ def test_several_kills_in_a_row_can_be_finished(scene):
     for _ in range(40):
         environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))
         for _ in range(chance.randint(2, 4)):
-            kit = chance.choice([scene.kit, scene.other_kit])
-            scene.run_and_kill(environment, kit, chance.choice([apply, revert]), chance.randint(0, 60))
+            kit, action = chance.choice([scene.kit, scene.other_kit]), chance.choice([apply, revert])
+            act = partial(action, environment, kit.patches, kit.lock)
+            run_and_kill(act, environment.site, chance.randint(0, 60))
             scene.check_claim(environment)
         scene.check_finish(environment)

@@ -22,6 +22,7 @@ from sglang_crashkit.installer.wheel import (
     install_command,
 )
 from unit.installer.fake_sglang import FILES, install, write_wheel
+from unit.support.targets import make_tool
 
 VERSION = f"0.5.9+crashkit.{__version__}"
 INFO = f"sglang-{VERSION}.dist-info"
@@ -142,11 +143,9 @@ def test_a_cached_wheel_is_checked_against_the_lock(cache):
 
 def test_pip_is_asked_for_the_wheel_named_by_the_lock(cache, tmp_path, monkeypatch):
     made = write_wheel(tmp_path / "registry", tags="cp311-cp311-manylinux_2_34_x86_64")
-    pip = tmp_path / "pip"
-    script = f'echo "$@" > {tmp_path}/arguments\nwhile [ "$1" != --dest ]; do shift; done\ncp {made} "$2"\n'
-    pip.write_text(f'#!/bin/sh\n[ "$3" = --version ] && exit\n{script}')
-    pip.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(pip))
+    script = f'echo "$@" > {tmp_path}/arguments\nwhile [ "$1" != --dest ]; do shift; done\ncp {made} "$2"'
+    pip = make_tool(tmp_path, f'[ "$3" = --version ] && exit\n{script}', "pip")
+    monkeypatch.setattr(sys, "executable", pip)
     found = find_wheel("0.5.9", {made.name: sha256_hex(made.read_bytes())}, download=True)
     assert found == cache / made.name
     assert [path.name for path in cache.iterdir()] == [made.name]
@@ -157,10 +156,8 @@ def test_pip_is_asked_for_the_wheel_named_by_the_lock(cache, tmp_path, monkeypat
 
 
 def test_a_failed_download_and_a_missing_pip_are_named(cache, tmp_path, monkeypatch):
-    pip = tmp_path / "pip"
-    pip.write_text('#!/bin/sh\n[ "$3" = --version ] || {\necho "ERROR: no matching distribution" >&2\nexit 1\n}\n')
-    pip.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(pip))
+    script = '[ "$3" = --version ] || {\necho "ERROR: no matching distribution" >&2\nexit 1\n}'
+    monkeypatch.setattr(sys, "executable", make_tool(tmp_path, script, "pip"))
     with pytest.raises(CrashkitError, match=r"could not download sglang==0\.5\.9: ERROR: no matching"):
         find_wheel("0.5.9", {}, download=True)
     assert list(cache.iterdir()) == []

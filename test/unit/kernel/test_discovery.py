@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.kernel.discovery import (
-    Place,
-    find_processes,
-    place_of,
-    runs_sglang,
-)
+from sglang_crashkit.kernel.discovery import FoundProcess, Place, find_processes, place_of, runs_sglang
 from sglang_crashkit.kernel.procfs import read_title
 from unit.support.waiting import LONG, child, wait_until
 
@@ -117,9 +112,7 @@ def test_any_process_of_a_server_stands_for_it() -> None:
         for pid in (one, *pids.values()):
             assert titles_of(pid) == list(RANKS)
         assert titles_of(other) == ["sglang::scheduler_TP0"]
-        both = {process.server for process in find_processes().processes}
-        assert {one, other} <= both
-        assert {one, other} <= set(find_processes().servers)
+        assert {one, other} <= {process.server for process in find_processes().processes}
 
 
 def test_without_titles_sglang_is_found_with_what_it_spawned(tmp_path: Path) -> None:
@@ -190,6 +183,29 @@ def test_another_users_ranks_are_known_by_their_titles(tmp_path: Path) -> None:
         pid = int(line)
         wait_until(lambda: read_title(pid).startswith("sglang::"), "it has its title")
         assert [process.pid for process in find_processes(pid=os.getpid()).processes] == [pid]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ("--port 8000", "port", 8000),
+        ("--port=8000", "port", 8000),
+        ("", "port", 30000),
+        ("--port x", "port", 30000),
+        ("--port", "port", 30000),
+        ("--dist-init-addr 10.0.0.1:5000", "rendezvous", "10.0.0.1:5000"),
+        ("--nccl-init-addr=[::1]:5000", "rendezvous", "[::1]:5000"),
+        ("--dist-init-addr", "rendezvous", None),
+        ("", "rendezvous", None),
+        ("--disaggregation-mode prefill", "side", "prefill"),
+        ("--disaggregation-mode=decode", "side", "decode"),
+        ("--disaggregation-mode null", "side", None),
+        ("", "side", None),
+    ],
+)
+def test_a_servers_command_line_tells_of_it(arguments: str, field: str, value: object) -> None:
+    words = ("python", "-m", LAUNCH, "--tp", "16", *arguments.split())
+    assert getattr(FoundProcess(1, 1, "", "server", {}, 1, words, 0, "title"), field) == value
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,7 @@ def reader() -> Iterator[GuardedReader]:
 def helpers() -> list[int]:
     """Return the processes that read for this one."""
     stats = {pid: procfs.read_stat(pid) for pid in procfs.TreeScanner(os.getpid()).scan()}
-    return [pid for pid, stat in stats.items() if stat and stat.state != "Z" and name_of(pid) == "crashkit_reader"]
-
-
-def name_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+    return [pid for pid, stat in stats.items() if stat and stat.state != "Z" and stat.comm == "crashkit_reader"]
 
 
 def fifo(folder: Path) -> Path:

@@ -13,12 +13,6 @@ from unit.support.targets import UNDUMPABLE, run_unprivileged
 from unit.support.waiting import LONG, child, wait_until
 
 
-def dead_pid() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait(LONG)
-    return process.pid
-
-
 def test_a_stat_line_with_parentheses_is_read_right(tmp_path: Path) -> None:
     program = tmp_path / "a) Z (b"
     program.symlink_to("/bin/sleep")
@@ -102,11 +96,13 @@ def test_a_scan_finds_descendants_and_forgets_ended_ones() -> None:
 def test_without_permission_python_is_known_but_not_inspected() -> None:
     code = "import sys; from sglang_crashkit.kernel import procfs\n"
     code += "print(*[(procfs.is_python(int(pid)), procfs.may_inspect(int(pid))) for pid in sys.argv[1:]])"
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait(LONG)
     with (
         child(UNDUMPABLE + "ready(); pause()") as plain,
         child(UNDUMPABLE + "ready(); pause()", title="sglang::x") as own,
     ):
-        said = run_unprivileged(code, str(plain.pid), str(own.pid), str(dead_pid()))
+        said = run_unprivileged(code, str(plain.pid), str(own.pid), str(dead.pid))
     assert said == "(True, False) (True, False) (False, True)\n"
     assert procfs.may_inspect(os.getpid())
 

@@ -30,10 +30,7 @@ from sglang_crashkit.kernel.titles import label_of, rank_of, role_of
 )
 def test_a_role_follows_from_the_title(title: str, role: str) -> None:
     assert role_of(title) == role
-
-
-def test_the_root_is_the_server_whatever_its_title() -> None:
-    assert role_of("sglang::scheduler_TP0", is_root=True) == "server"
+    assert role_of(title, is_root=True) == "server"
 
 
 @pytest.mark.parametrize(

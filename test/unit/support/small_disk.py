@@ -12,11 +12,11 @@ import pytest
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, options: str = "size=4m,mode=700") -> Iterator[Path]:
-    """Mount a tmpfs at `folder`; skips the test where that is not permitted."""
-    folder.mkdir()
+def mounted(folder: Path, options: str = "size=4m,mode=700", source: str | Path = "crashkit-test") -> Iterator[Path]:
+    """Mount a tmpfs at `folder`, or a folder with the option ``bind``; skips the test where that is not permitted."""
+    folder.mkdir(exist_ok=True)
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "crashkit-test", folder],
+        ["mount", "-t", "tmpfs", "-o", options, source, folder],
         capture_output=True,
         text=True,
         timeout=30,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -79,6 +80,14 @@ def is_gone(pid: int) -> bool:
     return state_of(pid) in ("", "Z", "X")
 
 
+def runs_on(pid: int) -> None:
+    """Wait until a process is neither stopped nor traced, and check that it has no stop ahead."""
+    wait_until(lambda: not any(procfs.read_tracer(pid, one) for one in procfs.thread_states(pid)), "no one traces it")
+    wait_until(lambda: set(procfs.thread_states(pid).values()) <= set("RSD"), "it runs on")
+    for thread in procfs.thread_states(pid):
+        assert not procfs.in_mask(procfs.read_status(pid, thread)["SigPnd"], signal.SIGSTOP)
+
+
 def settle(pid: int, state: str) -> None:
     """Wait until a process's main thread is in `state`."""
     wait_until(lambda: state_of(pid) == state, f"process {pid} is in {state}")
@@ -149,9 +158,10 @@ def run_unprivileged(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def make_tool(folder: Path, script: str) -> str:
-    """Write a stand-in for py-spy: what the real one does too rarely to wait for. Its fifth argument is the pid."""
-    tool = folder / "py-spy"
+def make_tool(folder: Path, script: str, name: str = "py-spy") -> str:
+    """Write a stand-in for a program: what the real one does too rarely. The fifth argument of py-spy is the pid."""
+    folder.mkdir(exist_ok=True)
+    tool = folder / name
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     return str(tool)

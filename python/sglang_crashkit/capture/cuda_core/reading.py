@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import signal
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
-from sglang_crashkit.capture.debugger import GET_CUDA_GDB, find_cuda_gdb, own_environ
+from sglang_crashkit.capture.debugger import GET_CUDA_GDB, begin_command, find_cuda_gdb, own_environ
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 
@@ -28,7 +27,6 @@ MAX_SECONDS = 60.0
 MAX_OUTPUT, MAX_OUTPUT_WITHOUT_THREADS = 48 << 20, 1 << 20
 #: Templates make names of thousands of characters, and a pattern is tried on no more of a line than this.
 _MAX_LINE, _MAX_NAME = 4096, 200
-_SETTINGS = ("set width 0", "set pagination off", "set confirm off", "set auto-load off", "set debuginfod enabled off")
 _KERNELS, _DEVICES = ("kernels", "info cuda kernels"), ("devices", "info cuda devices")
 #: Of one device after the other: 13.0 knows no ``device all``. Of one that is not there a line says so.
 _THREADS = tuple(("threads", f"info cuda lanes device {number}") for number in range(16))
@@ -113,7 +111,6 @@ def read_cuda_core(
     *,
     with_threads: bool = True,
     folder: Path | None = None,
-    stop: threading.Event | None = None,
 ) -> CudaCore:
     """Return what cuda-gdb says of a core within `seconds`.
 
@@ -122,7 +119,6 @@ def read_cuda_core(
         seconds: when cuda-gdb is killed; what it printed by then counts.
         with_threads: have the exception of every thread listed, too.
         folder: where cuda-gdb gets a folder for its own files, the temporary one by default.
-        stop: calls it off when it is set.
 
     Raises:
         CudaCoreError: see there; the message says which.
@@ -141,11 +137,9 @@ def read_cuda_core(
             # The last decides on the status, and of these that of the devices never fails.
             listings = (_KERNELS, *(_THREADS if with_threads else ()), _DEVICES)
             limit = MAX_OUTPUT if with_threads else MAX_OUTPUT_WITHOUT_THREADS
-            argv = [program, "-nx", "-batch"]
-            argv += [word for setting in _SETTINGS for word in ("-iex", setting)]
-            argv += ["-ex", f"target cudacore {link}"]
+            argv = [*begin_command(program), "-ex", f"target cudacore {link}"]
             argv += [word for name, one in listings for word in ("-ex", f"echo {_MARK}{name}\\n", "-ex", one)]
-            run = run_tool(argv, seconds, stop, environ=own_environ() | {"TMPDIR": own}, max_output=limit)
+            run = run_tool(argv, seconds, environ=own_environ() | {"TMPDIR": own}, max_output=limit)
     except OSError as error:
         raise CudaCoreError(f"cuda-gdb gets no folder of its own: {error}") from error
     core = parse(run.text, run.reason)

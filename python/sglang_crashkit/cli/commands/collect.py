@@ -285,8 +285,8 @@ def _folder_or_substitute(output: Path) -> Path:
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # What one host needs starts without what many do.
+    from sglang_crashkit.collect.collection import judged
     from sglang_crashkit.collect.gather import EXPLANATION, Limits, gather
-    from sglang_crashkit.collect.judging import judged
     from sglang_crashkit.redact import redact_text
     from sglang_crashkit.view.verdict import screen
 
@@ -381,8 +381,6 @@ def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
 
 def _require_one_server(found: Discovery) -> None:
     """Refuse where the processes are of several servers."""
-    from sglang_crashkit.kernel.server_arguments import port_of, side_of
-
     of_server = {one.server: one for one in found.processes}
     if len(of_server) < 2:
         return
@@ -390,8 +388,7 @@ def _require_one_server(found: Discovery) -> None:
     for server, one in of_server.items():
         ranks = [process for process in found.processes if process.server == server and process.role == "scheduler"]
         what = _counted(len(ranks), "scheduler", "schedulers") if ranks else one.title
-        side = side_of(one.server_arguments)
-        words = [what, *([f"{side} side"] if side else []), f"port {port_of(one.server_arguments)}"]
+        words = [what, *([f"{one.side} side"] if one.side else []), f"port {one.port}"]
         lines[server if server is not None else one.pid] = ", ".join(words)
     listed = "".join(f"\n  --pid {pid}: {words}" for pid, words in lines.items())
     raise RefusedError(

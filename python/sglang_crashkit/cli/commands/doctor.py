@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.cli.commands.status import find_running_servers
     from sglang_crashkit.doctor.checks import CHECKS, Target
     from sglang_crashkit.kernel import procfs
-    from sglang_crashkit.kernel.discovery import find_processes
-    from sglang_crashkit.kernel.server_arguments import value_of
+    from sglang_crashkit.kernel.discovery import find_processes, value_of
 
     user = os.geteuid() if args.pid is None else None
     found = find_processes(pid=args.pid, user=user, everything=True).processes

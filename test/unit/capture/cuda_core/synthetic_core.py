@@ -76,7 +76,7 @@ def cubin_bytes() -> bytes:
     return elf_bytes([*texts, table, Part(".strtab", STRTAB, bytes(strings))], 2)
 
 
-def core_parts(devices: Sequence[Sequence[Warp]], *, name: str = "NVIDIA H200") -> list[Part]:
+def core_parts(devices: Sequence[Sequence[Warp]]) -> list[Part]:
     """Return the sections of a core with these warps on each GPU; the first one becomes section 1."""
     parts: list[Part] = []
 
@@ -84,7 +84,7 @@ def core_parts(devices: Sequence[Sequence[Warp]], *, name: str = "NVIDIA H200") 
         parts.append(Part(f".cudbg.{len(parts)}", kind, b"".join(rows), link, info, len(rows[0]) if rows else 1))
         return len(parts)
 
-    texts = f"\0{name}\0GH100\0sm_90\0".encode()
+    texts = b"\0NVIDIA H200\0GH100\0sm_90\0"
     at = (1, texts.index(b"GH100"), texts.index(b"sm_90"))
     numbers = (8, 64, 32, 255, 7, 9, 0, 16, 0, 63, 7, 16, 0)
     rows = [struct.pack("<3Q16I", *at, device, 0x1B + device, 0, *numbers) for device in range(len(devices))]
@@ -120,9 +120,9 @@ def core_parts(devices: Sequence[Sequence[Warp]], *, name: str = "NVIDIA H200") 
     return [*parts, Part(".strtab", STRTAB, texts)]
 
 
-def core_bytes(*devices: Sequence[Warp], name: str = "NVIDIA H200", many_sections: bool = False) -> bytes:
+def core_bytes(*devices: Sequence[Warp]) -> bytes:
     """Return a core as the driver writes it."""
-    return elf_bytes(core_parts(devices, name=name), many_sections=many_sections)
+    return elf_bytes(core_parts(devices))
 
 
 def hung_core() -> bytes:

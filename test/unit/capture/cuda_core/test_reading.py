@@ -16,7 +16,7 @@ from sglang_crashkit.capture.cuda_core import reading
 from sglang_crashkit.capture.cuda_core.reading import CudaCoreError, core_in_lines, parse, read_cuda_core
 from sglang_crashkit.cli.main import main
 from unit.capture.cuda_core.synthetic_core import COPY, SMS, SPIN, Warp, core_bytes, hung_core
-from unit.support.targets import is_gone
+from unit.support.targets import is_gone, make_tool
 from unit.support.waiting import LONG, wait_until
 
 Output = pytest.CaptureFixture[str]
@@ -43,23 +43,19 @@ def core(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Put a cuda-gdb on PATH that runs this."""
 
-    def make(script: str) -> Path:
-        tool = tmp_path / "bin" / "cuda-gdb"
-        tool.parent.mkdir(exist_ok=True)
-        tool.write_text(f"#!/bin/sh\n{script}\n")
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-        return tool
+    def make(script: str) -> None:
+        make_tool(tmp_path / "bin", script, "cuda-gdb")
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
 
     return make
 
 
 @pytest.fixture
 def cuda_gdb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{CUDA_GDB.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(CUDA_GDB.parent), prepend=os.pathsep)
 
 
 #: What the driver 580.159.04 wrote of a kernel with debug information that stored where nothing is; only the path of
@@ -176,7 +172,7 @@ def test_without_cuda_gdb_the_package_is_named(core: Path, monkeypatch: pytest.M
 
 
 def test_it_has_a_folder_of_its_own_and_no_servers_of_symbols(
-    core: Path, tmp_path: Path, stand_in: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    core: Path, tmp_path: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEBUGINFOD_URLS", "http://127.0.0.1:9/")
     (tmp_path / "table").write_text(TABLE)
@@ -195,7 +191,7 @@ def test_it_has_a_folder_of_its_own_and_no_servers_of_symbols(
 
 @pytest.mark.parametrize("with_threads", [True, False])
 def test_one_that_hangs_is_killed_with_its_children_and_what_it_said_is_kept(
-    core: Path, tmp_path: Path, stand_in: Callable[[str], Path], with_threads: bool
+    core: Path, tmp_path: Path, stand_in: Callable[[str], None], with_threads: bool
 ) -> None:
     (tmp_path / "table").write_text(TABLE)
     stand_in(f'sleep 600 & echo $! > {tmp_path}/child; echo "$@" > {tmp_path}/asked; cat {tmp_path}/table; wait')
@@ -209,7 +205,7 @@ def test_one_that_hangs_is_killed_with_its_children_and_what_it_said_is_kept(
 
 
 def test_one_that_prints_for_ever_is_ended(
-    core: Path, stand_in: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    core: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "MAX_OUTPUT", 1 << 20)
     stand_in("exec yes")

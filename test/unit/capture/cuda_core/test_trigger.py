@@ -106,13 +106,18 @@ def test_who_cannot_be_asked_is_left_alone_and_named(tmp_path: Path, there: str,
     assert victim.read_text() == "untouched"
 
 
-def test_a_pipe_that_an_earlier_process_left_is_passed_over(start: Start, tmp_path: Path) -> None:
-    # The driver's own has another name, as with some drivers.
-    request = start(name="corepipe_host_%p", pipe=str(tmp_path / "left"))
+@pytest.mark.parametrize(("name", "template"), [("corepipe_host_%p", "left"), ("corepipe.%t.%p", "corepipe.%t.%p")])
+def test_a_pipe_of_another_name_is_found_among_open_files(
+    start: Start, tmp_path: Path, name: str, template: str
+) -> None:
+    # As with some drivers; an earlier process left one of the name that the driver's own would have.
+    request = start(name=name, pipe=str(tmp_path / template))
     os.mkfifo(tmp_path / "left")
-    wait_until(lambda: "corepipe_host" in str(list(open_files(request.pid))), "the driver opened it")
-    request.send()
-    assert wait_until(request.look, "the core is whole")
+    # A driver holds its pipe open; here somebody writes to it already.
+    with next(tmp_path.glob("corepipe*")).open("wb", buffering=0):
+        wait_until(lambda: "corepipe" in str([path for _link, path in open_files(request.pid)]), "the driver opened it")
+        request.send()
+        assert wait_until(request.look, "the core is whole")
 
 
 def test_nothing_more_of_an_ended_process_is_waited_for(tmp_path: Path) -> None:
@@ -164,18 +169,6 @@ def test_a_pipe_of_another_user_is_not_written_to(start: Start, tmp_path: Path) 
     os.chown(next(tmp_path.glob("corepipe*")), 65534, 65534)
     with pytest.raises(NoCoreError, match="is not a pipe of the process's own user"):
         request.send()
-
-
-def test_a_pipe_named_by_time_is_found_among_open_files(start: Start, tmp_path: Path) -> None:
-    # A driver holds its pipe open; here somebody writes to it already.
-    request = start(name="corepipe.%t.%p", pipe=str(tmp_path / "corepipe.%t.%p"))
-    descriptor = os.open(next(tmp_path.glob("corepipe*")), os.O_WRONLY)
-    try:
-        wait_until(lambda: "corepipe" in str([path for _link, path in open_files(request.pid)]), "the driver opened it")
-        request.send()
-        assert wait_until(request.look, "the core is whole")
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize("template", ["| gzip > core", "fifo"])
