@@ -9,7 +9,6 @@ from typing import Any
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.support.stored import make_incident
 
-START = 1_700_000_000
 #: Who failed, of the ranks of `many_ranks`.
 FAULTY = 3
 #: Ways to have a page run what it is only to show.
