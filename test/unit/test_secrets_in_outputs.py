@@ -26,16 +26,15 @@ from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.srt.redaction import redact_dump
 from sglang_crashkit.view.markdown import format_summary, format_termination_message
 from unit.secret_forms import FORMS, PLANTED, holds_secret
-from unit.support.stored import NOON, handler_log
+from unit.support.stored import NOON, golden, handler_log
 
-GOLDEN = json.loads((Path(__file__).parent / "incident" / "data" / "exception.json").read_text())
 ALL = "\n".join(FORMS)
 STAMP = "[2026-10-05 08:00:00 TP0]"
 
 
 def planted() -> dict[str, Any]:
     """Return an incident whose messages, reasons and events hold them."""
-    document = json.loads(json.dumps(GOLDEN))
+    document = golden("exception")
     for number, form in enumerate(FORMS):
         document["timeline"].append(document["timeline"][0] | {"event": "exception", "message": form})
         document["timeline"][number % 3].setdefault("more", []).append([{"words": form}, ["api_key", PLANTED]])

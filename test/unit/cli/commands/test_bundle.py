@@ -10,10 +10,10 @@ import pytest
 import zstandard
 
 from sglang_crashkit.cli.main import main
-from unit.support.stored import make_incident
+from unit.support.stored import golden, make_incident
 
 SECRET = "a prompt that no one else may read"
-GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
+GOLDEN = golden("killed")
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def incident(tmp_path: Path) -> Path:
             {"command_line": "python -m x --api-key <redacted>", "versions": {"torch": "2"}}
         ),
     }
-    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind")}
-    path = make_incident(tmp_path / "incidents", pieces=pieces, **fields)
+    path = make_incident(tmp_path / "incidents", pieces=pieces, **GOLDEN)
     # A link may lead to anything of the user's.
     (path / "link").symlink_to("/etc/hostname")
     return path
@@ -155,7 +154,7 @@ def test_a_file_that_is_there_stays(incident: Path, tmp_path: Path, capsys: pyte
 def test_one_that_is_not_whole_is_taken_from_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind", "complete", "verdict")}
+    fields = {name: value for name, value in GOLDEN.items() if name not in ("complete", "verdict")}
     failure = {"pid": GOLDEN["verdict"]["first_failure"]["pid"], "seconds": 1.0, "kind": "exit", "fatal_signal": True}
     path = make_incident(tmp_path / "incidents", publish=False, failures=[failure], **fields)
     output = tmp_path / ("x.tar.zst" if command == "bundle" else "x.html")

@@ -11,10 +11,10 @@ from sglang_crashkit import settings
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view.first_screen import first_screen
-from unit.support.stored import NOON, make_incident
+from unit.support.stored import NOON, golden, make_incident, stacks_of
 
 SUSPECT = "bbb2806ce0da4c099796b96369187b3e"
-GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
+GOLDEN = golden("killed")
 GOLDEN["suspects"] = [{"rid": SUSPECT, "level": "unknown", "reasons": ["it was in the step"]}]
 SECRET = "a prompt that no one else may read"
 REQUESTS = [
@@ -29,30 +29,18 @@ DEFAULTS = {
 }
 
 
-def stack(pid: int, *functions: str) -> str:
-    frames = [{"function": function, "file": "sglang/x.py", "line": 3} for function in functions]
-    other = {"name": "Thread-1", "native_id": 1, "frames": [{"function": "sleeps", "file": "t.py", "line": 1}]}
-    return json.dumps({"threads": [other, {"name": "MainThread", "native_id": pid, "frames": frames}]})
-
-
 @pytest.fixture
 def crash_dir(tmp_path: Path) -> Path:
     """A crash folder with a real incident, and an older one."""
     incidents = tmp_path / "node7" / "incidents"
     make_incident(incidents, seconds=NOON - 60)
-    paths = {
-        piece["path"]: process["pid"]
-        for process in GOLDEN["processes"]
-        for piece in process["evidence"]
-        if piece["kind"] == "stack" and piece["path"]
-    }
-    pieces = {str(Path(path).with_suffix(".json")): stack(pid, "waits", "runs") for path, pid in paths.items()}
+    frames = [{"function": function, "file": "sglang/x.py", "line": 3} for function in ("waits", "runs")]
+    pieces = stacks_of(GOLDEN, *frames)
     pieces["requests/requests.jsonl"] = "".join(json.dumps(one) + "\n" for one in REQUESTS) + "{torn"
     pieces["environment.json"] = json.dumps({"command_line": "python", "cgroup": {"memory": {"used_bytes": 7}}})
     dead = GOLDEN["verdict"]["first_failure"]["pid"]
     pieces[f"ranks/scheduler_TP1-{dead}.exception.txt"] = "Traceback (most recent call last):\nRuntimeError: x\n"
-    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind")}
-    make_incident(incidents, pieces=pieces, **fields)
+    make_incident(incidents, pieces=pieces, **GOLDEN)
     return tmp_path
 
 
