@@ -6,21 +6,27 @@ hangs. The stacks of that moment show the victim; the steps before show who went
 
 The ranks are read at different moments, and one that died wrote less than the others: what one has and another has not
 yet is no difference.
+
+SGLang's own checker (``SGLANG_ENABLE_RANK_CONSENSUS_CHECKER``) compares what ranks must do alike, in order; where that
+differs, each rank logs its own events and ends with status 1, the healthy ones too, in any order.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_crashkit.analysis.ranks import Rank, RankSet
+from sglang_crashkit.analysis.ranks import Rank, RankSet, name_some
 from sglang_crashkit.model.incident import Divergence
 from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
 from sglang_crashkit.model.verdict import Level
 
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
+#: The phases of a step of which it is known what it runs.
+_SCHEDULED = frozenset(PHASES[PHASES.index("scheduled") :])
 #: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
 _LAG_SECS = 2.0
 #: Of so many requests it is told who they are.
@@ -30,6 +36,10 @@ _TAKES_IN = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
 #: Decisions that a rank takes by what it has itself, so that who took one alone is the outlier; and those that follow
 #: from a request that all have, so that who did not take it is.
 _BY_ITSELF, _OF_REQUEST = ("retract", "timeout"), ("prefetch",)
+#: What a rank logs by the checker, which may be cut off; and one event in it, as Python has a string.
+_LINE = re.compile(r"Found rank divergence for \d{1,9} events?\(s\)! local hash: \w{1,64}, events = \[(?P<events>.*)")
+_EVENT = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
+_MAX_EVENT = 120
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,8 @@ def _order(found: Divergence) -> tuple[bool, float, int]:
 
 def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -> Divergence:
     """Compare the steps of ranks that must agree."""
-    by_number = [{step.number: step for step in one.steps if _is_scheduled(step)} for one in group]
+    # Before a step is scheduled it is not known what it runs, and nothing in it is to be compared.
+    by_number = [{step.number: step for step in one.steps if step.phase in _SCHEDULED} for one in group]
     known = [(one, steps) for one, steps in zip(group, by_number, strict=True) if steps]
     silent = [one for one, steps in zip(group, by_number, strict=True) if not steps]
     without = f" Of {names.of(silent)} there are no steps." if silent else ""
@@ -128,11 +139,6 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
     of = names.of(one for one, _steps in known)
     text = f"No divergence in the last {_count(len(common), 'step')} of {of}.{without}"
     return Divergence("none", "supported" if silent else "established", text, compared=len(common))
-
-
-def _is_scheduled(step: Step) -> bool:
-    """Say whether it is known what the step runs; before that nothing in it is to be compared."""
-    return step.phase in PHASES and PHASES.index(step.phase) >= PHASES.index("scheduled")
 
 
 # -- one step
@@ -345,10 +351,10 @@ def _before(began: float, moment: Moment | None) -> tuple[float | None, str]:
     secs = moment.at - began if moment is not None else -1.0
     if moment is None or not 0 <= secs < float("inf"):
         return None, ""
-    return round(secs, 3), f"; {describe_duration(secs)} before {moment.name}"
+    return round(secs, 3), f"; {_duration(secs)} before {moment.name}"
 
 
-def describe_duration(secs: float) -> str:
+def _duration(secs: float) -> str:
     """Return a duration as a person would tell it, such as ``16 minutes``."""
     if secs < 120:
         return f"{secs:.1f} s" if secs < 10 else f"{secs:.0f} s"
@@ -357,3 +363,49 @@ def describe_duration(secs: float) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# -- by SGLang's consensus checker
+
+
+def events_in(log: str) -> list[str] | None:
+    """Return the events that a rank logged last as it ended for a divergence; None where it logged none."""
+    found = [*_LINE.finditer(log)]
+    return [one[1] or one[2] or "" for one in _EVENT.finditer(found[-1]["events"])] if found else None
+
+
+def disagreement(told: Mapping[int, tuple[str, Sequence[str]]]) -> Divergence | None:
+    """Return where ranks differ, by name and events of each, by pid; None where no rank logged any.
+
+    The outliers are those that are fewer; of as many on each side, nothing tells who they are.
+    """
+    if not told:
+        return None
+    sequences = [events for _name, events in told.values()]
+    shared = min(map(len, sequences))
+    place = next((at for at in range(shared) if len({events[at] for events in sequences}) > 1), None)
+    words, odd, against = f"only what {next(iter(told.values()))[0]} did is known", list[int](), ""
+    if place is not None:
+        sides: dict[str, list[int]] = {}
+        for pid, (_name, events) in told.items():
+            sides.setdefault(events[place], []).append(pid)
+        names = {event: name_some([told[pid][0] for pid in pids]) for event, pids in sides.items()}
+        # Of a long event, from a little before where it differs.
+        same = next((at for at, letters in enumerate(zip(*sides, strict=False)) if len({*letters}) > 1), None)
+        begin = max(0, (min(map(len, sides)) if same is None else same) - _MAX_EVENT // 2)
+        cut = "..." if begin else ""
+        words = "; ".join(f"{names[event]}: {cut}{event[begin : begin + _MAX_EVENT]}" for event in sides)
+        fewest, *others = sorted(sides.values(), key=len)
+        if len(others) == 1 and len(fewest) < len(others[0]):
+            odd, against = fewest, name_some([told[pid][0] for pid in others[0]])
+    elif len(told) > 1:
+        words = f"they differ behind the first {shared} events, which is all that the logs keep"
+    return Divergence(
+        "consensus",
+        "established",
+        f"SGLang's rank consensus checker found that the ranks diverged: {words}.",
+        ranks=name_some([told[pid][0] for pid in odd or told]),
+        pids=tuple(odd or told),
+        against=against,
+        compared=shared,
+    )

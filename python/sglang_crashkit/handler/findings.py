@@ -20,8 +20,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_crashkit.analysis.consensus import disagreement, events_in
-from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
+from sglang_crashkit.analysis.divergence import Moment, RankSteps, disagreement, events_in, find_divergence
 from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.analysis.suspects import (
     MAX_SUSPECTS,

@@ -10,8 +10,7 @@ from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
 from sglang_crashkit.incident.names import Names
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import words
-from sglang_crashkit.view.evidence import stacks_of
-from sglang_crashkit.view.files import IncidentFiles, cut
+from sglang_crashkit.view.evidence import IncidentFiles, cut, stacks_of
 
 #: A tree of more nodes is cut at those of the deepest calls, and at those that are thinner, in percent.
 _MAX_NODES, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12

@@ -10,8 +10,7 @@ from sglang_crashkit.incident.store import StoredSteps
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import model, words
-from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, flat, requests_of, stacks_of
-from sglang_crashkit.view.files import IncidentFiles
+from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, IncidentFiles, flat, requests_of, stacks_of
 from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.view.markdown import fenced
 from sglang_crashkit.view.steps import tables_of

@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Write it."""
     from sglang_crashkit.model.incident import Incident
-    from sglang_crashkit.view.files import IncidentFiles
+    from sglang_crashkit.view.evidence import IncidentFiles
     from sglang_crashkit.view.terminal import format_report
 
     incident = find_incident(args.incident, args.folder)

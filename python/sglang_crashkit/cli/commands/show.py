@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         say(*rest)
         return ExitCode.DONE
     from sglang_crashkit.view import terminal
-    from sglang_crashkit.view.files import IncidentFiles
+    from sglang_crashkit.view.evidence import IncidentFiles
 
     whole, files = incident.incident, IncidentFiles(incident.path)
     if args.stacks:
