@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet, name_some
@@ -24,6 +24,8 @@ from sglang_crashkit.model.incident import Divergence
 from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
 from sglang_crashkit.model.verdict import Level
 
+#: Return what ranks are called, without what all of them have in common but their number.
+_Names = Callable[[Iterable["RankSteps"]], str]
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
 #: The phases of a step of which it is known what it runs.
 _SCHEDULED = frozenset(PHASES[PHASES.index("scheduled") :])
@@ -73,9 +75,17 @@ def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) ->
     several = [group for group in groups.values() if len({one.rank for one in group}) == len(group) > 1]
     if not several:
         return None
-    names = _Names([one.rank for group in groups.values() for one in group])
-    found = [_compare(group, names, moment) for group in several]
-    return min(found, key=_order)
+    everyone = RankSet(one.rank for group in groups.values() for one in group)
+    hidden = [place for place in everyone.places() if place[0] in ("server", "side")]
+
+    def names(of: Iterable[RankSteps]) -> str:
+        return RankSet(one.rank for one in of).format(hidden)
+
+    # Of several that diverged the first one is the cause of the others.
+    return min(
+        (_compare(group, names, moment) for group in several),
+        key=lambda its: (its.kind not in DIVERGED, -(its.seconds_before or 0.0), _BY_WEIGHT.index(its.kind)),
+    )
 
 
 def group_in_step(rank: Rank) -> Hashable:
@@ -95,30 +105,15 @@ def describe_step(step: Step, of: Sequence[StepRequest] = ()) -> str:
     return f"{mode} of {_count(step.size, 'request')} ({_count(step.tokens, 'token')})"
 
 
-class _Names:
-    """What ranks are called, without what all of them have in common but their number."""
-
-    def __init__(self, ranks: Sequence[Rank]) -> None:
-        self._hidden = [place for place in RankSet(ranks).places() if place[0] in ("server", "side")]
-
-    def of(self, ranks: Iterable[RankSteps]) -> str:
-        return RankSet(one.rank for one in ranks).format(self._hidden)
-
-
-def _order(found: Divergence) -> tuple[bool, float, int]:
-    # Of several that diverged the first one is the cause of the others.
-    return (found.kind not in DIVERGED, -(found.seconds_before or 0.0), _BY_WEIGHT.index(found.kind))
-
-
 def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -> Divergence:
     """Compare the steps of ranks that must agree."""
     # Before a step is scheduled it is not known what it runs, and nothing in it is to be compared.
     by_number = [{step.number: step for step in one.steps if step.phase in _SCHEDULED} for one in group]
     known = [(one, steps) for one, steps in zip(group, by_number, strict=True) if steps]
     silent = [one for one, steps in zip(group, by_number, strict=True) if not steps]
-    without = f" Of {names.of(silent)} there are no steps." if silent else ""
+    without = f" Of {names(silent)} there are no steps." if silent else ""
     if len(known) < 2:
-        text = f"Whether the ranks diverged is unknown: of {names.of(silent)} there are no steps."
+        text = f"Whether the ranks diverged is unknown: of {names(silent)} there are no steps."
         return Divergence("unknown", "unknown", text)
     counts = Counter(number for _one, steps in known for number in steps)
     common = sorted(number for number, count in counts.items() if count > 1)
@@ -130,13 +125,13 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
             return found
     apart = [one for one, steps in known if not any(counts[number] > 1 for number in steps)]
     if apart or not common:
-        spans = ", ".join(f"{names.of([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
+        spans = ", ".join(f"{names([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
         text = f"Whether the ranks diverged is unknown: the steps that are kept do not overlap ({spans}).{without}"
         return Divergence("unknown", "unknown", text, compared=len(common))
     behind = _behind(known, names, moment, len(common))
     if behind is not None:
         return behind
-    of = names.of(one for one, _steps in known)
+    of = names(one for one, _steps in known)
     text = f"No divergence in the last {_count(len(common), 'step')} of {of}.{without}"
     return Divergence("none", "supported" if silent else "established", text, compared=len(common))
 
@@ -169,12 +164,10 @@ def _differ(
         usual, second = (second, usual) if is_second is False else (usual, second)
     (_, ours), (_, theirs) = second[0], usual[0]
     odd, rest = [one for one, _step in second], [one for one, _step in usual]
-    kind, words, request, decision = _difference(ours, theirs, names.of(odd), names.of(rest))
+    kind, words, request, decision = _difference(ours, theirs, names(odd), names(rest))
     number = ours.number
     if kind == "hash" and is_oldest:
-        words = (
-            f"{names.of(odd)} and {names.of(rest)} had diverged before step {number:,}, the oldest that both still have"
-        )
+        words = f"{names(odd)} and {names(rest)} had diverged before step {number:,}, the oldest that both still have"
     elif is_oldest:
         words += "; it is the oldest step that both still have, and they may have diverged before"
     secs, when = _before(min(ours.began, theirs.began), moment)
@@ -185,9 +178,9 @@ def _differ(
         "supported" if level == "unknown" else level,
         f"{words}{when}.",
         number,
-        names.of(named),
+        names(named),
         tuple(one.pid for one in named),
-        names.of(rest) if named is odd else "",
+        names(rest) if named is odd else "",
         request,
         decision,
         secs,
@@ -222,13 +215,6 @@ def _decision(ours: Step, theirs: Step) -> str | None:
     return next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
 
 
-def _decided_of(decision: str, *steps: Step) -> str | None:
-    """Return the request that a decision is about, where it is in one of the steps; see ``StepRecorder._decide``."""
-    numbers = {step.decisions.get(decision) for step in steps}
-    rids = (request.rid for step in steps for request in step.requests)
-    return next((rid for rid in rids if zlib.crc32(f"{rid} ".encode(errors="surrogatepass")) in numbers), None)
-
-
 def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[DivergenceKind, str, str | None, str | None]:
     """Return in what two steps of one number differ, in words, and of which request and by which decision."""
     in_step = f"in step {ours.number:,}"
@@ -243,7 +229,12 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
     if decision is not None:
         did, did_not = (odd, rest) if ours.decisions.get(decision) else (rest, odd)
         both = ours.decisions.get(decision) and theirs.decisions.get(decision)
-        decided_of = None if both else _decided_of(decision, ours, theirs)
+        # What a decision is about is a checksum; see ``StepRecorder._decide``.
+        numbers = () if both else (ours.decisions.get(decision), theirs.decisions.get(decision))
+        rids = (one.rid for step in (ours, theirs) for one in step.requests)
+        decided_of = next(
+            (rid for rid in rids if zlib.crc32(f"{rid} ".encode(errors="surrogatepass")) in numbers), None
+        )
         of = f" of request {decided_of}" if decided_of else ""
         decided = f"{did} decided {'another ' if both else ''}{decision}{of} on the way to step {ours.number:,}"
         same = (ours.mode, ours.size, ours.tokens) == (theirs.mode, theirs.size, theirs.tokens) and not request
@@ -320,17 +311,17 @@ def _behind(
     number, ahead, step = min(missed, key=lambda item: item[0])
     if moment is not None and moment.read_at is not None and not moment.read_at - step.began >= _LAG_SECS:
         return None
-    names_of_slow, own = names.of(one for one, _step in slow), slow[0][1]
+    names_of_slow, own = names(one for one, _step in slow), slow[0][1]
     secs, when = _before(step.began, moment)
     request = step.requests[0].rid if len(step.requests) == step.size == 1 else None
     text = (
-        f"{names_of_slow} ended earlier, with step {end:,} ({own.phase.replace('_', ' ')}), where {names.of([ahead])}"
+        f"{names_of_slow} ended earlier, with step {end:,} ({own.phase.replace('_', ' ')}), where {names([ahead])}"
         f" went on and ran {describe_step(step)} in step {number:,}{when}; up to then they did the same."
     )
     pids = tuple(one.pid for one, _step in slow)
     had = [(one, step) for one, _end in slow for step in one.steps if step.number == number and step.requests]
     if had:
-        text += f" {names.of(one for one, _step in had)} had received {_some(had[0][1].requests)} for it."
+        text += f" {names(one for one, _step in had)} had received {_some(had[0][1].requests)} for it."
     return Divergence(
         "ended_earlier",
         "supported",
@@ -338,7 +329,7 @@ def _behind(
         number,
         names_of_slow,
         pids,
-        names.of([ahead]),
+        names([ahead]),
         request,
         None,
         secs,
@@ -351,14 +342,10 @@ def _before(began: float, moment: Moment | None) -> tuple[float | None, str]:
     secs = moment.at - began if moment is not None else -1.0
     if moment is None or not 0 <= secs < float("inf"):
         return None, ""
-    return round(secs, 3), f"; {_duration(secs)} before {moment.name}"
-
-
-def _duration(secs: float) -> str:
-    """Return a duration as a person would tell it, such as ``16 minutes``."""
+    told = f"{secs / 60:.0f} minutes" if secs < 7200 else f"{secs / 3600:.0f} hours"
     if secs < 120:
-        return f"{secs:.1f} s" if secs < 10 else f"{secs:.0f} s"
-    return f"{secs / 60:.0f} minutes" if secs < 7200 else f"{secs / 3600:.0f} hours"
+        told = f"{secs:.1f} s" if secs < 10 else f"{secs:.0f} s"
+    return round(secs, 3), f"; {told} before {moment.name}"
 
 
 def _count(number: int, what: str) -> str:

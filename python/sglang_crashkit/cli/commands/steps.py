@@ -13,7 +13,6 @@ from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.analysis.ranks import Rank
     from sglang_crashkit.incident.store import StoredIncident, StoredSteps
     from sglang_crashkit.model.incident import Divergence
 
@@ -49,7 +48,12 @@ def print_steps(
     everyone = read_steps(incident.path)
     if not everyone:
         raise nothing_of("steps", incident)
-    divergence = incident.incident.divergence or _divergence_of(everyone)
+    divergence = incident.incident.divergence
+    if divergence is None:
+        from sglang_crashkit.analysis.divergence import RankSteps, find_divergence
+        from sglang_crashkit.analysis.ranks import rank_at
+
+        divergence = find_divergence(RankSteps(rank_at(one.ranks), one.steps, one.pid) for one in everyone)
     shown = [one for one in everyone if rank is None or _is_meant(one, rank)]
     if not shown:
         first, *others = (one.title.rpartition("scheduler_")[2] for one in everyone)
@@ -64,18 +68,6 @@ def print_steps(
 
     say(*step_lines(shown, divergence.step if divergence is not None else None, last))
     return ExitCode.DONE
-
-
-def _divergence_of(everyone: Sequence[StoredSteps]) -> Divergence | None:
-    from sglang_crashkit.analysis.divergence import RankSteps, find_divergence
-
-    return find_divergence(RankSteps(_rank(one), one.steps, one.pid) for one in everyone)
-
-
-def _rank(one: StoredSteps) -> Rank:
-    from sglang_crashkit.analysis.ranks import rank_at
-
-    return rank_at(one.ranks)
 
 
 def _is_meant(one: StoredSteps, rank: str) -> bool:
