@@ -21,6 +21,7 @@ from sglang_crashkit.errors import (
     RefusedError,
     UsageError,
 )
+from unit.support.command import Cli
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG
 
@@ -93,27 +94,24 @@ def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], capsys: p
     ],
 )
 def test_an_error_has_its_status_and_names_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[CrashkitError], status: int
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, error: type[CrashkitError], status: int
 ) -> None:
     def fail(_args: object) -> ExitCode:
         raise error("what happened", next_step="do this")
 
     monkeypatch.setattr(incidents, "run", fail)
-    assert main.main(["incidents", "x"]) == status
-    captured = capsys.readouterr()
-    assert captured.err == "sglang-crashkit incidents: what happened\n  next: do this\n"
-    assert captured.out == ""
-    assert main.main(["incidents", "x", "--json"]) == status
-    assert json.loads(capsys.readouterr().out) == {"error": "what happened", "next": "do this", "exit_code": status}
+    told = "sglang-crashkit incidents: what happened\n  next: do this\n"
+    assert cli("incidents", "x", status=status) == ("", told, status)
+    document = cli("incidents", "x", "--json", status=status).json
+    assert document == {"error": "what happened", "next": "do this", "exit_code": status}
 
 
-def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     def interrupt(_args: object) -> ExitCode:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(incidents, "run", interrupt)
-    assert main.main(["incidents", "x"]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert "interrupted" in cli("incidents", "x", status=130).err
 
 
 #: More than the kernel gives: what else runs on this machine is no business of a test.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.step import Step, StepRequest
 from sglang_crashkit.visible import visible
+from unit.support.command import Cli
 from unit.support.stored import golden, handler_log, make_incident, poisoned, stacks_of
 
 #: It clears the screen, sets the window's title, goes back to the line's begin, turns the text around; C1, DEL, a tag.
@@ -54,18 +54,15 @@ def incident(tmp_path: Path) -> Path:
     ],
     ids=ascii,
 )
-def test_nothing_in_an_incident_acts_on_the_terminal(
-    incident: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    status = main([word.format(incident) for word in command.split(" ") if word])
-    printed = capsys.readouterr()
-    assert status in range(6)
+def test_nothing_in_an_incident_acts_on_the_terminal(incident: Path, cli: Cli, command: str) -> None:
+    printed = cli(*(word.format(incident) for word in command.split(" ") if word), status=None)
+    assert printed.status in range(6)
     assert printed.out + printed.err
     acting = {char for char in printed.out + printed.err if not char.isprintable() and char != "\n"}
     assert acting == set()
     if "--json" in command:
         # A program gets all of it.
-        assert json.loads(printed.out)
+        assert printed.json
 
 
 def test_what_others_print_is_visible(tmp_path: Path) -> None:
@@ -79,19 +76,18 @@ def test_what_others_print_is_visible(tmp_path: Path) -> None:
         assert {char for char in done.stderr.decode() if not char.isprintable() and char != "\n"} == set()
 
 
-def test_a_line_is_one_line_whatever_is_in_it(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_one_line_whatever_is_in_it(incident: Path, cli: Cli) -> None:
     step = Step(1, 1.0, 1.5, "processed", "decode", (StepRequest("r\nstep 1 of TP0: request forged", 37, 37),), 1, 37)
     (incident / "ranks" / "scheduler_TP0-11.steps.jsonl").write_text(json.dumps(step.to_json()) + "\n")
-    assert main(["steps", str(incident)]) == 0
-    assert "r\\nstep 1 of TP0: request forged" in capsys.readouterr().out
+    assert "r\\nstep 1 of TP0: request forged" in cli("steps", incident).out
 
 
-def test_the_summary_and_the_page_show_what_is_hidden(incident: Path, tmp_path: Path) -> None:
+def test_the_summary_and_the_page_show_what_is_hidden(incident: Path, tmp_path: Path, cli: Cli) -> None:
     from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.view.markdown import format_summary
 
     texts = [format_summary(Incident.of(poisoned(GOLDEN, HOSTILE)))]
-    assert main(["show", str(incident), "--html", str(tmp_path / "x.html"), "--prompts"]) == 0
+    cli("show", incident, "--html", tmp_path / "x.html", "--prompts")
     texts.append((tmp_path / "x.html").read_text())
     for text in texts:
         assert {char for char in text if not char.isprintable() and char not in "\n\t"} == set()

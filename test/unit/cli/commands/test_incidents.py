@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from msgspec.structs import asdict
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
 from unit.support import stored
+from unit.support.command import Cli
 from unit.support.waiting import LONG
 
 RAISED = {"first_failure": {"pid": 7, "title": "sglang::scheduler"}, "level": "supported"}
@@ -32,15 +32,12 @@ def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = Tr
     return written.publish() if publish else written.path
 
 
-def test_incidents_are_listed_newest_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incidents_are_listed_newest_first(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     old = make_incident(tmp_path, 1.0, "TP1 was killed.")
     torn = make_incident(tmp_path, 2.0, "", publish=False)
     (torn / "incident.json").unlink()
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["incidents", str(tmp_path)]) == 0
-    rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    rows = [re.split(r"\s{2,}", line) for line in cli("incidents", tmp_path).out.splitlines()]
     assert rows == [
         ["id", "time (UTC)", "kind", "who", "cause", "requests", "seen"],
         [torn.name[-8:], "1970-01-01 00:00:02", "killed (not finished)", "-", "has no incident.json", "-", "-"],
@@ -49,10 +46,9 @@ def test_incidents_are_listed_newest_first(
     ]
 
 
-def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_reads_the_same(tmp_path: Path, cli: Cli) -> None:
     path = make_incident(tmp_path, 1.0, "TP1 was killed.")
-    assert main(["incidents", str(path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = cli("incidents", path, "--json").json
     assert (found["path"], found["finished"], found["problem"]) == (str(path), True, None)
     assert found["verdict"]["text"] == "TP1 was killed."
     assert found.keys() == {
@@ -61,7 +57,7 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
 
 
-def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, cli: Cli) -> None:
     incidents, fault = tmp_path / "host" / "incidents", Fault("0.5.23", "signal", "scheduler tp=1", "SIGKILL", ())
     paths = []
     for number in range(3):
@@ -72,46 +68,39 @@ def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, capsys: pytest.
         (path / "incident.json").write_text(json.dumps(document | {"fault": asdict(occurrence)}))
         paths.append(path)
     other = make_incident(tmp_path, 9.0, "Another.")
-    assert main(["incidents", str(tmp_path)]) == 0
+    said = cli("incidents", tmp_path)
     entry = read_faults(incidents)[fault.key]
-    _head, *rows, newest, following = capsys.readouterr().out.splitlines()
+    _head, *rows, newest, following = said.out.splitlines()
     assert [row.split()[0] for row in rows] == [path.name[-8:] for path in (other, *paths[::-1])]
     assert [row.split()[-1] for row in rows] == ["-", "3", "3", "3"]
     assert (newest, following) == (f"newest: {other}", f"next: sglang-crashkit show {other}")
-    assert main(["incidents", str(tmp_path), "--json"]) == 0
-    faults = [found["fault"] for found in json.loads(capsys.readouterr().out)]
+    faults = [found["fault"] for found in cli("incidents", tmp_path, "--json").json]
     assert faults[0] is None
     assert [(each["count"], each["total"], each["last"]) for each in faults[1:]] == [
         (number, 3, entry["last"]) for number in (3, 2, 1)
     ]
     (incidents / "faults.json").unlink()
-    assert main(["incidents", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[2].endswith(" 3")
+    assert cli("incidents", tmp_path).out.splitlines()[2].endswith(" 3")
 
 
-def test_without_an_incident_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["incidents", str(tmp_path)]) == 3
-    assert "no incident below" in capsys.readouterr().err
-    assert main(["incidents", str(tmp_path), "--json"]) == 3
-    assert json.loads(capsys.readouterr().out) == []
+def test_without_an_incident_the_status_is_3(tmp_path: Path, cli: Cli) -> None:
+    assert "no incident below" in cli("incidents", tmp_path, status=3).err
+    assert cli("incidents", tmp_path, "--json", status=3).json == []
 
 
-def test_without_a_folder_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["incidents", str(tmp_path / "absent")]) == 3
-    assert capsys.readouterr().err == (
+def test_without_a_folder_the_status_is_3(tmp_path: Path, cli: Cli) -> None:
+    assert cli("incidents", tmp_path / "absent", status=3).err == (
         f"sglang-crashkit incidents: {tmp_path}/absent is not a folder\n"
         "  next: sglang-crashkit incidents DIR   # DIR: what the server was given as --crash-dump-folder\n"
     )
-    assert main(["incidents", str(tmp_path / "absent"), "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["exit_code"] == 3
+    assert cli("incidents", tmp_path / "absent", "--json", status=3).json["exit_code"] == 3
 
 
 @pytest.mark.parametrize("verdict", [None, [], "text", {}, {"text": None}])
-def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str], verdict: Any) -> None:
+def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, cli: Cli, verdict: Any) -> None:
     path = make_incident(tmp_path, 1.0, "")
     (path / "incident.json").write_text(json.dumps({"verdict": verdict}))
-    assert main(["incidents", str(tmp_path)]) == 0
-    assert str(path) in capsys.readouterr().out
+    assert str(path) in cli("incidents", tmp_path).out
 
 
 @pytest.mark.parametrize(
@@ -125,19 +114,17 @@ def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, capsys: pytest.Cap
         (["--host", "another"], []),
     ],
 )
-def test_some_of_them_may_be_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]
-) -> None:
+def test_some_of_them_may_be_asked_for(tmp_path: Path, cli: Cli, arguments: list[str], expected: list[str]) -> None:
     incidents = tmp_path / "host" / "incidents"
     now = time.time()
     names = {
         stored.make_incident(incidents, seconds=now - 86400): "old",
         stored.make_incident(incidents, seconds=now - 60, kind="hang"): "new",
     }
-    status = main(["incidents", str(tmp_path), "--json", *arguments])
-    assert [names[Path(one["path"])] for one in json.loads(capsys.readouterr().out)] == expected
-    assert status == (0 if expected else 3)
-    assert main(["incidents", str(tmp_path), *arguments]) == status
+    status = 0 if expected else 3
+    said = cli("incidents", tmp_path, "--json", *arguments, status=status)
+    assert [names[Path(one["path"])] for one in said.json] == expected
+    cli("incidents", tmp_path, *arguments, status=status)
 
 
 def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
@@ -216,30 +203,25 @@ def test_a_closed_host_is_named_among_the_open_ones() -> None:
     assert [line for line, start in zip(told, expected, strict=True) if not line.startswith(start)] == []
 
 
-def test_where_nothing_is_found_it_is_told_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_is_found_it_is_told_what_there_is(tmp_path: Path, cli: Cli) -> None:
     path = make_incident(tmp_path, 1.0, "")
-    assert main(["incidents", str(tmp_path), "--host", "other"]) == 3
-    assert "next: --host H, with one of those that are there: host\n" in capsys.readouterr().err
-    assert main(["incidents", str(tmp_path), "--kind", "foo"]) == 3
-    assert "next: --kind K, with one of those that are there: killed\n" in capsys.readouterr().err
-    assert main(["incidents", str(tmp_path), "--since", "1h"]) == 3
-    assert f"next: ask for more: the newest is {path.name}\n" in capsys.readouterr().err
+    for asked, following in (
+        (["--host", "other"], "--host H, with one of those that are there: host"),
+        (["--kind", "foo"], "--kind K, with one of those that are there: killed"),
+        (["--since", "1h"], f"ask for more: the newest is {path.name}"),
+    ):
+        assert f"next: {following}\n" in cli("incidents", tmp_path, *asked, status=3).err
 
 
 @pytest.mark.parametrize(("columns", "cause"), [(80, "exception_in_sglang"), (120, "exception_in_sglang (supported)")])
 def test_a_narrow_table_has_the_cause_whole(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    columns: int,
-    cause: str,
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int, cause: str
 ) -> None:
     stored.make_incident(
         tmp_path, kind="exception", cause={"class": "exception_in_sglang", "level": "supported"}, verdict=RAISED
     )
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["incidents", str(tmp_path)]) == 0
-    head, row, *_rest = capsys.readouterr().out.splitlines()
+    head, row, *_rest = cli("incidents", tmp_path).out.splitlines()
     assert f"  scheduler  {cause}  " in row
     assert len(head) <= columns
 
@@ -265,41 +247,34 @@ def make_fault(folder: Path, host: str, signal: str, **attributes: str) -> Path:
     )
 
 
-def test_the_same_fault_is_counted_over_hosts_ranks_and_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_fault_is_counted_over_hosts_ranks_and_lines(tmp_path: Path, cli: Cli) -> None:
     for host in ("a", "aa", "aaa"):
         make_fault(tmp_path / "fetched", host, "SIGSEGV", driver="580")
     for host in ("b", "bb", "bbb", "bbbb", "a"):
         make_fault(tmp_path / "other", host, "SIGBUS", driver="580" if host == "a" else "570")
-    assert main(["incidents", "--by", "fault", str(tmp_path / "fetched"), str(tmp_path / "other")]) == 0
-    told = capsys.readouterr().out
+    told = cli("incidents", "--by", "fault", tmp_path / "fetched", tmp_path / "other").out
     assert "\x1b" not in told
     head, *rows = told.splitlines()
     assert head.split() == ["fault", "hosts", "times", "first", "last", "what"]
     assert rows[0].endswith("5      5  2023-11-14  2023-11-14  signal scheduler SIGBUS forward (sglang/srt/x.py)")
     assert rows[2].split()[1:3] == ["3", "3"]
     assert rows[3].strip() == "driver 580 on 3 of 3 hosts, and on 0 of 4 others"
-    assert main(["incidents", "--by", "fault", "--json", str(tmp_path / "fetched"), str(tmp_path / "other")]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = cli("incidents", "--by", "fault", "--json", tmp_path / "fetched", tmp_path / "other").json
     assert (first["count"], first["hosts"]) == (5, ["a", "b", "bb", "bbb", "bbbb"])
     assert (second["what"][2], second["causes"]) == ("SIGSEGV", {HOSTILE: 3})
 
 
-def test_what_all_hosts_have_or_one_host_has_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_all_hosts_have_or_one_host_has_is_not_named(tmp_path: Path, cli: Cli) -> None:
     for host in ("a", "aa", "b", "bb", "bbb"):
         make_fault(tmp_path, host, "SIGSEGV" if "a" in host else "SIGBUS", driver="580")
     make_fault(tmp_path, "c", "SIGILL", driver="590")
-    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 0
-    assert [one["common"] for one in json.loads(capsys.readouterr().out)] == [[], [], []]
+    document = cli("incidents", "--by", "fault", "--json", tmp_path).json
+    assert [one["common"] for one in document] == [[], [], []]
 
 
-def test_one_that_cannot_be_read_is_named_and_the_others_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_cannot_be_read_is_named_and_the_others_are_counted(tmp_path: Path, cli: Cli) -> None:
     torn, _whole = make_fault(tmp_path, "a", "SIGSEGV"), make_fault(tmp_path, "aa", "SIGSEGV")
     (torn / "incident.json").write_text("[" * 100_000)
-    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 5
-    captured = capsys.readouterr()
+    captured = cli("incidents", "--by", "fault", "--json", tmp_path, status=5)
     assert str(torn) in captured.err
-    assert [one["hosts"] for one in json.loads(captured.out)] == [["aa"]]
+    assert [one["hosts"] for one in captured.json] == [["aa"]]
