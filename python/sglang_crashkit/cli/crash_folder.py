@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shlex
 from collections.abc import Sequence
@@ -14,20 +13,6 @@ from sglang_crashkit.errors import WHAT_DIR_IS, NothingToDoError, UsageError
 from sglang_crashkit.incident.store import StoredIncident, find_one, why_unreadable
 
 _HANDLER_LOG = "crash_handler.log"
-
-
-def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "latest") -> None:
-    """Add the arguments that name an incident, see `find_incident`: by default `default`; without, one has to be."""
-    parser.add_argument(
-        "incident",
-        nargs="?" if default else None,
-        default=default,
-        help=f"id of an incident or how it begins, latest{' (the default)' if default else ''}, or the path of its "
-        "folder or of a crash folder",
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
-    )
 
 
 def known_folders() -> list[Path]:

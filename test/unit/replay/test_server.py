@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.cli.argument_types import command as parse_command
+from sglang_crashkit.cli.arguments import command as parse_command
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.requests import StoredRequest

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import command, positive, seconds
+from sglang_crashkit.cli.arguments import command, positive, seconds
+from sglang_crashkit.cli.main import Terminated, ends_with_reader, terminable
 from sglang_crashkit.cli.output import say, say_json, say_title
-from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
 if TYPE_CHECKING:
@@ -94,10 +94,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--json", action="store_true", help="print a JSON object")
     where.add_argument("--with-snapshots", action="store_true", help="include the snapshots in the JSON object")
-    _configure_nodes(parser)
-
-
-def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     nodes = parser.add_argument_group("on every node of a Slurm job, or on several hosts")
     transport = nodes.add_mutually_exclusive_group()
     transport.add_argument("--slurm-job", metavar="ID", help="on each node of this job; one result for all")
@@ -181,6 +177,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     from sglang_crashkit.collect.collection import Collection, Plan
     from sglang_crashkit.kernel.discovery import Place, find_processes
+    from sglang_crashkit.kernel.private_files import make_private_folder
 
     began, user = time.monotonic(), _user_of(args)
     # In a step of a Slurm job, those of another job on the same node are not asked for.
@@ -206,7 +203,11 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     if not several:
         _require_one_server(found)
     if args.with_snapshots:
-        output = _folder_or_substitute(output)
+        try:
+            output = make_private_folder(output.absolute())
+        except (CrashkitError, OSError):
+            # As in a container. The snapshots are printed.
+            output = Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
     collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), _say)
     interrupt: KeyboardInterrupt | None = None
     is_said = args.json
@@ -271,16 +272,6 @@ def _say_verdict(verdict: Verdict, case: Case) -> None:
     say("")
     say_title(redact_text(head))
     say(*map(redact_text, rest))
-
-
-def _folder_or_substitute(output: Path) -> Path:
-    """Return `output`; a temporary folder where it cannot be made, as in a container, for the snapshots are printed."""
-    from sglang_crashkit.kernel.private_files import make_private_folder
-
-    try:
-        return make_private_folder(output.absolute())
-    except (CrashkitError, OSError):
-        return Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
 
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:

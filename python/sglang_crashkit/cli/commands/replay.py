@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import command, positive, seconds
-from sglang_crashkit.cli.crash_folder import add_incident, find_incident
+from sglang_crashkit.cli.arguments import add_incident, command, positive, seconds
+from sglang_crashkit.cli.crash_folder import find_incident
+from sglang_crashkit.cli.main import terminable
 from sglang_crashkit.cli.output import say, say_json
-from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:

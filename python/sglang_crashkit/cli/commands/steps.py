@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.cli.argument_types import positive
-from sglang_crashkit.cli.crash_folder import add_incident, find_incident, nothing_of
+from sglang_crashkit.cli.arguments import add_incident, positive
+from sglang_crashkit.cli.crash_folder import find_incident, nothing_of
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, UsageError
 
