@@ -100,7 +100,7 @@ def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]
         run = [node]
         while len(only := list(run[-1].in_order())) == 1 and sets[id(only[0])] == sets[id(node)]:
             run += only
-        names: list[tuple[str, str]] = [(each.function or "all stacks", _place_of(each)) for each in run]
+        names: list[tuple[str, str]] = [(each.function or "all stacks", cut(each.place, 300)) for each in run]
         if len(names) > _LONGEST_RUN:
             inner = " > ".join(name for name, _place in names[2:-2])
             names[2:-2] = [(f"{len(names) - 4} calls: {inner}", "")]
@@ -125,9 +125,3 @@ def _values(tree: PrefixTree) -> dict[int, int]:
     for node in reversed(order):
         values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
     return values
-
-
-def _place_of(node: Node) -> str:
-    lines = sorted(line for line in node.lines if line)
-    shown = ",".join(map(str, lines[:4])) + ",..." * (len(lines) > 4)
-    return cut(f"{node.file}:{shown}" if shown else node.file, 300)

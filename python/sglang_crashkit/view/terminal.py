@@ -109,29 +109,25 @@ def _report_environment(incident: Incident, files: IncidentFiles) -> Iterator[st
 
 def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
     """Return what goes into a bug report; without `messages` of exceptions of these only the frames."""
-    return visible("\n".join(_report(incident, files, messages)) + "\n")
-
-
-def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterator[str]:
     verdict, cause = incident.verdict, incident.cause
-    yield f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}"
-    yield ""
     # What to do next is for the operator of the server; these rows stand at the end.
     screen = first_screen(incident)
-    ends = (place for place, line in enumerate(screen) if line.startswith("next    "))
-    yield from (*fenced(screen[: next(ends, len(screen))]), "")
+    ends = next((place for place, line in enumerate(screen) if line.startswith("next    ")), len(screen))
+    told = [f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}", ""]
+    told += [*fenced(screen[:ends]), ""]
     if verdict is not None and verdict.text:
-        yield f"**Verdict** ({verdict.level})"
-        yield from (*fenced([verdict.text]), "")
+        told += [f"**Verdict** ({verdict.level})", *fenced([verdict.text]), ""]
     if cause is not None:
-        yield f"**Cause** {cause.kind} ({cause.level})"
+        told.append(f"**Cause** {cause.kind} ({cause.level})")
         if cause.known_issues:
-            yield f"It looks like {', '.join(f'sgl-project/sglang#{one.issue}' for one in cause.known_issues)}."
-        yield ""
+            issues = ", ".join(f"sgl-project/sglang#{one.issue}" for one in cause.known_issues)
+            told.append(f"It looks like {issues}.")
+        told.append("")
     for title, lines in (
         ("Environment", _report_environment(incident, files)),
         ("Stacks, innermost frame first", stack_lines(incident, files, messages=messages)),
         ("Timeline", timeline_lines(incident)),
     ):
-        if told := list(lines):
-            yield from (f"<details><summary>{title}</summary>", "", *fenced(told), "", "</details>", "")
+        if part := list(lines):
+            told += [f"<details><summary>{title}</summary>", "", *fenced(part), "", "</details>", ""]
+    return visible("\n".join(told) + "\n")

@@ -62,10 +62,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """List them; the exit status is 5 where some of the folders cannot be read."""
-    from sglang_crashkit.cli.crash_folder import require_folders, tell_unreadable
+    from sglang_crashkit.cli.crash_folder import known_folders, tell_unreadable
     from sglang_crashkit.view import by_fault
 
-    folders, keep = args.folders or require_folders(), by_fault.keep_of if args.by else _kept
+    folders, keep = args.folders or known_folders(), by_fault.keep_of if args.by else _kept
     where = ", ".join(map(str, folders))
     unreadable: list[OSError] = []
     try:
