@@ -6,6 +6,7 @@ file, and a character may turn around the text beside it.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import os
@@ -125,14 +126,6 @@ def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
     return value if not isinstance(value, int) or abs(value) < 1 << 128 else "a number too long to show"
 
 
-def object_of(data: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in `data`; an empty one otherwise."""
-    try:
-        return mapping_of(json.loads(data))
-    except (ValueError, RecursionError):
-        return {}
-
-
 def cut(text: str, most: int = _MAX_STRING) -> str:
     """Return `text`, or what it begins with and how much more there is."""
     return text if len(text) <= most else f"{text[:most]} ... {len(text) - most:,} more characters left out"
@@ -209,9 +202,10 @@ def requests_of(
         nonlocal number
         path = journal.path if journal is not None and journal.path else REQUESTS
         for line in files.read(path, _MAX_BYTES).split(b"\n"):
-            if fields := object_of(line[:_MAX_LINE]):
-                number += 1
-                yield fields
+            with contextlib.suppress(ValueError, RecursionError):
+                if fields := mapping_of(json.loads(line[:_MAX_LINE])):
+                    number += 1
+                    yield fields
 
     first = heapq.nsmallest(most, read(), lambda fields: places.get(str(fields.get("rid")), len(places)))
     rows = [_request(fields, incident, str(fields.get("rid")) in places, shortens, prompts) for fields in first]

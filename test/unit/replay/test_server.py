@@ -20,9 +20,9 @@ from sglang_crashkit.incident.requests import StoredRequest
 from sglang_crashkit.replay import server
 from sglang_crashkit.replay.server import OwnServer
 from unit.replay.breakable import incident
+from unit.replay.conftest import commands
 from unit.support.waiting import LONG, wait_until
 
-_TEST = Path(__file__).parents[2]
 _SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]
 #: A server in production: it keeps what it is asked.
 _PRODUCTION = """
@@ -46,11 +46,6 @@ path.with_suffix(".new").write_text(sys.argv[sys.argv.index("--port") + 1])
 path.with_suffix(".new").rename(path)
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_TEST), *sys.path]))
 
 
 @pytest.fixture
@@ -163,12 +158,7 @@ def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path, p
         assert popen.stdout.readline() == b"serves\n"
         popen.kill()
         popen.wait(LONG)
-    wait_until(lambda: str(tmp_path / "own") not in _commands(), "nothing of it is left")
-
-
-def _commands() -> str:
-    listed = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
-    return listed.stdout
+    wait_until(lambda: str(tmp_path / "own") not in commands(), "nothing of it is left")
 
 
 def test_variables_before_the_command_are_set(tmp_path: Path, paths: None) -> None:
