@@ -24,20 +24,6 @@ from unit.replay.conftest import commands
 from unit.support.waiting import LONG, wait_until
 
 _SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]
-#: A server in production: it keeps what it is asked.
-_PRODUCTION = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def do_POST(self):
-        with open(sys.argv[2], "ab") as file:
-            file.write(self.rfile.read(int(self.headers["Content-Length"])))
-        self.do_GET()
-    def log_message(self, *_arguments): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 #: Writes its port, as one does that loads its model for a while before it listens.
 _LOADING = """
 import pathlib, sys, time
@@ -49,13 +35,13 @@ time.sleep(600)
 
 
 @pytest.fixture
-def production(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Starts a server in production at a port, and returns where it keeps what it is asked."""
+def production(tmp_path: Path, paths: None) -> Iterator[Callable[[int], Path]]:
+    """Starts a server in production at a port, and returns the file in which it keeps what it is asked."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(port: int) -> Path:
         asked = tmp_path / "asked"
-        started.append(subprocess.Popen([sys.executable, "-c", _PRODUCTION, str(port), str(asked)]))
+        started.append(subprocess.Popen([*_SERVE, "--port", str(port), "--keep", str(asked)]))
         return asked
 
     yield start

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ import pytest
 from msgspec.structs import asdict
 
 from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
-from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
 from unit.support import stored
 from unit.support.command import Cli
 from unit.support.waiting import LONG
@@ -23,18 +22,14 @@ from unit.support.waiting import LONG
 RAISED = {"first_failure": {"pid": 7, "title": "sglang::scheduler"}, "level": "supported"}
 
 
-def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:
-    trigger, server = Trigger("process_exited", "t", 7, "sglang::scheduler_TP1"), ServerInfo(1, "0.5.23", "0.1", "h")
-    incident = Incident(new_id(), "killed", trigger, server)
-    incident.verdict = Verdict("signal", None, "established", text)
-    written = IncidentFolder(folder / "host" / "incidents", "killed", incident.id, seconds)
-    written.save(incident.to_json(), "")
-    return written.publish() if publish else written.path
+def make_incident(folder: Path, seconds: float, text: str, **more: Any) -> Path:
+    verdict = {"kind": "signal", "level": "established", "text": text}
+    return stored.make_incident(folder / "host" / "incidents", seconds=seconds, verdict=verdict, **more)
 
 
 def test_incidents_are_listed_newest_first(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     old = make_incident(tmp_path, 1.0, "TP1 was killed.")
-    torn = make_incident(tmp_path, 2.0, "", publish=False)
+    torn = make_incident(tmp_path, 2.0, "", publish=False, complete=True)
     (torn / "incident.json").unlink()
     monkeypatch.setenv("COLUMNS", "200")
     rows = [re.split(r"\s{2,}", line) for line in cli("incidents", tmp_path).out.splitlines()]
@@ -154,23 +149,34 @@ for arguments in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("closed", ["", "host", "host/incidents"])
-def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
+@pytest.fixture
+def crash() -> Iterator[Path]:
+    """A crash folder that another user may reach, and read but for the incidents."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
     with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        crash = Path(name) / "crash"
-        path = make_incident(crash, 1.0, "")
-        for each in (crash, crash / "host", crash / "host" / "incidents"):
-            each.chmod(0o700 if each == crash / closed else 0o755)
-        commands = [f"incidents {crash}", f"show {crash}", f"bundle {path.parent}", f"steps latest --folder {crash}"]
-        commands += [f"show {path}", f"incidents --by fault {crash}", f"incidents {path.parent}"]
-        done = subprocess.run(
-            [sys.executable, "-c", AS_NOBODY, *commands], capture_output=True, text=True, timeout=60, check=False
-        )
-    told = done.stderr.splitlines()
-    assert done.stdout == ""
+        make_incident(Path(name) / "crash", 1.0, "")
+        for folder in (name, f"{name}/crash", f"{name}/crash/host", f"{name}/crash/host/incidents"):
+            Path(folder).chmod(0o755)
+        yield Path(name) / "crash"
+
+
+def as_nobody(*commands: str) -> tuple[str, list[str]]:
+    """Return what some commands print for another user, and the lines that they tell, their statuses among them."""
+    command = [sys.executable, "-c", AS_NOBODY, *commands]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("closed", ["", "host", "host/incidents"])
+def test_a_folder_of_another_user_is_said_to_be_unreadable(crash: Path, closed: str) -> None:
+    (path,) = (crash / "host" / "incidents").glob("1970*")
+    (crash / closed).chmod(0o700)
+    commands = [f"incidents {crash}", f"show {crash}", f"bundle {path.parent}", f"steps latest --folder {crash}"]
+    commands += [f"show {path}", f"incidents --by fault {crash}", f"incidents {path.parent}"]
+    printed, told = as_nobody(*commands)
+    assert printed == ""
     for first, following, status in zip(told[::3], told[1::3], told[2::3], strict=True):
         assert first.endswith(" cannot be read: Permission denied")
         assert f"{crash}/{closed}".rstrip("/") in first
@@ -178,28 +184,20 @@ def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
     assert len(told) == 3 * len(commands)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_closed_host_is_named_among_the_open_ones() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        crash = Path(name) / "crash"
-        path = make_incident(crash, 1.0, "")
-        for each in [crash, *crash.rglob("*")]:
-            each.chmod(0o755 if each.is_dir() else 0o644)
-        closed = crash / "other"
-        closed.mkdir(0o700)
-        commands = [f"incidents {crash}", f"incidents {crash} --json", f"show {crash}"]
-        commands += [f"steps latest --folder {crash}", f"show {path}"]
-        commands += [f"show {path.name[-8:]} --folder {crash}", f"show 00000000 --folder {crash}"]
-        done = subprocess.run(
-            [sys.executable, "-c", AS_NOBODY, *commands], capture_output=True, text=True, timeout=60, check=False
-        )
-    why = f"{closed}/incidents cannot be read: Permission denied"
+def test_a_closed_host_is_named_among_the_open_ones(crash: Path) -> None:
+    (path,) = (crash / "host" / "incidents").glob("1970*")
+    for each in crash.rglob("*"):
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    (crash / "other").mkdir(0o700)
+    commands = [f"incidents {crash}", f"incidents {crash} --json", f"show {crash}"]
+    commands += [f"steps latest --folder {crash}", f"show {path}"]
+    commands += [f"show {path.name[-8:]} --folder {crash}", f"show 00000000 --folder {crash}"]
+    why = f"{crash}/other/incidents cannot be read: Permission denied"
     left_out = f"{why}; what is in it is left out"
     steps = [left_out, f"sglang-crashkit steps: no steps in {path}", "  next: sglang-crashkit show ", "3"]
     absent = [f"sglang-crashkit show: no incident 00000000 below {crash}; {why}", "  next: ", "3"]
     expected = [left_out, "5", left_out, "5", left_out, "0", *steps, "0", "0", *absent]
-    told = done.stderr.splitlines()
+    _printed, told = as_nobody(*commands)
     assert [line for line, start in zip(told, expected, strict=True) if not line.startswith(start)] == []
 
 
