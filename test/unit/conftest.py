@@ -37,8 +37,12 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """``sglang-crashkit``, run in this process."""
 
     def run(*arguments: object, status: int | None = 0) -> Said:
-        said = main([*map(str, arguments)])
-        assert status in (None, said)
-        return Said(*capsys.readouterr(), said)
+        try:
+            ended = main([*map(str, arguments)])
+        except SystemExit as error:
+            # As argparse ends a process.
+            ended = error.code
+        assert status in (None, ended)
+        return Said(*capsys.readouterr(), ended)
 
     return run

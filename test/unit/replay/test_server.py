@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.cli.arguments import command as parse_command
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.requests import StoredRequest
 from sglang_crashkit.replay import server
 from sglang_crashkit.replay.server import OwnServer
 from unit.replay.breakable import incident
 from unit.replay.conftest import commands
+from unit.support.command import Cli
 from unit.support.waiting import LONG, wait_until
 
 _SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]
@@ -51,7 +51,7 @@ def production(tmp_path: Path, paths: None) -> Iterator[Callable[[int], Path]]:
 
 
 def test_a_server_in_production_at_the_port_is_sent_nothing(
-    tmp_path: Path, production: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, production: Callable[[int], Path], cli: Cli
 ) -> None:
     # GIVEN a command whose server loads, and a server in production that gets the port meanwhile
     path, port = incident(tmp_path / "crash", {"text": "a killing request"}), tmp_path / "port"
@@ -64,13 +64,12 @@ def test_a_server_in_production_at_the_port_is_sent_nothing(
     restarting.start()
     serve = shlex.join([sys.executable, "-c", _LOADING, str(port)])
     # WHEN the request is to be sent to the command's server
-    words = ["replay", str(path), "--only", "0", "--serve", serve, "--ready-secs", "5"]
-    status = main([*words, "-o", str(tmp_path / "own")])
+    words = ["replay", path, "--only", "0", "--serve", serve, "--ready-secs", "5", "-o", tmp_path / "own"]
+    said = cli(*words, status=1)
     restarting.join(LONG)
     # THEN it is sent to none
     assert not (tmp_path / "asked").exists()
-    assert status == 1
-    assert "another program listens at http://127.0.0.1:" in capsys.readouterr().err
+    assert "another program listens at http://127.0.0.1:" in said.err
 
 
 def test_a_server_in_production_that_takes_the_port_later_is_sent_nothing(
