@@ -47,7 +47,13 @@ class Tree:
 
 def merge(incident: Incident, files: IncidentFiles) -> tuple[list[Tree], str]:
     """Return the trees of the main threads of the ranks, of all processes and of all threads; and who has no stack."""
-    ranks, first = _ranks_by_pid(incident), incident.first_failure
+    names, first = Names(incident), incident.first_failure
+    ranks = {
+        one.pid: rank_at({axis: number for axis, number in one.rank.items() if 0 <= number < 1 << 20})
+        if one.is_rank
+        else Rank(scope_of({"role": names.short(one)}), "", 0)
+        for one in incident.processes
+    }
     known = [(ranks[one.pid], one, stack) for one in incident.processes for stack in stacks_of(one, files)]
     alone = str(RankSet([ranks[first.pid]])) if first is not None else ""
     trees: list[Tree] = []
@@ -75,16 +81,6 @@ def merge(incident: Incident, files: IncidentFiles) -> tuple[list[Tree], str]:
         trees.append(Tree(name, text, sets, boxes, 1 + max(box.depth for box in boxes)))
     unseen = RankSet({*ranks.values()} - {rank for rank, _process, _stack in known})
     return trees, str(unseen) if len(unseen) else ""
-
-
-def _ranks_by_pid(incident: Incident) -> dict[int, Rank]:
-    names = Names(incident)
-    return {
-        one.pid: rank_at({axis: number for axis, number in one.rank.items() if 0 <= number < 1 << 20})
-        if one.is_rank
-        else Rank(scope_of({"role": names.short(one)}), "", 0)
-        for one in incident.processes
-    }
 
 
 def _cut_names(names: str) -> str:

@@ -97,16 +97,6 @@ def environment_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]
         yield from (f"{name}  {value}" for name, value in flat(whole))
 
 
-def _report_environment(incident: Incident, files: IncidentFiles) -> Iterator[str]:
-    """Yield the environment for a bug report: the command, the versions, the GPUs."""
-    whole = files.read_object(ENVIRONMENT)
-    if command := whole.get("command_line"):
-        yield str(command)
-    versions = whole.get("versions", {}) if whole else incident.surroundings.versions
-    yield from (f"{name} {version}" for name, version in (versions.items() if isinstance(versions, dict) else ()))
-    yield from incident.gpus.lines if incident.gpus is not None else ()
-
-
 def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
     """Return what goes into a bug report; without `messages` of exceptions of these only the frames."""
     verdict, cause = incident.verdict, incident.cause
@@ -123,8 +113,13 @@ def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = 
             issues = ", ".join(f"sgl-project/sglang#{one.issue}" for one in cause.known_issues)
             told.append(f"It looks like {issues}.")
         told.append("")
+    whole = files.read_object(ENVIRONMENT)
+    versions = whole.get("versions", {}) if whole else incident.surroundings.versions
+    environment = [str(command)] if (command := whole.get("command_line")) else []
+    environment += (f"{name} {text}" for name, text in (versions.items() if isinstance(versions, dict) else ()))
+    environment += incident.gpus.lines if incident.gpus is not None else ()
     for title, lines in (
-        ("Environment", _report_environment(incident, files)),
+        ("Environment", environment),
         ("Stacks, innermost frame first", stack_lines(incident, files, messages=messages)),
         ("Timeline", timeline_lines(incident)),
     ):

@@ -62,7 +62,17 @@ def run(args: argparse.Namespace) -> ExitCode:
 
         return steps.print_steps(incident)
     if args.html is not None:
-        return _page(incident, args)
+        from sglang_crashkit.view.html import write_html
+
+        try:
+            write_html(incident.path, args.html, prompts=args.prompts)
+        except OSError as error:
+            why = error.strerror or error
+            raise CrashkitError(
+                f"{args.html} cannot be written: {why}", next_step="--html FILE, another one"
+            ) from error
+        say(args.html)
+        return ExitCode.DONE
     if not (args.requests or args.stacks or args.timeline or args.env):
         head, *rest = screen_lines(incident, args)
         say_title(head)
@@ -99,15 +109,3 @@ def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator
     where = shlex.quote(str(path)) if is_named else where
     yield from first_screen(incident.incident, where=where)
     yield f"files   {incident.path}"
-
-
-def _page(incident: StoredIncident, args: argparse.Namespace) -> ExitCode:
-    from sglang_crashkit.view.html import write_html
-
-    try:
-        write_html(incident.path, args.html, prompts=args.prompts)
-    except OSError as error:
-        why = error.strerror or error
-        raise CrashkitError(f"{args.html} cannot be written: {why}", next_step="--html FILE, another one") from error
-    say(args.html)
-    return ExitCode.DONE

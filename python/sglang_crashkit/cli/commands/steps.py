@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.arguments import add_incident, positive
 from sglang_crashkit.cli.crash_folder import find_incident, nothing_of
@@ -14,7 +12,6 @@ from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.incident.store import StoredIncident, StoredSteps
-    from sglang_crashkit.model.incident import Divergence
 
 _LAST = 20
 _EXAMPLES = """\
@@ -60,7 +57,20 @@ def print_steps(
         more = f"   # or {', '.join(others)}" if others else ""
         raise UsageError(f"there is no rank {rank}", next_step=f"--rank {first}{more}")
     if as_json:
-        say_json(_as_json(incident.path, divergence, shown, last), indent=2)
+        import msgspec
+
+        ranks = [
+            {
+                "title": one.title,
+                "pid": one.pid,
+                "ranks": one.ranks,
+                "unread_lines": one.unread,
+                "steps": [step.to_json() for step in one.steps[-last:]],
+            }
+            for one in shown
+        ]
+        told = {"incident": str(incident.path), "divergence": msgspec.to_builtins(divergence), "ranks": ranks}
+        say_json(told, indent=2)
         return ExitCode.DONE
     if divergence is not None:
         say(f"{divergence.statement} ({divergence.level})")
@@ -73,19 +83,3 @@ def print_steps(
 def _is_meant(one: StoredSteps, rank: str) -> bool:
     words = one.title.rpartition("scheduler_")[2].upper().split("_")
     return {*rank.upper().replace("_", " ").split()} <= {*words} or rank == str(one.pid)
-
-
-def _as_json(path: Path, divergence: Divergence | None, shown: Sequence[StoredSteps], last: int) -> dict[str, Any]:
-    import msgspec
-
-    ranks = [
-        {
-            "title": one.title,
-            "pid": one.pid,
-            "ranks": one.ranks,
-            "unread_lines": one.unread,
-            "steps": [step.to_json() for step in one.steps[-last:]],
-        }
-        for one in shown
-    ]
-    return {"incident": str(path), "divergence": msgspec.to_builtins(divergence), "ranks": ranks}
