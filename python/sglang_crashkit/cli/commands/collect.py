@@ -9,7 +9,7 @@ import pwd
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, Re
 
 if TYPE_CHECKING:
     from sglang_crashkit.collect.collection import Collection
-    from sglang_crashkit.collect.gather import Gathered, Transport
+    from sglang_crashkit.collect.gather import Transport
     from sglang_crashkit.kernel.discovery import Discovery
     from sglang_crashkit.model.case import Case
     from sglang_crashkit.model.verdict import Verdict
@@ -224,7 +224,8 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     except KeyboardInterrupt as error:
         interrupt = error
         _say("interrupted; what was collected until then is kept")
-    status = _status_of(collection, interrupt)
+    gave = {ExitCode.DONE if one.has_stacks else ExitCode.FAILED for one in collection.collected}
+    status = _status_of(gave, interrupt)
     if args.json:
         whole = {"with_snapshots": args.with_snapshots, "with_texts": args.gathered_within is not None}
         say_json(collection.to_json(status, found, **whole), indent=None if args.with_snapshots else 2)
@@ -296,7 +297,8 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     names = ", ".join(transport.nodes[:_MAX_TITLES])
     _say(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
     result = gather(transport, command, output, _say, Limits(args.fan_out, args.node_timeout))
-    status, (verdict, case) = _status_of_nodes(result), judged(result.rounds)
+    status = _status_of({node.status for node in result.nodes}, result.interrupt)
+    verdict, case = judged(result.rounds)
     try:
         result.write(verdict, map(redact_text, screen(verdict, case)), output)
     except OSError as error:
@@ -477,23 +479,10 @@ def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
     )
 
 
-def _status_of(collection: Collection, interrupt: KeyboardInterrupt | None) -> ExitCode:
+def _status_of(statuses: Set[int | None], interrupt: KeyboardInterrupt | None) -> ExitCode:
+    """Return the status of a whole, by those of its processes or of its nodes."""
     if interrupt is not None:
-        return _status_of_interrupt(interrupt)
-    gave = [one.has_stacks for one in collection.collected]
-    if all(gave):
-        return ExitCode.DONE
-    return ExitCode.PARTIAL if any(gave) else ExitCode.FAILED
-
-
-def _status_of_interrupt(interrupt: KeyboardInterrupt) -> ExitCode:
-    return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
-
-
-def _status_of_nodes(result: Gathered) -> ExitCode:
-    if result.interrupt is not None:
-        return _status_of_interrupt(result.interrupt)
-    statuses = {node.status for node in result.nodes}
+        return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
     if statuses == {ExitCode.NOTHING}:
         return ExitCode.NOTHING
     # A node that nothing of SGLang runs on is no failure: the router may have one of its own.
