@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from sglang_crashkit.cli.main import main
+from unit.support.command import Cli, Said
+
 # The machine may be busy with other things, and nothing is to be left in the working folder.
 settings.register_profile("unit", deadline=None, max_examples=60, database=None)
 settings.load_profile("unit")
@@ -27,3 +30,19 @@ def short_folder() -> Iterator[Path]:
 def runtime(short_folder: Path) -> Path:
     """A runtime folder, which has sockets."""
     return short_folder
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """``sglang-crashkit``, run in this process."""
+
+    def run(*arguments: object, status: int | None = 0) -> Said:
+        try:
+            ended = main([*map(str, arguments)])
+        except SystemExit as error:
+            # As argparse ends a process.
+            ended = error.code
+        assert status in (None, ended)
+        return Said(*capsys.readouterr(), ended)
+
+    return run

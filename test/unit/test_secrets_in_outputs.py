@@ -15,7 +15,6 @@ import pytest
 import zstandard
 
 from sglang_crashkit import redact
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.handler.collectors.received import format_log
 from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.incident.exit_status import write_termination_message
@@ -26,16 +25,16 @@ from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.srt.redaction import redact_dump
 from sglang_crashkit.view.markdown import format_summary, format_termination_message
 from unit.secret_forms import FORMS, PLANTED, holds_secret
-from unit.support.stored import NOON, handler_log
+from unit.support.command import Cli
+from unit.support.stored import NOON, golden, handler_log
 
-GOLDEN = json.loads((Path(__file__).parent / "incident" / "data" / "exception.json").read_text())
 ALL = "\n".join(FORMS)
 STAMP = "[2026-10-05 08:00:00 TP0]"
 
 
 def planted() -> dict[str, Any]:
     """Return an incident whose messages, reasons and events hold them."""
-    document = json.loads(json.dumps(GOLDEN))
+    document = golden("exception")
     for number, form in enumerate(FORMS):
         document["timeline"].append(document["timeline"][0] | {"event": "exception", "message": form})
         document["timeline"][number % 3].setdefault("more", []).append([{"words": form}, ["api_key", PLANTED]])
@@ -96,18 +95,14 @@ def test_no_file_of_an_incident_holds_one(incident: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "--stacks", "--requests", "--timeline", "--env", "--json"])
-def test_no_part_that_is_shown_holds_one(incident: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
-    assert main(["show", str(incident), *filter(None, [part])]) == 0
-    assert not holds_secret(capsys.readouterr().out)
+def test_no_part_that_is_shown_holds_one(incident: Path, cli: Cli, part: str) -> None:
+    assert not holds_secret(cli("show", incident, *filter(None, [part])).out)
 
 
-def test_neither_page_report_nor_bundle_holds_one(
-    incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", str(incident), "--html", str(tmp_path / "x.html"), "--prompts"]) == 0
-    assert main(["bundle", str(incident), "--report"]) == 0
-    assert main(["bundle", str(incident), "-o", str(tmp_path / "x.tar.zst")]) == 0
-    assert not holds_secret(capsys.readouterr().out)
+def test_neither_page_report_nor_bundle_holds_one(incident: Path, tmp_path: Path, cli: Cli) -> None:
+    for command in (("show", "--html", tmp_path / "x.html", "--prompts"), ("bundle", "--report")):
+        assert not holds_secret(cli(command[0], incident, *command[1:]).out)
+    assert not holds_secret(cli("bundle", incident, "-o", tmp_path / "x.tar.zst").out)
     assert not holds_secret((tmp_path / "x.html").read_text())
     with (tmp_path / "x.tar.zst").open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as unpacked:
         data = unpacked.read()
@@ -159,7 +154,7 @@ def test_a_secret_of_the_server_is_found_by_its_value(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("output", ["", "--json", "--markdown"])
-def test_what_explain_says_of_a_log_holds_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str) -> None:
+def test_what_explain_says_of_a_log_holds_none(tmp_path: Path, cli: Cli, output: str) -> None:
     # What is told is cut, wrapped and put into a link: words before it move each form to another place of its line.
     shown = []
     for number, form in enumerate(FORMS):
@@ -171,7 +166,6 @@ def test_what_explain_says_of_a_log_holds_none(tmp_path: Path, capsys: pytest.Ca
             '  File "x.py", line 3, in f',
         ]
         log.write_text("\n".join([*lines, text, ""]))
-        assert main(["explain", str(log), *filter(None, [output])]) == 0
-        if holds_secret(capsys.readouterr().out):
+        if holds_secret(cli("explain", log, *filter(None, [output])).out):
             shown.append(form)
     assert shown == []

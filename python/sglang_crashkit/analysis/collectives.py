@@ -190,20 +190,19 @@ def _steps_of(entries: Iterable[Entry], dump: FlightDump) -> dict[int, _Step]:
         oldest = min(numbers)
         if len(numbers[oldest]) > 1 or len(numbers) > 1:
             del numbers[oldest]
-    return {number: _step_of(some) for number, some in numbers.items()}
-
-
-def _step_of(entries: Sequence[Entry]) -> _Step:
-    told = [f"{entry.operation} of {_sizes_text(entry.input_sizes)}" for entry in entries[:_MAX_NAMED]]
-    more = len(entries) - len(told)
-    frame = next((frame for frame in entries[0].frames if not _TORCH.search(frame.file)), None)
-    return _Step(
-        words=" with ".join(told) + (f" and {more} more" if more else ""),
-        signature=tuple(map(_signature, entries)),
-        is_done=all(entry.is_done for entry in entries),
-        created=entries[-1].created,
-        where=f"; it was begun in {frame}" if frame is not None else "",
-    )
+    steps = {}
+    for number, some in numbers.items():
+        told = [f"{entry.operation} of {_sizes_text(entry.input_sizes)}" for entry in some[:_MAX_NAMED]]
+        more = f" and {len(some) - len(told)} more" if len(some) > len(told) else ""
+        frame = next((frame for frame in some[0].frames if not _TORCH.search(frame.file)), None)
+        steps[number] = _Step(
+            words=" with ".join(told) + more,
+            signature=tuple(map(_signature, some)),
+            is_done=all(entry.is_done for entry in some),
+            created=some[-1].created,
+            where=f"; it was begun in {frame}" if frame is not None else "",
+        )
+    return steps
 
 
 def _signature(entry: Entry) -> tuple[str, int | None, tuple[str, ...]]:

@@ -6,21 +6,29 @@ hangs. The stacks of that moment show the victim; the steps before show who went
 
 The ranks are read at different moments, and one that died wrote less than the others: what one has and another has not
 yet is no difference.
+
+SGLang's own checker (``SGLANG_ENABLE_RANK_CONSENSUS_CHECKER``) compares what ranks must do alike, in order; where that
+differs, each rank logs its own events and ends with status 1, the healthy ones too, in any order.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_crashkit.analysis.ranks import Rank, RankSet
+from sglang_crashkit.analysis.ranks import Rank, RankSet, name_some
 from sglang_crashkit.model.incident import Divergence
 from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
 from sglang_crashkit.model.verdict import Level
 
+#: Return what ranks are called, without what all of them have in common but their number.
+_Names = Callable[[Iterable["RankSteps"]], str]
 _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
+#: The phases of a step of which it is known what it runs.
+_SCHEDULED = frozenset(PHASES[PHASES.index("scheduled") :])
 #: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
 _LAG_SECS = 2.0
 #: Of so many requests it is told who they are.
@@ -30,6 +38,10 @@ _TAKES_IN = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
 #: Decisions that a rank takes by what it has itself, so that who took one alone is the outlier; and those that follow
 #: from a request that all have, so that who did not take it is.
 _BY_ITSELF, _OF_REQUEST = ("retract", "timeout"), ("prefetch",)
+#: What a rank logs by the checker, which may be cut off; and one event in it, as Python has a string.
+_LINE = re.compile(r"Found rank divergence for \d{1,9} events?\(s\)! local hash: \w{1,64}, events = \[(?P<events>.*)")
+_EVENT = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"")
+_MAX_EVENT = 120
 
 
 @dataclass(frozen=True)
@@ -63,9 +75,17 @@ def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) ->
     several = [group for group in groups.values() if len({one.rank for one in group}) == len(group) > 1]
     if not several:
         return None
-    names = _Names([one.rank for group in groups.values() for one in group])
-    found = [_compare(group, names, moment) for group in several]
-    return min(found, key=_order)
+    everyone = RankSet(one.rank for group in groups.values() for one in group)
+    hidden = [place for place in everyone.places() if place[0] in ("server", "side")]
+
+    def names(of: Iterable[RankSteps]) -> str:
+        return RankSet(one.rank for one in of).format(hidden)
+
+    # Of several that diverged the first one is the cause of the others.
+    return min(
+        (_compare(group, names, moment) for group in several),
+        key=lambda its: (its.kind not in DIVERGED, -(its.seconds_before or 0.0), _BY_WEIGHT.index(its.kind)),
+    )
 
 
 def group_in_step(rank: Rank) -> Hashable:
@@ -85,29 +105,15 @@ def describe_step(step: Step, of: Sequence[StepRequest] = ()) -> str:
     return f"{mode} of {_count(step.size, 'request')} ({_count(step.tokens, 'token')})"
 
 
-class _Names:
-    """What ranks are called, without what all of them have in common but their number."""
-
-    def __init__(self, ranks: Sequence[Rank]) -> None:
-        self._hidden = [place for place in RankSet(ranks).places() if place[0] in ("server", "side")]
-
-    def of(self, ranks: Iterable[RankSteps]) -> str:
-        return RankSet(one.rank for one in ranks).format(self._hidden)
-
-
-def _order(found: Divergence) -> tuple[bool, float, int]:
-    # Of several that diverged the first one is the cause of the others.
-    return (found.kind not in DIVERGED, -(found.seconds_before or 0.0), _BY_WEIGHT.index(found.kind))
-
-
 def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -> Divergence:
     """Compare the steps of ranks that must agree."""
-    by_number = [{step.number: step for step in one.steps if _is_scheduled(step)} for one in group]
+    # Before a step is scheduled it is not known what it runs, and nothing in it is to be compared.
+    by_number = [{step.number: step for step in one.steps if step.phase in _SCHEDULED} for one in group]
     known = [(one, steps) for one, steps in zip(group, by_number, strict=True) if steps]
     silent = [one for one, steps in zip(group, by_number, strict=True) if not steps]
-    without = f" Of {names.of(silent)} there are no steps." if silent else ""
+    without = f" Of {names(silent)} there are no steps." if silent else ""
     if len(known) < 2:
-        text = f"Whether the ranks diverged is unknown: of {names.of(silent)} there are no steps."
+        text = f"Whether the ranks diverged is unknown: of {names(silent)} there are no steps."
         return Divergence("unknown", "unknown", text)
     counts = Counter(number for _one, steps in known for number in steps)
     common = sorted(number for number, count in counts.items() if count > 1)
@@ -119,20 +125,15 @@ def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -
             return found
     apart = [one for one, steps in known if not any(counts[number] > 1 for number in steps)]
     if apart or not common:
-        spans = ", ".join(f"{names.of([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
+        spans = ", ".join(f"{names([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
         text = f"Whether the ranks diverged is unknown: the steps that are kept do not overlap ({spans}).{without}"
         return Divergence("unknown", "unknown", text, compared=len(common))
     behind = _behind(known, names, moment, len(common))
     if behind is not None:
         return behind
-    of = names.of(one for one, _steps in known)
+    of = names(one for one, _steps in known)
     text = f"No divergence in the last {_count(len(common), 'step')} of {of}.{without}"
     return Divergence("none", "supported" if silent else "established", text, compared=len(common))
-
-
-def _is_scheduled(step: Step) -> bool:
-    """Say whether it is known what the step runs; before that nothing in it is to be compared."""
-    return step.phase in PHASES and PHASES.index(step.phase) >= PHASES.index("scheduled")
 
 
 # -- one step
@@ -163,12 +164,10 @@ def _differ(
         usual, second = (second, usual) if is_second is False else (usual, second)
     (_, ours), (_, theirs) = second[0], usual[0]
     odd, rest = [one for one, _step in second], [one for one, _step in usual]
-    kind, words, request, decision = _difference(ours, theirs, names.of(odd), names.of(rest))
+    kind, words, request, decision = _difference(ours, theirs, names(odd), names(rest))
     number = ours.number
     if kind == "hash" and is_oldest:
-        words = (
-            f"{names.of(odd)} and {names.of(rest)} had diverged before step {number:,}, the oldest that both still have"
-        )
+        words = f"{names(odd)} and {names(rest)} had diverged before step {number:,}, the oldest that both still have"
     elif is_oldest:
         words += "; it is the oldest step that both still have, and they may have diverged before"
     secs, when = _before(min(ours.began, theirs.began), moment)
@@ -179,9 +178,9 @@ def _differ(
         "supported" if level == "unknown" else level,
         f"{words}{when}.",
         number,
-        names.of(named),
+        names(named),
         tuple(one.pid for one in named),
-        names.of(rest) if named is odd else "",
+        names(rest) if named is odd else "",
         request,
         decision,
         secs,
@@ -216,13 +215,6 @@ def _decision(ours: Step, theirs: Step) -> str | None:
     return next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
 
 
-def _decided_of(decision: str, *steps: Step) -> str | None:
-    """Return the request that a decision is about, where it is in one of the steps; see ``StepRecorder._decide``."""
-    numbers = {step.decisions.get(decision) for step in steps}
-    rids = (request.rid for step in steps for request in step.requests)
-    return next((rid for rid in rids if zlib.crc32(f"{rid} ".encode(errors="surrogatepass")) in numbers), None)
-
-
 def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[DivergenceKind, str, str | None, str | None]:
     """Return in what two steps of one number differ, in words, and of which request and by which decision."""
     in_step = f"in step {ours.number:,}"
@@ -237,7 +229,12 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
     if decision is not None:
         did, did_not = (odd, rest) if ours.decisions.get(decision) else (rest, odd)
         both = ours.decisions.get(decision) and theirs.decisions.get(decision)
-        decided_of = None if both else _decided_of(decision, ours, theirs)
+        # What a decision is about is a checksum; see ``StepRecorder._decide``.
+        numbers = () if both else (ours.decisions.get(decision), theirs.decisions.get(decision))
+        rids = (one.rid for step in (ours, theirs) for one in step.requests)
+        decided_of = next(
+            (rid for rid in rids if zlib.crc32(f"{rid} ".encode(errors="surrogatepass")) in numbers), None
+        )
         of = f" of request {decided_of}" if decided_of else ""
         decided = f"{did} decided {'another ' if both else ''}{decision}{of} on the way to step {ours.number:,}"
         same = (ours.mode, ours.size, ours.tokens) == (theirs.mode, theirs.size, theirs.tokens) and not request
@@ -314,17 +311,17 @@ def _behind(
     number, ahead, step = min(missed, key=lambda item: item[0])
     if moment is not None and moment.read_at is not None and not moment.read_at - step.began >= _LAG_SECS:
         return None
-    names_of_slow, own = names.of(one for one, _step in slow), slow[0][1]
+    names_of_slow, own = names(one for one, _step in slow), slow[0][1]
     secs, when = _before(step.began, moment)
     request = step.requests[0].rid if len(step.requests) == step.size == 1 else None
     text = (
-        f"{names_of_slow} ended earlier, with step {end:,} ({own.phase.replace('_', ' ')}), where {names.of([ahead])}"
+        f"{names_of_slow} ended earlier, with step {end:,} ({own.phase.replace('_', ' ')}), where {names([ahead])}"
         f" went on and ran {describe_step(step)} in step {number:,}{when}; up to then they did the same."
     )
     pids = tuple(one.pid for one, _step in slow)
     had = [(one, step) for one, _end in slow for step in one.steps if step.number == number and step.requests]
     if had:
-        text += f" {names.of(one for one, _step in had)} had received {_some(had[0][1].requests)} for it."
+        text += f" {names(one for one, _step in had)} had received {_some(had[0][1].requests)} for it."
     return Divergence(
         "ended_earlier",
         "supported",
@@ -332,7 +329,7 @@ def _behind(
         number,
         names_of_slow,
         pids,
-        names.of([ahead]),
+        names([ahead]),
         request,
         None,
         secs,
@@ -345,15 +342,57 @@ def _before(began: float, moment: Moment | None) -> tuple[float | None, str]:
     secs = moment.at - began if moment is not None else -1.0
     if moment is None or not 0 <= secs < float("inf"):
         return None, ""
-    return round(secs, 3), f"; {describe_duration(secs)} before {moment.name}"
-
-
-def describe_duration(secs: float) -> str:
-    """Return a duration as a person would tell it, such as ``16 minutes``."""
+    told = f"{secs / 60:.0f} minutes" if secs < 7200 else f"{secs / 3600:.0f} hours"
     if secs < 120:
-        return f"{secs:.1f} s" if secs < 10 else f"{secs:.0f} s"
-    return f"{secs / 60:.0f} minutes" if secs < 7200 else f"{secs / 3600:.0f} hours"
+        told = f"{secs:.1f} s" if secs < 10 else f"{secs:.0f} s"
+    return round(secs, 3), f"; {told} before {moment.name}"
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# -- by SGLang's consensus checker
+
+
+def events_in(log: str) -> list[str] | None:
+    """Return the events that a rank logged last as it ended for a divergence; None where it logged none."""
+    found = [*_LINE.finditer(log)]
+    return [one[1] or one[2] or "" for one in _EVENT.finditer(found[-1]["events"])] if found else None
+
+
+def disagreement(told: Mapping[int, tuple[str, Sequence[str]]]) -> Divergence | None:
+    """Return where ranks differ, by name and events of each, by pid; None where no rank logged any.
+
+    The outliers are those that are fewer; of as many on each side, nothing tells who they are.
+    """
+    if not told:
+        return None
+    sequences = [events for _name, events in told.values()]
+    shared = min(map(len, sequences))
+    place = next((at for at in range(shared) if len({events[at] for events in sequences}) > 1), None)
+    words, odd, against = f"only what {next(iter(told.values()))[0]} did is known", list[int](), ""
+    if place is not None:
+        sides: dict[str, list[int]] = {}
+        for pid, (_name, events) in told.items():
+            sides.setdefault(events[place], []).append(pid)
+        names = {event: name_some([told[pid][0] for pid in pids]) for event, pids in sides.items()}
+        # Of a long event, from a little before where it differs.
+        same = next((at for at, letters in enumerate(zip(*sides, strict=False)) if len({*letters}) > 1), None)
+        begin = max(0, (min(map(len, sides)) if same is None else same) - _MAX_EVENT // 2)
+        cut = "..." if begin else ""
+        words = "; ".join(f"{names[event]}: {cut}{event[begin : begin + _MAX_EVENT]}" for event in sides)
+        fewest, *others = sorted(sides.values(), key=len)
+        if len(others) == 1 and len(fewest) < len(others[0]):
+            odd, against = fewest, name_some([told[pid][0] for pid in others[0]])
+    elif len(told) > 1:
+        words = f"they differ behind the first {shared} events, which is all that the logs keep"
+    return Divergence(
+        "consensus",
+        "established",
+        f"SGLang's rank consensus checker found that the ranks diverged: {words}.",
+        ranks=name_some([told[pid][0] for pid in odd or told]),
+        pids=tuple(odd or told),
+        against=against,
+        compared=shared,
+    )

@@ -106,7 +106,10 @@ def account(
         for gpu, device in pairs
         if not is_known or device["processes"] or device["new_errors"] or gpu.get("errors", {}).keys() - _NOT_THERE
     ]
-    lines = [_line(gpu, device, sees_all_pids=sees_all_pids) for gpu, device in shown]
+    lines = []
+    for gpu, device in shown:
+        name = f"GPU {gpu['index']} {gpu['name']} ({device['bus_id']})" if gpu.get("name") else f"GPU {gpu['index']}"
+        lines.append(f"{name}: {'; '.join(_parts(gpu, device, sees_all_pids=sees_all_pids)) or 'not read'}")
     if more := len(pairs) - len(shown):
         lines.append(f"{more} more that no process of this server is known to have")
     return {"devices": devices, "xids": told, "lines": [*lines, *_xid_lines(told, devices, xids)]}
@@ -185,20 +188,15 @@ def _xids(xids: XidSources, devices: Sequence[Mapping[str, Any]], started: Mappi
     return sorted(told, key=lambda event: float(event["time"]))[-_MAX_XIDS:]
 
 
-def _line(gpu: Mapping[str, Any], device: Mapping[str, Any], *, sees_all_pids: bool) -> str:
-    name = f"GPU {gpu['index']} {gpu['name']} ({device['bus_id']})" if gpu.get("name") else f"GPU {gpu['index']}"
-    return f"{name}: {'; '.join(_parts(gpu, device, sees_all_pids=sees_all_pids)) or 'not read'}"
-
-
 def _parts(gpu: Mapping[str, Any], device: Mapping[str, Any], *, sees_all_pids: bool) -> Iterator[str]:
     memory = gpu.get("memory")
     if memory:
         yield f"{_gib(memory['used'])} of {_gib(memory['total'])} used"
     for one in device["processes"]:
-        yield f"{_size(one)}{_holder(one)}"
+        yield f"{_used(one)}{_holder(one)}"
     whose = "not this server's" if sees_all_pids else "not known in this container"
     for one in device["others"]:
-        yield f"{_size(one)}pid {one['pid']}, {whose}"
+        yield f"{_used(one)}pid {one['pid']}, {whose}"
     state = ((gpu.get("utilisation", {}).get("gpu"), "% busy"), (gpu.get("temperature"), "C"), (gpu.get("power"), "W"))
     if words := ", ".join(f"{value:g} {unit}" for value, unit in state if value is not None):
         yield words
@@ -223,7 +221,7 @@ def _holder(one: Mapping[str, Any]) -> str:
     return f"{one['title']} (pid {one['pid']}{doubt})"
 
 
-def _size(one: Mapping[str, Any]) -> str:
+def _used(one: Mapping[str, Any]) -> str:
     return f"{_gib(one['used'])} by " if one["used"] is not None else ""
 
 

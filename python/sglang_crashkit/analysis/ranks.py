@@ -38,16 +38,11 @@ def scope_of(places: dict[str, int | str]) -> Scope:
     return tuple((name, places[name]) for name in _in_order(places))
 
 
-def server_of(process: Sample) -> str:
-    """Return what the processes of one server have in common, on all its hosts where that is known."""
-    if process.rendezvous:
-        return process.rendezvous
-    return process.host if process.server is None else f"{process.host}:{process.server}"
-
-
 def rank_of(process: Sample) -> Rank:
     """Return the place of a process among all."""
-    places: dict[str, int | str] = {"server": server_of(process)}
+    # What the processes of one server have in common, on all its hosts where that is known.
+    here = process.host if process.server is None else f"{process.host}:{process.server}"
+    places: dict[str, int | str] = {"server": process.rendezvous or here}
     if process.side is not None:
         places["side"] = process.side
     if process.role != "scheduler":
@@ -63,35 +58,31 @@ def rank_at(numbers: Mapping[str, int], places: Mapping[str, int | str] = Mappin
     return Rank(scope_of({**places, **others}), axis, numbers.get(axis, 0))
 
 
-def group_of(rank: Rank) -> Scope:
-    """Return what the ranks of one server, side and stage have in common, of whichever replica."""
-    places = {name: place for name, place in rank.scope if name != "dp"}
-    return scope_of(places | ({rank.axis: rank.number} if rank.axis == "pp" else {}))
-
-
 def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
     """Return the members group by group, those of each replica as one."""
     found: dict[Scope, dict[Rank, list[_Member]]] = {}
     for rank, member in members:
-        found.setdefault(group_of(rank), {}).setdefault(rank, []).append(member)
-    replicas = [lists for ranks in found.values() for _dp, lists in split_replicas(ranks)]
-    return [[member for some in lists for member in some] for lists in replicas]
+        # What the ranks of one server, side and stage have in common, of whichever replica.
+        places = {name: place for name, place in rank.scope if name != "dp"}
+        group = scope_of(places | ({rank.axis: rank.number} if rank.axis == "pp" else {}))
+        found.setdefault(group, {}).setdefault(rank, []).append(member)
+    return [[member for some in lists for member in some] for ranks in found.values() for lists in _replicas_of(ranks)]
 
 
-def split_replicas(members: Mapping[Rank, _Member]) -> list[tuple[int | None, list[_Member]]]:
-    """Return the members of one group (see `group_of`) by replica, with its number; together where they are of one."""
+def _replicas_of(members: Mapping[Rank, _Member]) -> list[list[_Member]]:
+    """Return the members of one group by replica; together where they are of one."""
     by_dp: dict[int, dict[int, list[_Member]]] = {}
     for rank, member in members.items():
         dp = rank.number if rank.axis == "dp" else int(dict(rank.scope).get("dp", 0))
         by_dp.setdefault(dp, {}).setdefault(rank.number if rank.axis == "tp" else 0, []).append(member)
     replicas = [
-        (dp, [member for _number, some in sorted(tp.items()) for member in some]) for dp, tp in sorted(by_dp.items())
+        [member for _number, some in sorted(tp.items()) for member in some] for _dp, tp in sorted(by_dp.items())
     ]
     # Where the ranks of all replicas are numbered as one, data parallelism is of the attention alone.
     size = len(by_dp[min(by_dp)])
-    if all(sorted(tp) == list(range(dp * size, (dp + 1) * size)) for dp, tp in by_dp.items()) or len(by_dp) == 1:
-        return [(None, [member for _dp, some in replicas for member in some])]
-    return list(replicas)
+    if all(sorted(tp) == list(range(dp * size, (dp + 1) * size)) for dp, tp in by_dp.items()):
+        return [[member for some in replicas for member in some]]
+    return replicas
 
 
 class RankSet:
@@ -135,11 +126,13 @@ class RankSet:
         hidden = frozenset(hide)
         lines: dict[_Line, int] = {}
         for (scope, axis), bits in self._bits.items():
-            places = tuple((name, str(place)) for name, place in scope if (name, place) not in hidden)
-            key = (places, axis, _ranges(bits))
+            key = (tuple((name, str(at)) for name, at in scope if (name, at) not in hidden), axis, _ranges(bits))
             lines[key] = lines.get(key, 0) + bits.bit_count()
         shown = sorted(_join_scopes(lines).items(), key=lambda item: (-item[1], item[0]))
-        words = [_line_text(*key) for key, _count in shown[:most]]
+        words = []
+        for (places, axis, text), _count in shown[:most]:
+            told = [f"{name.upper()}{at}" if at[:1].isdigit() and name != "server" else at for name, at in places]
+            words.append(" ".join([*told, f"{axis.upper()}{text}" if axis else ""]).strip() or "the only rank")
         if len(shown) > most:
             words.append(f"{sum(count for _key, count in shown[most:])} more ranks")
         return "; ".join(words) or "no rank"
@@ -190,11 +183,6 @@ def _places_text(places: list[str]) -> str:
     if not all(place.isdigit() for place in places):
         return ",".join(sorted(places))
     return ranges(map(int, places))
-
-
-def _line_text(places: _Places, axis: str, text: str) -> str:
-    words = [f"{name.upper()}{place}" if place[:1].isdigit() and name != "server" else place for name, place in places]
-    return " ".join([*words, f"{axis.upper()}{text}" if axis else ""]).strip() or "the only rank"
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

@@ -34,6 +34,13 @@ class Node:
     ranks: RankSet = field(default_factory=RankSet)  # those of which a stack ends here
     children: dict[tuple[str, str], Node] = field(default_factory=dict)  # by function and file
 
+    @property
+    def place(self) -> str:
+        """Its file with the first few lines; without them where no line is known."""
+        lines = sorted(line for line in self.lines if line)
+        shown = ",".join(map(str, lines[:_MAX_LINES_OF_A_FILE])) + ",..." * (len(lines) > _MAX_LINES_OF_A_FILE)
+        return f"{self.file}:{shown}" if shown else self.file
+
     def in_order(self) -> list[Node]:
         """Return the children in an order that depends on nothing but them."""
         return [child for _key, child in sorted(self.children.items())]
@@ -100,7 +107,12 @@ def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
         chain = _chain(node)
         indent = "  " * min(depth, _MAX_INDENTED)
         words = sets[id(node)].format(hide)
-        for position, text in enumerate(_chain_lines(chain)):
+        told = [_name(node) for node in chain]
+        lines_of_chain = [" > ".join(told)]
+        if left_out := max(0, len(told) - 2 * _MAX_OF_A_CHAIN):
+            outer, inner = told[:_MAX_OF_A_CHAIN], told[-_MAX_OF_A_CHAIN:]
+            lines_of_chain = [f"{' > '.join(outer)} > ({left_out} more)", f"> {' > '.join(inner)}"]
+        for position, text in enumerate(lines_of_chain):
             if lines >= max_lines:
                 yield f"... and {len(waiting) + 1} more branches"
                 return
@@ -126,18 +138,5 @@ def _chain(node: Node) -> list[Node]:
     return chain
 
 
-def _chain_lines(chain: list[Node]) -> Iterator[str]:
-    if len(chain) <= 2 * _MAX_OF_A_CHAIN:
-        yield " > ".join(_name(node) for node in chain)
-        return
-    left_out = len(chain) - 2 * _MAX_OF_A_CHAIN
-    yield " > ".join(_name(node) for node in chain[:_MAX_OF_A_CHAIN]) + f" > ({left_out} more)"
-    yield "> " + " > ".join(_name(node) for node in chain[-_MAX_OF_A_CHAIN:])
-
-
 def _name(node: Node) -> str:
-    lines = sorted(node.lines)
-    shown = ",".join(str(line) for line in lines[:_MAX_LINES_OF_A_FILE] if line)
-    more = ",..." if len(lines) > _MAX_LINES_OF_A_FILE else ""
-    place = f"{node.file}:{shown}{more}" if shown else node.file
-    return f"{node.function} ({place})" if place else node.function
+    return f"{node.function} ({node.place})" if node.place else node.function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shlex
 from collections.abc import Sequence
@@ -16,38 +15,18 @@ from sglang_crashkit.incident.store import StoredIncident, find_one, why_unreada
 _HANDLER_LOG = "crash_handler.log"
 
 
-def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "latest") -> None:
-    """Add the arguments that name an incident, see `find_incident`: by default `default`; without, one has to be."""
-    parser.add_argument(
-        "incident",
-        nargs="?" if default else None,
-        default=default,
-        help=f"id of an incident or how it begins, latest{' (the default)' if default else ''}, or the path of its "
-        "folder or of a crash folder",
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
-    )
-
-
 def known_folders() -> list[Path]:
     """Return the crash folders of this user's running servers, and that of servers that were given none.
 
     A crash handler holds its log open, which lies in its server's crash folder.
+
+    Raises:
+        NothingToDoError: there is no such folder.
     """
     from sglang_crashkit.cli.commands.status import find_running_servers
 
     found = [folder for server in find_running_servers() if (folder := _folder_of(server.handler)) is not None]
-    return [folder for folder in dict.fromkeys([*found, settings.fallback_folder()]) if folder.is_dir()]
-
-
-def require_folders() -> list[Path]:
-    """Return the crash folders that are known.
-
-    Raises:
-        NothingToDoError: none is.
-    """
-    folders = known_folders()
+    folders = [folder for folder in dict.fromkeys([*found, settings.fallback_folder()]) if folder.is_dir()]
     if not folders:
         raise NothingToDoError(
             "no server runs here whose crash folder would be known",
@@ -71,7 +50,7 @@ def find_incident(text: str, folder: Path | None) -> StoredIncident:
         incident = find_one(text, folder, unreadable)
         tell_unreadable(unreadable)
         return incident
-    for one in require_folders():
+    for one in known_folders():
         with contextlib.suppress(NothingToDoError):
             found.append(find_one(text, one, unreadable))
     if not found:

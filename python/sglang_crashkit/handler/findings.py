@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_crashkit.analysis.consensus import disagreement, events_in
+from sglang_crashkit.analysis.divergence import disagreement, events_in
 from sglang_crashkit.analysis.suspects import (
     MAX_SUSPECTS,
     Asked,

@@ -1,19 +1,23 @@
-"""A server of one's own, started to be broken: what its crash handler wrote of its end, and its end at last."""
+"""Requests are sent to a server, as many at once as were under way; and a server of one's own, to be broken by them."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import random
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.fingerprint import is_same_fault, words_of
@@ -23,13 +27,14 @@ from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
 from sglang_crashkit.kernel.server_address import Address, holders_of, listening_at
 from sglang_crashkit.model.incident import Incident
-from sglang_crashkit.replay.sender import Answer, send_all
 from sglang_crashkit.settings import unpublished
 
 #: All in seconds. A server that is asked to end has done so by then; it has so long to write an incident; one that
 #: answered everything and is about to fail does so by then.
 _END_SECS, INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
-_LOOK_SECS, _HEALTH_SECS = 0.1, 5.0
+_LOOK_SECS, _POLL_SECS, _HEALTH_SECS = 0.1, 0.05, 5.0
+#: No more requests are under way at once.
+_MAX_AT_ONCE = 512
 #: So often it is started at most: another program may take a port, or memory, that it needs.
 _MAX_STARTS = 3
 #: Below the ports that the kernel gives to clients, and with room above for those that SGLang derives: gRPC's is 10,000
@@ -48,6 +53,95 @@ _REPLACED = frozenset(
 _WATCH = "import os, signal, sys; os.read(0, 1) or os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 #: Kinds of incidents that are no failure of the server's own.
 _NO_FAILURE = frozenset({"peer_lost", "snapshot"})
+
+
+@dataclass
+class Answer:
+    """What came of a request."""
+
+    rid: str  # its id
+    status: int | None = None  # the HTTP status; None where there was no answer
+    problem: str = ""  # why there was no answer, or what the server has against it; empty otherwise
+    secs: float = 0.0  # how long it took, in seconds
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server did not take the request."""
+        return self.status is not None and 400 <= self.status < 500
+
+
+def send(
+    address: Address,
+    body: Mapping[str, Any],
+    timeout_secs: float,
+    api_key: str = "",
+    path: str = "/generate",
+    is_meant: Callable[[], bool] = lambda: True,
+) -> Answer:
+    """Send one request and read its answer, which is thrown away, to the end.
+
+    The server may be silent for `timeout_secs`. Nothing is sent unless, once the connection is made, the server that
+    listens at the address `is_meant`.
+    """
+    answer, began = Answer(str(body.get("rid"))), time.monotonic()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    connection = address.connect(timeout_secs)
+    try:
+        connection.connect()
+        if not is_meant():
+            raise ConnectionError(f"what listens at {address} is not the server that was started: nothing was sent")
+        connection.request("POST", f"{address.prefix}{path}", json.dumps(body).encode(), headers)
+        response = connection.getresponse()
+        text = response.read()
+        answer.status = response.status
+        if response.status >= 400:
+            answer.problem = text[:500].decode(errors="replace")
+    except TimeoutError:
+        answer.problem = f"no answer within {timeout_secs:g} s"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        answer.problem = str(error) or type(error).__name__
+    finally:
+        connection.close()
+    answer.secs = time.monotonic() - began
+    return answer
+
+
+def send_all(
+    address: Address,
+    requests: Sequence[StoredRequest],
+    timeout_secs: float,
+    *,
+    api_key: str = "",
+    max_gap_secs: float = 0.0,
+    is_over: Callable[[], bool] = lambda: False,
+    is_meant: Callable[[], bool] = lambda: True,
+) -> list[Answer]:
+    """Send requests in their order, without waiting for the answers of those before, and return what was answered.
+
+    They are sent as far apart as they arrived, but no further than `max_gap_secs`. Nothing is waited for once
+    `is_over`, as the server has ended; for `is_meant` see `send`.
+    """
+    answers: list[Answer] = []
+    free = threading.Semaphore(_MAX_AT_ONCE)
+
+    def ask(request: StoredRequest) -> None:
+        answers.append(send(address, request.body, timeout_secs, api_key, request.path, is_meant))
+        free.release()
+
+    threads: list[threading.Thread] = []
+    for before, request in zip([None, *requests], requests, strict=False):
+        if before is not None and max_gap_secs:
+            time.sleep(min(max_gap_secs, max(0.0, request.arrived - before.arrived)))
+        while not free.acquire(timeout=_POLL_SECS):
+            if is_over():
+                return [*answers]
+        # A request that is stuck must not keep this process.
+        threads.append(threading.Thread(target=ask, args=(request,), daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        while thread.is_alive() and not is_over():
+            thread.join(_POLL_SECS)
+    return [*answers]
 
 
 @dataclass

@@ -61,7 +61,7 @@ class Group:
     path: str  # the latest incident of it
 
 
-def group(incidents: Sequence[StoredIncident]) -> list[Group]:
+def groups_of(incidents: Sequence[StoredIncident]) -> list[Group]:
     """Return the faults of incidents that were read with `keep_of`, that on most hosts first."""
     faults: dict[tuple[str, ...], list[StoredIncident]] = {}
     known: dict[str, dict[str, set[str]]] = {}
@@ -70,26 +70,23 @@ def group(incidents: Sequence[StoredIncident]) -> list[Group]:
         faults.setdefault(tuple(kept["what"]), []).append(incident)
         for name, value in kept["attributes"].items():
             known.setdefault(name, {}).setdefault(_host_of(incident), set()).add(value)
-    groups = [_group(what, members, known) for what, members in faults.items()]
+    groups = []
+    for what, members in faults.items():
+        seconds = [name.seconds for one in members if (name := parse_name(one.name)) is not None]
+        hosts = tuple(sorted({_host_of(one) for one in members}))
+        group = Group(
+            key=hashlib.sha256(repr(what).encode()).hexdigest()[:8],
+            what=what,
+            count=len(members),
+            hosts=hosts,
+            first=min(seconds),
+            last=max(seconds),
+            causes=dict(Counter((one.document or {})["class"] for one in members)),
+            common=tuple(_common_to(set(hosts), known)) if len(hosts) >= _LEAST_HOSTS else (),
+            path=str(max(members, key=lambda one: one.name).path),
+        )
+        groups.append(group)
     return sorted(groups, key=lambda its: (-len(its.hosts), -its.count, its.key))
-
-
-def _group(
-    what: tuple[str, ...], members: Sequence[StoredIncident], known: Mapping[str, Mapping[str, set[str]]]
-) -> Group:
-    seconds = [name.seconds for one in members if (name := parse_name(one.name)) is not None]
-    hosts = tuple(sorted({_host_of(one) for one in members}))
-    return Group(
-        key=hashlib.sha256(repr(what).encode()).hexdigest()[:8],
-        what=what,
-        count=len(members),
-        hosts=hosts,
-        first=min(seconds),
-        last=max(seconds),
-        causes=dict(Counter((one.document or {})["class"] for one in members)),
-        common=tuple(_common_to(set(hosts), known)) if len(hosts) >= _LEAST_HOSTS else (),
-        path=str(max(members, key=lambda one: one.name).path),
-    )
 
 
 def _host_of(incident: StoredIncident) -> str:

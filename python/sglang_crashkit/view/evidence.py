@@ -1,19 +1,26 @@
-"""What the files of an incident hold, as rows: stacks, requests, environment."""
+"""What the files of an incident hold: listed, read within bounds, made harmless to look at, and as rows.
+
+They are not trusted: a link may lead out of the folder, a pipe may never end, a line may be as long as the
+file, and a character may turn around the text beside it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.requests import parameters_of, was_aborted_before
-from sglang_crashkit.model.checked_json import mappings_of, texts_of
+from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of, texts_of
 from sglang_crashkit.model.incident import Incident, ProcessReport
 from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.view import words
-from sglang_crashkit.view.files import IncidentFiles, cut, object_of
 
 ENVIRONMENT, REQUESTS = "environment.json", "requests/requests.jsonl"
 _MAX_FRAMES, _MAX_THREADS = 400, 2000
@@ -30,6 +37,101 @@ _DEFAULTS: Mapping[str, object] = {
     **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
     **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
 }
+#: Longer files are neither listed nor read further.
+_MAX_FILES = 5000
+_MAX_DEPTH = 6
+_MAX_JSON = 32 << 20
+#: Text of a longer string, and entries of a longer list, are left out.
+_MAX_STRING, _MAX_ENTRIES, _MAX_LEVELS = 4000, 2000, 12
+
+
+class IncidentFiles:
+    """The regular files below an incident's folder; no other is ever opened, whatever names one.
+
+    Attributes:
+        folder: the incident's.
+        listed: the size of each file in bytes, by its name relative to the folder, in order of the names.
+        left_out: how many entries there were beyond `_MAX_FILES`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        found = sorted(_walk(folder, "", 0))
+        self.left_out = max(0, len(found) - _MAX_FILES)
+        self.listed = dict(found[:_MAX_FILES])
+
+    def read(self, name: str | None, most: int, *, from_end: bool = False) -> bytes:
+        """Return at most so many bytes of a file, first or last ones; none where it is not listed or cannot be read."""
+        if name is None or name not in self.listed:
+            return b""
+        try:
+            # What was a file as it was listed may be something else by now.
+            return read_regular(self.folder / name, most, from_end=from_end)
+        except OSError:
+            return b""
+
+    def read_json(self, name: str | None) -> Any:
+        """Return what a file holds, within bounds; see `bounded`.
+
+        Raises:
+            ValueError: it is missing, too long, or no JSON.
+        """
+        data = self.read(name, _MAX_JSON + 1)
+        if not data:
+            raise ValueError(f"{name} cannot be read")
+        if len(data) > _MAX_JSON:
+            raise ValueError(f"{name} is longer than {_MAX_JSON >> 20} MiB")
+        try:
+            return bounded(json.loads(data))
+        except RecursionError:
+            raise ValueError(f"{name} is nested too deeply") from None
+
+    def read_object(self, name: str | None) -> Mapping[str, Any]:
+        """Return the JSON object that a file holds; an empty one where it holds none."""
+        try:
+            return mapping_of(self.read_json(name))
+        except ValueError:
+            return {}
+
+
+def _walk(folder: Path, lead: str, depth: int) -> Iterator[tuple[str, int]]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        name = f"{lead}{entry.name}"
+        try:
+            if entry.is_file(follow_symlinks=False):
+                yield name, entry.stat(follow_symlinks=False).st_size
+            elif depth < _MAX_DEPTH and entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder / entry.name, f"{name}/", depth + 1)
+        except OSError:
+            continue
+
+
+def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
+    """Return a JSON value in which nothing is longer than a page can show; it says what was left out."""
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, (list, dict)) and levels == 0:
+        return "... nested too deeply"
+    if isinstance(value, list):
+        kept = [bounded(one, levels - 1) for one in value[:_MAX_ENTRIES]]
+        return kept + [f"{len(value) - _MAX_ENTRIES:,} more left out"] * (len(value) > _MAX_ENTRIES)
+    if isinstance(value, dict):
+        names = list(value)[:_MAX_ENTRIES]
+        return {cut(name, 200): bounded(value[name], levels - 1) for name in names}
+    # A number of a million digits is a line as well.
+    return value if not isinstance(value, int) or abs(value) < 1 << 128 else "a number too long to show"
+
+
+def cut(text: str, most: int = _MAX_STRING) -> str:
+    """Return `text`, or what it begins with and how much more there is."""
+    return text if len(text) <= most else f"{text[:most]} ... {len(text) - most:,} more characters left out"
+
+
+# -- rows
 
 
 @dataclass(frozen=True)
@@ -100,9 +202,10 @@ def requests_of(
         nonlocal number
         path = journal.path if journal is not None and journal.path else REQUESTS
         for line in files.read(path, _MAX_BYTES).split(b"\n"):
-            if fields := object_of(line[:_MAX_LINE]):
-                number += 1
-                yield fields
+            with contextlib.suppress(ValueError, RecursionError):
+                if fields := mapping_of(json.loads(line[:_MAX_LINE])):
+                    number += 1
+                    yield fields
 
     first = heapq.nsmallest(most, read(), lambda fields: places.get(str(fields.get("rid")), len(places)))
     rows = [_request(fields, incident, str(fields.get("rid")) in places, shortens, prompts) for fields in first]

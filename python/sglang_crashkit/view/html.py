@@ -32,8 +32,7 @@ from sglang_crashkit.kernel.private_files import write_named
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident, ProcessReport
 from sglang_crashkit.view import model, words
-from sglang_crashkit.view.evidence import ENVIRONMENT, flat, requests_of
-from sglang_crashkit.view.files import IncidentFiles, cut
+from sglang_crashkit.view.evidence import ENVIRONMENT, IncidentFiles, cut, flat, requests_of
 from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.view.icicle import merge
 from sglang_crashkit.view.markdown import format_summary

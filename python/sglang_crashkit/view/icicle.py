@@ -10,8 +10,7 @@ from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
 from sglang_crashkit.incident.names import Names
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import words
-from sglang_crashkit.view.evidence import stacks_of
-from sglang_crashkit.view.files import IncidentFiles, cut
+from sglang_crashkit.view.evidence import IncidentFiles, cut, stacks_of
 
 #: A tree of more nodes is cut at those of the deepest calls, and at those that are thinner, in percent.
 _MAX_NODES, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12
@@ -48,7 +47,13 @@ class Tree:
 
 def merge(incident: Incident, files: IncidentFiles) -> tuple[list[Tree], str]:
     """Return the trees of the main threads of the ranks, of all processes and of all threads; and who has no stack."""
-    ranks, first = _ranks_by_pid(incident), incident.first_failure
+    names, first = Names(incident), incident.first_failure
+    ranks = {
+        one.pid: rank_at({axis: number for axis, number in one.rank.items() if 0 <= number < 1 << 20})
+        if one.is_rank
+        else Rank(scope_of({"role": names.short(one)}), "", 0)
+        for one in incident.processes
+    }
     known = [(ranks[one.pid], one, stack) for one in incident.processes for stack in stacks_of(one, files)]
     alone = str(RankSet([ranks[first.pid]])) if first is not None else ""
     trees: list[Tree] = []
@@ -78,16 +83,6 @@ def merge(incident: Incident, files: IncidentFiles) -> tuple[list[Tree], str]:
     return trees, str(unseen) if len(unseen) else ""
 
 
-def _ranks_by_pid(incident: Incident) -> dict[int, Rank]:
-    names = Names(incident)
-    return {
-        one.pid: rank_at({axis: number for axis, number in one.rank.items() if 0 <= number < 1 << 20})
-        if one.is_rank
-        else Rank(scope_of({"role": names.short(one)}), "", 0)
-        for one in incident.processes
-    }
-
-
 def _cut_names(names: str) -> str:
     return names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES].rpartition(',')[0] or names[:_MAX_NAMES]},..."
 
@@ -101,7 +96,7 @@ def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]
         run = [node]
         while len(only := list(run[-1].in_order())) == 1 and sets[id(only[0])] == sets[id(node)]:
             run += only
-        names: list[tuple[str, str]] = [(each.function or "all stacks", _place_of(each)) for each in run]
+        names: list[tuple[str, str]] = [(each.function or "all stacks", cut(each.place, 300)) for each in run]
         if len(names) > _LONGEST_RUN:
             inner = " > ".join(name for name, _place in names[2:-2])
             names[2:-2] = [(f"{len(names) - 4} calls: {inner}", "")]
@@ -126,9 +121,3 @@ def _values(tree: PrefixTree) -> dict[int, int]:
     for node in reversed(order):
         values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
     return values
-
-
-def _place_of(node: Node) -> str:
-    lines = sorted(line for line in node.lines if line)
-    shown = ",".join(map(str, lines[:4])) + ",..." * (len(lines) > 4)
-    return cut(f"{node.file}:{shown}" if shown else node.file, 300)

@@ -29,7 +29,14 @@ def format_summary(incident: Incident, folder: Path | None = None) -> str:
         folder: its finished folder, by which commands name it: its id alone is found nowhere but where the server runs.
     """
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
-    return visible(redact_text("\n".join(_summary(incident, where)) + "\n"))
+    # A fence keeps the columns where it is rendered.
+    told = [f"# {model.headline(incident)}", "", "```text", *first_screen(incident, where=where), "```", ""]
+    if (verdict := incident.verdict) is not None:
+        told += [f"**{words.without_build_paths(verdict.text or 'no verdict')}** ({verdict.level})", ""]
+    told += (f"- {label}: {text}" for label, text in model.facts(incident))
+    for section in model.sections(incident):
+        told += ["", *section_lines(section, "##")]
+    return visible(redact_text("\n".join(told) + "\n"))
 
 
 def format_termination_message(incident: Incident, path: str) -> str:
@@ -38,18 +45,6 @@ def format_termination_message(incident: Incident, path: str) -> str:
     told = f"{verdict.text} ({verdict.level})" if verdict is not None else model.headline(incident)
     where = f"incident {path}, {incident.trigger.time}, requests: {words.requests(incident.requests)}"
     return visible(redact_text(f"{words.one_line(told)}\n{where}\n"))
-
-
-def _summary(incident: Incident, where: str) -> Iterator[str]:
-    yield f"# {model.headline(incident)}"
-    # A fence keeps the columns where it is rendered.
-    yield from ("", "```text", *first_screen(incident, where=where), "```", "")
-    if (verdict := incident.verdict) is not None:
-        yield f"**{words.without_build_paths(verdict.text or 'no verdict')}** ({verdict.level})"
-        yield ""
-    yield from (f"- {label}: {text}" for label, text in model.facts(incident))
-    for section in model.sections(incident):
-        yield from ("", *section_lines(section, "##"))
 
 
 def section_lines(section: model.Section, level: str = "#") -> Iterator[str]:

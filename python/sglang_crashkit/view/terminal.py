@@ -10,8 +10,7 @@ from sglang_crashkit.incident.store import StoredSteps
 from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import model, words
-from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, flat, requests_of, stacks_of
-from sglang_crashkit.view.files import IncidentFiles
+from sglang_crashkit.view.evidence import ENVIRONMENT, REQUESTS, IncidentFiles, flat, requests_of, stacks_of
 from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.view.markdown import fenced
 from sglang_crashkit.view.steps import tables_of
@@ -98,41 +97,32 @@ def environment_lines(incident: Incident, files: IncidentFiles) -> Iterator[str]
         yield from (f"{name}  {value}" for name, value in flat(whole))
 
 
-def _report_environment(incident: Incident, files: IncidentFiles) -> Iterator[str]:
-    """Yield the environment for a bug report: the command, the versions, the GPUs."""
-    whole = files.read_object(ENVIRONMENT)
-    if command := whole.get("command_line"):
-        yield str(command)
-    versions = whole.get("versions", {}) if whole else incident.surroundings.versions
-    yield from (f"{name} {version}" for name, version in (versions.items() if isinstance(versions, dict) else ()))
-    yield from incident.gpus.lines if incident.gpus is not None else ()
-
-
 def format_report(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> str:
     """Return what goes into a bug report; without `messages` of exceptions of these only the frames."""
-    return visible("\n".join(_report(incident, files, messages)) + "\n")
-
-
-def _report(incident: Incident, files: IncidentFiles, messages: bool) -> Iterator[str]:
     verdict, cause = incident.verdict, incident.cause
-    yield f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}"
-    yield ""
     # What to do next is for the operator of the server; these rows stand at the end.
     screen = first_screen(incident)
-    ends = (place for place, line in enumerate(screen) if line.startswith("next    "))
-    yield from (*fenced(screen[: next(ends, len(screen))]), "")
+    ends = next((place for place, line in enumerate(screen) if line.startswith("next    ")), len(screen))
+    told = [f"### SGLang {incident.server.sglang_version}: {first_screen(incident, wraps=False)[0]}", ""]
+    told += [*fenced(screen[:ends]), ""]
     if verdict is not None and verdict.text:
-        yield f"**Verdict** ({verdict.level})"
-        yield from (*fenced([verdict.text]), "")
+        told += [f"**Verdict** ({verdict.level})", *fenced([verdict.text]), ""]
     if cause is not None:
-        yield f"**Cause** {cause.kind} ({cause.level})"
+        told.append(f"**Cause** {cause.kind} ({cause.level})")
         if cause.known_issues:
-            yield f"It looks like {', '.join(f'sgl-project/sglang#{one.issue}' for one in cause.known_issues)}."
-        yield ""
+            issues = ", ".join(f"sgl-project/sglang#{one.issue}" for one in cause.known_issues)
+            told.append(f"It looks like {issues}.")
+        told.append("")
+    whole = files.read_object(ENVIRONMENT)
+    versions = whole.get("versions", {}) if whole else incident.surroundings.versions
+    environment = [str(command)] if (command := whole.get("command_line")) else []
+    environment += (f"{name} {text}" for name, text in (versions.items() if isinstance(versions, dict) else ()))
+    environment += incident.gpus.lines if incident.gpus is not None else ()
     for title, lines in (
-        ("Environment", _report_environment(incident, files)),
+        ("Environment", environment),
         ("Stacks, innermost frame first", stack_lines(incident, files, messages=messages)),
         ("Timeline", timeline_lines(incident)),
     ):
-        if told := list(lines):
-            yield from (f"<details><summary>{title}</summary>", "", *fenced(told), "", "</details>", "")
+        if part := list(lines):
+            told += [f"<details><summary>{title}</summary>", "", *fenced(part), "", "</details>", ""]
+    return visible("\n".join(told) + "\n")

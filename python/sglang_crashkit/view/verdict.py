@@ -1,14 +1,23 @@
-"""A verdict on one screen, and as Markdown for an issue."""
+"""The verdict of `explain`, on files that no crash handler wrote: on one screen, as Markdown, and as an incident.
+
+And what each class of verdicts means: ``docs/classes.md`` is `page_of_classes`, from ``classes.yaml``.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
+from sglang_crashkit.model import incident
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import Dumped
+from sglang_crashkit.model.checked_json import iso_time
+from sglang_crashkit.model.event import AnyEvent, Dumped, Exit, Kernel, Line, Raised, Stage, Stop
 from sglang_crashkit.model.verdict import Verdict
+from sglang_crashkit.view.markdown import section_lines
 from sglang_crashkit.view.model import Section
 from sglang_crashkit.visible import visible
 
@@ -24,6 +33,16 @@ _WIDTH, _LABEL = 118, 9
 #: Arguments that an issue needs most; the others are in the log.
 _TOLD_ARGUMENTS = 40
 _MAX_FRAMES, _MAX_QUOTES, _MAX_PROCESSES = 12, 6, 16
+#: The kind of an incident that was made of plain evidence; it has no more than so many events and processes.
+KIND = "explained"
+_MAX_EVENTS, _MAX_KEPT, _MAX_TEXT = 400, 1024, 500
+_PAGE_HEAD = """\
+# Classes of verdicts
+
+What a verdict of `sglang-crashkit explain`, and the cause of an incident, may say has happened. The names are stable:
+alerts route on them.
+`sglang-crashkit explain --class CLASS` prints one; this page is what `--class all` prints.
+"""
 
 
 def screen(verdict: Verdict, case: Case) -> Iterator[str]:
@@ -37,7 +56,7 @@ def screen(verdict: Verdict, case: Case) -> Iterator[str]:
         ("part", [verdict.component] if verdict.component else []),
         ("restart", [_RESTART[verdict.restart_helps]]),
         ("release", [case.release] if case.release else []),
-        ("requests", [_in_flight(one) for one in case.dumped]),
+        ("requests", map(_in_flight, case.dumped)),
         ("because", verdict.because[:_MAX_QUOTES]),
         ("next", [f"{number}. {step}" for number, step in enumerate(verdict.next, start=1)]),
         ("known", [f"#{one.issue}: {one.title}" for one in verdict.known_issues]),
@@ -110,3 +129,108 @@ def _frames_of(process: Process) -> list[str]:
 
 def _plain(text: str) -> str:
     return visible(text, keep="")
+
+
+# -- as an incident, for `show` and `bundle`
+
+
+def incident_of(verdict: Verdict, case: Case, *, now: float, kit: str) -> incident.Incident:
+    """Return the incident of a case that was judged from plain evidence.
+
+    Args:
+        verdict: what the judge says of it.
+        case: the evidence.
+        now: seconds since the epoch, for what has no time of its own.
+        kit: the kit's version.
+    """
+    known = [one for one in case.processes.values() if one.who][:_MAX_KEPT]
+    # A pid may stand in no evidence: then a number that no process has, by which the parts refer to it.
+    pids = {id(one): one.pid or -place for place, one in enumerate(known, start=1)}
+    first = next((one for one in known if verdict.first and one.who == verdict.first), None)
+    failure = None if first is None else incident.Failure(pids[id(first)], _title(first))
+    at = iso_time(case.last_at or now)
+    sizes = {name: case.arguments.get(f"{name}_size") for name in ("tp", "pp", "dp", "ep")}
+    key = repr((msgspec.to_builtins(verdict), case.first_at, case.last_at))
+    return incident.Incident(
+        id=hashlib.sha256(key.encode()).hexdigest()[:8],
+        kind=KIND,
+        trigger=incident.Trigger(KIND, at, failure.pid if failure else 0, failure.title if failure else ""),
+        server=incident.ServerInfo(0, case.release, kit, ""),
+        processes=[
+            incident.ProcessReport(
+                pids[id(one)], _title(one), one.role, one.ranks, exit=_exit(one, at), doing=[*map(str, _innermost(one))]
+            )
+            for one in known
+        ],
+        requests=incident.Requests(reason="there is no journal in plain evidence"),
+        environment=incident.Surroundings(
+            model=str(case.arguments.get("model_path") or ""),
+            parallel={name: size for name, size in sizes.items() if isinstance(size, int)},
+        ),
+        timeline=list(_timeline(case, now))[-_MAX_EVENTS:],
+        verdict=incident.Verdict(
+            verdict.kind, failure, verdict.level, verdict.headline, [verdict.headline, *verdict.because]
+        ),
+        cause=incident.Cause.of(verdict),
+        complete=True,
+    )
+
+
+def _title(process: Process) -> str:
+    name = process.who.replace(" ", "_")
+    return f"sglang::scheduler_{name}" if process.ranks else f"sglang::{name}"
+
+
+def _exit(process: Process, at: str) -> incident.Exit | None:
+    if not process.exits:
+        return None
+    end = process.exits[-1]
+    cause: incident.ExitCause = "signal" if end.signal else "exit_status"
+    return incident.Exit(end.code, end.signal or None, cause, end.text, iso_time(end.at) if end.at else at)
+
+
+def _innermost(process: Process) -> tuple[Any, ...]:
+    if process.raised:
+        return process.raised[0].error.frames[:4]
+    thread = process.stacks[-1].sample.main_thread if process.stacks else None
+    return thread.frames[:4] if thread is not None else ()
+
+
+def _timeline(case: Case, now: float) -> Iterator[incident.Entry]:
+    for event in case.events:
+        text, name = _words(event), type(event).__name__.lower()
+        if text:
+            yield incident.Entry(time=iso_time(event.at or now), event=name, who=event.who, message=text[:_MAX_TEXT])
+
+
+def _words(event: AnyEvent) -> str:
+    match event:
+        case Raised():
+            return f"{event.error.type}: {event.error.text.partition(chr(10))[0]}"
+        case Line():
+            return event.text if event.level in ("warning", "error", "critical") else ""
+        case Exit():
+            return event.text or event.signal or f"status {event.code}"
+        case Kernel() | Stop():
+            return event.text
+        case Stage():
+            return event.name
+        case _:
+            return ""
+
+
+# -- what the classes mean
+
+
+def page_of_classes(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the page: all classes by name, as Markdown."""
+    yield from _PAGE_HEAD.splitlines()
+    for kind in sorted(classes):
+        yield from ("", *class_lines(kind, classes[kind]))
+
+
+def class_lines(kind: str, row: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of one class: what it is, how it is known, what to do."""
+    lines = [f"known by: {row['known_by']}", f"a restart helps: {row['restart']}"]
+    lines += [f"next: {step}" for step in row["next"]]
+    yield from section_lines(Section(kind, lines, f"{row['words'][0].upper()}{row['words'][1:]}."), "##")

@@ -22,7 +22,7 @@ from sglang_crashkit.incident.requests import read_requests
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.model import ABORTED
-from sglang_crashkit.replay.sender import Answer, send
+from sglang_crashkit.replay.server import Answer, send
 from sglang_crashkit.view.first_screen import first_screen
 from unit.support.waiting import wait_until
 

@@ -22,7 +22,7 @@ from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel.server_address import Address
-from sglang_crashkit.replay.sender import send
+from sglang_crashkit.replay.server import send
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]

@@ -31,7 +31,8 @@ def test_a_running_servers_folder_is_known_by_its_handlers_log(
     server = RunningServer(1, "sglang::scheduler", "/run", os.getpid(), "")
     gone = RunningServer(2, "sglang::scheduler", "/run2", None, "its crash handler has ended")
     monkeypatch.setattr(status, "find_running_servers", lambda: [gone, server])
-    assert crash_folder.known_folders() == []
+    with pytest.raises(NothingToDoError):
+        crash_folder.known_folders()
     with (host / "crash_handler.log").open("w"):
         assert crash_folder.known_folders() == [tmp_path / "crash"]
         nothing_known.mkdir()

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.kernel.private_files import open_regular
 from sglang_crashkit.sources.text import reader
-from unit.support.stored import NOON, make_incident
+from unit.support.command import Cli
+from unit.support.stored import NOON, golden, make_incident
 
 CASE = Path(__file__).parents[2] / "corpus" / "22-hbm-of-one-gpu-fails"
-INCIDENT = Path(__file__).parents[1] / "incident" / "data" / "exception.json"
 SECRET = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gI3k"
 
 
@@ -34,62 +33,41 @@ def log(tmp_path: Path) -> Path:
     return copy
 
 
-def test_the_first_lines_say_what_happened_and_the_last_where_to_read_on(
-    log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", str(log)]) == ExitCode.DONE
-    lines = capsys.readouterr().out.splitlines()
+def test_the_first_lines_say_what_happened_and_the_last_where_to_read_on(log: Path, cli: Cli) -> None:
+    lines = cli("explain", log).out.splitlines()
     assert lines[0]
     assert any(line.startswith("class    gpu_hardware: ") for line in lines)
     assert lines[-1] == "more     docs/classes.md#gpu_hardware"
     assert max(map(len, lines)) <= 120
 
 
-def test_the_answer_for_a_program_fits_its_schema(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(log), "--json"]) == ExitCode.DONE
-    document = json.loads(capsys.readouterr().out)
+def test_the_answer_for_a_program_fits_its_schema(log: Path, cli: Cli) -> None:
+    document = cli("explain", log, "--json").json
     assert_fits(document, "explain")
     assert document["verdict"]["class"] in load("classes")
 
 
-@pytest.mark.parametrize("form", [[], ["--json"], ["--markdown"]])
-def test_no_form_shows_a_secret(form: list[str], log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", str(log), *form]) == ExitCode.DONE
-    assert SECRET not in capsys.readouterr().out
-
-
-def test_what_is_kept_is_shown_packed_and_free_of_secrets(
-    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", str(log), "--save", str(tmp_path / "kept")]) == ExitCode.DONE
-    incident = Path(capsys.readouterr().out.strip())
+def test_what_is_kept_is_shown_packed_and_free_of_secrets(log: Path, tmp_path: Path, cli: Cli) -> None:
+    incident = Path(cli("explain", log, "--save", tmp_path / "kept").out.strip())
     assert incident.parent == tmp_path / "kept"
     assert SECRET not in "".join(file.read_text() for file in incident.rglob("*") if file.is_file())
-    assert main(["show", str(incident)]) == ExitCode.DONE
-    assert "(gpu_hardware," in " ".join(capsys.readouterr().out.split())
-    assert main(["incidents", str(tmp_path / "kept"), "--json"]) == ExitCode.DONE
-    assert len(json.loads(capsys.readouterr().out)) == 1
-    assert main(["bundle", str(incident), "--report", "--json"]) == ExitCode.DONE
+    assert "(gpu_hardware," in " ".join(cli("show", incident).out.split())
+    assert len(cli("incidents", tmp_path / "kept", "--json").json) == 1
+    cli("bundle", incident, "--report", "--json")
 
 
-def test_the_page_holds_the_verdict(log: Path, tmp_path: Path) -> None:
-    assert main(["explain", str(log), "--html", str(tmp_path / "page.html")]) == ExitCode.DONE
+def test_the_page_holds_the_verdict(log: Path, tmp_path: Path, cli: Cli) -> None:
+    cli("explain", log, "--html", tmp_path / "page.html")
     assert "gpu_hardware" in (tmp_path / "page.html").read_text()
 
 
-def test_the_standard_input_is_read(
-    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_standard_input_is_read(log: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(log.read_bytes())))
-    assert main(["explain", "-", "--json"]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out)["verdict"]["class"] == "gpu_hardware"
+    assert cli("explain", "-", "--json").json["verdict"]["class"] == "gpu_hardware"
 
 
-def test_a_missing_file_is_named_and_ends_with_nothing_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", str(tmp_path / "absent.log")]) == ExitCode.NOTHING
-    assert "absent.log" in capsys.readouterr().err
+def test_a_missing_file_is_named_and_ends_with_nothing_to_do(tmp_path: Path, cli: Cli) -> None:
+    assert "absent.log" in cli("explain", tmp_path / "absent.log", status=ExitCode.NOTHING).err
 
 
 @pytest.fixture
@@ -104,27 +82,24 @@ def odd(tmp_path: Path) -> Path:
     return folder
 
 
-def verdict_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    assert main(["explain", *map(str, arguments), "--json"]) == ExitCode.DONE
-    verdict: dict[str, Any] = json.loads(capsys.readouterr().out)["verdict"]
+def verdict_of(cli: Cli, *arguments: object) -> dict[str, Any]:
+    verdict: dict[str, Any] = cli("explain", *arguments, "--json").json["verdict"]
     return verdict
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("form", [[], ["--json"], ["--save", "kept"], ["--html", "page.html"]])
 def test_in_a_folder_regular_files_alone_are_read(
-    form: list[str], log: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: list[str], log: Path, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     log.rename(odd / "server.log")
     monkeypatch.chdir(tmp_path)
-    assert main(["explain", str(odd), *form]) == ExitCode.DONE
+    cli("explain", odd, *form)
     assert [file.name for file in (tmp_path / "kept").rglob("logs/*")] == (["0-server.log"] if "kept" in form else [])
 
 
-def test_of_crash_folders_the_incidents_of_the_last_failure_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = json.loads(INCIDENT.read_text())
+def test_of_crash_folders_the_incidents_of_the_last_failure_are_read(tmp_path: Path, cli: Cli) -> None:
+    told = golden("exception")
     about = {name: told[name] for name in ("verdict", "processes", "failures", "timeline") if name in told}
     pieces = {"environment.json": '{"arguments": {"hicache_storage_prefetch_policy": "timeout"}}'}
     first, second = (tmp_path / node / "host" / "incidents" for node in ("0", "1"))
@@ -134,11 +109,10 @@ def test_of_crash_folders_the_incidents_of_the_last_failure_are_read(
     make_incident(second, seconds=NOON - 3600.0)
     (tmp_path / "notes.txt").write_text("nothing to see\n")
     # WHEN both crash folders are read, or what holds them
-    expected = verdict_of(capsys, incident)
+    expected = verdict_of(cli, incident)
     for paths in ([tmp_path], [tmp_path / "0", tmp_path / "1"]):
-        assert main(["explain", *map(str, paths), "--json"]) == ExitCode.DONE
-        said = capsys.readouterr()
-        assert json.loads(said.out)["verdict"]["class"] == expected["class"]
+        said = cli("explain", *paths, "--json")
+        assert said.json["verdict"]["class"] == expected["class"]
         assert "1 older incidents there are not read" in said.err
 
 
@@ -148,12 +122,12 @@ def test_of_crash_folders_the_incidents_of_the_last_failure_are_read(
 )
 @pytest.mark.parametrize("kind", ["pipe", "link", "zero", "socket"])
 def test_of_an_incident_regular_files_alone_are_read(
-    name: str, kind: str, log: Path, odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, kind: str, log: Path, odd: Path, tmp_path: Path, cli: Cli
 ) -> None:
     incident = tmp_path / "incident"
     for folder in ("ranks", "stacks", "logs"):
         (incident / folder).mkdir(parents=True)
-    document = json.loads(INCIDENT.read_text())
+    document = golden("exception")
     for process in document["processes"]:
         process["evidence"] = [
             {"kind": "exception", "status": "captured", "path": "ranks/odd.json"},
@@ -163,17 +137,15 @@ def test_of_an_incident_regular_files_alone_are_read(
     (incident / "logs" / "server.log").write_bytes(log.read_bytes())
     if name == "incident.json":
         (incident / name).unlink()
-    expected = verdict_of(capsys, incident)
+    expected = verdict_of(cli, incident)
     (odd / kind).rename(incident / name)
     if kind == "link":
         (odd / "pipe").rename((incident / name).with_name("pipe"))
-    assert verdict_of(capsys, incident) == expected
+    assert verdict_of(cli, incident) == expected
 
 
 @pytest.mark.timeout(60)
-def test_a_file_that_turned_into_a_pipe_is_named(
-    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_turned_into_a_pipe_is_named(log: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     turns = log.with_name("turns.log")
     turns.touch()
 
@@ -184,22 +156,19 @@ def test_a_file_that_turned_into_a_pipe_is_named(
         return open_regular(path, **options)
 
     monkeypatch.setattr(reader, "open_regular", open_after)
-    assert main(["explain", str(log.parent)]) == ExitCode.PARTIAL
-    shown = capsys.readouterr()
+    shown = cli("explain", log.parent, status=ExitCode.PARTIAL)
     assert "gpu_hardware" in shown.out
     assert f"{turns} cannot be read: is no regular file" in shown.err
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_pipe_that_is_named_is_read_to_its_end(
-    pack: Callable[[bytes], bytes], log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_that_is_named_is_read_to_its_end(pack: Callable[[bytes], bytes], log: Path, cli: Cli) -> None:
     # As a shell passes on <(zcat log.gz).
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as file:
         file.write(pack(log.read_bytes()))
-    expected, told = verdict_of(capsys, log), verdict_of(capsys, f"/dev/fd/{reading}")
+    expected, told = verdict_of(cli, log), verdict_of(cli, f"/dev/fd/{reading}")
     os.close(reading)
     # What is quoted has the name of its file before it.
     assert {**told, "because": []} == {**expected, "because": []}
@@ -207,29 +176,23 @@ def test_a_pipe_that_is_named_is_read_to_its_end(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["zero", "socket"])
-def test_a_device_or_a_socket_that_is_named_is_refused(
-    name: str, odd: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", str(odd / name)]) == ExitCode.NOTHING
-    assert f"{odd / name} is no file and no pipe" in capsys.readouterr().err
+def test_a_device_or_a_socket_that_is_named_is_refused(name: str, odd: Path, cli: Cli) -> None:
+    assert f"{odd / name} is no file and no pipe" in cli("explain", odd / name, status=ExitCode.NOTHING).err
 
 
-def test_no_file_and_an_unknown_class_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain"]) == ExitCode.USAGE
-    assert main(["explain", "--class", "absent"]) == ExitCode.USAGE
-    assert main(["explain", "--class", "gpu_stall"]) == ExitCode.DONE
-    assert "## gpu_stall" in capsys.readouterr().out
+def test_no_file_and_an_unknown_class_are_usage_errors(cli: Cli) -> None:
+    cli("explain", status=ExitCode.USAGE)
+    cli("explain", "--class", "absent", status=ExitCode.USAGE)
+    assert "## gpu_stall" in cli("explain", "--class", "gpu_stall").out
 
 
 def test_long_reading_shows_how_far_it_is_on_a_terminal_alone(
-    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     line = b"[2026-10-05 08:00:00 TP0] Decode batch. #running-req: 1, #token: 100\n"
     log.write_bytes(line * (9_000_000 // len(line)))
-    assert main(["explain", str(log), "--json"]) == ExitCode.DONE
-    assert capsys.readouterr().err == ""
+    assert cli("explain", log, "--json").err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert main(["explain", str(log), "--json"]) == ExitCode.DONE
-    shown = capsys.readouterr().err
+    shown = cli("explain", log, "--json").err
     assert f"\r{log.name}: " in shown
     assert shown.endswith("\r\033[K")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import sglang_crashkit
-from sglang_crashkit.cli import main
 from sglang_crashkit.cli.commands import incidents
 from sglang_crashkit.cli.main import COMMANDS
 from sglang_crashkit.errors import (
@@ -21,15 +20,14 @@ from sglang_crashkit.errors import (
     RefusedError,
     UsageError,
 )
+from unit.support.command import Cli
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main.main([command, "--help"])
-    out = capsys.readouterr().out
+def test_every_command_has_help(command: str, cli: Cli) -> None:
+    out = cli(command, "--help").out
     assert f"usage: sglang-crashkit {command}" in out
     assert f"\n  sglang-crashkit {command} " in out or f"\n  sglang-crashkit {command}\n" in out, "there is an example"
     assert out.rstrip().endswith("130 interrupted, 143 ended by SIGTERM"), "its exit statuses are told"
@@ -47,12 +45,11 @@ def test_no_command_loads_much_before_it_runs() -> None:
     assert set(HEAVY) & set(json.loads(done.stdout)) == set()
 
 
-def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main.main(["--help"])
-    listed = capsys.readouterr().out
+def test_the_help_names_every_command_and_every_exit_status(cli: Cli) -> None:
+    listed, _mark, statuses = cli("--help").out.partition("exit status:")
     assert [command for command in COMMANDS if not re.search(rf"\n    {command}\s", listed)] == []
     assert "\n  sglang-crashkit collect  " in listed, "there is an example"
+    assert {int(number) for number in re.findall(r"\b(\d+) [a-z]", statuses)} == {int(status) for status in ExitCode}
 
 
 @pytest.mark.parametrize(
@@ -67,19 +64,13 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         (["incidents", "--since=d"], "--since: 'd' is no time such as 30s, 90m, 12h or 2d"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_named(
-    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main.main(arguments)
-    assert why in capsys.readouterr().err
+def test_a_value_that_makes_no_sense_is_named(arguments: list[str], why: str, cli: Cli) -> None:
+    assert why in cli(*arguments, status=2).err
 
 
 @pytest.mark.parametrize("arguments", [[], ["absent"], ["core"], ["incidents", "x", "--absent"]])
-def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main.main(arguments)
-    assert "usage: sglang-crashkit" in capsys.readouterr().err
+def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], cli: Cli) -> None:
+    assert "usage: sglang-crashkit" in cli(*arguments, status=2).err
 
 
 @pytest.mark.parametrize(
@@ -93,27 +84,24 @@ def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], capsys: p
     ],
 )
 def test_an_error_has_its_status_and_names_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[CrashkitError], status: int
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, error: type[CrashkitError], status: int
 ) -> None:
     def fail(_args: object) -> ExitCode:
         raise error("what happened", next_step="do this")
 
     monkeypatch.setattr(incidents, "run", fail)
-    assert main.main(["incidents", "x"]) == status
-    captured = capsys.readouterr()
-    assert captured.err == "sglang-crashkit incidents: what happened\n  next: do this\n"
-    assert captured.out == ""
-    assert main.main(["incidents", "x", "--json"]) == status
-    assert json.loads(capsys.readouterr().out) == {"error": "what happened", "next": "do this", "exit_code": status}
+    told = "sglang-crashkit incidents: what happened\n  next: do this\n"
+    assert cli("incidents", "x", status=status) == ("", told, status)
+    document = cli("incidents", "x", "--json", status=status).json
+    assert document == {"error": "what happened", "next": "do this", "exit_code": status}
 
 
-def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     def interrupt(_args: object) -> ExitCode:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(incidents, "run", interrupt)
-    assert main.main(["incidents", "x"]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert "interrupted" in cli("incidents", "x", status=130).err
 
 
 #: More than the kernel gives: what else runs on this machine is no business of a test.
@@ -168,13 +156,6 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
     ended = dict(line.split() for line in done.stderr.splitlines() if re.fullmatch(r"\S+ -?\d+", line))
     assert ended.keys() == {*COMMANDS, "--help"}
     assert {name: status for name, status in ended.items() if int(status) not in known} == {}
-
-
-def test_the_help_names_every_exit_status_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["--help"])
-    table = capsys.readouterr().out.partition("exit status:")[2]
-    assert {int(number) for number in re.findall(r"\b(\d+) [a-z]", table)} == {int(status) for status in ExitCode}
 
 
 def test_the_module_is_the_command() -> None:

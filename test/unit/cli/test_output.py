@@ -6,28 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.step import Step, StepRequest
 from sglang_crashkit.visible import visible
-from unit.support.stored import handler_log, make_incident
+from unit.support.command import Cli
+from unit.support.stored import golden, handler_log, make_incident, poisoned, stacks_of
 
 #: It clears the screen, sets the window's title, goes back to the line's begin, turns the text around; C1, DEL, a tag.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\x08\u202e\x9b31m\x7f\u2066\U000e0041\u200b"
-GOLDEN = json.loads((Path(__file__).parents[1] / "incident" / "data" / "killed.json").read_text())
-#: What the kit itself reads again, or looks up.
-KEPT = {"kind", "status", "time", "began", "arrived", "path", "schema_version", "role"}
-
-
-def poisoned(value: Any, name: str = "") -> Any:
-    if isinstance(value, dict):
-        return {key: poisoned(one, key) for key, one in value.items()} | {f"key{HOSTILE}": HOSTILE}
-    if isinstance(value, list):
-        return [poisoned(one, name) for one in value]
-    return f"{value}{HOSTILE}" if isinstance(value, str) and name not in KEPT else value
+GOLDEN = golden("killed")
 
 
 @pytest.fixture
@@ -38,21 +27,15 @@ def incident(tmp_path: Path) -> Path:
     request = {"rid": f"r{HOSTILE}", "state": f"unfinished{HOSTILE}", "arrived": "2026-11-23T04:57:27.8Z"}
     request |= {"text": f"a prompt{HOSTILE}", "sampling_params": {f"regex{HOSTILE}": HOSTILE}}
     frame = {"function": f"f{HOSTILE}", "file": f"x.py{HOSTILE}", "line": 3}
-    pieces = {
+    pieces = stacks_of(GOLDEN, frame) | {
         "ranks/scheduler_TP0-11.steps.jsonl": json.dumps(step.to_json()) + "\n",
         "ranks/scheduler_TP1-12.steps.jsonl": json.dumps(step.to_json() | {"mode": f"extend{HOSTILE}"}) + "\n",
         "requests/requests.jsonl": json.dumps(request) + "\n",
-        "environment.json": json.dumps(poisoned({"command_line": "python", "versions": {"torch": "2"}})),
+        "environment.json": json.dumps(poisoned({"command_line": "python", "versions": {"torch": "2"}}, HOSTILE)),
         f"ranks/scheduler_TP1-{pid}.exception.txt": f"RuntimeError: {HOSTILE}\n",
         "logs/scheduler_TP1.log": f"said {HOSTILE}\n",
     }
-    for process in GOLDEN["processes"]:
-        for piece in process["evidence"]:
-            if piece["kind"] == "stack" and piece["path"]:
-                threads = {"threads": [{"name": "MainThread", "native_id": process["pid"], "frames": [frame]}]}
-                pieces[str(Path(piece["path"]).with_suffix(".json"))] = json.dumps(threads)
-    fields = {name: value for name, value in poisoned(GOLDEN).items() if name not in ("id", "kind")}
-    fields["divergence"] = {"statement": HOSTILE, "level": HOSTILE, "step": 1}
+    fields = poisoned(GOLDEN, HOSTILE) | {"divergence": {"statement": HOSTILE, "level": HOSTILE, "step": 1}}
     return make_incident(tmp_path / "crash" / "node7" / "incidents", pieces=pieces, **fields)
 
 
@@ -71,18 +54,15 @@ def incident(tmp_path: Path) -> Path:
     ],
     ids=ascii,
 )
-def test_nothing_in_an_incident_acts_on_the_terminal(
-    incident: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    status = main([word.format(incident) for word in command.split(" ") if word])
-    printed = capsys.readouterr()
-    assert status in range(6)
+def test_nothing_in_an_incident_acts_on_the_terminal(incident: Path, cli: Cli, command: str) -> None:
+    printed = cli(*(word.format(incident) for word in command.split(" ") if word), status=None)
+    assert printed.status in range(6)
     assert printed.out + printed.err
     acting = {char for char in printed.out + printed.err if not char.isprintable() and char != "\n"}
     assert acting == set()
     if "--json" in command:
         # A program gets all of it.
-        assert json.loads(printed.out)
+        assert printed.json
 
 
 def test_what_others_print_is_visible(tmp_path: Path) -> None:
@@ -96,19 +76,18 @@ def test_what_others_print_is_visible(tmp_path: Path) -> None:
         assert {char for char in done.stderr.decode() if not char.isprintable() and char != "\n"} == set()
 
 
-def test_a_line_is_one_line_whatever_is_in_it(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_one_line_whatever_is_in_it(incident: Path, cli: Cli) -> None:
     step = Step(1, 1.0, 1.5, "processed", "decode", (StepRequest("r\nstep 1 of TP0: request forged", 37, 37),), 1, 37)
     (incident / "ranks" / "scheduler_TP0-11.steps.jsonl").write_text(json.dumps(step.to_json()) + "\n")
-    assert main(["steps", str(incident)]) == 0
-    assert "r\\nstep 1 of TP0: request forged" in capsys.readouterr().out
+    assert "r\\nstep 1 of TP0: request forged" in cli("steps", incident).out
 
 
-def test_the_summary_and_the_page_show_what_is_hidden(incident: Path, tmp_path: Path) -> None:
+def test_the_summary_and_the_page_show_what_is_hidden(incident: Path, tmp_path: Path, cli: Cli) -> None:
     from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.view.markdown import format_summary
 
-    texts = [format_summary(Incident.of(poisoned(GOLDEN)))]
-    assert main(["show", str(incident), "--html", str(tmp_path / "x.html"), "--prompts"]) == 0
+    texts = [format_summary(Incident.of(poisoned(GOLDEN, HOSTILE)))]
+    cli("show", incident, "--html", tmp_path / "x.html", "--prompts")
     texts.append((tmp_path / "x.html").read_text())
     for text in texts:
         assert {char for char in text if not char.isprintable() and char not in "\n\t"} == set()

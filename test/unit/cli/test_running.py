@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_crashkit.cli import running
-from sglang_crashkit.cli.running import Terminated, ends_with_reader
+from sglang_crashkit.cli import main
+from sglang_crashkit.cli.main import Terminated, ends_with_reader
 from unit.support.waiting import LONG
 
 FULL = "sglang-crashkit: the standard output cannot be written: No space left on device\n"
@@ -51,7 +51,7 @@ def test_nobody_who_reads_changes_no_status(environ: dict[str, str], shell: str)
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Return the reading and the writing end of a pipe, which is looked at all the time."""
-    monkeypatch.setattr(running, "LOOK_SECS", 0.01)
+    monkeypatch.setattr(main, "LOOK_SECS", 0.01)
     ends = list(os.pipe())
     yield ends
     for end in ends:

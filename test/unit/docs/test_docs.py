@@ -11,7 +11,7 @@ import pytest
 import sglang_crashkit
 from lanelib import figures
 from sglang_crashkit.judge.knowledge import load
-from sglang_crashkit.view import classes
+from sglang_crashkit.view.verdict import page_of_classes
 
 KIT = Path(sglang_crashkit.__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -69,7 +69,7 @@ def test_the_documents_say_what_the_last_run_measured() -> None:
 
 def test_the_page_of_classes_is_what_explain_prints() -> None:
     page = (ROOT / "docs" / "classes.md").read_text()
-    assert page.splitlines() == list(classes.page(load("classes")))
+    assert page.splitlines() == list(page_of_classes(load("classes")))
 
 
 def test_the_pages_that_are_written_by_hand_are_short() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -9,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.doctor import checks
 from sglang_crashkit.doctor.checks import CHECKS, Result, Target, check_cores, look_at_folder
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.shared_memory import OrphanedSegment
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.settings import DiskLimits
+from unit.support.command import Cli
 
 SERVE = ("python", "-m", "sglang.launch_server")
 RANK = FoundProcess(9, 1, "sglang::scheduler_TP0", "scheduler", {}, os.getpid(), SERVE, os.geteuid(), "title")
@@ -30,29 +29,27 @@ def found(topic: str, of: Target) -> list[Result]:
     return list(CHECKS[topic](of))
 
 
-def test_the_machine_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["doctor", "--crash-dump-folder", str(tmp_path), "--grace-secs", "90", "--json"])
-    told = json.loads(capsys.readouterr().out)
+def test_the_machine_is_checked(tmp_path: Path, cli: Cli) -> None:
+    said = cli("doctor", "--crash-dump-folder", tmp_path, "--grace-secs", "90", "--json", status=None)
+    told = said.json
     by_topic = {one["topic"]: one for one in told["findings"]}
     assert by_topic.keys() >= {"kit", "server", "py-spy", "GPU", "crash folder", "shared memory", "end", "settings"}
     assert (by_topic["py-spy"]["level"], by_topic["crash folder"]["level"], by_topic["end"]["level"]) == ("ok",) * 3
-    assert (status, told["healthy"]) == (
+    assert (said.status, told["healthy"]) == (
         (1, False) if "problem" in {one["level"] for one in told["findings"]} else (0, True)
     )
 
 
-def test_a_problem_is_the_exit_status_with_its_path_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_is_the_exit_status_with_its_path_escaped(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "a\x1b[2J").write_text("")
-    assert main(["doctor", "--crash-dump-folder", str(tmp_path / "a\x1b[2J")]) == 1
-    text = capsys.readouterr().out
+    text = cli("doctor", "--crash-dump-folder", tmp_path / "a\x1b[2J", status=1).out
     assert re.search(r"problem  crash folder: .*\n +next: df -h ", text)
     assert re.search(r"result   \d problem\(s\), \d warning\(s\)", text)
     assert "\x1b" not in text
 
 
-def test_a_process_of_no_server_is_nothing_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--pid", str(os.getpid())]) == 3
-    assert "belongs to no server" in capsys.readouterr().err
+def test_a_process_of_no_server_is_nothing_to_look_at(cli: Cli) -> None:
+    assert "belongs to no server" in cli("doctor", "--pid", os.getpid(), status=3).err
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def incident(folder: Path, *bodies: dict[str, Any], suspects: list[str] | None =
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--rule", "--host", "--port", "--api-key", "--crash-dump-folder", "--what"):
+    for name in ("--rule", "--host", "--port", "--api-key", "--crash-dump-folder", "--what", "--keep"):
         parser.add_argument(name)
     parser.add_argument("--hold", type=float, default=0.05)
     args = parser.parse_args()
@@ -77,7 +77,10 @@ def main() -> None:
 
         def do_POST(self) -> None:
             nonlocal served
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            data = self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(data)
+            if args.keep:
+                Path(args.keep).write_bytes(data)
             if args.api_key and self.headers["Authorization"] != f"Bearer {args.api_key}":
                 self.send_error(401)
                 return

@@ -11,30 +11,31 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.replay.bisect import minimize
 from unit.replay.breakable import BY_PARAMETERS, POISON, incident
+from unit.replay.conftest import commands
+from unit.support.command import Cli
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG, wait_until
 
 SECRET = "hunter2-of-production"
 
 
-def bisect(path: Path, out: Path, command: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    status = main(["replay", str(path), "--bisect", "--serve", command, "-o", str(out), "--json", *more])
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert status == (0 if result["reproduced"] else 5)
+def bisect(path: Path, out: Path, command: str, cli: Cli, *more: str) -> dict[str, Any]:
+    said = cli("replay", path, "--bisect", "--serve", command, "-o", out, "--json", *more, status=None)
+    assert said.status == (0 if said.json["reproduced"] else 5)
+    result: dict[str, Any] = said.json
     return result
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("suspects", [None, ["0"]])
 def test_a_fault_of_parameters_is_reduced_to_them(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], suspects: list[str] | None
+    tmp_path: Path, serve: Any, cli: Cli, suspects: list[str] | None
 ) -> None:
     path = incident(tmp_path / "crash", {"text": "a secret prompt", **POISON}, suspects=suspects)
     command = f"{serve(BY_PARAMETERS)} --port 1 --host 192.0.2.1 --api-key {SECRET}"
-    result = bisect(path, tmp_path / "out", command, capsys)
+    result = bisect(path, tmp_path / "out", command, cli)
     assert (result["reproduced"], result["rids"], result["needs_prompt"]) == (True, ["0"], False)
     assert sorted(result["parameters"]) == sorted(POISON)
     assert result["requests"] == [{"text": "a", "sampling_params": {"max_new_tokens": 4}, **POISON}]
@@ -58,29 +59,25 @@ def test_a_fault_of_parameters_is_reduced_to_them(
     ],
 )
 def test_what_does_not_come_back_is_said(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], rule: str, what: str, reason: str
+    tmp_path: Path, serve: Any, cli: Cli, rule: str, what: str, reason: str
 ) -> None:
     path = incident(tmp_path / "crash", {"text": "a", "session_params": {"id": "s"}, **POISON})
-    result = bisect(path, tmp_path / "out", serve(rule, what), capsys, "--tries", "2")
+    result = bisect(path, tmp_path / "out", serve(rule, what), cli, "--tries", "2")
     assert not result["reproduced"]
     assert result["reason"].startswith(reason)
 
 
 @pytest.mark.wide
-def test_a_fault_of_two_together_is_found_as_both(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_of_two_together_is_found_as_both(tmp_path: Path, serve: Any, cli: Cli) -> None:
     path = incident(tmp_path / "crash", {"text": "left"}, {"text": "right"})
     rule = "{'left', 'right'} <= {b['text'] for b in bodies}"
-    result = bisect(path, tmp_path / "out", f"{serve(rule)} --hold 0.5", capsys)
+    result = bisect(path, tmp_path / "out", f"{serve(rule)} --hold 0.5", cli)
     assert (result["reproduced"], result["rids"]) == (True, ["0", "1"])
 
 
-def test_no_more_servers_are_started_than_allowed(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_more_servers_are_started_than_allowed(tmp_path: Path, serve: Any, cli: Cli) -> None:
     path = incident(tmp_path / "crash", {"text": "a", **POISON})
-    result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys, "--starts", "2")
+    result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), cli, "--starts", "2")
     assert (result["reproduced"], result["starts"]) == (False, 2)
     assert result["reason"] == "2 servers were started, and --starts allows no more"
 
@@ -97,31 +94,29 @@ def test_ctrl_c_leaves_no_server(tmp_path: Path, serve: Any) -> None:
         wait_until((out / "server-2").exists, "something was tried")
         popen.send_signal(signal.SIGINT)
         assert popen.wait(LONG) != 0
-    found = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
-    assert str(out) not in found.stdout
+    assert str(out) not in commands()
 
 
-def test_an_incident_without_requests_leaves_no_folder(tmp_path: Path, serve: Any) -> None:
+def test_an_incident_without_requests_leaves_no_folder(tmp_path: Path, serve: Any, cli: Cli) -> None:
     folder = tmp_path / "bisected"
     path = make_incident(tmp_path)
-    assert main(["replay", str(path), "--bisect", "--serve", serve("False"), "-o", str(folder)]) == 3
+    cli("replay", path, "--bisect", "--serve", serve("False"), "-o", folder, status=3)
     assert not folder.exists()
 
 
-def test_a_bisection_is_never_of_a_server_that_is_named(tmp_path: Path) -> None:
+def test_a_bisection_is_never_of_a_server_that_is_named(tmp_path: Path, cli: Cli) -> None:
     path = incident(tmp_path / "crash", {"text": "a"})
-    assert main(["replay", str(path), "--bisect", "--url", "http://127.0.0.1:1"]) == 2
+    cli("replay", path, "--bisect", "--url", "http://127.0.0.1:1", status=2)
 
 
 @pytest.mark.parametrize(
     ("rid", "outcome", "status"), [("0", "the same fault: It raised.", 5), ("3", "not reproduced: it serves on", 0)]
 )
 def test_replay_tells_a_program_in_json_alone(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], rid: str, outcome: str, status: int
+    tmp_path: Path, serve: Any, cli: Cli, rid: str, outcome: str, status: int
 ) -> None:
     path = incident(tmp_path / "crash", {"text": "a", **POISON})
     command = ["replay", str(path), "--only", rid, "--json", "--serve", serve(BY_PARAMETERS)]
-    assert main([*command, "-o", str(tmp_path / "own")]) == status
-    *answers, last = map(json.loads, capsys.readouterr().out.splitlines())
+    *answers, last = map(json.loads, cli(*command, "-o", tmp_path / "own", status=status).out.splitlines())
     assert [one["rid"] for one in answers] in ([rid], [])
     assert (last["outcome"], last["is_same"], bool(last["incident"])) == (outcome, status == 5, status == 5)

@@ -13,31 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.cli.argument_types import command as parse_command
-from sglang_crashkit.cli.main import main
+from sglang_crashkit.cli.arguments import command as parse_command
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.requests import StoredRequest
 from sglang_crashkit.replay import server
 from sglang_crashkit.replay.server import OwnServer
 from unit.replay.breakable import incident
+from unit.replay.conftest import commands
+from unit.support.command import Cli
 from unit.support.waiting import LONG, wait_until
 
-_TEST = Path(__file__).parents[2]
 _SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]
-#: A server in production: it keeps what it is asked.
-_PRODUCTION = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def do_POST(self):
-        with open(sys.argv[2], "ab") as file:
-            file.write(self.rfile.read(int(self.headers["Content-Length"])))
-        self.do_GET()
-    def log_message(self, *_arguments): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
 #: Writes its port, as one does that loads its model for a while before it listens.
 _LOADING = """
 import pathlib, sys, time
@@ -49,18 +35,13 @@ time.sleep(600)
 
 
 @pytest.fixture
-def paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_TEST), *sys.path]))
-
-
-@pytest.fixture
-def production(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Starts a server in production at a port, and returns where it keeps what it is asked."""
+def production(tmp_path: Path, paths: None) -> Iterator[Callable[[int], Path]]:
+    """Starts a server in production at a port, and returns the file in which it keeps what it is asked."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(port: int) -> Path:
         asked = tmp_path / "asked"
-        started.append(subprocess.Popen([sys.executable, "-c", _PRODUCTION, str(port), str(asked)]))
+        started.append(subprocess.Popen([*_SERVE, "--port", str(port), "--keep", str(asked)]))
         return asked
 
     yield start
@@ -70,7 +51,7 @@ def production(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 def test_a_server_in_production_at_the_port_is_sent_nothing(
-    tmp_path: Path, production: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, production: Callable[[int], Path], cli: Cli
 ) -> None:
     # GIVEN a command whose server loads, and a server in production that gets the port meanwhile
     path, port = incident(tmp_path / "crash", {"text": "a killing request"}), tmp_path / "port"
@@ -83,13 +64,12 @@ def test_a_server_in_production_at_the_port_is_sent_nothing(
     restarting.start()
     serve = shlex.join([sys.executable, "-c", _LOADING, str(port)])
     # WHEN the request is to be sent to the command's server
-    words = ["replay", str(path), "--only", "0", "--serve", serve, "--ready-secs", "5"]
-    status = main([*words, "-o", str(tmp_path / "own")])
+    words = ["replay", path, "--only", "0", "--serve", serve, "--ready-secs", LONG, "-o", tmp_path / "own"]
+    said = cli(*words, status=1)
     restarting.join(LONG)
     # THEN it is sent to none
     assert not (tmp_path / "asked").exists()
-    assert status == 1
-    assert "another program listens at http://127.0.0.1:" in capsys.readouterr().err
+    assert "another program listens at http://127.0.0.1:" in said.err
 
 
 def test_a_server_in_production_that_takes_the_port_later_is_sent_nothing(
@@ -163,12 +143,7 @@ def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path, p
         assert popen.stdout.readline() == b"serves\n"
         popen.kill()
         popen.wait(LONG)
-    wait_until(lambda: str(tmp_path / "own") not in _commands(), "nothing of it is left")
-
-
-def _commands() -> str:
-    listed = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
-    return listed.stdout
+    wait_until(lambda: str(tmp_path / "own") not in commands(), "nothing of it is left")
 
 
 def test_variables_before_the_command_are_set(tmp_path: Path, paths: None) -> None:

@@ -16,6 +16,10 @@ from sglang_crashkit.model.log import LOG, IncidentLog
 from sglang_crashkit.settings import DiskLimits
 
 NOON = 1_700_000_000.25
+#: Incidents of real servers, with other names of hosts and folders.
+DATA = Path(__file__).parents[1] / "incident" / "data"
+#: What the kit itself reads again, or looks up.
+_KEPT = {"kind", "status", "time", "began", "arrived", "path", "schema_version", "role"}
 _LOG_ONE = """
 import json, logging, sys
 from pathlib import Path
@@ -44,14 +48,14 @@ def make_incident(
         publish: give it its final name.
         pieces: files in it by name.
         limits: see `IncidentFolder`.
-        fields: what the document has beside the usual.
+        fields: what the document has beside the usual, or `golden` has but for the id.
     """
     trigger, server = Trigger("process_exited", "2023", 7, "sglang::x"), ServerInfo(1, "0.5.23", "0.1", "h")
     incident = Incident(new_id(), kind, trigger, server)
     folder = IncidentFolder(incidents, kind, incident.id, seconds, limits)
     for name, text in (pieces or {}).items():
         folder.write_text(name, text)
-    document = incident.to_json() | fields
+    document = incident.to_json() | fields | {"id": incident.id}
     if publish or fields.get("complete"):
         folder.save(document, "words \udcff\n")
     else:
@@ -61,6 +65,34 @@ def make_incident(
     # As if its writer had died.
     folder.ownership.release()
     return folder.path
+
+
+def golden(name: str) -> dict[str, Any]:
+    """Return the document of a real incident."""
+    document: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
+    return document
+
+
+def stacks_of(document: dict[str, Any], *frames: dict[str, Any]) -> dict[str, str]:
+    """Return the stack files that the processes of a document name, with these frames of each main thread."""
+    other = {"name": "Thread-1", "native_id": 1, "frames": [{"function": "sleeps", "file": "t.py", "line": 1}]}
+    return {
+        str(Path(piece["path"]).with_suffix(".json")): json.dumps(
+            {"threads": [other, {"name": "MainThread", "native_id": process["pid"], "frames": frames}]}
+        )
+        for process in document["processes"]
+        for piece in process["evidence"]
+        if piece["kind"] == "stack" and piece["path"]
+    }
+
+
+def poisoned(value: Any, sign: str, name: str = "") -> Any:
+    """Return a JSON value in which every text ends with a sign, and each object has one for a name."""
+    if isinstance(value, dict):
+        return {key: poisoned(one, sign, key) for key, one in value.items()} | {f"key{sign}": sign}
+    if isinstance(value, list):
+        return [poisoned(one, sign, name) for one in value]
+    return f"{value}{sign}" if isinstance(value, str) and name not in _KEPT else value
 
 
 def handler_log(folder: Path, text: str) -> str:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.model.step import Step, StepRequest
-from unit.support.stored import make_incident
+from unit.support.stored import make_incident, poisoned
 
-START = 1_700_000_000
 #: Who failed, of the ranks of `many_ranks`.
 FAULTY = 3
 #: Ways to have a page run what it is only to show.
@@ -126,60 +125,29 @@ def many_ranks(incidents: Path, count: int, steps: int = 40) -> Path:
 
 
 def hostile(incidents: Path) -> Path:
-    """Write an incident in which every text is an attack."""
-    text = ALL_HOSTILE
-    process = {
-        "pid": 7,
-        "title": text,
-        "role": "scheduler",
-        "rank": {"tp": 0},
-        "exit": {"signal": text, "cause": text, "detail": text},
-        "state": {"State": text, text: text},
-        "doing": [text, f"f{text} (a.py:1)"],
-        "gpu": [text],
-        "evidence": [
-            {"kind": text, "status": text, "path": text, "reason": text},
-            {"kind": "stack", "status": "captured", "path": "stacks/x-7.txt"},
-        ],
-        "last_sign": {"doing": text},
-        "steps": {"in_step": {"number": text, "mode": text, "phase": text}},
-        "looks": [{"time": text, "state": text, "doing": [text]}],
+    """Write an incident in which every text is an attack, those included that the kit reads again."""
+    path = many_ranks(incidents, 4, steps=4)
+    document = json.loads((path / "incident.json").read_text())
+    first, told = document["processes"][FAULTY], ALL_HOSTILE
+    first |= {"exit": {"signal": "", "cause": "", "detail": ""}, "gpu": [""], "last_sign": {"doing": ""}}
+    first |= {"looks": [{"time": told, "state": "", "doing": [""]}]}
+    first["evidence"].append({"kind": told, "status": told, "path": told, "reason": ""})
+    document["processes"][0]["steps"]["in_step"]["number"] = ""
+    document["timeline"].append({"time": told, "event": ""})
+    document["cause"]["known_issues"] = [{"issue": "javascript:window.ran=12", "title": "", "workaround": ""}]
+    document |= {
+        "server": {"pid": "", "hostname": "", "sglang_version": ""},
+        "collectives": {"findings": [{"group": "", "kind": "", "statement": "", "evidence": [""]}], "missing": [""]},
+        "gpus": {"lines": [""]},
+        "peers": [{"role": told, "address": "", "requests": [{"rid": ""}]}],
+        "environment": {"model": ""},
     }
-    thread = {"name": "MainThread", "native_id": 7, "frames": [{"function": text, "file": text, "line": 1}] * 3}
-    pieces = {
-        "stacks/x-7.txt": text,
-        "stacks/x-7.json": json.dumps({"threads": [thread]}),
-        "ranks/scheduler_TP0-7.steps.jsonl": json.dumps(step(1, text)) + "\n" + text + "\n",
-        "requests/requests.jsonl": json.dumps({"rid": text, "state": text, "text": text, text: text, "kind": text})
-        + "\n",
-        "environment.json": json.dumps({text: {text: [text, {text: text}]}, "plain": text}),
-        f"logs/{'a' * 100}<img src=x onerror=window.ran=11>.log": f"{text}\n{'y' * (1 << 20)}\n",
-        "gpu/core": "\0\1\2" * 1000,
-    }
-    return make_incident(
-        incidents,
-        pieces=pieces,
-        processes=[process],
-        kind="killed",
-        timeline=[{"time": time(1), "event": text, "pid": 7, "title": text, text: text}, {"time": text, "event": text}],
-        trigger={"event": text, "time": time(1), "pid": 7, "title": text},
-        server={"pid": text, "hostname": text, "sglang_version": text},
-        verdict={"level": text, "text": text, "basis": [text], "first_failure": {"pid": 7, "title": text}},
-        cause={
-            "class": text,
-            "words": text,
-            "level": text,
-            "next_steps": [text],
-            "reasons": [text],
-            "known_issues": [{"issue": "javascript:window.ran=12", "title": text, "workaround": text}],
-        },
-        divergence={"kind": "mode", "step": 1, "statement": text, "level": text},
-        suspects=[{"rid": text, "level": text, "reasons": [text]}],
-        collectives={
-            "findings": [{"group": text, "kind": text, "statement": text, "evidence": [text]}],
-            "missing": [text],
-        },
-        gpus={"lines": [text]},
-        peers=[{"role": text, "address": text, "requests": [{"rid": text}]}],
-        environment={"model": text},
-    )
+    (path / "incident.json").write_text(json.dumps(poisoned(document, told)))
+    for file in [file for folder in ("stacks", "ranks", "requests") for file in (path / folder).glob("*.json*")]:
+        texts = [json.dumps(poisoned(json.loads(line), told)) for line in file.read_text().splitlines()]
+        file.write_text("\n".join([*texts, told] if file.suffix == ".jsonl" else texts), errors="surrogateescape")
+    (path / "environment.json").write_text(json.dumps(poisoned({"": {"": ["", {"": ""}]}, "plain": ""}, told)))
+    odd_name = f"{'a' * 100}<img src=x onerror=window.ran=11>.log"
+    (path / "logs" / odd_name).write_text(f"{told}\n{'y' * (1 << 20)}\n", errors="surrogateescape")
+    (path / "core").write_bytes(b"\0\1\2" * 1000)
+    return path

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,8 @@ from sglang_crashkit.model.incident import Counts, Incident, Requests
 from sglang_crashkit.view import first_screen as screen
 from sglang_crashkit.view.first_screen import MAX_LINES, WIDTH
 from sglang_crashkit.view.markdown import format_summary
+from unit.support.stored import DATA, golden
 
-DATA = Path(__file__).parents[1] / "incident" / "data"
-#: Incidents of real servers, with other names of hosts and folders.
 GOLDEN = sorted(path.stem for path in DATA.glob("*.json"))
 
 
@@ -28,19 +25,14 @@ def counts_of(document: dict[str, Any]) -> Counts | None:
     return lenient.read(document, Requests).counts
 
 
-def load(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
-    return document
-
-
 @pytest.fixture
 def killed() -> dict[str, Any]:
-    return load("killed")
+    return golden("killed")
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_screen_of_a_real_incident_reads_as_written_down(name: str) -> None:
-    assert "\n".join(first_screen(load(name))) + "\n" == (DATA / f"{name}.txt").read_text()
+    assert "\n".join(first_screen(golden(name))) + "\n" == (DATA / f"{name}.txt").read_text()
 
 
 def test_an_upcoming_status_is_told_until_there_is_one(killed: dict[str, Any]) -> None:
@@ -248,7 +240,7 @@ EXTREMES: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_screen_of_an_extreme_incident_keeps_its_size(name: str, extreme: str) -> None:
-    document = load(name)
+    document = golden(name)
     EXTREMES[extreme](document)
     for lines in (first_screen(document), first_screen(document, wraps=False)):
         assert 3 + len(lines) <= 3 + MAX_LINES == 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from sglang_crashkit.cli.arguments import add_python
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
 
@@ -29,11 +30,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EXAMPLES.get(parser.prog.rpartition(" ")[2])
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="interpreter or virtual environment with the SGLang that is meant; this one by default",
-    )
+    add_python(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

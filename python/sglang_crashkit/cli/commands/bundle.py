@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.cli.crash_folder import add_incident, find_incident
+from sglang_crashkit.cli.arguments import add_incident
+from sglang_crashkit.cli.crash_folder import find_incident
 from sglang_crashkit.cli.output import say, say_json, say_text
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
 from sglang_crashkit.kernel.private_files import create_private, open_regular
@@ -58,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Write it."""
     from sglang_crashkit.model.incident import Incident
-    from sglang_crashkit.view.files import IncidentFiles
+    from sglang_crashkit.view.evidence import IncidentFiles
     from sglang_crashkit.view.terminal import format_report
 
     incident = find_incident(args.incident, args.folder)

@@ -9,18 +9,18 @@ import pwd
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import command, positive, seconds
+from sglang_crashkit.cli.arguments import command, positive, seconds
+from sglang_crashkit.cli.main import Terminated, ends_with_reader, terminable
 from sglang_crashkit.cli.output import say, say_json, say_title
-from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.collect.collection import Collection
-    from sglang_crashkit.collect.gather import Gathered, Transport
+    from sglang_crashkit.collect.gather import Transport
     from sglang_crashkit.kernel.discovery import Discovery
     from sglang_crashkit.model.case import Case
     from sglang_crashkit.model.verdict import Verdict
@@ -94,10 +94,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--json", action="store_true", help="print a JSON object")
     where.add_argument("--with-snapshots", action="store_true", help="include the snapshots in the JSON object")
-    _configure_nodes(parser)
-
-
-def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     nodes = parser.add_argument_group("on every node of a Slurm job, or on several hosts")
     transport = nodes.add_mutually_exclusive_group()
     transport.add_argument("--slurm-job", metavar="ID", help="on each node of this job; one result for all")
@@ -181,6 +177,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     from sglang_crashkit.collect.collection import Collection, Plan
     from sglang_crashkit.kernel.discovery import Place, find_processes
+    from sglang_crashkit.kernel.private_files import make_private_folder
 
     began, user = time.monotonic(), _user_of(args)
     # In a step of a Slurm job, those of another job on the same node are not asked for.
@@ -206,7 +203,11 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     if not several:
         _require_one_server(found)
     if args.with_snapshots:
-        output = _folder_or_substitute(output)
+        try:
+            output = make_private_folder(output.absolute())
+        except (CrashkitError, OSError):
+            # As in a container. The snapshots are printed.
+            output = Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
     collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), _say)
     interrupt: KeyboardInterrupt | None = None
     is_said = args.json
@@ -223,7 +224,8 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     except KeyboardInterrupt as error:
         interrupt = error
         _say("interrupted; what was collected until then is kept")
-    status = _status_of(collection, interrupt)
+    gave = {ExitCode.DONE if one.has_stacks else ExitCode.FAILED for one in collection.collected}
+    status = _status_of(gave, interrupt)
     if args.json:
         whole = {"with_snapshots": args.with_snapshots, "with_texts": args.gathered_within is not None}
         say_json(collection.to_json(status, found, **whole), indent=None if args.with_snapshots else 2)
@@ -273,16 +275,6 @@ def _say_verdict(verdict: Verdict, case: Case) -> None:
     say(*map(redact_text, rest))
 
 
-def _folder_or_substitute(output: Path) -> Path:
-    """Return `output`; a temporary folder where it cannot be made, as in a container, for the snapshots are printed."""
-    from sglang_crashkit.kernel.private_files import make_private_folder
-
-    try:
-        return make_private_folder(output.absolute())
-    except (CrashkitError, OSError):
-        return Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
-
-
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # What one host needs starts without what many do.
     from sglang_crashkit.collect.collection import judged
@@ -305,7 +297,8 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     names = ", ".join(transport.nodes[:_MAX_TITLES])
     _say(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
     result = gather(transport, command, output, _say, Limits(args.fan_out, args.node_timeout))
-    status, (verdict, case) = _status_of_nodes(result), judged(result.rounds)
+    status = _status_of({node.status for node in result.nodes}, result.interrupt)
+    verdict, case = judged(result.rounds)
     try:
         result.write(verdict, map(redact_text, screen(verdict, case)), output)
     except OSError as error:
@@ -483,23 +476,10 @@ def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
     )
 
 
-def _status_of(collection: Collection, interrupt: KeyboardInterrupt | None) -> ExitCode:
+def _status_of(statuses: Set[int | None], interrupt: KeyboardInterrupt | None) -> ExitCode:
+    """Return the status of a whole, by those of its processes or of its nodes."""
     if interrupt is not None:
-        return _status_of_interrupt(interrupt)
-    gave = [one.has_stacks for one in collection.collected]
-    if all(gave):
-        return ExitCode.DONE
-    return ExitCode.PARTIAL if any(gave) else ExitCode.FAILED
-
-
-def _status_of_interrupt(interrupt: KeyboardInterrupt) -> ExitCode:
-    return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
-
-
-def _status_of_nodes(result: Gathered) -> ExitCode:
-    if result.interrupt is not None:
-        return _status_of_interrupt(result.interrupt)
-    statuses = {node.status for node in result.nodes}
+        return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
     if statuses == {ExitCode.NOTHING}:
         return ExitCode.NOTHING
     # A node that nothing of SGLang runs on is no failure: the router may have one of its own.

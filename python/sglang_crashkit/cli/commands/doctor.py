@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from sglang_crashkit.cli.argument_types import seconds
+from sglang_crashkit.cli.arguments import add_python, seconds
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
@@ -24,11 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--crash-dump-folder", type=Path, metavar="DIR", help="crash folder to check; by default the server's own"
     )
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="interpreter or virtual environment with the SGLang that is meant; this one by default",
-    )
+    add_python(parser)
     parser.add_argument(
         "--grace-secs",
         type=seconds,

@@ -127,8 +127,8 @@ def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> 
     from sglang_crashkit.kernel.private_files import make_private_folder, open_regular, write_json, write_private
     from sglang_crashkit.model.incident import Incident
     from sglang_crashkit.redact import redact_json, redact_text
-    from sglang_crashkit.view.document import KIND, incident_of
     from sglang_crashkit.view.markdown import format_summary
+    from sglang_crashkit.view.verdict import KIND, incident_of
 
     now = time.time()
     told = redact_json(incident_of(verdict, case, now=now, kit=__version__).to_json())
@@ -163,13 +163,13 @@ def _path_of(name: str) -> Path:
 
 def _class(kind: str) -> ExitCode:
     from sglang_crashkit.judge.knowledge import load
-    from sglang_crashkit.view.classes import page, section
+    from sglang_crashkit.view.verdict import class_lines, page_of_classes
 
     classes = load("classes")
     if kind == "all":
-        say(*page(classes))
+        say(*page_of_classes(classes))
     elif kind in classes:
-        say(*section(kind, classes[kind]))
+        say(*class_lines(kind, classes[kind]))
     else:
         raise UsageError(f"there is no class {kind}", next_step=f"all, or one of {', '.join(classes)}")
     return ExitCode.DONE

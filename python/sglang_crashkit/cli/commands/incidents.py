@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.cli.argument_types import duration, positive
+from sglang_crashkit.cli.arguments import duration, positive
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import WHAT_DIR_IS, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
@@ -26,7 +26,7 @@ Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 #: What is kept of an incident, and of its main process.
 _KEPT = ("id", "kind", "trigger", "server", "requests", "peers", "verdict", "cause", "fault")
 _KEPT_OF_MAIN = ("pid", "title", "role", "rank")
-_HEAD = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
+_HEAD: tuple[str, ...] = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
 #: Which column gives way where there is no room, and how narrow it may become.
 _CAUSE, _LEAST = 4, 12
 #: With fewer columns than this the times have neither year nor second, and the causes no level.
@@ -62,10 +62,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """List them; the exit status is 5 where some of the folders cannot be read."""
-    from sglang_crashkit.cli.crash_folder import require_folders, tell_unreadable
+    from sglang_crashkit.cli.crash_folder import known_folders, tell_unreadable
     from sglang_crashkit.view import by_fault
 
-    folders, keep = args.folders or require_folders(), by_fault.keep_of if args.by else _kept
+    folders, keep = args.folders or known_folders(), by_fault.keep_of if args.by else _kept
     where = ", ".join(map(str, folders))
     unreadable: list[OSError] = []
     try:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     faults = {folder: read_faults(folder) for folder in {incident.path.parent for incident in incidents}}
     status = ExitCode.PARTIAL if unreadable else ExitCode.DONE
     tell_unreadable(unreadable)
-    groups = by_fault.group([one for one in incidents if one.document is not None]) if args.by else []
+    groups = by_fault.groups_of([one for one in incidents if one.document is not None]) if args.by else []
     for one in incidents if args.by else ():
         if one.document is None:
             say(f"{one.path} {one.problem}; it is left out", error=True)
@@ -157,31 +157,25 @@ def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
     }
 
 
-def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> list[str]:
-    """Return the table, where the newest one lies, and how to look at it."""
-    totals = {}
-    for one in incidents:
-        fault = _fault_of(one, faults)
-        if fault is not None and isinstance(fault.get("total"), int):
-            totals[one.name] = fault["total"]
-    newest, columns = incidents[0], max(_LEAST_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
-    lines = [*_table(incidents, totals, columns), f"newest: {newest.path}"]
-    if newest.document is not None:
-        lines.append(f"next: sglang-crashkit show {shlex.quote(str(newest.path))}")
-    return lines
-
-
-def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], columns: int) -> Iterator[str]:
-    """Yield the head and a line for each incident; `totals` has how often the fault of each was seen, by its name."""
+def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> Iterator[str]:
+    """Yield the table, where the newest one lies, and how to look at it."""
     from sglang_crashkit.view.words import cut
 
-    rows = [_HEAD, *(_row(one, totals.get(one.name), is_wide=columns >= _WIDE) for one in incidents)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(_HEAD))]
+    columns = max(_LEAST_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
+    rows = [_HEAD]
+    for one in incidents:
+        # How often its fault was seen.
+        total = (_fault_of(one, faults) or {}).get("total")
+        rows.append(_row(one, total if isinstance(total, int) else None, is_wide=columns >= _WIDE))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     spare = columns - sum(widths) - 2 * (len(widths) - 1)
     widths[_CAUSE] = max(_LEAST, min(widths[_CAUSE], widths[_CAUSE] + spare))
     for row in rows:
         cells = (cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True))
         yield "  ".join(cells).rstrip()
+    yield f"newest: {incidents[0].path}"
+    if incidents[0].document is not None:
+        yield f"next: sglang-crashkit show {shlex.quote(str(incidents[0].path))}"
 
 
 def _row(incident: StoredIncident, total: int | None, *, is_wide: bool) -> tuple[str, ...]:

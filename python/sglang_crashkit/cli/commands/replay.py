@@ -7,17 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import command, positive, seconds
-from sglang_crashkit.cli.crash_folder import add_incident, find_incident
+from sglang_crashkit.cli.arguments import add_incident, command, positive, seconds
+from sglang_crashkit.cli.crash_folder import find_incident
+from sglang_crashkit.cli.main import terminable
 from sglang_crashkit.cli.output import say, say_json
-from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.incident.requests import StoredRequest
     from sglang_crashkit.incident.store import StoredIncident
     from sglang_crashkit.model.incident import Suspect
-    from sglang_crashkit.replay.sender import Answer
+    from sglang_crashkit.replay.server import Answer
 
 _EXAMPLE = """examples:
   sglang-crashkit replay /crash --only 4f1c --url http://127.0.0.1:30000
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """
     from sglang_crashkit.incident.requests import read_requests
     from sglang_crashkit.kernel.server_address import Address, read_api_key
-    from sglang_crashkit.replay.sender import send_all
+    from sglang_crashkit.replay.server import send_all
 
     if args.bisect and (args.url is not None or args.only or args.suspects):
         raise UsageError("--bisect tries all requests on servers of its own", next_step="give it --serve alone")

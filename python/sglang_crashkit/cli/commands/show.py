@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.cli.crash_folder import add_incident, find_incident, nothing_of
+from sglang_crashkit.cli.arguments import add_incident
+from sglang_crashkit.cli.crash_folder import find_incident, nothing_of
 from sglang_crashkit.cli.output import say, say_json, say_title
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
@@ -61,14 +62,24 @@ def run(args: argparse.Namespace) -> ExitCode:
 
         return steps.print_steps(incident)
     if args.html is not None:
-        return _page(incident, args)
+        from sglang_crashkit.view.html import write_html
+
+        try:
+            write_html(incident.path, args.html, prompts=args.prompts)
+        except OSError as error:
+            why = error.strerror or error
+            raise CrashkitError(
+                f"{args.html} cannot be written: {why}", next_step="--html FILE, another one"
+            ) from error
+        say(args.html)
+        return ExitCode.DONE
     if not (args.requests or args.stacks or args.timeline or args.env):
         head, *rest = screen_lines(incident, args)
         say_title(head)
         say(*rest)
         return ExitCode.DONE
     from sglang_crashkit.view import terminal
-    from sglang_crashkit.view.files import IncidentFiles
+    from sglang_crashkit.view.evidence import IncidentFiles
 
     whole, files = incident.incident, IncidentFiles(incident.path)
     if args.stacks:
@@ -98,15 +109,3 @@ def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator
     where = shlex.quote(str(path)) if is_named else where
     yield from first_screen(incident.incident, where=where)
     yield f"files   {incident.path}"
-
-
-def _page(incident: StoredIncident, args: argparse.Namespace) -> ExitCode:
-    from sglang_crashkit.view.html import write_html
-
-    try:
-        write_html(incident.path, args.html, prompts=args.prompts)
-    except OSError as error:
-        why = error.strerror or error
-        raise CrashkitError(f"{args.html} cannot be written: {why}", next_step="--html FILE, another one") from error
-    say(args.html)
-    return ExitCode.DONE

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_crashkit import protocol
+from sglang_crashkit.cli.arguments import add_python
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs, titles
@@ -29,11 +30,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EXAMPLES
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="interpreter or virtual environment with the SGLang that is meant; this one by default",
-    )
+    add_python(parser)
     parser.add_argument(
         "--check", action="store_true", help="end with 1 unless SGLang is patched and each running server is watched"
     )

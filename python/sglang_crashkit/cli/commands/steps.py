@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import positive
-from sglang_crashkit.cli.crash_folder import add_incident, find_incident, nothing_of
+from sglang_crashkit.cli.arguments import add_incident, positive
+from sglang_crashkit.cli.crash_folder import find_incident, nothing_of
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.analysis.ranks import Rank
     from sglang_crashkit.incident.store import StoredIncident, StoredSteps
-    from sglang_crashkit.model.incident import Divergence
 
 _LAST = 20
 _EXAMPLES = """\
@@ -49,14 +45,32 @@ def print_steps(
     everyone = read_steps(incident.path)
     if not everyone:
         raise nothing_of("steps", incident)
-    divergence = incident.incident.divergence or _divergence_of(everyone)
+    divergence = incident.incident.divergence
+    if divergence is None:
+        from sglang_crashkit.analysis.divergence import RankSteps, find_divergence
+        from sglang_crashkit.analysis.ranks import rank_at
+
+        divergence = find_divergence(RankSteps(rank_at(one.ranks), one.steps, one.pid) for one in everyone)
     shown = [one for one in everyone if rank is None or _is_meant(one, rank)]
     if not shown:
         first, *others = (one.title.rpartition("scheduler_")[2] for one in everyone)
         more = f"   # or {', '.join(others)}" if others else ""
         raise UsageError(f"there is no rank {rank}", next_step=f"--rank {first}{more}")
     if as_json:
-        say_json(_as_json(incident.path, divergence, shown, last), indent=2)
+        import msgspec
+
+        ranks = [
+            {
+                "title": one.title,
+                "pid": one.pid,
+                "ranks": one.ranks,
+                "unread_lines": one.unread,
+                "steps": [step.to_json() for step in one.steps[-last:]],
+            }
+            for one in shown
+        ]
+        told = {"incident": str(incident.path), "divergence": msgspec.to_builtins(divergence), "ranks": ranks}
+        say_json(told, indent=2)
         return ExitCode.DONE
     if divergence is not None:
         say(f"{divergence.statement} ({divergence.level})")
@@ -66,34 +80,6 @@ def print_steps(
     return ExitCode.DONE
 
 
-def _divergence_of(everyone: Sequence[StoredSteps]) -> Divergence | None:
-    from sglang_crashkit.analysis.divergence import RankSteps, find_divergence
-
-    return find_divergence(RankSteps(_rank(one), one.steps, one.pid) for one in everyone)
-
-
-def _rank(one: StoredSteps) -> Rank:
-    from sglang_crashkit.analysis.ranks import rank_at
-
-    return rank_at(one.ranks)
-
-
 def _is_meant(one: StoredSteps, rank: str) -> bool:
     words = one.title.rpartition("scheduler_")[2].upper().split("_")
     return {*rank.upper().replace("_", " ").split()} <= {*words} or rank == str(one.pid)
-
-
-def _as_json(path: Path, divergence: Divergence | None, shown: Sequence[StoredSteps], last: int) -> dict[str, Any]:
-    import msgspec
-
-    ranks = [
-        {
-            "title": one.title,
-            "pid": one.pid,
-            "ranks": one.ranks,
-            "unread_lines": one.unread,
-            "steps": [step.to_json() for step in one.steps[-last:]],
-        }
-        for one in shown
-    ]
-    return {"incident": str(path), "divergence": msgspec.to_builtins(divergence), "ranks": ranks}

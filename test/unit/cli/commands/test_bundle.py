@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from sglang_crashkit.cli.main import main
-from unit.support.stored import make_incident
+from unit.support.command import Cli
+from unit.support.stored import golden, make_incident
 
 SECRET = "a prompt that no one else may read"
-GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
+GOLDEN = golden("killed")
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def incident(tmp_path: Path) -> Path:
             {"command_line": "python -m x --api-key <redacted>", "versions": {"torch": "2"}}
         ),
     }
-    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind")}
-    path = make_incident(tmp_path / "incidents", pieces=pieces, **fields)
+    path = make_incident(tmp_path / "incidents", pieces=pieces, **GOLDEN)
     # A link may lead to anything of the user's.
     (path / "link").symlink_to("/etc/hostname")
     return path
@@ -38,12 +37,9 @@ def contents(path: Path) -> dict[str, bytes]:
         return {one.name.partition("/")[2]: tar.extractfile(one).read() for one in tar.getmembers()}  # type: ignore[union-attr]
 
 
-def test_a_bundle_holds_the_folder_and_a_report(
-    incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_holds_the_folder_and_a_report(incident: Path, tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "x.tar.zst"
-    assert main(["bundle", str(incident), "-o", str(path)]) == 0
-    assert "with the prompts of the incident's requests" in capsys.readouterr().out
+    assert "with the prompts of the incident's requests" in cli("bundle", incident, "-o", path).out
     packed = contents(path)
     inside = {"report.md", "incident.json", "summary.md", "environment.json", "stacks/scheduler_TP1-8.txt"}
     assert packed.keys() == inside | {"requests/requests.jsonl"}
@@ -55,9 +51,7 @@ def test_a_bundle_holds_the_folder_and_a_report(
 CANARY = 'CANARY: "quoted", ünïcode and a second line that no one else may read; CANARY.'
 
 
-def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(
-    incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(incident: Path, tmp_path: Path, cli: Cli) -> None:
     document = json.loads((incident / "incident.json").read_text())
     pid = document["verdict"]["first_failure"]["pid"]
     document["timeline"][0]["message"] = f"ValueError: {CANARY}"
@@ -85,8 +79,8 @@ def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(
         (incident / name).write_text(text)
     os.mkfifo(incident / "stacks" / "pipe")
     path = tmp_path / "x.tar.zst"
-    assert main(["bundle", str(incident), "--no-prompts", "-o", str(path), "--json"]) == 0
-    packed, told = contents(path), json.loads(capsys.readouterr().out)
+    told = cli("bundle", incident, "--no-prompts", "-o", path, "--json").json
+    packed = contents(path)
     assert packed.keys() == {*kept, "incident.json", "report.md"}
     assert told == {
         "incident": incident.name[-8:],
@@ -100,33 +94,28 @@ def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(
     assert [(name, sign) for name, data in packed.items() for sign in signs if sign in data] == []
     assert json.loads(packed["incident.json"])["verdict"]["text"] == "TP1 raised ValueError: <redacted> TP0 is well."
     assert b'File "a.py", line 1, in f' in packed["report.md"]
-    assert main(["bundle", str(incident), "--no-prompts", "--report"]) == 0
-    assert "CANARY" not in capsys.readouterr().out
+    assert "CANARY" not in cli("bundle", incident, "--no-prompts", "--report").out
     # Without the option all of it is there.
-    assert main(["bundle", str(incident), "-o", str(tmp_path / "y.tar.zst")]) == 0
+    cli("bundle", incident, "-o", tmp_path / "y.tar.zst")
     assert contents(tmp_path / "y.tar.zst").keys() == {*kept, *left_out, "incident.json", "report.md"}
 
 
-def test_a_report_names_its_program_and_no_builders_path(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_names_its_program_and_no_builders_path(incident: Path, cli: Cli) -> None:
     document = json.loads((incident / "incident.json").read_text())
     document["verdict"]["text"] = "TP0 raised: [/pytorch/third_party/gloo/pair.cc:561] Connection closed."
     (incident / "incident.json").write_text(json.dumps(document))
-    assert main(["bundle", str(incident), "--report", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = cli("bundle", incident, "--report", "--json").json
     assert told["incident"] == incident.name[-8:]
     assert "TP0 raised: Connection closed." in told["report"]
     assert "pair.cc" not in told["report"]
 
 
-def test_a_report_is_ready_to_paste_and_free_of_markup(
-    incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_ready_to_paste_and_free_of_markup(incident: Path, tmp_path: Path, cli: Cli) -> None:
     document = json.loads((incident / "incident.json").read_text())
     document["verdict"]["text"] = "It raised <script> and\n```` four ticks."
     (incident / "incident.json").write_text(json.dumps(document))
     before = set(tmp_path.rglob("*"))
-    assert main(["bundle", str(incident), "--report"]) == 0
-    report = capsys.readouterr().out
+    report = cli("bundle", incident, "--report").out
     assert report.startswith("### SGLang 0.5.23: TP1 was killed by SIGKILL; exit status 82; 3 requests lost\n")
     assert "`````text\nIt raised <script> and\n```` four ticks.\n`````\n" in report
     assert "x --api-key <redacted>\ntorch 2\n" in report
@@ -136,31 +125,28 @@ def test_a_report_is_ready_to_paste_and_free_of_markup(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_file_that_is_there_stays(incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_stays(incident: Path, tmp_path: Path, cli: Cli) -> None:
     path, pipe = tmp_path / "x.tar.zst", tmp_path / "pipe.tar.zst"
     path.write_text("mine")
     os.mkfifo(pipe)
     for there in (path, pipe):
-        assert main(["bundle", str(incident), "-o", str(there)]) == 4
+        cli("bundle", incident, "-o", there, status=4)
     assert path.read_text() == "mine"
     assert pipe.is_fifo()
-    assert main(["bundle", str(incident), "-o", str(tmp_path / "x.zip")]) == 2
-    assert "-o x.tar.zst" in capsys.readouterr().err
+    assert "-o x.tar.zst" in cli("bundle", incident, "-o", tmp_path / "x.zip", status=2).err
     absent = tmp_path / "absent" / "x.tar.zst"
-    assert main(["bundle", str(incident), "-o", str(absent)]) == 1
-    assert f"bundle: {absent} cannot be written: No such file or directory\n" in capsys.readouterr().err
+    why = f"bundle: {absent} cannot be written: No such file or directory\n"
+    assert why in cli("bundle", incident, "-o", absent, status=1).err
 
 
 @pytest.mark.parametrize("command", ["bundle", "explain", "show"])
-def test_one_that_is_not_whole_is_taken_from_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind", "complete", "verdict")}
+def test_one_that_is_not_whole_is_taken_from_its_log(tmp_path: Path, cli: Cli, command: str) -> None:
+    fields = {name: value for name, value in GOLDEN.items() if name not in ("complete", "verdict")}
     failure = {"pid": GOLDEN["verdict"]["first_failure"]["pid"], "seconds": 1.0, "kind": "exit", "fatal_signal": True}
     path = make_incident(tmp_path / "incidents", publish=False, failures=[failure], **fields)
     output = tmp_path / ("x.tar.zst" if command == "bundle" else "x.html")
     options = {"bundle": ["-o"], "explain": ["--html"], "show": ["--html"]}[command]
-    assert main([command, str(path), *options, str(output)]) == 0
+    cli(command, path, *options, output)
     if command == "bundle":
         assert json.loads(contents(output)["incident.json"])["verdict"]["kind"] == "signal"
     else:

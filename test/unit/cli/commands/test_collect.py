@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
 from sglang_crashkit.model.snapshot import parse
 from unit.cli.conftest import GDB, native_stack
+from unit.support.command import Cli
 from unit.support.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
 from unit.support.waiting import LONG, child, wait_until
 
@@ -28,15 +28,19 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "sglang_crashkit", "collect", *arguments]
 
 
-def collect(pid: int, output: Path, *arguments: str) -> int:
-    return main(["collect", "--pid", str(pid), "--output-dir", str(output), *arguments])
+@pytest.fixture
+def collect(cli: Cli) -> Cli:
+    """Give the collector, after which come the pid, the folder for the files and more arguments."""
+    return lambda pid, output, *more, status=0: cli(
+        "collect", "--pid", pid, "--output-dir", output, *more, status=status
+    )
 
 
 def test_every_process_has_two_files_and_every_moment_a_snapshot(
-    rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
+    rank: int, tmp_path: Path, gdb: Path, collect: Cli
 ) -> None:
     output = tmp_path / "deep" / "out"
-    status = collect(rank, output, "--snapshots", "2", "--interval", "0.2", "--native")
+    printed = collect(rank, output, "--snapshots", "2", "--interval", "0.2", "--native").out.splitlines()
     host = os.uname().nodename
     python, native = output / f"pyspy_{host}_{rank}.txt", output / f"cudagdb_{host}_{rank}.txt"
     snapshots = sorted(output.glob(f"snapshot_{host}_*.json"))
@@ -57,8 +61,6 @@ def test_every_process_has_two_files_and_every_moment_a_snapshot(
     assert [stat.S_IMODE(path.stat().st_mode) for path in (output, python, native, snapshots[0])] == [
         *(0o700, 0o600, 0o600, 0o600),
     ]
-    printed = capsys.readouterr().out.splitlines()
-    assert status == 0
     assert printed[0] == f"{TITLE} (pid {rank})"
     assert printed[1].startswith("    1-2 S  inner_function (")
     assert printed[2].startswith("by the snapshots (supported): TP0 stays below inner_function (")
@@ -102,20 +104,16 @@ def test_for_another_machine_it_ends_with_its_reader(rank: int, tmp_path: Path, 
     assert state_of(rank) == "S"
 
 
-def test_what_native_stacks_add_to_the_verdict_is_told(
-    rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_native_stacks_add_to_the_verdict_is_told(rank: int, tmp_path: Path, gdb: Path, collect: Cli) -> None:
     gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
     (tmp_path / "listing").write_text(native_stack(rank))
-    assert collect(rank, tmp_path / "out", "--snapshots", "1", "--native") == 0
-    screen = capsys.readouterr().out.partition("\nclass ")[2]
+    screen = collect(rank, tmp_path / "out", "--snapshots", "1", "--native").out.partition("\nclass ")[2]
     assert screen.startswith("   symmetric_stall: ")
     assert "NCCL" in screen
 
 
-def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert collect(rank, tmp_path, *QUICK, "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, collect: Cli) -> None:
+    document = collect(rank, tmp_path, *QUICK, "--json").json
     assert_fits(document, "collect")
     # No one asked for native stacks.
     assert not gdb.with_name("cuda-gdb.ran").exists()
@@ -131,16 +129,13 @@ def test_a_program_reads_the_same(rank: int, tmp_path: Path, gdb: Path, capsys: 
     )
 
 
-def test_a_stopped_process_is_captured_and_left_stopped(
-    tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_process_is_captured_and_left_stopped(tmp_path: Path, gdb: Path, collect: Cli) -> None:
     with child(SLEEPER, title=TITLE) as process:
         settle_in_sleep(process.pid)
         process.send_signal(signal.SIGSTOP)
         settle(process.pid, "T")
-        assert collect(process.pid, tmp_path / "out", "--snapshots", "1", "--native") == 0
+        printed = collect(process.pid, tmp_path / "out", "--snapshots", "1", "--native").out
         assert state_of(process.pid) == "T"
-    printed = capsys.readouterr().out
     assert "    1   T  inner_function (" in printed
     assert "native stacks: not taken: the verdict is established without it\n" in printed
     (native,) = (tmp_path / "out").glob("cudagdb_*.txt")
@@ -151,32 +146,28 @@ def test_a_stopped_process_is_captured_and_left_stopped(
     assert f"`kill -CONT {process.pid}` lets TP0 go on" in printed
 
 
-def test_a_process_that_gives_nothing_makes_it_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_gives_nothing_makes_it_a_part(tmp_path: Path, collect: Cli) -> None:
     # GIVEN a scheduler that is no Python process, and one that is
     code = f"import subprocess; subprocess.Popen(['bash', '-c', 'exec -a {TITLE}-none sleep 120']); {SLEEPER}"
     with child(code, title="sglang::scheduler_TP1") as process:
         wait_until(lambda: "none" in "".join(_titles(process.pid)), "the other one is there")
         try:
-            status = collect(process.pid, tmp_path, *QUICK)
+            said = collect(process.pid, tmp_path, *QUICK, status=5)
         finally:
             for pid in TreeScanner(process.pid).scan() - {process.pid}:
                 os.kill(pid, signal.SIGKILL)
-    assert status == 5
-    assert "it is no Python process" in capsys.readouterr().out
+    assert "it is no Python process" in said.out
 
 
 def _titles(pid: int) -> list[str]:
     return [process.title for process in find_processes(pid=pid).processes]
 
 
-def test_without_a_process_nothing_is_written_and_status_is_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_process_nothing_is_written_and_status_is_3(tmp_path: Path, collect: Cli) -> None:
     with child(SLEEPER) as process:
-        assert collect(process.pid, tmp_path / "out", *QUICK) == 3
-        assert f"process {process.pid} is no SGLang server, nor is one below it" in capsys.readouterr().err
-        assert collect(process.pid, tmp_path / "out", *QUICK, "--json") == 3
-    assert json.loads(capsys.readouterr().out)["exit_code"] == 3
+        why = f"process {process.pid} is no SGLang server, nor is one below it"
+        assert why in collect(process.pid, tmp_path / "out", *QUICK, status=3).err
+        assert collect(process.pid, tmp_path / "out", *QUICK, "--json", status=3).json["exit_code"] == 3
     assert not (tmp_path / "out").exists()
 
 
@@ -185,23 +176,20 @@ def job(folder: Path, text: str) -> str:
     return str(folder / "job.yaml")
 
 
-def test_a_jobs_file_names_its_folder_and_its_time(
-    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_jobs_file_names_its_folder_and_its_time(rank: int, tmp_path: Path, cli: Cli) -> None:
     config = job(tmp_path, "name: x\ndebug:\n  enabled: true\n  wait_seconds: 1\n")
     arguments = ["collect", "--pid", str(rank), "--config", config, "--log-dir", str(tmp_path / "logs")]
-    assert main([*arguments, *QUICK]) == 0
-    assert f"collecting in 1 s: 1 process: {TITLE}\n" in capsys.readouterr().err
+    assert f"collecting in 1 s: 1 process: {TITLE}\n" in cli(*arguments, *QUICK).err
     assert list((tmp_path / "logs" / "backtraces").glob("pyspy_*.txt"))
 
 
 @pytest.mark.parametrize(("options", "runs"), [((), True), (("--no-native",), False)])
 def test_a_jobs_file_asks_for_native_stacks(
-    rank: int, tmp_path: Path, gdb: Path, options: tuple[str, ...], runs: bool
+    collect: Cli, rank: int, tmp_path: Path, gdb: Path, options: tuple[str, ...], runs: bool
 ) -> None:
     # The command line is stronger than the file.
     config = job(tmp_path, "debug: {enabled: true, output_dir: /nonexistent/x}\n")
-    assert collect(rank, tmp_path / "out", *QUICK, "--config", config, "--wait-seconds", "0", *options) == 0
+    collect(rank, tmp_path / "out", *QUICK, "--config", config, "--wait-seconds", "0", *options)
     found = [path.read_text() for path in (tmp_path / "out").glob("cudagdb_*")]
     assert [f"asked for {rank}" in text for text in found] == [True] * runs
 
@@ -215,18 +203,15 @@ def test_a_jobs_file_asks_for_native_stacks(
     ],
 )
 def test_a_file_that_asks_for_nothing_or_nonsense_is_answered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, status: int, said: str
+    tmp_path: Path, cli: Cli, text: str, status: int, said: str
 ) -> None:
-    assert main(["collect", "--config", job(tmp_path, text)]) == status
-    assert said in capsys.readouterr().err
+    assert said in cli("collect", "--config", job(tmp_path, text), status=status).err
 
 
-def test_a_folder_that_cannot_be_made_is_named(rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_named(rank: int, tmp_path: Path, collect: Cli) -> None:
     (tmp_path / "file").touch()
-    assert collect(rank, tmp_path / "file", *QUICK) == 1
-    assert f"{tmp_path}/file is not a folder" in capsys.readouterr().err
-    assert collect(rank, tmp_path / "file" / "below", *QUICK) == 1
-    assert f"cannot write to {tmp_path}/file/below: Not a directory" in capsys.readouterr().err
+    for path, why in (("file", "{} is not a folder"), ("file/below", "cannot write to {}: Not a directory")):
+        assert why.format(tmp_path / path) in collect(rank, tmp_path / path, *QUICK, status=1).err
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from sglang_crashkit.cli import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot
+from unit.support.command import Cli, Said
 from unit.support.waiting import LONG
 
 RANK = Sample("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
@@ -36,13 +36,18 @@ class Slurm:
 
     Args:
         folder: where they are, and what they were asked is noted.
+        cli: see the fixture.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, cli: Cli) -> None:
+        self._folder, self._cli = folder, cli
         self._write("squeue", "echo '12|12|RUNNING|n[1-2]'")
         self._write("scontrol", "echo n1; echo n2")
         self.answer(n1=FOUND, n2=FOUND)
+
+    def collect(self, *arguments: str, status: int = 0) -> Said:
+        output = f"--output-dir={self._folder.parent / 'out'}"
+        return self._cli("collect", "--slurm-job=12", output, *arguments, status=status)
 
     def forget_the_job(self) -> None:
         self._write("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
@@ -63,20 +68,16 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Slurm:
     folder = tmp_path / "slurm"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return Slurm(folder)
-
-
-def collect(tmp_path: Path, *arguments: str) -> int:
-    return main.main(["collect", "--slurm-job=12", f"--output-dir={tmp_path / 'out'}", *arguments])
+    return Slurm(folder, cli)
 
 
 def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_path: Path) -> None:
     arguments = ["--container-name=sglang_{job_id}_{node}", "--snapshots=2", "--interval=0.5", "--all"]
-    assert collect(tmp_path, *arguments) == ExitCode.DONE
+    slurm.collect(*arguments)
     for node in ("n1", "n2"):
         asked = slurm.asked(node)
         (step,) = [word for word in asked if word.startswith("--job-name=crashkit-")]
@@ -110,21 +111,18 @@ def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_pat
     ],
 )
 def test_the_status_says_whether_all_nodes_gave_what_they_have(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], first: object, second: object, status: ExitCode
+    slurm: Slurm, first: object, second: object, status: ExitCode
 ) -> None:
     slurm.answer(n1=first, n2=second)
-    assert collect(tmp_path, "--json") == status
-    document = json.loads(capsys.readouterr().out)
+    document = slurm.collect("--json", status=status).json
     assert_fits(document, "collect_hosts")
     assert document["exit_code"] == status
 
 
-def test_a_missing_job_is_told_before_the_wait(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_job_is_told_before_the_wait(slurm: Slurm) -> None:
     slurm.forget_the_job()
-    assert collect(tmp_path, "--wait-seconds=3600") == ExitCode.NOTHING
-    assert "Slurm knows no job 12, or no longer" in capsys.readouterr().err
+    said = slurm.collect("--wait-seconds=3600", status=ExitCode.NOTHING)
+    assert "Slurm knows no job 12, or no longer" in said.err
 
 
 @pytest.mark.parametrize(
@@ -132,10 +130,8 @@ def test_a_missing_job_is_told_before_the_wait(
     [["--pid=1"], ["--container-name={rank}"]],
     ids=["pid", "pattern"],
 )
-def test_nonsense_for_a_job_is_refused_before_asking_any_node(
-    slurm: Slurm, tmp_path: Path, arguments: list[str]
-) -> None:
-    assert collect(tmp_path, *arguments) == ExitCode.USAGE
+def test_nonsense_for_a_job_is_refused_before_asking_any_node(slurm: Slurm, arguments: list[str]) -> None:
+    slurm.collect(*arguments, status=ExitCode.USAGE)
     with pytest.raises(FileNotFoundError):
         slurm.asked("n1")
 
@@ -178,32 +174,32 @@ class Hosts:
 
     Args:
         folder: where the scripts are, and what each host was asked is noted.
+        cli: see the fixture.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._names = folder, list[str]()
+    def __init__(self, folder: Path, cli: Cli) -> None:
+        self._folder, self._cli = folder, cli
         (folder / "carrier.py").write_text(CARRIER)
         self.via = shlex.join([sys.executable, str(folder / "carrier.py"), str(folder), "{host}"])
         self.output = folder / "out put"
 
-    def collect(self, hosts: dict[str, str], *arguments: str) -> int:
+    def collect(self, hosts: dict[str, str], *arguments: str, status: int = 0) -> Said:
         for host, script in hosts.items():
             (self._folder / host).write_text(script)
         listed = [f"--via={self.via}", f"--hosts={','.join(hosts)}", f"--output-dir={self.output}"]
-        return main.main(["collect", *listed, *arguments])
+        return self._cli("collect", *listed, *arguments, status=status)
 
     def asked(self, host: str) -> list[str]:
         return (self._folder / f"{host}.asked").read_text().splitlines()
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Hosts:
-    return Hosts(tmp_path)
+def hosts(tmp_path: Path, cli: Cli) -> Hosts:
+    return Hosts(tmp_path, cli)
 
 
-def test_the_ranks_of_all_hosts_are_one_result(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hosts.collect(ANSWERS) == ExitCode.DONE
-    lines = capsys.readouterr().out.splitlines()
+def test_the_ranks_of_all_hosts_are_one_result(hosts: Hosts) -> None:
+    lines = hosts.collect(ANSWERS).out.splitlines()
     assert lines[:5] == [
         "2 hosts by python",
         "h0  TP0          pid 17       S  no Python frame",
@@ -242,13 +238,11 @@ def test_each_host_is_asked_for_files_by_the_users_command(hosts: Hosts) -> None
     ],
     ids=["hangs", "wants a password", "junk", "no object", "long", "killed"],
 )
-def test_a_host_without_an_answer_is_named_beside_the_others(
-    hosts: Hosts, capsys: pytest.CaptureFixture[str], script: str, why: str
-) -> None:
+def test_a_host_without_an_answer_is_named_beside_the_others(hosts: Hosts, script: str, why: str) -> None:
     # The others are to answer within that, too.
     limit = 4 if script == HANGS else int(LONG)
-    assert hosts.collect({**ANSWERS, "bad": script}, f"--node-timeout={limit}", "--fan-out=3") == ExitCode.PARTIAL
-    lines = capsys.readouterr().out.splitlines()
+    options = (f"--node-timeout={limit}", "--fan-out=3")
+    lines = hosts.collect({**ANSWERS, "bad": script}, *options, status=ExitCode.PARTIAL).out.splitlines()
     assert lines[3] == "bad  no answer"
     assert lines[4].startswith("host bad: ")
     assert why in lines[4]
@@ -272,12 +266,10 @@ def test_a_host_without_an_answer_is_named_beside_the_others(
         ({"texts": {"x" * 255: "x"}}, "File name too long"),
     ],
 )
-def test_a_host_writes_nothing_but_files_of_its_own_folder(
-    hosts: Hosts, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], why: str
-) -> None:
+def test_a_host_writes_nothing_but_files_of_its_own_folder(hosts: Hosts, fields: dict[str, object], why: str) -> None:
     bad = does_print(answer(POD_RANK, replace(POD_RANK, time=2.0), **fields))
-    assert hosts.collect({"h1": ANSWERS["h1"], "bad": bad}) == ExitCode.PARTIAL
-    (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a snapshot of host bad: ")]
+    lines = hosts.collect({"h1": ANSWERS["h1"], "bad": bad}, status=ExitCode.PARTIAL).out.splitlines()
+    (problem,) = [line for line in lines if line.startswith("a snapshot of host bad: ")]
     assert why in problem
     assert sorted(path.name for path in hosts.output.iterdir()) == [
         *("bad", "explanation.txt", "h1", "summary.md", "verdict.json")
@@ -286,13 +278,11 @@ def test_a_host_writes_nothing_but_files_of_its_own_folder(
 
 
 @pytest.mark.parametrize("listed", ["h0\n\n# spare: h9\nh1 # new\n", "h0, h1", "h0\th1,\r\nh0\n"])
-def test_hosts_may_be_in_a_file(hosts: Hosts, tmp_path: Path, capsys: pytest.CaptureFixture[str], listed: str) -> None:
+def test_hosts_may_be_in_a_file(hosts: Hosts, tmp_path: Path, cli: Cli, listed: str) -> None:
     hosts.collect(ANSWERS)
-    capsys.readouterr()
     (tmp_path / "list").write_text(listed)
     arguments = ["collect", f"--via={hosts.via}", f"--hosts-file={tmp_path / 'list'}", f"-o{hosts.output}"]
-    assert main.main(arguments) == ExitCode.DONE
-    captured = capsys.readouterr()
+    captured = cli(*arguments)
     assert captured.out.startswith("2 hosts by python\n")
     assert ("named more than once" in captured.err) == (listed.count("h0") == 2)
 
@@ -311,11 +301,8 @@ def test_hosts_may_be_in_a_file(hosts: Hosts, tmp_path: Path, capsys: pytest.Cap
         (["--slurm-job=1", "--hosts=a"], "a Slurm job has its own hosts"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
-) -> None:
-    assert main.main(["collect", f"-o{tmp_path / 'out'}", *arguments]) == ExitCode.USAGE
-    assert why in capsys.readouterr().err
+def test_what_makes_no_sense_is_refused(tmp_path: Path, cli: Cli, arguments: list[str], why: str) -> None:
+    assert why in cli("collect", f"-o{tmp_path / 'out'}", *arguments, status=ExitCode.USAGE).err
     assert not (tmp_path / "out").exists()
 
 
@@ -332,9 +319,5 @@ def test_what_makes_no_sense_is_refused(
         (["--remote-command='"], "is no command: No closing quotation"),
     ],
 )
-def test_a_list_that_cannot_be_read_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main.main(["collect", "--via=sh {host}", *arguments])
-    assert why in capsys.readouterr().err
+def test_a_list_that_cannot_be_read_is_refused(cli: Cli, arguments: list[str], why: str) -> None:
+    assert why in cli("collect", "--via=sh {host}", *arguments, status=2).err

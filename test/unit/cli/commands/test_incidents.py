@@ -7,40 +7,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import asdict
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
-from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
 from unit.support import stored
+from unit.support.command import Cli
 from unit.support.waiting import LONG
 
 RAISED = {"first_failure": {"pid": 7, "title": "sglang::scheduler"}, "level": "supported"}
 
 
-def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:
-    trigger, server = Trigger("process_exited", "t", 7, "sglang::scheduler_TP1"), ServerInfo(1, "0.5.23", "0.1", "h")
-    incident = Incident(new_id(), "killed", trigger, server)
-    incident.verdict = Verdict("signal", None, "established", text)
-    written = IncidentFolder(folder / "host" / "incidents", "killed", incident.id, seconds)
-    written.save(incident.to_json(), "")
-    return written.publish() if publish else written.path
+def make_incident(folder: Path, seconds: float, text: str, **more: Any) -> Path:
+    verdict = {"kind": "signal", "level": "established", "text": text}
+    return stored.make_incident(folder / "host" / "incidents", seconds=seconds, verdict=verdict, **more)
 
 
-def test_incidents_are_listed_newest_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incidents_are_listed_newest_first(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     old = make_incident(tmp_path, 1.0, "TP1 was killed.")
-    torn = make_incident(tmp_path, 2.0, "", publish=False)
+    torn = make_incident(tmp_path, 2.0, "", publish=False, complete=True)
     (torn / "incident.json").unlink()
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["incidents", str(tmp_path)]) == 0
-    rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    rows = [re.split(r"\s{2,}", line) for line in cli("incidents", tmp_path).out.splitlines()]
     assert rows == [
         ["id", "time (UTC)", "kind", "who", "cause", "requests", "seen"],
         [torn.name[-8:], "1970-01-01 00:00:02", "killed (not finished)", "-", "has no incident.json", "-", "-"],
@@ -49,10 +41,9 @@ def test_incidents_are_listed_newest_first(
     ]
 
 
-def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_reads_the_same(tmp_path: Path, cli: Cli) -> None:
     path = make_incident(tmp_path, 1.0, "TP1 was killed.")
-    assert main(["incidents", str(path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = cli("incidents", path, "--json").json
     assert (found["path"], found["finished"], found["problem"]) == (str(path), True, None)
     assert found["verdict"]["text"] == "TP1 was killed."
     assert found.keys() == {
@@ -61,7 +52,7 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     }
 
 
-def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, cli: Cli) -> None:
     incidents, fault = tmp_path / "host" / "incidents", Fault("0.5.23", "signal", "scheduler tp=1", "SIGKILL", ())
     paths = []
     for number in range(3):
@@ -72,46 +63,39 @@ def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, capsys: pytest.
         (path / "incident.json").write_text(json.dumps(document | {"fault": asdict(occurrence)}))
         paths.append(path)
     other = make_incident(tmp_path, 9.0, "Another.")
-    assert main(["incidents", str(tmp_path)]) == 0
+    said = cli("incidents", tmp_path)
     entry = read_faults(incidents)[fault.key]
-    _head, *rows, newest, following = capsys.readouterr().out.splitlines()
+    _head, *rows, newest, following = said.out.splitlines()
     assert [row.split()[0] for row in rows] == [path.name[-8:] for path in (other, *paths[::-1])]
     assert [row.split()[-1] for row in rows] == ["-", "3", "3", "3"]
     assert (newest, following) == (f"newest: {other}", f"next: sglang-crashkit show {other}")
-    assert main(["incidents", str(tmp_path), "--json"]) == 0
-    faults = [found["fault"] for found in json.loads(capsys.readouterr().out)]
+    faults = [found["fault"] for found in cli("incidents", tmp_path, "--json").json]
     assert faults[0] is None
     assert [(each["count"], each["total"], each["last"]) for each in faults[1:]] == [
         (number, 3, entry["last"]) for number in (3, 2, 1)
     ]
     (incidents / "faults.json").unlink()
-    assert main(["incidents", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[2].endswith(" 3")
+    assert cli("incidents", tmp_path).out.splitlines()[2].endswith(" 3")
 
 
-def test_without_an_incident_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["incidents", str(tmp_path)]) == 3
-    assert "no incident below" in capsys.readouterr().err
-    assert main(["incidents", str(tmp_path), "--json"]) == 3
-    assert json.loads(capsys.readouterr().out) == []
+def test_without_an_incident_the_status_is_3(tmp_path: Path, cli: Cli) -> None:
+    assert "no incident below" in cli("incidents", tmp_path, status=3).err
+    assert cli("incidents", tmp_path, "--json", status=3).json == []
 
 
-def test_without_a_folder_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["incidents", str(tmp_path / "absent")]) == 3
-    assert capsys.readouterr().err == (
+def test_without_a_folder_the_status_is_3(tmp_path: Path, cli: Cli) -> None:
+    assert cli("incidents", tmp_path / "absent", status=3).err == (
         f"sglang-crashkit incidents: {tmp_path}/absent is not a folder\n"
         "  next: sglang-crashkit incidents DIR   # DIR: what the server was given as --crash-dump-folder\n"
     )
-    assert main(["incidents", str(tmp_path / "absent"), "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["exit_code"] == 3
+    assert cli("incidents", tmp_path / "absent", "--json", status=3).json["exit_code"] == 3
 
 
 @pytest.mark.parametrize("verdict", [None, [], "text", {}, {"text": None}])
-def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str], verdict: Any) -> None:
+def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, cli: Cli, verdict: Any) -> None:
     path = make_incident(tmp_path, 1.0, "")
     (path / "incident.json").write_text(json.dumps({"verdict": verdict}))
-    assert main(["incidents", str(tmp_path)]) == 0
-    assert str(path) in capsys.readouterr().out
+    assert str(path) in cli("incidents", tmp_path).out
 
 
 @pytest.mark.parametrize(
@@ -125,19 +109,17 @@ def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, capsys: pytest.Cap
         (["--host", "another"], []),
     ],
 )
-def test_some_of_them_may_be_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]
-) -> None:
+def test_some_of_them_may_be_asked_for(tmp_path: Path, cli: Cli, arguments: list[str], expected: list[str]) -> None:
     incidents = tmp_path / "host" / "incidents"
     now = time.time()
     names = {
         stored.make_incident(incidents, seconds=now - 86400): "old",
         stored.make_incident(incidents, seconds=now - 60, kind="hang"): "new",
     }
-    status = main(["incidents", str(tmp_path), "--json", *arguments])
-    assert [names[Path(one["path"])] for one in json.loads(capsys.readouterr().out)] == expected
-    assert status == (0 if expected else 3)
-    assert main(["incidents", str(tmp_path), *arguments]) == status
+    status = 0 if expected else 3
+    said = cli("incidents", tmp_path, "--json", *arguments, status=status)
+    assert [names[Path(one["path"])] for one in said.json] == expected
+    cli("incidents", tmp_path, *arguments, status=status)
 
 
 def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
@@ -167,23 +149,34 @@ for arguments in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("closed", ["", "host", "host/incidents"])
-def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
+@pytest.fixture
+def crash() -> Iterator[Path]:
+    """A crash folder that another user may reach, and read but for the incidents."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
     with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        crash = Path(name) / "crash"
-        path = make_incident(crash, 1.0, "")
-        for each in (crash, crash / "host", crash / "host" / "incidents"):
-            each.chmod(0o700 if each == crash / closed else 0o755)
-        commands = [f"incidents {crash}", f"show {crash}", f"bundle {path.parent}", f"steps latest --folder {crash}"]
-        commands += [f"show {path}", f"incidents --by fault {crash}", f"incidents {path.parent}"]
-        done = subprocess.run(
-            [sys.executable, "-c", AS_NOBODY, *commands], capture_output=True, text=True, timeout=60, check=False
-        )
-    told = done.stderr.splitlines()
-    assert done.stdout == ""
+        make_incident(Path(name) / "crash", 1.0, "")
+        for folder in (name, f"{name}/crash", f"{name}/crash/host", f"{name}/crash/host/incidents"):
+            Path(folder).chmod(0o755)
+        yield Path(name) / "crash"
+
+
+def as_nobody(*commands: str) -> tuple[str, list[str]]:
+    """Return what some commands print for another user, and the lines that they tell, their statuses among them."""
+    command = [sys.executable, "-c", AS_NOBODY, *commands]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("closed", ["", "host", "host/incidents"])
+def test_a_folder_of_another_user_is_said_to_be_unreadable(crash: Path, closed: str) -> None:
+    (path,) = (crash / "host" / "incidents").glob("1970*")
+    (crash / closed).chmod(0o700)
+    commands = [f"incidents {crash}", f"show {crash}", f"bundle {path.parent}", f"steps latest --folder {crash}"]
+    commands += [f"show {path}", f"incidents --by fault {crash}", f"incidents {path.parent}"]
+    printed, told = as_nobody(*commands)
+    assert printed == ""
     for first, following, status in zip(told[::3], told[1::3], told[2::3], strict=True):
         assert first.endswith(" cannot be read: Permission denied")
         assert f"{crash}/{closed}".rstrip("/") in first
@@ -191,55 +184,42 @@ def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
     assert len(told) == 3 * len(commands)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_closed_host_is_named_among_the_open_ones() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        crash = Path(name) / "crash"
-        path = make_incident(crash, 1.0, "")
-        for each in [crash, *crash.rglob("*")]:
-            each.chmod(0o755 if each.is_dir() else 0o644)
-        closed = crash / "other"
-        closed.mkdir(0o700)
-        commands = [f"incidents {crash}", f"incidents {crash} --json", f"show {crash}"]
-        commands += [f"steps latest --folder {crash}", f"show {path}"]
-        commands += [f"show {path.name[-8:]} --folder {crash}", f"show 00000000 --folder {crash}"]
-        done = subprocess.run(
-            [sys.executable, "-c", AS_NOBODY, *commands], capture_output=True, text=True, timeout=60, check=False
-        )
-    why = f"{closed}/incidents cannot be read: Permission denied"
+def test_a_closed_host_is_named_among_the_open_ones(crash: Path) -> None:
+    (path,) = (crash / "host" / "incidents").glob("1970*")
+    for each in crash.rglob("*"):
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    (crash / "other").mkdir(0o700)
+    commands = [f"incidents {crash}", f"incidents {crash} --json", f"show {crash}"]
+    commands += [f"steps latest --folder {crash}", f"show {path}"]
+    commands += [f"show {path.name[-8:]} --folder {crash}", f"show 00000000 --folder {crash}"]
+    why = f"{crash}/other/incidents cannot be read: Permission denied"
     left_out = f"{why}; what is in it is left out"
     steps = [left_out, f"sglang-crashkit steps: no steps in {path}", "  next: sglang-crashkit show ", "3"]
     absent = [f"sglang-crashkit show: no incident 00000000 below {crash}; {why}", "  next: ", "3"]
     expected = [left_out, "5", left_out, "5", left_out, "0", *steps, "0", "0", *absent]
-    told = done.stderr.splitlines()
+    _printed, told = as_nobody(*commands)
     assert [line for line, start in zip(told, expected, strict=True) if not line.startswith(start)] == []
 
 
-def test_where_nothing_is_found_it_is_told_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_is_found_it_is_told_what_there_is(tmp_path: Path, cli: Cli) -> None:
     path = make_incident(tmp_path, 1.0, "")
-    assert main(["incidents", str(tmp_path), "--host", "other"]) == 3
-    assert "next: --host H, with one of those that are there: host\n" in capsys.readouterr().err
-    assert main(["incidents", str(tmp_path), "--kind", "foo"]) == 3
-    assert "next: --kind K, with one of those that are there: killed\n" in capsys.readouterr().err
-    assert main(["incidents", str(tmp_path), "--since", "1h"]) == 3
-    assert f"next: ask for more: the newest is {path.name}\n" in capsys.readouterr().err
+    for asked, following in (
+        (["--host", "other"], "--host H, with one of those that are there: host"),
+        (["--kind", "foo"], "--kind K, with one of those that are there: killed"),
+        (["--since", "1h"], f"ask for more: the newest is {path.name}"),
+    ):
+        assert f"next: {following}\n" in cli("incidents", tmp_path, *asked, status=3).err
 
 
 @pytest.mark.parametrize(("columns", "cause"), [(80, "exception_in_sglang"), (120, "exception_in_sglang (supported)")])
 def test_a_narrow_table_has_the_cause_whole(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    columns: int,
-    cause: str,
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int, cause: str
 ) -> None:
     stored.make_incident(
         tmp_path, kind="exception", cause={"class": "exception_in_sglang", "level": "supported"}, verdict=RAISED
     )
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["incidents", str(tmp_path)]) == 0
-    head, row, *_rest = capsys.readouterr().out.splitlines()
+    head, row, *_rest = cli("incidents", tmp_path).out.splitlines()
     assert f"  scheduler  {cause}  " in row
     assert len(head) <= columns
 
@@ -265,41 +245,34 @@ def make_fault(folder: Path, host: str, signal: str, **attributes: str) -> Path:
     )
 
 
-def test_the_same_fault_is_counted_over_hosts_ranks_and_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_fault_is_counted_over_hosts_ranks_and_lines(tmp_path: Path, cli: Cli) -> None:
     for host in ("a", "aa", "aaa"):
         make_fault(tmp_path / "fetched", host, "SIGSEGV", driver="580")
     for host in ("b", "bb", "bbb", "bbbb", "a"):
         make_fault(tmp_path / "other", host, "SIGBUS", driver="580" if host == "a" else "570")
-    assert main(["incidents", "--by", "fault", str(tmp_path / "fetched"), str(tmp_path / "other")]) == 0
-    told = capsys.readouterr().out
+    told = cli("incidents", "--by", "fault", tmp_path / "fetched", tmp_path / "other").out
     assert "\x1b" not in told
     head, *rows = told.splitlines()
     assert head.split() == ["fault", "hosts", "times", "first", "last", "what"]
     assert rows[0].endswith("5      5  2023-11-14  2023-11-14  signal scheduler SIGBUS forward (sglang/srt/x.py)")
     assert rows[2].split()[1:3] == ["3", "3"]
     assert rows[3].strip() == "driver 580 on 3 of 3 hosts, and on 0 of 4 others"
-    assert main(["incidents", "--by", "fault", "--json", str(tmp_path / "fetched"), str(tmp_path / "other")]) == 0
-    first, second = json.loads(capsys.readouterr().out)
+    first, second = cli("incidents", "--by", "fault", "--json", tmp_path / "fetched", tmp_path / "other").json
     assert (first["count"], first["hosts"]) == (5, ["a", "b", "bb", "bbb", "bbbb"])
     assert (second["what"][2], second["causes"]) == ("SIGSEGV", {HOSTILE: 3})
 
 
-def test_what_all_hosts_have_or_one_host_has_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_all_hosts_have_or_one_host_has_is_not_named(tmp_path: Path, cli: Cli) -> None:
     for host in ("a", "aa", "b", "bb", "bbb"):
         make_fault(tmp_path, host, "SIGSEGV" if "a" in host else "SIGBUS", driver="580")
     make_fault(tmp_path, "c", "SIGILL", driver="590")
-    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 0
-    assert [one["common"] for one in json.loads(capsys.readouterr().out)] == [[], [], []]
+    document = cli("incidents", "--by", "fault", "--json", tmp_path).json
+    assert [one["common"] for one in document] == [[], [], []]
 
 
-def test_one_that_cannot_be_read_is_named_and_the_others_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_cannot_be_read_is_named_and_the_others_are_counted(tmp_path: Path, cli: Cli) -> None:
     torn, _whole = make_fault(tmp_path, "a", "SIGSEGV"), make_fault(tmp_path, "aa", "SIGSEGV")
     (torn / "incident.json").write_text("[" * 100_000)
-    assert main(["incidents", "--by", "fault", "--json", str(tmp_path)]) == 5
-    captured = capsys.readouterr()
+    captured = cli("incidents", "--by", "fault", "--json", tmp_path, status=5)
     assert str(torn) in captured.err
-    assert [one["hosts"] for one in json.loads(captured.out)] == [["aa"]]
+    assert [one["hosts"] for one in captured.json] == [["aa"]]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view.first_screen import first_screen
-from unit.support.stored import NOON, make_incident
+from unit.support.command import Cli
+from unit.support.stored import NOON, golden, make_incident, stacks_of
 
 SUSPECT = "bbb2806ce0da4c099796b96369187b3e"
-GOLDEN = json.loads((Path(__file__).parents[2] / "incident" / "data" / "killed.json").read_text())
+GOLDEN = golden("killed")
 GOLDEN["suspects"] = [{"rid": SUSPECT, "level": "unknown", "reasons": ["it was in the step"]}]
 SECRET = "a prompt that no one else may read"
 REQUESTS = [
@@ -29,53 +29,36 @@ DEFAULTS = {
 }
 
 
-def stack(pid: int, *functions: str) -> str:
-    frames = [{"function": function, "file": "sglang/x.py", "line": 3} for function in functions]
-    other = {"name": "Thread-1", "native_id": 1, "frames": [{"function": "sleeps", "file": "t.py", "line": 1}]}
-    return json.dumps({"threads": [other, {"name": "MainThread", "native_id": pid, "frames": frames}]})
-
-
 @pytest.fixture
 def crash_dir(tmp_path: Path) -> Path:
     """A crash folder with a real incident, and an older one."""
     incidents = tmp_path / "node7" / "incidents"
     make_incident(incidents, seconds=NOON - 60)
-    paths = {
-        piece["path"]: process["pid"]
-        for process in GOLDEN["processes"]
-        for piece in process["evidence"]
-        if piece["kind"] == "stack" and piece["path"]
-    }
-    pieces = {str(Path(path).with_suffix(".json")): stack(pid, "waits", "runs") for path, pid in paths.items()}
+    frames = [{"function": function, "file": "sglang/x.py", "line": 3} for function in ("waits", "runs")]
+    pieces = stacks_of(GOLDEN, *frames)
     pieces["requests/requests.jsonl"] = "".join(json.dumps(one) + "\n" for one in REQUESTS) + "{torn"
     pieces["environment.json"] = json.dumps({"command_line": "python", "cgroup": {"memory": {"used_bytes": 7}}})
     dead = GOLDEN["verdict"]["first_failure"]["pid"]
     pieces[f"ranks/scheduler_TP1-{dead}.exception.txt"] = "Traceback (most recent call last):\nRuntimeError: x\n"
-    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind")}
-    make_incident(incidents, pieces=pieces, **fields)
+    make_incident(incidents, pieces=pieces, **GOLDEN)
     return tmp_path
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["show", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(capsys, "--folder", str(crash_dir)).splitlines()
+def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, cli: Cli) -> None:
+    lines = cli("show", "--folder", crash_dir).out.splitlines()
     assert lines[0] == first_screen(Incident.of(GOLDEN))[0]
     assert len(lines) <= 20
     path = Path(lines[-1].split()[1])
     assert path.is_dir()
     assert any(line.endswith(f"show {path.name[-8:]} --folder {crash_dir} --stacks") for line in lines)
     # By its path, the commands name that.
-    assert f"sglang-crashkit show {path} --stacks" in shown(capsys, str(path))
+    assert f"sglang-crashkit show {path} --stacks" in cli("show", path).out
     # A crash folder may have a later one by then.
-    assert f"show {path.name[-8:]} --folder {crash_dir} --stacks" in shown(capsys, str(crash_dir))
+    assert f"show {path.name[-8:]} --folder {crash_dir} --stacks" in cli("show", crash_dir).out
 
 
-def test_ranks_that_agree_have_one_stack(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, str(crash_dir), "--stacks")
+def test_ranks_that_agree_have_one_stack(crash_dir: Path, cli: Cli) -> None:
+    text = cli("show", crash_dir, "--stacks").out
     assert text.startswith("TP1 raised:\n    Traceback (most recent call last):\n    RuntimeError: x\n")
     assert text.index("TP1: dead") < text.index("TP0: raised an exception")
     assert "detokenizer, the main process: alive then\n    waits (sglang/x.py:3)\n    runs (sglang/x.py:3)\n" in text
@@ -83,8 +66,8 @@ def test_ranks_that_agree_have_one_stack(crash_dir: Path, capsys: pytest.Capture
     assert "TP0: raised an exception\n    all_" in text
 
 
-def test_requests_are_shown_without_prompts(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, str(crash_dir), "--requests")
+def test_requests_are_shown_without_prompts(crash_dir: Path, cli: Cli) -> None:
+    text = cli("show", crash_dir, "--requests").out
     first, second = [line for line in text.splitlines() if "04:57:27" in line]
     assert first.startswith("* unfinished")
     assert first.endswith(f"{len(SECRET)} characters, max_new_tokens 2000")
@@ -102,12 +85,12 @@ def test_requests_are_shown_without_prompts(crash_dir: Path, capsys: pytest.Capt
     ],
 )
 def test_the_likeliest_suspect_stands_first_and_the_rest_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], levels: list[str], mark: str
+    tmp_path: Path, cli: Cli, levels: list[str], mark: str
 ) -> None:
     suspects = [{"rid": f"r{1200 - n}", "level": level, "reasons": ["it was new"]} for n, level in enumerate(levels)]
     lines = "".join(json.dumps({"rid": f"r{number}", "state": "unfinished"}) + "\n" for number in range(1201))
     path = make_incident(tmp_path, pieces={"requests/requests.jsonl": lines}, suspects=suspects)
-    _head, first, second, *_others, last = shown(capsys, str(path), "--requests").splitlines()
+    _head, first, second, *_others, last = cli("show", path, "--requests").out.splitlines()
     assert [line.split()[-1] for line in (first, second)] == (["r1200", "r1199"] if levels else ["r0", "r1"])
     assert first.startswith("*" if levels else " ")
     assert last == f"{mark}201 more, and the whole of each, with its prompt: {path}/requests/requests.jsonl"
@@ -125,28 +108,26 @@ def test_the_likeliest_suspect_stands_first_and_the_rest_is_counted(
         ({"sampling_params": 5}, ""),
     ],
 )
-def test_all_that_a_request_asks_for_is_shown(
-    crash_dir: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], words: str
-) -> None:
+def test_all_that_a_request_asks_for_is_shown(crash_dir: Path, cli: Cli, fields: dict[str, Any], words: str) -> None:
     (path,) = crash_dir.rglob("requests.jsonl")
     path.write_text(json.dumps(REQUESTS[1] | fields) + "\n")
-    line = next(line for line in shown(capsys, str(crash_dir), "--requests").splitlines() if "done" in line)
+    line = next(line for line in cli("show", crash_dir, "--requests").out.splitlines() if "done" in line)
     assert line.endswith(f" 3 tokens{words}")
 
 
 @pytest.mark.parametrize(("aborted", "is_before"), [("1970-01-01T00:00:01Z", True), ("2100-01-01T00:00:00Z", False)])
 def test_what_was_aborted_before_the_failure_is_marked(
-    crash_dir: Path, capsys: pytest.CaptureFixture[str], aborted: str, is_before: bool
+    crash_dir: Path, aborted: str, is_before: bool, cli: Cli
 ) -> None:
     (path,) = crash_dir.rglob("requests.jsonl")
     path.write_text(json.dumps(REQUESTS[1] | {"aborted": aborted}) + "\n")
-    assert ("aborted before, 3 tokens" in shown(capsys, str(crash_dir), "--requests")) is is_before
-    assert main(["show", str(crash_dir), "--html", str(crash_dir / "x.html")]) == 0
+    assert ("aborted before, 3 tokens" in cli("show", crash_dir, "--requests").out) is is_before
+    cli("show", crash_dir, "--html", crash_dir / "x.html")
     assert ("aborted before" in (crash_dir / "x.html").read_text()) is is_before
 
 
-def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, *rest = shown(capsys, str(crash_dir), "--timeline").splitlines()
+def test_the_timeline_counts_from_the_incident(crash_dir: Path, cli: Cli) -> None:
+    first, *rest = cli("show", crash_dir, "--timeline").out.splitlines()
     assert first == "   +0.000 s  process_exited TP1: signal SIGKILL"
     assert rest[-1].endswith(
         "shared_memory_left: 2 segments left, 25 kB: sgl_shm_mq_27323_13bd8015 (what process 1 maps cannot be read), "
@@ -155,14 +136,14 @@ def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.C
     assert any("exception TP0: RuntimeError: Connection closed by peer" in line for line in rest)
 
 
-def test_the_surroundings_are_shown_value_by_value(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, str(crash_dir), "--env")
+def test_the_surroundings_are_shown_value_by_value(crash_dir: Path, cli: Cli) -> None:
+    text = cli("show", crash_dir, "--env").out
     assert text.startswith("model     /models/tiny-model, tp 2\n")
     assert "\ncgroup.memory.used_bytes  7\n" in text
 
 
-def test_a_program_gets_the_document(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(shown(capsys, str(crash_dir), "--json"))["verdict"] == GOLDEN["verdict"]
+def test_a_program_gets_the_document(crash_dir: Path, cli: Cli) -> None:
+    assert cli("show", crash_dir, "--json").json["verdict"] == GOLDEN["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -173,67 +154,53 @@ def test_a_program_gets_the_document(crash_dir: Path, capsys: pytest.CaptureFixt
         ("--env", "no environment in {}\n"),
     ],
 )
-def test_a_missing_part_is_said_to_be_missing_and_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, words: str
-) -> None:
+def test_a_missing_part_is_said_to_be_missing_and_why(tmp_path: Path, cli: Cli, part: str, words: str) -> None:
     evidence = [{"kind": "steps", "status": "skipped", "reason": "it was dead"}]
     path = make_incident(tmp_path, processes=[{"pid": 7, "evidence": evidence}])
-    assert main(["show", str(path), part]) == 3
     told = f"sglang-crashkit show: {words.format(path)}  next: sglang-crashkit show {path} --timeline\n"
-    assert capsys.readouterr().err == told
+    assert cli("show", path, part, status=3).err == told
 
 
-def test_without_its_file_the_environment_is_told_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(capsys, str(make_incident(tmp_path, environment={"model": "m"})), "--env") == "model     m\n"
+def test_without_its_file_the_environment_is_told_in_short(tmp_path: Path, cli: Cli) -> None:
+    assert cli("show", make_incident(tmp_path, environment={"model": "m"}), "--env").out == "model     m\n"
 
 
-def test_prompts_are_for_a_page_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(make_incident(tmp_path)), "--prompts"]) == 2
-    assert "--html FILE --prompts" in capsys.readouterr().err
+def test_prompts_are_for_a_page_alone(tmp_path: Path, cli: Cli) -> None:
+    assert "--html FILE --prompts" in cli("show", make_incident(tmp_path), "--prompts", status=2).err
 
 
 @pytest.mark.parametrize("target", ["", ".", "/", "folder"])
-def test_a_page_replaces_no_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_a_page_replaces_no_folder(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     path = make_incident(tmp_path)
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main(["show", str(path), "--html", target]) == 1
-    assert capsys.readouterr().err.endswith(
-        "cannot be written: it is no regular file\n  next: --html FILE, another one\n"
-    )
+    why = "cannot be written: it is no regular file\n  next: --html FILE, another one\n"
+    assert cli("show", path, "--html", target, status=1).err.endswith(why)
     assert (tmp_path / "folder").is_dir()
 
 
 @pytest.mark.parametrize("command", ["show", "bundle", "steps"])
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_broken_document_is_told_once_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
-) -> None:
+def test_a_broken_document_is_told_once_with_what_to_do(tmp_path: Path, cli: Cli, command: str, text: str) -> None:
     path = make_incident(tmp_path)
     (path / "incident.json").write_text(text)
-    assert main([command, str(path)]) == 1
-    line, following = capsys.readouterr().err.splitlines()
+    line, following = cli(command, path, status=1).err.splitlines()
     assert line.startswith(f"sglang-crashkit {command}: {path}: incident.json ")
     assert line.count(str(path)) == 1
     assert following.startswith("  next: ")
 
 
 def test_without_any_known_folder_the_next_command_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_crashkit.cli.commands.status.find_running_servers", list)
     monkeypatch.setattr(settings, "fallback_folder", lambda: tmp_path / "absent")
     for command in (["show"], ["incidents"], ["bundle"]):
-        assert main(command) == 3
-        assert "next: sglang-crashkit incidents DIR" in capsys.readouterr().err
+        assert "next: sglang-crashkit incidents DIR" in cli(*command, status=3).err
 
 
-def test_what_a_newer_kit_wrote_is_shown_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fields: dict[str, Any] = {"schema_version": 99}
-    assert main(["show", str(make_incident(tmp_path, **fields))]) == 0
-    assert "schema_version 99" in capsys.readouterr().err
+def test_what_a_newer_kit_wrote_is_shown_with_a_warning(tmp_path: Path, cli: Cli) -> None:
+    assert "schema_version 99" in cli("show", make_incident(tmp_path, schema_version=99)).err
 
 
 @pytest.mark.parametrize(
@@ -247,7 +214,7 @@ def test_what_a_newer_kit_wrote_is_shown_with_a_warning(tmp_path: Path, capsys: 
 )
 def test_colour_is_for_terminals_that_want_it(
     crash_dir: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
     is_terminal: bool,
     environ: dict[str, str],
@@ -259,4 +226,4 @@ def test_colour_is_for_terminals_that_want_it(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     head = first_screen(Incident.of(GOLDEN))[0]
-    assert shown(capsys, str(crash_dir)).splitlines()[0] == (f"\033[1m{head}\033[0m" if is_bold else head)
+    assert cli("show", crash_dir).out.splitlines()[0] == (f"\033[1m{head}\033[0m" if is_bold else head)

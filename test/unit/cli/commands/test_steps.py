@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.step import Step, StepRequest
+from unit.support.command import Cli
 from unit.support.stored import NOON, make_incident
 
 LONG = StepRequest("ab12", 37, 37)
@@ -43,11 +43,8 @@ def incident(tmp_path: Path) -> Path:
     return make_incident(incidents, pieces=pieces(TP0=TP0, TP1=TP1))
 
 
-def test_ranks_stand_side_by_side_with_the_divergence_marked(
-    incident: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["steps", str(incident), "--last", "3"]) == 0
-    assert capsys.readouterr().out == (
+def test_ranks_stand_side_by_side_with_the_divergence_marked(incident: Path, cli: Cli) -> None:
+    assert cli("steps", incident, "--last", "3").out == (
         "TP1 decided retract on the way to step 1,100 where TP0 did not: TP1 ran extend of request ab12 (37 tokens) in"
         " step 1,100 where TP0 ran decode of request cd34 (1 token). (supported)\n"
         "\n"
@@ -61,9 +58,8 @@ def test_ranks_stand_side_by_side_with_the_divergence_marked(
 
 
 @pytest.mark.parametrize("rank", ["TP1", "tp1", "12"])
-def test_of_one_rank_a_program_reads_the_same(incident: Path, capsys: pytest.CaptureFixture[str], rank: str) -> None:
-    assert main(["steps", str(incident), "--json", "--rank", rank, "--last", "2"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_of_one_rank_a_program_reads_the_same(incident: Path, cli: Cli, rank: str) -> None:
+    document = cli("steps", incident, "--json", "--rank", rank, "--last", "2").json
     (found,) = document["ranks"]
     assert (found["title"], found["pid"], found["ranks"]) == ("sglang::scheduler_TP1", 12, {"tp": 1})
     assert [Step.from_json(one) for one in found["steps"]] == TP1[-2:]
@@ -71,26 +67,24 @@ def test_of_one_rank_a_program_reads_the_same(incident: Path, capsys: pytest.Cap
     assert (document["divergence"]["step"], document["divergence"]["ranks"]) == (1100, "TP1")
 
 
-def test_what_the_incident_says_of_the_divergence_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_incident_says_of_the_divergence_stands(tmp_path: Path, cli: Cli) -> None:
     known = {"statement": "It did.", "level": "established", "step": 5}
     path = make_incident(tmp_path, pieces=pieces(TP0=TP0, TP1=TP1), divergence=known)
-    assert main(["steps", str(path), "--last", "1"]) == 0
-    told = capsys.readouterr().out.splitlines()
+    told = cli("steps", path, "--last", "1").out.splitlines()
     assert told[0] == "It did. (established)"
     # An older one is shown with those around it.
     assert [line.split()[0] for line in told[3:7]] == ["4", ">", "6", "1,101"]
 
 
-def test_ranks_that_did_the_same_share_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_did_the_same_share_a_column(tmp_path: Path, cli: Cli) -> None:
     ranks = {f"TP{number}": TP1 if number == 3 else TP0 for number in range(8)}
-    assert main(["steps", str(make_incident(tmp_path, pieces=pieces(**ranks)))]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split() == ["step", "TP0-2,4-7", "TP3"]
+    lines = cli("steps", make_incident(tmp_path, pieces=pieces(**ranks))).out.splitlines()
+    assert lines[2].split() == ["step", "TP0-2,4-7", "TP3"]
 
 
-def test_with_one_rank_nothing_is_said_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_one_rank_nothing_is_said_of_others(tmp_path: Path, cli: Cli) -> None:
     path = make_incident(tmp_path / "host" / "incidents", pieces={"ranks/scheduler-11.steps.jsonl": lines(TP0)})
-    assert main(["steps", str(path), "--last", "1"]) == 0
-    assert capsys.readouterr().out == (
+    assert cli("steps", path, "--last", "1").out == (
         "\n"
         "step     scheduler\n"
         "  1,101  decode, 2 req, 38 tok, forward begun\n"
@@ -99,16 +93,14 @@ def test_with_one_rank_nothing_is_said_of_others(tmp_path: Path, capsys: pytest.
     )
 
 
-def test_a_torn_line_is_counted_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_line_is_counted_and_the_others_are_read(tmp_path: Path, cli: Cli) -> None:
     torn = lines(TP0[:2]) + "[]\n{}\n" + '{"number": 3, "bega'
     path = make_incident(tmp_path, pieces={"ranks/scheduler-7.steps.jsonl": torn})
-    assert main(["steps", str(path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["ranks"]
+    (found,) = cli("steps", path, "--json").json["ranks"]
     assert (len(found["steps"]), found["unread_lines"]) == (2, 3)
-    assert main(["steps", str(path)]) == 0
-    assert "scheduler" in capsys.readouterr().out
+    assert "scheduler" in cli("steps", path).out
 
 
-def test_a_missing_rank_is_named_with_those_there_are(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["steps", str(incident), "--rank", "TP7"]) == 2
-    assert "there is no rank TP7\n  next: --rank TP0   # or TP1" in capsys.readouterr().err
+def test_a_missing_rank_is_named_with_those_there_are(incident: Path, cli: Cli) -> None:
+    said = cli("steps", incident, "--rank", "TP7", status=2)
+    assert "there is no rank TP7\n  next: --rank TP0   # or TP1" in said.err

@@ -1,14 +1,38 @@
-"""argparse types with readable error messages; each raises `argparse.ArgumentTypeError`."""
+"""Arguments that several commands have, and argparse types: each raises `argparse.ArgumentTypeError` in plain words."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
+from pathlib import Path
 
 _LONGEST_SECS = 1e7
 _SETS_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "latest") -> None:
+    """Add the arguments that name an incident, see `crash_folder`: by default `default`; without, one has to be."""
+    parser.add_argument(
+        "incident",
+        nargs="?" if default else None,
+        default=default,
+        help=f"id of an incident or how it begins, latest{' (the default)' if default else ''}, or the path of its "
+        "folder or of a crash folder",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
+    )
+
+
+def add_python(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names an SGLang."""
+    parser.add_argument(
+        "--python",
+        metavar="PATH",
+        help="interpreter or virtual environment with the SGLang that is meant; this one by default",
+    )
 
 
 def positive(text: str) -> int:
