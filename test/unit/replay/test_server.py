@@ -64,7 +64,7 @@ def test_a_server_in_production_at_the_port_is_sent_nothing(
     restarting.start()
     serve = shlex.join([sys.executable, "-c", _LOADING, str(port)])
     # WHEN the request is to be sent to the command's server
-    words = ["replay", path, "--only", "0", "--serve", serve, "--ready-secs", LONG, "-o", tmp_path / "own"]
+    words = ["replay", path, "--only", "0", "--serve", serve, "--ready-secs", 15, "-o", tmp_path / "own"]
     said = cli(*words, status=1)
     restarting.join(LONG)
     # THEN it is sent to none
