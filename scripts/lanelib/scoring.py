@@ -146,12 +146,13 @@ def prefix(lines: list[str]) -> list[str]:
 CHANGES: dict[str, Callable[[list[str]], list[str]]] = {"cut-head": cut_head, "colours": colours, "prefix": prefix}
 
 
-def score_folder(folder: Path, changes: Iterable[str] = ()) -> list[Row]:
+def score_folder(folder: Path, changes: Iterable[str] = (), every: int = 1) -> list[Row]:
     """Explain every case below a folder, its files under names that say nothing.
 
     Args:
         folder: of cases.
         changes: names of `CHANGES`, done to the evidence first.
+        every: how many cases there are to one that is taken.
     """
     import msgspec
 
@@ -160,7 +161,7 @@ def score_folder(folder: Path, changes: Iterable[str] = ()) -> list[Row]:
     from sglang_crashkit.sources.text.reader import read
 
     rows = []
-    for expected in sorted(folder.glob("*/expected.json")):
+    for expected in sorted(folder.glob("*/expected.json"))[every // 2 :: every]:
         files = sorted(one for one in expected.parent.iterdir() if one != expected)
         with tempfile.TemporaryDirectory() as temporary:
             copies = [Path(temporary) / f"evidence-{place}" for place in range(len(files))]

@@ -63,9 +63,14 @@ def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
     With `prompts` it shows what users of the server wrote.
 
     Raises:
-        OSError: it cannot be written.
+        CrashkitError: it cannot be written.
     """
-    write_named(output, render(folder, prompts=prompts).encode(errors="backslashreplace"))
+    page = render(folder, prompts=prompts).encode(errors="backslashreplace")
+    try:
+        write_named(output, page)
+    except OSError as error:
+        why = error.strerror or error
+        raise CrashkitError(f"{output} cannot be written: {why}", next_step="--html FILE, another one") from error
 
 
 def render(folder: Path, *, prompts: bool = False) -> str:

@@ -61,6 +61,11 @@ def test_the_page_holds_the_verdict(log: Path, tmp_path: Path, cli: Cli) -> None
     assert "gpu_hardware" in (tmp_path / "page.html").read_text()
 
 
+def test_a_page_that_cannot_be_written_is_named(log: Path, tmp_path: Path, cli: Cli) -> None:
+    page = tmp_path / "nowhere" / "page.html"
+    assert f"{page} cannot be written: No such file" in cli("explain", log, "--html", page, status=1).err
+
+
 def test_the_standard_input_is_read(log: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(log.read_bytes())))
     assert cli("explain", "-", "--json").json["verdict"]["class"] == "gpu_hardware"

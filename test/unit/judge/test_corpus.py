@@ -16,9 +16,11 @@ RIGHT = 0.90
 BY_CARRIER = {"cut-head": 0.03, "colours": 0.02, "prefix": 0.02}
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    return score_folder(CORPUS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(3, id="a third"), pytest.param(1, id="all", marks=pytest.mark.wide)]
+)
+def rows(request: pytest.FixtureRequest) -> list[Row]:
+    return score_folder(CORPUS, every=request.param)
 
 
 def share(rows: list[Row]) -> float:
@@ -41,6 +43,7 @@ def test_nothing_is_told_where_nothing_failed(rows: list[Row]) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("rows", [1], ids=["all"], indirect=True)
 def test_the_carrier_of_a_log_changes_nothing(change: str, rows: list[Row]) -> None:
     changed = score_folder(CORPUS, [change])
     assert share(changed) >= share(rows) - BY_CARRIER[change], Counter(row.result for row in changed)

@@ -10,7 +10,7 @@ from pathlib import Path
 from sglang_crashkit.cli.arguments import add_incident
 from sglang_crashkit.cli.crash_folder import find_incident, nothing_of
 from sglang_crashkit.cli.output import say, say_json, say_title
-from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
+from sglang_crashkit.errors import ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model import SCHEMA_VERSION
 
@@ -64,13 +64,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.html is not None:
         from sglang_crashkit.view.html import write_html
 
-        try:
-            write_html(incident.path, args.html, prompts=args.prompts)
-        except OSError as error:
-            why = error.strerror or error
-            raise CrashkitError(
-                f"{args.html} cannot be written: {why}", next_step="--html FILE, another one"
-            ) from error
+        write_html(incident.path, args.html, prompts=args.prompts)
         say(args.html)
         return ExitCode.DONE
     if not (args.requests or args.stacks or args.timeline or args.env):
