@@ -306,7 +306,7 @@ class _Failures:
         for error in reversed(chain):
             said = f"{event.said} {error.type}: {error.text}"
             found = self._family(error, said, frames, is_started=is_started, role="" if is_thread else role)
-            if found is not None and not (found[0].follows and len(chain) > 1 and error is not chain[0]):
+            if found and (found[0].sure or not is_thread) and not (found[0].follows and error is not chain[0]):
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
         error = chain[-1] if chain[-1].frames or len(chain) == 1 else chain[0]

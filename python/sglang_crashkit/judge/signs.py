@@ -25,7 +25,7 @@ _STANDS_S = 60.0
 _LATE = 40.0
 #: So many transfers may be under way at any time.
 _FEW_TRANSFERS = 8
-_HALF_HOUR = 1800.0
+_HALF_HOUR, _DAY_S = 1800.0, 86400.0
 OTHER_SIDE = {"prefill": "decode", "decode": "prefill"}
 _rows, _pattern = functools.partial(rows, "signs"), functools.partial(pattern, "signs")
 
@@ -89,8 +89,7 @@ def read(case: Case) -> Signs:
     hang = [one for one in found if one.is_of_hang]
     signs.where = next((one.event.place for one in hang), None)
     ended = [one for one in hang if one.is_ending and not _is_soft(one)]
-    last = max((_last_at(one.event) for one in hang), default=0.0)
-    goes_on = signs.last_batch > last + 1.0
+    goes_on = signs.last_batch > 1.0 + max((_last_at(one.event) for one in hang), default=0.0)
     signs.was_ended = bool(ended) or (case.watched is not None and case.watched.is_ended)
     is_unanswered = bool(_probe(case)) and (case.is_started or 0 < signs.last_batch <= case.last_at)
     # The stacks of an incident are looked at only where somebody waited too long.
@@ -141,11 +140,13 @@ def _stands_for(case: Case, *, is_begun: bool, least: float) -> float:
     asked = max((one for one in progress if one.kind == "control"), key=lambda one: one.last_at, default=None)
     if asked and asked.last_at >= last.last_at and re.match(r"/(?:pause|release)", asked.text) and not waiting:
         return 0.0  # it was asked to make no batches, as while a trainer trains
-    answered = max((one.last_at for one in progress if one.kind == "answer"), default=0.0)
+    answered, order = max(((one.last_at, one.last_order) for one in progress if one.kind == "answer"), default=(0.0, 0))
     # The requests of a batch of new ones are not counted in its own line yet.
     is_busy = last.running > 0 or last.queued > 0 or last.kind == "prefill"
     is_idle = bool(least and case.gpus) and not any(one.use for one in case.gpus)
-    if not (waiting or is_begun or (is_busy and not is_idle and answered < last.last_at)):
+    # A stream is answered before it ends: the order within a second tells only where somebody complains.
+    is_open = answered < last.last_at or (not least and (answered, order) < (last.last_at, last.last_order))
+    if not (waiting or is_begun or (is_busy and not is_idle and is_open)):
         return 0.0
     # By the clock of its own log: that of stacks or of another host need not agree with it.
     own = [event for event in case.events if event.file == last.file]
@@ -431,7 +432,7 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     probe = _probe(case)
     if probe and any("will be restarted" in note for one in case.containers for note in one.notes):
         return finding_of("probe_at_start", (last, 0), [probe[:200]], component=part, told=told)
-    stands = case.last_at - last if last else 0.0
+    stands = case.last_at - last if last and case.last_at - last < _DAY_S else 0.0  # more is another clock
     if probe and (over := _pattern("over").search(probe)):
         # What Kubernetes counts goes on after the last line.
         hours, minutes = (int(one or 0) for one in over.groups())

@@ -158,6 +158,14 @@ def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path
     assert (progress.transfers, progress.last_at - progress.transfers_since) == (7, 20.0)
 
 
+@pytest.mark.parametrize(("status", "end"), [(9, (None, "SIGKILL")), (139, (None, "SIGSEGV")), (256, (1, ""))])
+def test_the_status_of_a_wait_is_no_exit_code(tmp_path: Path, status: int, end: tuple[int | None, str]) -> None:
+    path = tmp_path / "server.log"
+    path.write_text(f"[2026-10-05 08:00:00] Child process unexpectedly failed with exitcode={status}. pid=211\n")
+    (ended,) = [one for one in read([path]) if isinstance(one, Exit)]
+    assert (ended.code, ended.signal) == end
+
+
 def test_an_exit_status_on_its_own_line_is_of_the_process_named_before(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text(

@@ -200,6 +200,9 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
     if match["name"] and match["name"] != "FAILURE":
         return None, f"SIG{match['name']}" if match["status"] != "0" else ""
     code = int(match["code"] or match["status"] or match["docker"] or 0)
+    if code > 0 and "unexpectedly failed with" in text:
+        # SGLang's handler of SIGCHLD prints the status as waitpid(2) has it.
+        return (None, signal_name(code & 0x7F)) if code & 0x7F else (code >> 8, "")
     return code, signal_name(-code if code < 0 else code - 128 if code > 128 else 0)
 
 

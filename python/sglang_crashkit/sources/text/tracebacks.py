@@ -117,7 +117,7 @@ class Traceback:
             self.asserted = stripped if stripped.startswith("assert ") else self.asserted
             self.called = self.called or (match[1] if (match := _CALL.match(stripped)) else "")
             is_telling = self.frames and "sglang/" in self.frames[-1].file and not _SAYS_NOTHING.match(stripped)
-            self.code = self.code or (stripped[:_MAX_CODE] if is_telling else "")
+            self.code = self.code or (stripped[:_MAX_CODE].rstrip("( ,") if is_telling else "")
             return True
         if self.is_flat and self.is_after_frame and not is_named:
             self.is_after_frame = False

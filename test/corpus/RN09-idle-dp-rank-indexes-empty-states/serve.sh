@@ -1,0 +1,1 @@
+SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=256 python3 -m sglang.launch_server --model-path /models/Qwen3-30B-A3B-FP8 --tp 2 --dp 2 --enable-dp-attention --enable-dp-lm-head --moe-dense-tp-size 1 --moe-a2a-backend deepep --cuda-graph-backend-prefill breakable

@@ -1,0 +1,1 @@
+python3 -m sglang.launch_server --model-path /models/GLM-5.1-FP8 --disaggregation-mode decode --tp 32 --dp 32 --enable-dp-attention --moe-a2a-backend deepep --deepep-mode low_latency --moe-runner-backend deep_gemm --enable-single-batch-overlap --speculative-algorithm EAGLE --nnodes 4 --node-rank 3 --dist-init-addr 10.2.0.11:5000
