@@ -52,7 +52,7 @@ def wheels(lock: Lock) -> Wheels:
 
 @pytest.fixture(scope="module")
 def read_patched(wheels: Wheels, patches: PatchTree, release: str) -> Iterator[Callable[[str], bytes | None]]:
-    """Read a file of the release below its package as it is once patched, None where there is none."""
+    """Read a file of the release below its package as it is once patched; None for a file that the release lacks."""
     refs = patches.resolve(release)
     with zipfile.ZipFile(wheels[release]) as archive:
 

@@ -59,7 +59,7 @@ class Followed:
         self.silent_secs = max(0.0, self.silent_secs - seen_secs)
 
     def _count(self, sign: Heartbeat | None, seen_secs: float) -> None:
-        """Take in a sign, or that there was none in so many seconds that the handler saw pass."""
+        """Take in a sign, or that the process gave none for `seen_secs`."""
         if sign is None:
             self.silent_secs += seen_secs
         else:
@@ -74,7 +74,7 @@ class FollowedHeartbeat(Followed):
         self._reader = reader
 
     def look(self, seen_secs: float) -> None:
-        """Take in what it says now, so many seconds that the handler saw pass after the last look."""
+        """Take in what it says now, `seen_secs` after the last look."""
         sign = self._reader.read()
         self._count(sign if sign != self.sign else None, seen_secs)
 

@@ -595,8 +595,9 @@ class _Failures:
         is_there = thread is None or thread.active or thread.name or sample.native
         if not is_there or not is_telling(part):
             # Without the thread that faulted, the others tell what the process was for; else those amid a call of C.
-            others = (one for one in sample.threads if not is_there or "sglang/" in one.frames[0].file)
-            parts = [component_of(one.frames, arguments=self._case.arguments) for one in others]
+            stacks = (one.frames for one in sample.threads if one.frames)
+            others = (stack for stack in stacks if not is_there or "sglang/" in stack[0].file)
+            parts = [component_of(stack, arguments=self._case.arguments) for stack in others]
             part = next(filter(is_telling, parts), part or next(filter(None, parts), None))
         known = self._closed() or self._named(sample.pid)
         who = known or event.who or _only(self._case, event) or role or ("scheduler" if self._is_loading else "")

@@ -297,16 +297,14 @@ def _recorders(signs: Signs, case: Case) -> Finding | None:
     missing = sorted(set(range(layout.tp)) - set(reports)) if reports and layout.pp == 1 else []
     nodes = layout.unseen_nodes
     # At a start, a rank that compiles longer than the others wait keeps them.
-    compiling = [
-        one for one in signs.all("compile") if one.who and signs.last_batch < one.event.at <= found[0].event.at
-    ]
-    late = compiling[-1].who if compiling else f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
-    part = component_of(words=compiling[-1].text) if compiling else _part_of_errors(case.processes.values())
+    busy = [one for one in signs.all("compile") if one.who and signs.last_batch < one.event.at <= found[0].event.at]
+    late = busy[-1].who if busy else f"TP{missing[0]}" if len(missing) == 1 and not nodes else None
+    part = component_of(words=busy[-1].text) if busy else _part_of_errors(case.processes.values())
     reported = len(reports) or len({one.who for one in found if one.who})
     return finding_of(
         "time_limit", found[0].event.place, _quote(*found[:3]), kind="rank_stuck" if late else None,
         who=topology.name_nodes(nodes) or late,
-        component=part or (compiling and "compiler"), is_compiling=bool(compiling),
+        component=part or (busy and "compiler"), is_compiling=bool(busy),
         ranks=f"{reported} of {layout.ranks}" if layout.is_known else reported or "some",
         operation=next((one.operation for one in reports.values() if one.operation), ""), nodes=nodes,
         is_known=layout.is_known,
@@ -356,7 +354,7 @@ def _transfers(signs: Signs, case: Case) -> Finding | None:
         side = topology.topology_of(case, found[0].process.side).side
         return finding_of("transfer_timeout", found[0].event.place, _quote(*found[:3]), who=OTHER_SIDE.get(side))
     # A prefill server runs none, and its queue grows for other reasons, too, so that there somebody has to complain.
-    least = {"decode": _STANDS_S} if not signs.complaint else {"decode": _STANDS_S / 3, "prefill": _STANDS_S / 3}
+    least = dict.fromkeys(("decode", "prefill"), _STANDS_S / 3) if signs.complaint else {"decode": _STANDS_S}
     for process in case.processes.values():
         for one in process.progress:
             since = one.transfers_since and one.last_at - one.transfers_since

@@ -103,7 +103,7 @@ class JournaledRequest(NamedTuple):
     finished: bool  # it ended because it was answered, and was not dropped
     offset: int  # where its record lies, as is the next
     sequence: int
-    aborted: float | None = None  # when its client had gone or somebody asked for that; None where nobody did
+    aborted: float | None = None  # when it was, by its client or by a request to abort; None if it was not
 
 
 class JournalReader(RingReader):

@@ -157,7 +157,7 @@ class RingWriter:
         self._close_fd()
 
     def _reservation(self, end: int) -> int:
-        """Return up to where memory is had, in whole steps, for data up to `end`, which may be beyond it."""
+        """Return up to where memory is reserved, in whole steps, for data up to `end`, or to the capacity."""
         return min(-(-(end + 1) // _STEP_BYTES) * _STEP_BYTES, self.capacity)
 
     def _make_room(self, size: int) -> int:
@@ -416,7 +416,7 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
 def _detach_child() -> None:
-    """Have a forked child write to private memory: what it writes is lost, and costs nobody anything."""
+    """Have a forked child write to private memory: what it writes is lost."""
     for mapping in _own_maps:
         if not mapping.closed:
             address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

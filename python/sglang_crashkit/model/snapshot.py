@@ -136,7 +136,7 @@ def _pick(table: Sequence[_Entry], numbers: Sequence[int]) -> list[_Entry]:
     """Return the entries of a table that have these numbers.
 
     Raises:
-        LookupError: there is none of a number.
+        LookupError: the table has no entry with one of the numbers.
     """
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
         raise LookupError(f"there are numbers from {min(numbers)} to {max(numbers)} in a table of {len(table)}")

@@ -133,6 +133,12 @@ class JournaledStates(dict[str, Any]):
             self._note(self._end, state)
         return state
 
+    def popitem(self) -> tuple[str, Any]:
+        """Remove a request as `dict.popitem` does."""
+        rid, state = super().popitem()
+        self._note(self._end, state)
+        return rid, state
+
     def __ior__(self, other: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> JournaledStates:  # type: ignore[override,misc]
         self.update(other)
         return self
@@ -152,7 +158,6 @@ class JournaledStates(dict[str, Any]):
                 journal.close()
 
     # Of `dict` these would pass the methods above by.
-    popitem = MutableMapping.popitem
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
     clear = MutableMapping.clear

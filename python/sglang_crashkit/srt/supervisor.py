@@ -312,8 +312,8 @@ class Serving(Supervisor):
     def begin(self, handler: int | None, *, follows: bool) -> None:
         """Watch from now on; to be called at each launch, from any thread.
 
-        The pid of the crash `handler` is None if there is none, or it is unknown. A node of a rank above 0 `follows`:
-        rank 0 tells its schedulers to end.
+        The pid of the crash `handler` is None if the server has no handler, or its pid is unknown. A node of a rank
+        above 0 `follows`: rank 0 tells its schedulers to end.
         """
         child = Child("", handler)
         child.hold()

@@ -29,7 +29,7 @@ _MAX_FRAMES, _MAX_TEXT, _MAX_CHAIN, _MAX_TEXT_LINES, _MAX_CODE = 300, 4000, 8, 6
 
 #: A source line that is nothing but a call, or keeps what it returns.
 _CALL = re.compile(r"(?:return |await |[\w., ]{1,80} = (?:await )?)?(?:\w{1,60}\.){0,6}(\w{1,80})\(")
-#: A source line that the message says as well; of a statement of several lines the first.
+#: Source lines that tell no more than the message: an import, a raise, marks, and the head of a call that goes on.
 _SAYS_NOTHING = re.compile(r"(?:import|from|raise)\b|[~^ ]*$|(?:\w+ = )?\w+\($")
 
 

@@ -28,7 +28,7 @@ _tasks: set[asyncio.Task[None]] = set()
 
 
 def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> HeartbeatWriter | None:
-    """Return a heartbeat of this process, which the log calls `who`; None where there is none, see `held_memory`."""
+    """Return a heartbeat of this process, which the log calls `who`; None without memory for it, see `held_memory`."""
     if not Settings.from_environ().hang_secs:
         return None
     return held_memory("heartbeat", HeartbeatWriter, f"hangs of this {who} are not noticed", describe)
