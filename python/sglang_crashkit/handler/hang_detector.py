@@ -192,7 +192,10 @@ class HangDetector:
 
     def _end(self, hang: Hang) -> None:
         # Otherwise it is over because they are dead.
-        if self._heartbeats.followed and (hang.is_busy or self._session.is_withdrawable(hang.run)):
+        goes_on = bool(self._heartbeats.followed)
+        if goes_on and hang.run.is_open:
+            hang.judge_silence()
+        if goes_on and (hang.is_busy or self._session.is_withdrawable(hang.run)):
             logger.info("the schedulers go on: it was no hang")
             self._withdraw(hang)
             if hang.is_busy:
@@ -260,6 +263,7 @@ class HangDetector:
         self._session.hang = run
         # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
         self._session.capture()
+        self._hang.take_silence()
         logger.info("%d process(es) made no progress for %.1f s", len(silent), longest)
 
 
@@ -273,6 +277,7 @@ class Hang:
         self._since = clock() - silent_secs
         self._heartbeats: list[Followed] = []
         self._snapshots = 1
+        self._silent_in: dict[int, int] = {}  # the last snapshot in which each was silent, by pid
         self.ended = ""  # that the server goes on and since when, in words; empty before
         self.next_snapshot = clock() + interval_secs  # when it is due, by the clock
 
@@ -287,15 +292,36 @@ class Hang:
                 else:
                     self.run.add_silence(heartbeat.process, None, heartbeat.silent_secs, heartbeat.how)
 
+    def take_silence(self) -> None:
+        """Take in who did not go on while a snapshot was taken: only of these it shows what they hang in."""
+        silent = [one.process.pid for one in self._living if not one.signs and not _goes_on(one)]
+        self._silent_in |= dict.fromkeys(silent, self._snapshots)
+
+    def judge_silence(self) -> None:
+        """Judge what those that go on by now did as long as they were silent."""
+        for one in self._heartbeats:
+            self.run.drop_snapshots(one.process, self._silent_in.get(one.process.pid, 0))
+        self.run.ask()
+
     def take_snapshot(self) -> bool:
-        """Take the snapshot that is due, and say whether it was the last one."""
-        self.run.take(Moment.CAPTURE)
-        self._snapshots += 1
-        is_last = self._snapshots >= SNAPSHOTS
-        if is_last:
+        """Take the snapshot that is due, and say whether all are there, and judged."""
+        is_whole = self._snapshots >= SNAPSHOTS
+        if not is_whole:
+            self.run.take(Moment.CAPTURE)
+            self._snapshots += 1
+            self.take_silence()
+            # Of one that went on meanwhile it is known soon whether that was all.
+            are_silent = all(self._silent_in.get(one.process.pid) == self._snapshots for one in self._living)
+            is_whole = self._snapshots >= SNAPSHOTS and are_silent
+        if is_whole:
             self.run.ask()
-        self.next_snapshot = float("inf") if is_last else self._clock() + self._interval_secs
-        return is_last
+        self.next_snapshot = float("inf") if is_whole else self._clock() + self._interval_secs
+        return is_whole
+
+    @property
+    def _living(self) -> list[Followed]:
+        """Those of which something is known yet."""
+        return [one for one in self._heartbeats if one.process.exited_at is None and not one.sign.is_off]
 
     @property
     def is_busy(self) -> bool:
@@ -314,7 +340,7 @@ class Hang:
 
         Of one whose heartbeat was switched off nothing more is known.
         """
-        living = [one for one in self._heartbeats if one.process.exited_at is None and not one.sign.is_off]
+        living = self._living
         if any(heartbeat.signs < _SIGNS_OF_PROGRESS for heartbeat in living):
             return False
         if living:
@@ -324,6 +350,11 @@ class Hang:
             self.ended = f"Progress returned after {secs:.1f} s"
             self.run.add_remark(f"{self.ended}.")
         return True
+
+
+def _goes_on(one: Followed) -> bool:
+    """Say whether a scheduler gave a sign since it was looked at last."""
+    return isinstance(one, FollowedHeartbeat) and one.last() != one.sign
 
 
 def _is_together(one: Followed, longest: float) -> bool:

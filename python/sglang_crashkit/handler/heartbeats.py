@@ -73,6 +73,11 @@ class FollowedHeartbeat(Followed):
         super().__init__(process, reader.read())
         self._reader = reader
 
+    def follow(self, reader: HeartbeatReader) -> None:
+        """Read another heartbeat from now on, as it was announced anew."""
+        self.close()
+        self._reader = reader
+
     def look(self, seen_secs: float) -> None:
         """Take in what it says now, `seen_secs` after the last look."""
         sign = self._reader.read()
@@ -184,10 +189,12 @@ class Heartbeats:
             other.close()
             other.reader = reader
             return
+        if (known := self.followed.get(process.pid)) is not None:
+            # A hang that is not over holds it.
+            known.follow(reader)
+            return
         if not self.followed:
             self.began_at = self._now()
-        elif process.pid in self.followed:
-            self.followed[process.pid].close()
         self.followed[process.pid] = FollowedHeartbeat(process, reader)
 
     def look(self, seen_secs: float) -> None:

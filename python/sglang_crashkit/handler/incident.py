@@ -366,6 +366,19 @@ class IncidentRun:
             report.title, report.role, report.rank = process.title, process.role, process.rank
         return report
 
+    def drop_snapshots(self, process: TrackedProcess, kept: int) -> None:
+        """Let those of a process go that were taken after it had gone on; `kept` are of the hang."""
+        report = self.report(process)
+        if len(report.samples) <= kept:
+            return
+        stacks = [piece for piece in report.evidence if piece.kind == "stack"]
+        for piece in stacks[kept:]:
+            report.evidence.remove(piece)
+        report.evidence.append(Evidence("stack", "skipped", reason=f"it went on before snapshot {kept + 1} was taken"))
+        del report.samples[kept:]
+        if not kept:
+            report.doing = []
+
     def permit(self, captures: Capture) -> None:
         """Let the living processes be looked at by these means, too."""
         self.captures = max(self.captures, captures, key=list(Capture).index)

@@ -23,11 +23,14 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.memory.heartbeat import BEAT_SECS
 from sglang_crashkit.model.incident import Trigger
+from sglang_crashkit.model.sample import Sample, Thread
 from sglang_crashkit.settings import Settings
+from sglang_crashkit.sources.incident import frames_in
 from unit.support.beating import EXTEND, ROOT, Beating
 from unit.support.waiting import LONG, child
 
-#: Where a rank is that compiles, and where those are that wait for it.
+#: Where a rank is in a batch, where one is that compiles, and where those are that wait for it.
+BATCH = "apply (sglang/srt/layers/quantization/unquant.py:1)"
 COMPILES, WAITS = "compile (triton/compiler/compiler.py:1)", "all_reduce (torch/distributed/distributed_c10d.py:1)"
 
 
@@ -58,13 +61,23 @@ class Session:
         self.dies = False
         #: What the processes do, by pid.
         self.doing: dict[int, str] = {}
+        #: What happens while a snapshot is taken, after what it sees.
+        self.meanwhile: Callable[[], object] = lambda: None
         self._tree, self._settings = tree, settings
         self._collectors = (Collector("stacks", Moment.CAPTURE, self._take),)
 
     def _take(self, run: IncidentRun, _deadline: float) -> None:
         self.captures.append(run)
         for process in self._tree:
-            run.report(process).doing = [self.doing[process.pid]] if process.pid in self.doing else []
+            doing = [self.doing[process.pid]] if process.pid in self.doing else []
+            report = run.report(process)
+            report.doing = report.doing or doing
+            thread = Thread("MainThread", process.pid, active=True, owns_gil=False, frames=frames_in(doing))
+            its = {"pid": process.pid, "role": process.role, "ranks": process.rank, "threads": (thread,)}
+            # They use the CPU all the time.
+            secs = 2.0 * len(self.captures)
+            report.samples.append(Sample(time=secs, cpu_secs=secs, doing=tuple(doing), **its))
+        self.meanwhile()
 
     def begin(self, run: IncidentRun, again: bool) -> None:
         self.pages.append(run)
@@ -567,6 +580,42 @@ def test_what_is_busy_for_too_long_is_another_incident() -> None:
     world.pass_time(200)
     world.pass_time(5, world.beat)
     assert (len(world.hangs), world.session.discarded) == (2, [run])
+
+
+def go_on_in(world: World, snapshot: int) -> None:
+    """Have both go on amid a snapshot, which sees them in a batch, and from then on."""
+
+    def meanwhile() -> None:
+        if world.captures(world.hangs[0]) == snapshot - 1:
+            world.session.doing = dict.fromkeys((10, 11), BATCH)
+        elif world.captures(world.hangs[0]) == snapshot:
+            world.beat()
+
+    world.session.meanwhile = meanwhile
+
+
+@pytest.mark.parametrize("snapshot", [2, 3])
+def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(snapshot: int) -> None:
+    world = World(5.0).follow()
+    compile_something(world)
+    go_on_in(world, snapshot)
+    world.pass_time(4.9 + 2 * snapshot)
+    (run,) = world.hangs
+    # It sees more than they did when they were silent.
+    assert (world.captures(run), run.finished) == (snapshot, False)
+    world.pass_time(5, world.beat)
+    assert (world.session.discarded, world.session.hang) == ([run], None)
+    assert all(len(report.samples) == snapshot - 1 for report in run.incident.processes if report.is_rank)
+
+
+def test_one_that_goes_on_for_a_moment_amid_the_last_snapshot_hangs() -> None:
+    world = World(5.0).follow()
+    compile_something(world)
+    go_on_in(world, 3)
+    world.pass_time(20)
+    (run,) = world.hangs
+    assert (run.finished, run.incident.verdict.kind, world.session.hang) == (True, "hang", run)
+    assert all(len(report.samples) == 3 for report in run.incident.processes if report.is_rank)
 
 
 #: Starts a program below itself, which ends with it.
