@@ -17,7 +17,7 @@ BY_CARRIER = {"cut-head": 0.03, "colours": 0.02, "prefix": 0.02}
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(3, id="a third"), pytest.param(1, id="all", marks=pytest.mark.wide)]
+    scope="module", params=[pytest.param(8, id="an eighth"), pytest.param(1, id="all", marks=pytest.mark.wide)]
 )
 def rows(request: pytest.FixtureRequest) -> list[Row]:
     return score_folder(CORPUS, every=request.param)

@@ -24,10 +24,12 @@ from unit.support.command import Cli
 from unit.support.waiting import LONG, wait_until
 
 _SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]
-#: Writes its port, as one does that loads its model for a while before it listens.
+#: Writes its port, as one does that loads its model for a while before it listens; started again it ends.
 _LOADING = """
 import pathlib, sys, time
 path = pathlib.Path(sys.argv[1])
+if path.exists():
+    sys.exit(1)
 path.with_suffix(".new").write_text(sys.argv[sys.argv.index("--port") + 1])
 path.with_suffix(".new").rename(path)
 time.sleep(600)
@@ -64,7 +66,7 @@ def test_a_server_in_production_at_the_port_is_sent_nothing(
     restarting.start()
     serve = shlex.join([sys.executable, "-c", _LOADING, str(port)])
     # WHEN the request is to be sent to the command's server
-    words = ["replay", path, "--only", "0", "--serve", serve, "--ready-secs", 15, "-o", tmp_path / "own"]
+    words = ["replay", path, "--only", "0", "--serve", serve, "--ready-secs", LONG, "-o", tmp_path / "own"]
     said = cli(*words, status=1)
     restarting.join(LONG)
     # THEN it is sent to none
