@@ -109,7 +109,7 @@ class _Family(msgspec.Struct, kw_only=True):
 
     def restart_at(self, is_started: bool) -> str:
         """Return whether a restart helps; empty where the class says it."""
-        if self.restart or self.kind not in ("exception_in_sglang", "exception"):
+        if self.restart or self.kind not in ("exception_in_sglang", "exception", "cuda_fault"):
             return self.restart
         # What was reached once under load is a matter of timing or of a request; at the start it comes again.
         return "yes" if is_started else "no"
@@ -357,11 +357,7 @@ class _Failures:
             known = role if role != "scheduler" or not self._case.schedulers else ""
             who = known or (event.side if part in _known("of_a_pair") else "") or _only(self._case, event)
             is_launch = not is_started and any(re.search("launch_server|cli/serve", one.file) for one in frames)
-            who = (
-                who
-                or (role if not event.is_cut or role != "scheduler" else "")
-                or ("main process" if is_launch else "")
-            )
+            who = who or ("" if event.is_cut and role == "scheduler" else role) or ("main process" if is_launch else "")
             if who in ("", "scheduler") and (gpu := _pattern("full_gpu").search(error.text)):
                 who = " on ".join(filter(None, (who, gpu[0])))
         inner = next((one for one in error.frames if "sglang/" in one.file), error.frames[0] if error.frames else None)
@@ -466,8 +462,9 @@ class _Failures:
         side = event.side if part in _known("of_a_pair") else ""
         who = who or side or ((_only(self._case, event) or event.side) if kind in _known("of_a_rank") else "")
         yield finding_of(
-            "line", because=because, kind=kind, who=who, component=part, restart=row.restart_at(is_started),
-            side=event.side, text=text, code=code, steps=_steps(row, named, event.text, self._case.arguments),
+            "line", because=because, kind=kind, who=who, component=part,
+            restart=row.restart_at(is_started or not (self._began or self._starts)), side=event.side, text=text,
+            code=code, steps=_steps(row, named, event.text, self._case.arguments),
             way=is_telling(part) and way_out(part, self._case.arguments, is_seen=True), is_consequence=row.follows,
             weight=min(most, row.weight or (45 if event.level == "critical" else 41)),
         )  # fmt: skip

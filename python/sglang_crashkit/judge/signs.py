@@ -103,9 +103,10 @@ def read(case: Case) -> Signs:
     is_spinning = bool(case.gpus) and all(one.use >= 95.0 for one in case.gpus)
     signs.part = component_of(words=signs.last_word) or ("gpu" if is_spinning else None)
     logs = {event.file for event in case.events if isinstance(event, Arguments | Progress | Stage)}
-    prose = (event for event in case.events if isinstance(event, Line) and event.file not in logs)
-    told = (event for event in prose if case.watched is None and _pattern("complaint").search(event.text))
-    signs.complaint = [f"{event.source}: {event.text[:160]}" for event in told][:1]
+    prose = (one for one in case.events if isinstance(one, Line) and one.file not in logs and case.watched is None)
+    told = [f"{one.source}: {one.text[:160]}" for one in prose if _pattern("complaint").search(one.text)]
+    told += [f"{one.source}: somebody waited, and gave up by Ctrl-C" for one in case.gave_up]
+    signs.complaint = told[:1]
     is_told = signs.complaint or (case.gpus and all(one.is_waiting for one in case.gpus))
     signs.stands_for = _stands_for(case, is_begun=is_begun, least=0.0 if is_told else _STANDS_S)
     is_wrong = signs.is_hang or bool(signs.stands_for) or _failed_after(case, good, max(batches))

@@ -39,6 +39,7 @@ _RANK = re.compile(r"\b(TP|DP|PP|EP|ATTN_CP|MOE_DP|CP)\s?(\d+)\b")
 _LOUD = {"critical": 2, "error": 2, "warning": 1}
 #: What Python warns of, and the head of an exception that is told by itself.
 _NO_FAILURE = re.compile(r"Warning: |deprecated|Exception in ASGI application")
+_CTRL_C = re.compile(r"\^C|\bKeyboardInterrupt\b")
 #: Processes that hold no model.
 _ROLES = ("detokenizer", "tokenizer", "router", "controller", "encoder", "trainer")
 #: In which list of its process, or of the case, an event of a class stands.
@@ -83,6 +84,7 @@ class Case(msgspec.Struct, kw_only=True):
     collectives: list[Collective] = []
     gpu_kernels: list[GpuKernel] = []
     stops: list[Stop] = []
+    gave_up: list[AnyEvent] = []  # that somebody interrupted a program beside the server's logs, as one that asks it
     watched: Watched | None = None  # what the crash handler concludes; None where none watched
     compared: list[Compared] = []
     suspects: list[Suspect] = []
@@ -160,10 +162,23 @@ def role_in(who: str) -> str:
 
 def case_of(events: Iterable[AnyEvent]) -> Case:
     """Make the case of some events, in whatever order they come."""
-    case = Case()
-    for event in sorted(events, key=lambda event: event.place):
-        _add(case, event)
+    case, told = Case(), sorted(events, key=lambda event: event.place)
+    logs = {event.file for event in told if isinstance(event, Arguments | Progress | Stage)}
+    for event in told:
+        if logs and event.file not in logs and _is_given_up(event):
+            case.gave_up.append(event)
+        else:
+            _add(case, event)
     return case
+
+
+def _is_given_up(event: AnyEvent) -> bool:
+    """Return whether a person interrupted a program, of which the server's code is no part."""
+    if isinstance(event, Raised):
+        frames = (frame for error in event.chain for frame in error.frames)
+        is_interrupt = any(error.type == "KeyboardInterrupt" for error in event.chain)
+        return is_interrupt and not event.who and not any("srt/" in frame.file for frame in frames)
+    return isinstance(event, Stop) and event.by == "signal" and bool(_CTRL_C.search(event.text))
 
 
 def _add(case: Case, event: AnyEvent) -> None:
