@@ -351,7 +351,7 @@ class _Failures:
         part = part or component_of(words=error.text, arguments=arguments)
         if kind == "startup_version" and part is None and error.frames and "/" in error.frames[0].file:
             part = error.frames[0].file.partition("/")[0] or None  # the package that raised it
-        who = named.get("who") or event.who
+        who = named.get("who") or row.who_is or event.who
         # Before it is ready, a program that has the tokenizer's functions is the server's own.
         if not who and (role != "tokenizer" or is_started):
             known = role if role != "scheduler" or not self._case.schedulers else ""

@@ -414,11 +414,12 @@ def _starting(signs: Signs, case: Case) -> Finding | None:
     last = 0.0
     known = [one for one in case.processes.values() if one.stages and one.stages[-1].name in stages]
     begun = {one.stages[-1].name for one in known if not one.stages[-1].is_done}
+    serves_http = any(isinstance(one, Stage) and one.name == "http" for one in case.events)
     # What stands without a name is of one of the ranks.
     for process in [one for one in known if one.ranks] or known:
         name = process.stages[-1].name
         if process.stages[-1].is_done and order.index(name) + 1 < len(order):
-            name = order[order.index(name) + 1]
+            name = "warmup" if serves_http else order[order.index(name) + 1]
         who = topology.short_name(process) if process.ranks else process.who or "the server"
         places.setdefault(name, []).append(who)
         last = max(last, process.stages[-1].at)

@@ -218,7 +218,8 @@ def subject_of(text: str) -> str:
     """Return the short name of the process that a line of another one speaks of; empty where it names none."""
     match = _SUBJECT.search(text[:600])
     if match is None:
-        return ""
+        # A container ends with its first process; a status above 128 may be the signal of a child.
+        return "main process" if re.search(r"Exited \((?:\d{1,2}|1[01]\d|12[0-8])\)", text[:600]) else ""
     if match["detokenizer"]:
         return "detokenizer"
     if number := match["rank"] or match["number"]:
