@@ -1,8 +1,9 @@
-"""Who may be ended, told and looked at for what happened: the one place that decides it.
+"""Which process is ended, sent a signal or looked at for what happened: the one place that decides it.
 
 The kit observes and upstream decides. Where upstream would have let a process live, the kit does not signal it, and
-looks at it only by means that cannot hurt it. One case is different: a server program, one of whose own processes died
-or raised an exception. Upstream means to end it, and forgets to in some releases; it is ended with a telling status.
+looks at it only by means that cannot hurt it. A server program is different where one of its own processes died or
+raised an exception, or its main process gives up: upstream means to end it, and forgets to in some releases; it is
+ended with a telling status.
 
 ``docs/policy.md`` holds the table for readers; its test compares the two.
 """
@@ -66,34 +67,37 @@ class Capture(str, Enum):
 
 
 @dataclass(frozen=True)
-class Action:
-    """What is done about an event."""
+class Decision:
+    """What is done about an event; `handler.triage` says after how long."""
 
     records: bool = True  # an incident is written
-    tells: bool = False  # the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed
+    sends_sigquit: bool = (
+        False  # the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed
+    )
     ends: bool = False  # the main process ends with a status that tells the cause, by a deadline
     captures: Capture = Capture.OBSERVE  # by which means the living processes are looked at
 
 
-_OBSERVED = Action()
+_OBSERVED = Decision()
 #: What happens to a server program; a library's and an elastic server's are only observed, unless it ends itself.
 _OF_SERVER = {
-    Event.DIED: Action(tells=True, ends=True, captures=Capture.FULL),
-    Event.RAISED: Action(tells=True, ends=True, captures=Capture.FULL),
-    Event.FAILED: Action(ends=True, captures=Capture.FULL),
-    Event.DUMPED: Action(ends=True, captures=Capture.FULL),
-    Event.TIMED_OUT: Action(captures=Capture.FULL),
-    Event.HUNG_AT_END: Action(captures=Capture.FULL),
+    Event.DIED: Decision(sends_sigquit=True, ends=True, captures=Capture.FULL),
+    Event.RAISED: Decision(sends_sigquit=True, ends=True, captures=Capture.FULL),
+    Event.FAILED: Decision(ends=True, captures=Capture.FULL),
+    Event.DUMPED: Decision(ends=True, captures=Capture.FULL),
+    Event.TIMED_OUT: Decision(captures=Capture.FULL),
+    Event.HUNG_AT_END: Decision(captures=Capture.FULL),
 }
-#: The same in every mode: the main process ends by upstream's own decision, or stacks would tell nothing.
+#: In every mode, where the table above has nothing: the main process ends by upstream's own decision, or stacks would
+#: tell nothing.
 _OF_ALL = {
-    Event.DUMPED: Action(captures=Capture.FULL),
-    Event.PEER_LOST: Action(captures=Capture.NONE),
-    Event.LEFT: Action(records=False, captures=Capture.NONE),
+    Event.DUMPED: Decision(captures=Capture.FULL),
+    Event.PEER_LOST: Decision(captures=Capture.NONE),
+    Event.LEFT: Decision(records=False, captures=Capture.NONE),
 }
 
 
-def decide(mode: Mode, event: Event) -> Action:
+def decide(mode: Mode, event: Event) -> Decision:
     """Return what is done about an event."""
     return (_OF_SERVER if mode is Mode.SERVER else {}).get(event) or _OF_ALL.get(event, _OBSERVED)
 

@@ -4,6 +4,9 @@ A secret is known by its form (a token that says what it is, what stands before 
 that it stands beside (an option, a variable, a field, a header), or by its value, once that was seen beside such a
 name. What only looks random stays: the ids of requests, commits and files do. Upstream's word for what was taken out is
 used. All patterns take linear time.
+
+It is applied where text leaves a process of the server (`srt.redaction`), and where a file is written into an incident
+(`incident.folder`) or a collection.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _WORD_BREAK = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _ALWAYS = frozenset(
     {"authorization", "cookie", "credential", "credentials", "passphrase", "passwd", "password", "secret", "secrets"}
 )
-#: What a secret is called by the last word of its name, `_SELDOM` where there is another one before it.
+#: Last words of a secret's name; those of `_SELDOM` only where another one stands before it.
 _LAST = frozenset({"apikey", "apikeys", "key", "passwords", "token"})
 _SELDOM = frozenset({"auth", "pwd"})
 #: As the whole of a name these are rather any key, and a token of a text.

@@ -160,7 +160,7 @@ class Settings:
     startup_timeout_secs: float = _setting("SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", read_seconds, 0.0)
     #: The longest that the server's end may take once the evidence of a crash is whole.
     end_secs: float = _setting("SGLANG_CRASHKIT_END_SECS", read_seconds, 15.0)
-    #: How long a scheduler that makes no progress is taken to be at work; 0 where hangs are not looked for.
+    #: After how long without a sign a scheduler counts as one that hangs; 0 where hangs are not looked for.
     hang_secs: float = _setting("SGLANG_CRASHKIT_HANG_SECS", read_seconds, 60.0)
     #: Whether native stacks are taken, which stops each process for a moment; None: of a server that hangs and will be
     #: ended for it.

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 import sglang_crashkit
-from sglang_crashkit.policy import Action, Capture, Event, Mode, death, decide, mode_of
+from sglang_crashkit.policy import Capture, Decision, Event, Mode, death, decide, mode_of
 
 ROOT = Path(sglang_crashkit.__file__).parent
 DOCUMENT = Path(__file__).parents[2] / "docs" / "policy.md"
 
 
-def words_of(action: Action) -> str:
-    words = ["tell"] * action.tells + ["end"] * action.ends
+def words_of(action: Decision) -> str:
+    words = ["tell"] * action.sends_sigquit + ["end"] * action.ends
     if action.captures is not Capture.NONE:
         words.append(action.captures.value)
     return ", ".join(words) or ("record" if action.records else "nothing")
@@ -42,7 +42,7 @@ GOES_ON = {Event.HUNG, Event.THREAD_DIED, Event.PEER_LOST, Event.STACKS_WANTED, 
 def test_only_a_failing_server_program_is_told_ended_or_hurt(mode: Mode, event: Event) -> None:
     action = decide(mode, event)
     if mode is not Mode.SERVER or event in GOES_ON:
-        assert (action.tells, action.ends) == (False, False)
+        assert (action.sends_sigquit, action.ends) == (False, False)
         assert action.captures is not Capture.FULL or event is Event.DUMPED
 
 

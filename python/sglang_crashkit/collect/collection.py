@@ -145,7 +145,7 @@ class Collection:
         write_json(self._plan.output / VERDICT, document)
         report = summary(self.rounds, verdict, self.divergence, VERDICT)
         text = "".join(f"{line}\n" for line in section_lines(report))
-        write_private(self._plan.output / SUMMARY, text.encode(errors="backslashreplace"))
+        write_private(self._plan.output / SUMMARY, redact_text(text).encode(errors="backslashreplace"))
 
     def judged(self, pids: Container[int] | None = None) -> tuple[Verdict, Case]:
         """Return what the judge says of the snapshots, of all processes or of those with these pids; and the case."""

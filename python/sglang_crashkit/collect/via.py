@@ -33,7 +33,8 @@ _HOST, _COMMAND = "{host}", "{command}"
 _EXAMPLE = 'such as --via "kubectl exec {host} -c sglang --" or --via "ssh {host}"'
 #: A host's name is a folder's name here, and a shell on the other side may see it: no option, path or quote is one.
 _NAME = re.compile(r"[\w\[][\w.:@%+\[\]-]{0,252}", re.ASCII)
-#: What joins its words for a shell on the other side; the command is quoted for the first, where a template begins so.
+#: Programs that pass their words through a shell on the other side. The command is quoted for it where a template
+#: begins with the first of them.
 _JOINING = ("ssh", "autossh", "gsissh", "rsh", "slogin")
 _BY_HAND = "try it by hand: {look}"
 #: What each command prints of itself, whatever comes of it.

@@ -22,8 +22,8 @@ from typing import Any
 import setproctitle
 
 from sglang_crashkit.handler.folders import Place, left_by_others, make_place
-from sglang_crashkit.handler.recovery import finish_abandoned, remove_runtime_folders
 from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.handler.unfinished import finish_abandoned, remove_runtime_folders
 from sglang_crashkit.incident.fingerprint import recent_crashes
 from sglang_crashkit.incident.marker import VANISHED
 from sglang_crashkit.incident.store import parse_name

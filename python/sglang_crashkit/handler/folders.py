@@ -25,7 +25,7 @@ from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.recovery import SPOOL
+from sglang_crashkit.handler.unfinished import SPOOL
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.marker import MARKER
 from sglang_crashkit.kernel import procfs, shared_memory

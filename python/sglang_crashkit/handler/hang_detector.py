@@ -169,7 +169,7 @@ class HangDetector:
                 return
             limit = self._limit_secs * self._patience(states)
             late: list[Followed] = [one for one in heartbeats if one.silent_secs >= limit]
-            # Where no scheduler is late, each has a longer limit: none hangs with the others that are stopped.
+            # Where no scheduler is late itself, none is counted into a hang of the processes beside them.
             patient = () if late else heartbeats
             # The main process may wait for its schedulers as it ends.
             others = [one for one in others if not (self._is_at_end and one.process.is_root)]

@@ -19,7 +19,7 @@ import msgspec
 
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, requests_of
-from sglang_crashkit.handler.findings import Conclusion, Counting, conclude, conclude_plainly
+from sglang_crashkit.handler.conclusion import Conclusion, Counting, conclude, conclude_plainly
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
@@ -60,8 +60,8 @@ _CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 
 _NATIVE_SECS = 5.0
 #: What is left of an incident's time for writing it, in seconds.
 _WRITING_SECS = 1.0
-#: So much of an incident's time is kept for what is held in memory, in seconds, and at most such a share. All of it may
-#: take so long, where the incident has that much left; of eight ranks it takes about one.
+#: Of an incident's time so many seconds, or such a share where that is less, are kept for what is held in memory. Where
+#: more is left it may take up to the last number; of eight ranks it takes about one second.
 _KEPT_SECS, _KEPT_SHARE, _MEMORY_SECS = 3.0, 0.25, 6.0
 #: Of the time that the server's end has, the share that is left when the GPU cores are read.
 _LAST_SHARE = 0.1
@@ -233,7 +233,7 @@ class IncidentRun:
         if moment is Moment.CORE:
             # All that the server's end waits for began with the incident.
             return opened + (1 - _LAST_SHARE) * settings.exit_secs
-        # However late it is, what was kept for it is left. As much is left for those that follow.
+        # Each takes at most half of what is left, so that there is some for those that follow, however late it is.
         return (max(began + min(end - min(began, asked_end), _MEMORY_SECS), now) + now) / 2
 
     def pids_of(self, kind: EvidenceKind) -> Set[int]:

@@ -18,8 +18,8 @@ from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.evidence import collectors_of
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun, Moment, secs_before_memory
+from sglang_crashkit.handler.notices import Answers, Commands, HtmlPage, ServerLog, Shortages
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
-from sglang_crashkit.handler.reporting import Answers, Commands, HtmlPage, ServerLog, Shortages
 from sglang_crashkit.handler.triage import Action, Do, Seen, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_termination_message
 from sglang_crashkit.kernel import clock, procfs, signals
@@ -42,8 +42,8 @@ _MAX_FINISHES = 3
 _MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapshot"})
 #: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
 _LOSS_SECS = 2.0
-#: Losses that come within this time of the last one, in seconds, belong to its incident, as in a restart of one server
-#: after the other, or of one that goes and comes; however they go on, it takes in no more after the longer time.
+#: A loss that comes so soon after the last one, in seconds, belongs to its incident, as where servers are restarted one
+#: after the other; but none does once the incident is as old as the longer time.
 _SAME_LOSS_SECS, _LONGEST_LOSS_SECS = 600.0, 3600.0
 
 
@@ -153,7 +153,7 @@ class Session:
             "open": lambda: self._open(action.kind, action.words, subject),
             "capture": self.capture,
             "capture_again": self._sample_again,
-            "tell": self._tell_server,
+            "send_sigquit": self._send_sigquit,
             "finish": self.finish,
             "forget": self._forget,
             "discard": self._discard,
@@ -242,7 +242,7 @@ class Session:
                 if self._failed_finishes < _MAX_FINISHES:
                     # The next turn tries again.
                     return
-                # It stays as its last checkpoint has it, for recovery.
+                # It stays as its last checkpoint has it, for `unfinished`.
                 run.finished = True
                 self.triage.done("finish", time.monotonic())
         self._answers.give(self._answer)
@@ -476,7 +476,7 @@ class Session:
             said = {"message": message.fields["message"].encode(errors="backslashreplace").decode()}
         run.note(subject.seconds, event, pid=message.pid, **said)
 
-    def _tell_server(self) -> None:
+    def _send_sigquit(self) -> None:
         """Tell the server of a death that it may not have noticed, as its own children would."""
         root, run = self._tree.root, self.run
         if root.exited_at is not None or run is None:
@@ -486,9 +486,9 @@ class Session:
             self.finish()
             return
         seconds = clock.now()
-        if signals.tell(root.handle):
+        if signals.send_sigquit(root.handle):
             run.note(seconds, "sigquit_sent", pid=root.pid)
-        self.triage.done("tell", time.monotonic())
+        self.triage.done("send_sigquit", time.monotonic())
 
     def _answer_captured(self, message: Message) -> None:
         self._raised.append(message)

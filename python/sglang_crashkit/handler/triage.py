@@ -30,24 +30,26 @@ SOFT_SECS = 1.0
 EXCEPTION_GRACE_SECS = 0.5
 #: The server answers SIGQUIT by saving its requests; this long is waited for it to begin.
 ANSWER_SECS = 5.0
-#: What a server that goes on reported, such as a soft watchdog, is whole after this time.
+#: An incident of a server that goes on, such as of a soft watchdog, is finished this long after it was captured.
 OBSERVED_SECS = 5.0
 #: A server that lives on this long after an incident may have another one.
 NEXT_INCIDENT_SECS = 60.0
 #: One sample does not tell who stays where he is from who passes by. The second one is taken this much later, as
 #: upstream ends such a server within 5 s.
 SECOND_SAMPLE_SECS = 0.7
-#: What dies with the server is waited for this long; its own workers, which write their stacks then and on a busy
-#: machine take seconds to give their memory back, until those that live on were killed.
+#: After the main process has ended, other processes are waited for the shorter time, and the server's own workers for
+#: the longer one: they write their stacks then, and on a busy machine take seconds to give their memory back.
 LAST_EXITS_SECS, LAST_WORKERS_SECS = 0.5, 4.0
 
-#: For what of this upstream may end a server that the kit would let live.
+#: Events after which upstream may end a server that the kit would let live.
 _ENDS_A_SERVER = frozenset({Event.DIED, Event.RAISED, Event.FAILED, Event.TIMED_OUT})
 _WORKER = "tokenizer_worker"
 _UNKNOWN = ExitStatus()
 
 
-_OfIncident = Literal["open", "permit", "capture", "capture_again", "write", "forget", "discard", "finish", "tell"]
+_OfIncident = Literal[
+    "open", "permit", "capture", "capture_again", "write", "forget", "discard", "finish", "send_sigquit"
+]
 _Addition = Literal["note", "add_exit", "add_exception", "add_dead_thread", "add_hang", "add_silence", "name_unknown"]
 _OfRequests = Literal["add_requests", "set_requests", "close_journals"]
 _OfProcess = Literal["mark_exited", "keep_process", "forget_process", "learn_ranks"]
@@ -114,7 +116,7 @@ class Shutdown:
 
 
 @dataclass
-class Stage:
+class IncidentStage:
     """How far the current incident is."""
 
     kind: str
@@ -133,7 +135,9 @@ class Stage:
     withdrawable: bool = False
     #: Until when an announced shutdown may still explain the exits seen so far; None where something else was seen.
     soft_until: float | None = None
-    tell_secs: float | None = None  # so long after the capture the server is sent SIGQUIT; None where it is not, or was
+    sigquit_secs: float | None = (
+        None  # so long after the capture the server is sent SIGQUIT; None where it is not, or was
+    )
     answer_by: float | None = None  # when the server, which was told, should have begun to save its requests
     dump_begun: bool = False  # somebody saved its requests
     dumping: set[int] = field(default_factory=set)  # who does so now
@@ -145,9 +149,9 @@ class Stage:
         return self.soft_until is not None and not self.dump_begun
 
     @property
-    def tell_at(self) -> float | None:
+    def sigquit_at(self) -> float | None:
         """When the server is sent SIGQUIT; None where it is not, or not before the capture."""
-        return None if self.tell_secs is None or self.captured_at is None else self.captured_at + self.tell_secs
+        return None if self.sigquit_secs is None or self.captured_at is None else self.captured_at + self.sigquit_secs
 
 
 class Triage:
@@ -156,7 +160,7 @@ class Triage:
     def __init__(self, root_pid: int, budget_secs: float) -> None:
         self.shutdown = Shutdown()
         #: None where nothing happened yet. It stays when it is finished, until another may come.
-        self.stage: Stage | None = None
+        self.stage: IncidentStage | None = None
         self._root_pid = root_pid
         self._budget_secs = budget_secs
         self._actions: list[Action] = []
@@ -184,7 +188,7 @@ class Triage:
             return float("inf")
         if stage.finishing:
             return stage.sample_again_at or float("inf")
-        dues = [stage.tell_at, stage.answer_by, stage.observed_until, stage.soft_until, stage.sample_again_at]
+        dues = [stage.sigquit_at, stage.answer_by, stage.observed_until, stage.soft_until, stage.sample_again_at]
         return min([stage.opened + self._budget_secs, self._last_exits(workers_left), *(due for due in dues if due)])
 
     # -- exits
@@ -207,7 +211,7 @@ class Triage:
             self._reconsider(seen)
         if self.stage is not None and not seen.is_foreign:
             self._join_exit(self.stage, seen)
-        elif seen.matters and not expected and not self._is_clean(seen):
+        elif seen.matters and not expected and not self._take_clean_exit(seen):
             self._open_for_exit(seen, now)
         elif seen.is_unknown and not expected and seen.status.code != 0:
             # One that died before it said what it is may be a rank, or a worker of a pool that does not matter. It is
@@ -216,7 +220,7 @@ class Triage:
         elif not is_root:
             self._add("forget_process")
 
-    def _join_exit(self, stage: Stage, seen: Seen) -> None:
+    def _join_exit(self, stage: IncidentStage, seen: Seen) -> None:
         self._add("add_exit")
         if seen.matters:
             stage.exits.append(seen)
@@ -233,8 +237,8 @@ class Triage:
         stage = self._open("killed" if hard else "exited", "process_exited", seen, now)
         self._apply(stage, event)
         stage.exits.append(seen)
-        if policy.decide(self.shutdown.mode, event).tells:
-            stage.tell_secs = 0.0 if hard else SOFT_SECS
+        if policy.decide(self.shutdown.mode, event).sends_sigquit:
+            stage.sigquit_secs = 0.0 if hard else SOFT_SECS
         else:
             stage.observed = True
         if not hard:
@@ -247,7 +251,8 @@ class Triage:
         is_users = self.shutdown.mode is Mode.LIBRARY
         return is_users and (not seen.others_serve or seen.status.signal not in FATAL_SIGNALS)
 
-    def _is_clean(self, seen: Seen) -> bool:
+    def _take_clean_exit(self, seen: Seen) -> bool:
+        """Say whether an exit is no failure, and keep in mind that a process left as the server ends."""
         status, shutdown = seen.status, self.shutdown
         if seen.pid == self._root_pid or shutdown.ended_well:
             # What outlives the main process, the kernel ends.
@@ -259,7 +264,7 @@ class Triage:
     def _reconsider(self, *more: Seen) -> None:
         """Take the exits seen for a shutdown where they are one by what is known now; then there is no incident."""
         stage = self.stage
-        if stage is not None and stage.may_be_shutdown and all(map(self._is_clean, [*stage.exits, *more])):
+        if stage is not None and stage.may_be_shutdown and all(map(self._take_clean_exit, [*stage.exits, *more])):
             self._discard()
 
     # -- failures that are reported
@@ -281,11 +286,11 @@ class Triage:
         # Its dump, which follows, belongs to it.
         stage.may_end = stage.may_end or is_replaced
         if stage.captured_at is None and not stage.finished:
-            if not policy.decide(self.shutdown.mode, event).tells:
+            if not policy.decide(self.shutdown.mode, event).sends_sigquit:
                 stage.observed = True
             elif seen.pid != self._root_pid:
                 # The main process, which is the one that is told, ends by its own exception.
-                stage.tell_secs = EXCEPTION_GRACE_SECS
+                stage.sigquit_secs = EXCEPTION_GRACE_SECS
             self._add("capture")
         self._add("answer_captured")
 
@@ -317,7 +322,7 @@ class Triage:
             stage = self._join("child_failure", "crash_dump", seen, now, _dump_event(seen))
         stage.dump_begun, stage.observed = True, False
         stage.dumping.add(seen.pid)
-        stage.tell_secs = stage.answer_by = stage.soft_until = stage.observed_until = None
+        stage.sigquit_secs = stage.answer_by = stage.soft_until = stage.observed_until = None
         self._add("note", words=seen.what)
 
     def _on_crash_dump_ended(self, seen: Seen, now: float) -> None:
@@ -467,7 +472,7 @@ class Triage:
         if self.stage is not None and self.stage.finished:
             self._forget()
 
-    def _open_at_end(self, trigger: str, seen: Seen, now: float) -> Stage:
+    def _open_at_end(self, trigger: str, seen: Seen, now: float) -> IncidentStage:
         """Capture a server that hangs when SIGTERM comes: it ends soon, by itself or by the sender of the signal."""
         is_new = self.stage is None
         stage = self.stage or self._open("hang", trigger, seen, now)
@@ -494,7 +499,7 @@ class Triage:
                 stage.observed_until = now + OBSERVED_SECS
             if stage.sample_again:
                 stage.sample_again_at = now + SECOND_SAMPLE_SECS
-        elif do == "tell":
+        elif do == "send_sigquit":
             stage.answer_by = now + ANSWER_SECS
         elif do == "finish":
             # Once it is whole, others were told of it.
@@ -519,10 +524,10 @@ class Triage:
             return
         if stage.soft_until is not None and now >= stage.soft_until:
             stage.soft_until = None
-        if stage.tell_at is not None and now >= stage.tell_at and stage.soft_until is None:
+        if stage.sigquit_at is not None and now >= stage.sigquit_at and stage.soft_until is None:
             # Nothing is told while it may be a shutdown.
-            stage.tell_secs = None
-            self._add("tell")
+            stage.sigquit_secs = None
+            self._add("send_sigquit")
         if gone_at is not None:
             # Nothing more is to come but the exits of those that die with it.
             if not seen.any_left or now >= self._last_exits(seen.workers_left):
@@ -549,12 +554,12 @@ class Triage:
     def _add(self, do: Do, kind: str = "", words: str = "", captures: Capture = Capture.NONE) -> None:
         self._actions.append(Action(do, kind, words, captures))
 
-    def _open(self, kind: str, trigger: str, seen: Seen, now: float) -> Stage:
-        self.stage = Stage(kind, seen, now)
+    def _open(self, kind: str, trigger: str, seen: Seen, now: float) -> IncidentStage:
+        self.stage = IncidentStage(kind, seen, now)
         self._add("open", kind, trigger)
         return self.stage
 
-    def _join(self, kind: str, trigger: str, seen: Seen, now: float, event: Event) -> Stage:
+    def _join(self, kind: str, trigger: str, seen: Seen, now: float, event: Event) -> IncidentStage:
         """Join the current incident, captured; open one of `kind` if there is no incident.
 
         One that is finished is that of a server which ends for it.
@@ -566,7 +571,7 @@ class Triage:
                 self._add("capture")
         return stage
 
-    def _apply(self, stage: Stage, event: Event) -> None:
+    def _apply(self, stage: IncidentStage, event: Event) -> None:
         """Take in what `policy` says of an event of the current incident."""
         action = policy.decide(self.shutdown.mode, event)
         stage.may_end = stage.may_end or event in _ENDS_A_SERVER

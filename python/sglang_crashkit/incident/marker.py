@@ -1,8 +1,8 @@
 """The marker of a server program: a file in its spool, which its crash handler touches, and removes at its end.
 
 Where all processes of a server are killed at once, the handler among them, nothing else is left of it: with a
-container, by a cgroup's kill, or with its node. `recovery` makes an incident of such a marker at the next start. Whose
-handler is alive is told by the lock on the spool.
+container, by a cgroup's kill, or with its node. `handler.unfinished` makes an incident of such a marker at the next
+start. Whose handler is alive is told by the lock on the spool.
 
 The file has a JSON object a line. It is empty until it is known that the server is a program of its own.
 """

@@ -377,7 +377,7 @@ def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
                 is_held = os.fstat(file.fileno()).st_nlink > 0
             if is_held:
                 try:
-                    # For the other's error only: a full disk shows where it matters.
+                    # It only stands in the error of another that waits; a full disk is noticed when it matters.
                     with suppress(OSError):
                         file.truncate(0)
                         file.write(f" (pid {os.getpid()})".encode())

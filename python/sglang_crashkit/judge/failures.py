@@ -1,4 +1,4 @@
-"""What failed: exceptions, ends, words and kernel lines, each by what it means (``knowledge/families.yaml``).
+"""What failed: exceptions, ends, words and kernel lines, each by what it means (``knowledge/messages.yaml``).
 
 Each fact is asked three things: what kind of failure it is, which process had it, and in which part of SGLang. What
 follows from another failure, what the server outlived, and what came after it was asked to end, is no cause.
@@ -60,8 +60,8 @@ def _known(name: str) -> Any:
     return load("failures")[name]
 
 
-class _Family(msgspec.Struct, kw_only=True):
-    """A row of ``families.yaml``."""
+class _Row(msgspec.Struct, kw_only=True):
+    """A row of ``messages.yaml``."""
 
     kind: str
     type: str = ""
@@ -116,8 +116,8 @@ class _Family(msgspec.Struct, kw_only=True):
 
 
 @functools.cache
-def _families() -> list[_Family]:
-    return msgspec.convert(load("families"), list[_Family])
+def _rows_of_messages() -> list[_Row]:
+    return msgspec.convert(load("messages"), list[_Row])
 
 
 def find_failures(case: Case) -> list[Finding]:
@@ -133,7 +133,7 @@ def guess(case: Case) -> Finding | None:
         return None
     return finding_of(
         "guess", first.place, [_quoted(first, first.text)], who=first.who, component=component_of(words=first.text),
-        text=_first_line(first.text), steps=_steps(_Family(kind=""), {}, first.text, case.arguments),
+        text=_first_line(first.text), steps=_steps(_Row(kind=""), {}, first.text, case.arguments),
         kind="startup_failed" if any(isinstance(one, Arguments | Stage) for one in case.events) else None,
     )  # fmt: skip
 
@@ -305,7 +305,7 @@ class _Failures:
         # The one that came first tells most; a row may know the one that arrived.
         for error in reversed(chain):
             said = f"{event.said} {error.type}: {error.text}"
-            found = self._family(error, said, frames, is_started=is_started, role="" if is_thread else role)
+            found = self._row_of(error, said, frames, is_started=is_started, role="" if is_thread else role)
             if found and (found[0].sure or not is_thread) and not (found[0].follows and error is not chain[0]):
                 yield self._finding(event, *found, error, frames, is_started=is_started, role=role)
                 return
@@ -315,16 +315,16 @@ class _Failures:
         kind = "startup_failed" if is_ours and not is_started else "exception_in_sglang" if own else "exception"
         kind = "thread_died" if is_thread else "exited" if error.type == "SystemExit" else kind
         is_telling_itself = error.text.strip() or (error.type == "AssertionError" and own)
-        row = _Family(kind=kind, weight=50 if is_telling_itself else 38)
+        row = _Row(kind=kind, weight=50 if is_telling_itself else 38)
         yield self._finding(event, row, {}, error, frames, is_started=is_started, role=role)
 
-    def _family(
+    def _row_of(
         self, error: Error | None, text: str, frames: Sequence[Frame], *, is_started: bool, role: str
-    ) -> tuple[_Family, dict[str, str]] | None:
+    ) -> tuple[_Row, dict[str, str]] | None:
         name = error.type.rpartition(".")[2] if error else ""
         words = _pattern("quotes").sub("''", text[:_MAX_TEXT]) if error and is_started else text[:_MAX_TEXT]
         places = "\n".join(f"{frame.function} ({frame.file})" for frame in frames[:60])
-        for row in _families():
+        for row in _rows_of_messages():
             if is_started and name in _known("of_values") and not (row.type or row.frames or row.own):
                 continue
             found = row.match(error, words, places, is_started=is_started, role=role)
@@ -332,11 +332,11 @@ class _Failures:
                 return row, found
         if error and is_started and not self._began and not frames and self._case.watched is None:
             # Words alone do not tell the phase.
-            return self._family(error, text, frames, is_started=False, role=role)
+            return self._row_of(error, text, frames, is_started=False, role=role)
         return None
 
     def _finding(
-        self, event: Raised, row: _Family, named: dict[str, str], error: Error, frames: Sequence[Frame], *,
+        self, event: Raised, row: _Row, named: dict[str, str], error: Error, frames: Sequence[Frame], *,
         is_started: bool, role: str,
     ) -> Finding:  # fmt: skip
         kind = row.kind_at(is_started)
@@ -438,7 +438,7 @@ class _Failures:
         goes_on = event.at and not is_started and self._stages.get(event.who, (0.0, 0)) > event.place
         if is_harmless or self._is_outlived(event) or goes_on:
             return
-        found = self._family(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
+        found = self._row_of(None, event.text, (), is_started=is_started, role=_role(event.who, ()))
         if found is None:
             return
         row, named = found
@@ -564,17 +564,17 @@ class _Failures:
     def _container(self, event: Container) -> Iterator[Finding]:
         told = f"{event.reason}/{event.state}/{event.code}"
         for row in rows("failures", "containers"):
-            notes = reversed(event.notes) if row.get("family") else event.notes
+            notes = reversed(event.notes) if row.get("by_message") else event.notes
             note = next((one for one in notes if "note" in row and row["note"].search(one)), "")
             if not row["pattern"].search(told) or ("note" in row and not note):
                 continue
             because = f"{event.source}: {event.name or 'it'}: {event.reason or event.state} (exit code {event.code})"
-            found = self._family(None, note, (), is_started=False, role="") if row.get("family") else None
-            family = found[0] if found else _Family(kind=row.get("kind", ""))
+            found = self._row_of(None, note, (), is_started=False, role="") if row.get("by_message") else None
+            known = found[0] if found else _Row(kind=row.get("kind", ""))
             yield finding_of(
-                row["row"], because=[because, note] if note else [because], name=event.name, kind=family.kind,
-                component=family.part, state=event.state, restarts=event.restarts or None, note=note,
-                probe=note[:140], steps=family.steps, is_known=bool(found), memory_steps=self._memory_steps(),
+                row["row"], because=[because, note] if note else [because], name=event.name, kind=known.kind,
+                component=known.part, state=event.state, restarts=event.restarts or None, note=note,
+                probe=note[:140], steps=known.steps, is_known=bool(found), memory_steps=self._memory_steps(),
             )  # fmt: skip
             return
 
@@ -603,10 +603,10 @@ class _Failures:
         values: dict[str, Any] = {"who": who, "part": part, "place": next(iter(frames if is_there else ()), None),
                   "fatal": event.fatal, "way": way_out(part, self._case.arguments, is_seen=True)}  # fmt: skip
         is_started = self._is_started(event, frames)
-        row = self._family(None, "", frames, is_started=is_started, role="scheduler")
+        row = self._row_of(None, "", frames, is_started=is_started, role="scheduler")
         if row is not None and kind == "aborted":
-            family, steps = row[0], _steps(*row, "", {})
-            yield finding_of("aborted_in", because=because, kind=family.kind, component=family.part or part,
+            known_row, steps = row[0], _steps(*row, "", {})
+            yield finding_of("aborted_in", because=because, kind=known_row.kind, component=known_row.part or part,
                              steps=steps, **values)  # fmt: skip
         # A thread that aborted for another's fault, as a watchdog's, tells nothing.
         weight = 75 if kind != "aborted" else 39
@@ -644,7 +644,7 @@ def _only(case: Case, event: AnyEvent) -> str:
     return who if is_here else ""
 
 
-def _steps(row: _Family, named: dict[str, str], text: str, arguments: dict[str, Any]) -> list[str]:
+def _steps(row: _Row, named: dict[str, str], text: str, arguments: dict[str, Any]) -> list[str]:
     """Return a row's steps with what its pattern named, and the options that a message names, or as arguments."""
     is_none = row.follows or row.kind == "compile_failed"  # whose message has the compiler's
     spoken = [f"--{name.replace('_', '-')} ({str(arguments[name])[:40]} here)"

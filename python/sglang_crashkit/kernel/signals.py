@@ -1,8 +1,8 @@
-"""The signals by which the kit tells or ends processes of a server: nothing else of it sends such.
+"""The signals that end processes of a server, or have them end it; `policy` decides whether one is sent.
 
-Whether one is sent is decided by `policy` alone. Sent where they belong are what a tool of the kit's own gets at its
-end, the signal by which faulthandler is asked for stacks (`ladder`), SIGCONT for what a debugger may have left
-stopped (`tracing`), and what the kit sends in the place of upstream's ``kill_process_tree``.
+Four kinds are sent elsewhere: what ends a tool of the kit's own, the signal by which faulthandler is asked for stacks
+(`ladder`), SIGCONT for what a debugger may have left stopped (`tracing`), and what the kit sends in the place of
+upstream's ``kill_process_tree``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 
 
-def tell(process: ProcessHandle) -> bool:
-    """Tell a process that saves requests of a failure, as SGLang's own do, by SIGQUIT; say whether it could be told."""
+def send_sigquit(process: ProcessHandle) -> bool:
+    """Send SIGQUIT, by which SGLang's processes tell the main one of a failure; return whether it was sent."""
     try:
         process.send_signal(signal.SIGQUIT)
     except OSError:
@@ -26,8 +26,8 @@ def tell(process: ProcessHandle) -> bool:
     return True
 
 
-def tell_itself() -> None:
-    """Tell this process of a failure, in its main thread.
+def send_itself_sigquit() -> None:
+    """Send SIGQUIT to the main thread of this process.
 
     Python runs handlers there; it may be in a call that another thread's signal would not end.
     """

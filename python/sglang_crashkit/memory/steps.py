@@ -47,9 +47,8 @@ PAGE, SLOT = 4096, 128
 _FIRST_WORD, _WORDS = PAGE // 8, SLOT // 8
 DATA, DATA_BYTES = PAGE + STEPS * SLOT, 2_000_000
 SIZE = DATA + DATA_BYTES
-#: Words of the header: when the last round of the event loop began; the step that it is to become, or that it has
-#: nothing to do, 0 for the step after the newest; the step whose results the scheduler waits for, 0 for none; a word
-#: that no reader looks at.
+#: Words of the header. ROUND: when the last round of the event loop began. OPEN: the number of the step that it
+#: becomes, 0 for the one after the newest, or IDLE. AT: the step whose results the scheduler waits for, 0 for none.
 _ROUND, _OPEN, _AT, _UNUSED = 8, 9, 10, 11
 _IDLE = 0xFFFF_FFFF_FFFF_FFFF
 #: Behind them in the header: length and name of the control request of this round; names of the forward modes.
@@ -222,8 +221,8 @@ class StepWriter:
         """Put a step into its slot."""
         words, told = self._words, 0
         if phase == SCHEDULED:
-            # Once it differs it stays different. Of numbers only: the hash of anything else differs by process. And of
-            # small ones: that of a large one is a remainder.
+            # Once ranks differ in it they stay different. Python salts the hash of anything but numbers by process, and
+            # takes large ones by a remainder: so small numbers only.
             self._agreed = told = hash((self._agreed, number, self._sum, self._same)) & _IDLE
         body = BODY.pack(number, began, told, *self._rest, self._added)
         slot = number % STEPS

@@ -147,7 +147,7 @@ class Child:
     def tell(self) -> None:
         """Send it SIGQUIT, on which it saves its requests and ends."""
         if self._handle is not None:
-            signals.tell(self._handle)
+            signals.send_sigquit(self._handle)
 
     def learn_exit(self) -> ExitStatus:
         """Return how it ended, as far as that is known, without reaping it: the crash handler reads the zombie."""
@@ -445,7 +445,7 @@ class Serving(Supervisor):
         code = OUT_OF_MEMORY if is_oom else status_of_exit(status)
         crash_exit.begin(code, 2 * Settings.from_environ().end_secs if is_handled else 0.0)
         if is_handled:
-            signals.tell_itself()
+            signals.send_itself_sigquit()
 
 
 def _is_tokenizer_worker(child: Child) -> bool:

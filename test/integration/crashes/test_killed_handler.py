@@ -19,7 +19,7 @@ from integration.scenario import Wreck, handler_pid, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.handler.recovery import REASON
+from sglang_crashkit.handler.unfinished import REASON
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.waiting import wait_until

@@ -20,7 +20,7 @@ from sglang_crashkit.handler.folders import (
     make_place,
 )
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.recovery import finish_abandoned, remove_runtime_folders
+from sglang_crashkit.handler.unfinished import finish_abandoned, remove_runtime_folders
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import FolderLock

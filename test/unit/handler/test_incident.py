@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler import incident as handler_incident
-from sglang_crashkit.handler import recovery
+from sglang_crashkit.handler import unfinished
 from sglang_crashkit.handler.collectors.gpu import Driver
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.evidence import collectors_of
 from sglang_crashkit.handler.incident import Awaited, Collector, IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.recovery import REASON, finish_abandoned
+from sglang_crashkit.handler.unfinished import REASON, finish_abandoned
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.judging import read_log
@@ -116,7 +116,7 @@ def check(folder: Path, pid: int, reached: str) -> None:
 
 @pytest.mark.wide
 def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "AGE_SECS", 0.0)
+    monkeypatch.setattr(unfinished, "AGE_SECS", 0.0)
     reached = ""
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         for step in range(MAX_STEPS):

@@ -18,8 +18,8 @@ from kubernetes_validate import latest_version, validate
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.notices import Commands
 from sglang_crashkit.handler.on_incident import COMMAND, COMMAND_SECS, OUTCOME, run_command
-from sglang_crashkit.handler.reporting import Commands
 from sglang_crashkit.kernel.private_files import FolderLock
 from unit.support.http_hook import hook
 from unit.support.server_driver import Server
@@ -143,7 +143,7 @@ def work_off(commands: Commands, is_done: Callable[[], object]) -> None:
 def test_the_last_hours_incidents_are_caught_up_once_and_the_newest_first(
     incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.handler.reporting.MAX_AT_ONCE", 1)
+    monkeypatch.setattr("sglang_crashkit.handler.notices.MAX_AT_ONCE", 1)
     monkeypatch.setenv(COMMAND, notes(tmp_path / "told"))
     make_incident(incidents)
     older, newer = (make_incident(incidents, seconds=time.time() - secs) for secs in (60, 30))

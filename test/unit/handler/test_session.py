@@ -67,7 +67,7 @@ def test_evidence_that_fails_changes_nothing_for_the_server_and_costs_no_other(
     monkeypatch.setattr(received, "write_piece", lambda *_: 1 / 0)
     launching.kill(launching.titled)
     stage = session.triage.stage
-    assert (stage.observed, stage.tell_at is not None) == (is_observed, not is_observed)
+    assert (stage.observed, stage.sigquit_at is not None) == (is_observed, not is_observed)
     session.finish()
     (stored,) = find_incidents(tmp_path)
     failed = [entry["what"] for entry in stored.document["timeline"] if entry["event"] == "handler_error"]

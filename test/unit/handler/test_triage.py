@@ -80,7 +80,7 @@ ENDS_DUMP = "permit:full add_requests answer_when_finished finish"
 STORIES: dict[str, list[Step]] = {
     "a killed rank is told to the server at once, which saves its requests": [
         (1.0, ended(RANK, "SIGKILL"), KILLED),
-        (1.0, TICK, "tell"),
+        (1.0, TICK, "send_sigquit"),
         (2.0, told("crash_dump_begun"), "permit:full note:crash_dump_begun"),
         (9.0, TICK, ""),
         (9.0, told("crash_dump_ended"), ENDS_DUMP),
@@ -89,14 +89,14 @@ STORIES: dict[str, list[Step]] = {
     ],
     "a server that does not answer has 5 s": [
         (1.0, ended(RANK, "SIGSEGV"), KILLED),
-        (1.0, TICK, "tell"),
+        (1.0, TICK, "send_sigquit"),
         (5.9, TICK, ""),
         (6.0, TICK, f"{UNSAVED} finish"),
         (6.1, ended(OTHER, "SIGKILL"), "mark_exited add_exit"),
     ],
     "the budget is the longest that an incident takes": [
         (1.0, ended(RANK, "SIGKILL"), KILLED),
-        (1.0, TICK, "tell"),
+        (1.0, TICK, "send_sigquit"),
         (2.0, told("crash_dump_begun"), "permit:full note:crash_dump_begun"),
         (30.9, TICK, ""),
         (31.0, TICK, "note:budget_spent finish"),
@@ -118,7 +118,7 @@ STORIES: dict[str, list[Step]] = {
     "no one is told while it may be one": [
         (1.0, ended(RANK, 3), LEFT),
         (1.9, TICK, ""),
-        (2.0, TICK, "tell"),
+        (2.0, TICK, "send_sigquit"),
         (2.1, torn_down(ROOT), "note:teardown"),
     ],
     "draining makes the orderly exits before it a shutdown": [
@@ -130,7 +130,7 @@ STORIES: dict[str, list[Step]] = {
     "but not a crash before it": [
         (1.0, ended(RANK, 3), LEFT),
         (1.2, told("draining"), "look_for_silence note:draining"),
-        (2.0, TICK, "tell"),
+        (2.0, TICK, "send_sigquit"),
     ],
     "nor one after it": [
         (1.0, told("draining"), "look_for_silence note:draining"),
@@ -148,14 +148,14 @@ STORIES: dict[str, list[Step]] = {
     ],
     "a main process's end waits for its workers up to 4 s": [
         (1.0, ended(ROOT, "SIGKILL"), KILLED),
-        (1.0, TICK, "tell"),
+        (1.0, TICK, "send_sigquit"),
         (4.9, TICK, ""),
         (5.0, TICK, "finish"),
     ],
     "and no longer than until all are gone": [
         (1.0, ended(ROOT, "SIGKILL"), KILLED),
         (1.1, ended(RANK, "SIGKILL"), "mark_exited add_exit"),
-        (1.1, LAST, "tell finish"),
+        (1.1, LAST, "send_sigquit finish"),
     ],
     "what outlives a main process that ended well is killed by the kernel": [
         (1.0, ended(ROOT, 0), "mark_exited"),
@@ -182,7 +182,7 @@ STORIES: dict[str, list[Step]] = {
     "a rank that raised has half a second to tell the server itself": [
         (1.0, told("exception", RANK), RAISED),
         (1.4, TICK, ""),
-        (1.5, TICK, "tell"),
+        (1.5, TICK, "send_sigquit"),
     ],
     "a rank goes on without its thread, and no one is told": [
         (1.0, told("thread_died", RANK), "open:thread_died permit:observe add_dead_thread capture"),
@@ -213,7 +213,7 @@ STORIES: dict[str, list[Step]] = {
     ],
     "a server that lives on for a minute after its incident may have another one": [
         (1.0, ended(RANK, "SIGKILL"), KILLED),
-        (31.0, TICK, "tell note:budget_spent finish"),
+        (31.0, TICK, "send_sigquit note:budget_spent finish"),
         (90.9, TICK, ""),
         (91.0, TICK, "forget"),
         (92.0, ended(OTHER, "SIGKILL"), KILLED),
@@ -265,7 +265,7 @@ STORIES: dict[str, list[Step]] = {
         (0.9, told("await_incident"), "answer"),
         (1.0, ended(RANK, 1), LEFT),
         (1.1, told("await_incident"), "answer"),
-        (2.0, TICK, "tell"),
+        (2.0, TICK, "send_sigquit"),
         (2.1, told("await_incident"), "answer_when_finished"),
     ],
     "a soft watchdog observes": [
@@ -285,7 +285,7 @@ STORIES: dict[str, list[Step]] = {
     ],
     "a watchdog after a crash that did not end the server": [
         (1.0, ended(RANK, "SIGKILL"), KILLED),
-        (31.0, TICK, "tell note:budget_spent finish"),
+        (31.0, TICK, "send_sigquit note:budget_spent finish"),
         (32.0, told("watchdog_timeout", OTHER), "forget open:hang permit:full add_hang capture answer_stacks"),
     ],
     "somebody asks for the stacks": [

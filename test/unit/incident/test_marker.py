@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from incident_schema import assert_fits
-from sglang_crashkit.handler.recovery import SPOOL, finish_abandoned
+from sglang_crashkit.handler.unfinished import SPOOL, finish_abandoned
 from sglang_crashkit.incident import marker as markers
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS, ServerMarker
@@ -220,7 +220,7 @@ def test_a_marker_that_says_nothing_costs_nothing(tmp_path: Path, content: str) 
 def test_two_starts_at_once_make_one_incident_of_each(tmp_path: Path) -> None:
     for ticks in range(12):
         leave(tmp_path, ticks=ticks + 1, age=600.0 + ticks)
-    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.recovery import finish_abandoned\n"
+    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.unfinished import finish_abandoned\n"
     code += "print(len(finish_abandoned(Path(sys.argv[1]))))"
     command = [sys.executable, "-c", code, str(tmp_path)]
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]

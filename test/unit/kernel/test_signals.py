@@ -23,7 +23,7 @@ def test_this_process_is_told_in_its_main_thread() -> None:
 import signal, sys, threading, time
 from sglang_crashkit.kernel import signals
 signal.signal(signal.SIGQUIT, lambda *_: sys.exit(9 if threading.current_thread() is threading.main_thread() else 1))
-threading.Thread(target=signals.tell_itself).start()
+threading.Thread(target=signals.send_itself_sigquit).start()
 while True:
     # A pause would sleep through a signal that came just before it.
     time.sleep(0.01)

@@ -21,7 +21,7 @@ from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, G
 from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, XidWatch, find_library
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
-from sglang_crashkit.handler.findings import incident_with_core
+from sglang_crashkit.handler.conclusion import incident_with_core
 from sglang_crashkit.handler.incident import Awaited, IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.kernel import clock, procfs, titles

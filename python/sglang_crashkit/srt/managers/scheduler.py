@@ -1,4 +1,4 @@
-"""Hooks of ``sglang/srt/managers/scheduler.py``: the scheduler process hit an exception, and told its parent."""
+"""When a scheduler raises: hooks of ``sglang/srt/managers/scheduler.py``, once it has told its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks of ``sglang/srt/managers/scheduler.py``: a scheduler beats, where a crash handler listens.
+"""In each round and batch a scheduler beats: hooks of ``sglang/srt/managers/scheduler.py``.
 
 The two functions are called in every round of the event loop and take well under a microsecond together, and some 20 ns
 more for each new request. Whatever goes wrong in them switches the beat off and nothing else.

@@ -45,8 +45,8 @@ _MAX_PENDING = 64
 _MAX_FAILURES = 8
 #: What `memory.steps.DECISIONS` calls the requests that a hierarchical cache is about.
 _CACHE = {"prefetch": "ongoing_prefetch", "write_back": "ongoing_write_through"}
-#: How the classes of requests for an answer begin, of what ends one, and of what only reads, which routers ask for all
-#: the time; what the classes of all others end with.
+#: Prefixes of the classes of requests that are no control requests: for an answer, for its end, and such as only read,
+#: which routers send all the time. Then the suffix that the name of a control request is told without.
 _NO_CONTROL = ("Tokenized", "BatchTokenized", "Abort", "GetLoad", "GetInternalState")
 _END_OF_NAME = re.compile(r"Req(Input|uest)?$")
 _WORDS = re.compile(r"LoRA|[A-Z][a-z0-9]*")

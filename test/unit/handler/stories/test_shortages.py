@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler.reporting import Shortages
+from sglang_crashkit.handler.notices import Shortages
 from unit.support.server_driver import Server
 from unit.support.waiting import wait_until
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sglang_crashkit import protocol
-from sglang_crashkit.handler import reporting
+from sglang_crashkit.handler import notices
 from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.notices import PAGE, Answers, HtmlPage, ServerLog
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.reporting import PAGE, Answers, HtmlPage, ServerLog
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
 from sglang_crashkit.protocol import Mailbox, Message
@@ -149,8 +149,8 @@ HANGS = (sys.executable, "-c", "import os, sys, time; open(sys.argv[2], 'w').wri
 def test_one_that_hangs_is_killed_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reporting, "PROGRAM", HANGS)
-    monkeypatch.setattr(reporting, "PAGE_SECS", 0.5)
+    monkeypatch.setattr(notices, "PROGRAM", HANGS)
+    monkeypatch.setattr(notices, "PAGE_SECS", 0.5)
     tree, page = ProcessTree(os.getpid()), HtmlPage(wanted=True)
     run = begin_incident(tree, tmp_path)
     path = run.finish()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import recovery
-from sglang_crashkit.handler.recovery import REASON, finish_abandoned
+from sglang_crashkit.handler import unfinished
+from sglang_crashkit.handler.unfinished import REASON, finish_abandoned
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.store import find_incidents
@@ -199,7 +199,7 @@ def test_one_that_cannot_be_read_is_named_and_stays(
 def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
     for number in range(30):
         abandon(tmp_path, seconds=NOON + number)
-    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.recovery import finish_abandoned\n"
+    code = "import sys; from pathlib import Path; from sglang_crashkit.handler.unfinished import finish_abandoned\n"
     code += "print(len(finish_abandoned(Path(sys.argv[1]))))"
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -211,7 +211,7 @@ def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
 
 
 def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "AGE_SECS", 0.0)
+    monkeypatch.setattr(unfinished, "AGE_SECS", 0.0)
     step = 0
     while True:
         incidents = tmp_path / str(step)
@@ -227,7 +227,7 @@ def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypa
 
 
 def test_pipes_in_place_of_files_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "AGE_SECS", 0.0)
+    monkeypatch.setattr(unfinished, "AGE_SECS", 0.0)
     incidents = tmp_path / "host" / "incidents"
     folder = abandon(incidents)
     (folder / "events.jsonl").unlink()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.analysis.suspects import suspects_of
-from sglang_crashkit.handler import findings
+from sglang_crashkit.handler import conclusion
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import divergence_of
-from sglang_crashkit.handler.findings import Counting, count_repeat, incident_with_core, name_suspects
+from sglang_crashkit.handler.conclusion import Counting, count_repeat, incident_with_core, name_suspects
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.judge import verdict
@@ -88,7 +88,7 @@ def test_a_judgement_that_fails_leaves_the_suspects_named(tmp_path: Path, monkey
     def fail(*_given: Any) -> Any:
         raise KeyError("steps")
 
-    monkeypatch.setattr(findings, "suspects_of", fail)
+    monkeypatch.setattr(conclusion, "suspects_of", fail)
     made = finish(tmp_path, {"a": REQUEST, "b": REQUEST})
     assert [one.rid for one in made.suspects] == ["a", "b"]
     assert made.fault is not None

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.folder import RESERVE, IncidentFolder, new_id
+from sglang_crashkit.incident.folder import RESERVE, SUMMARY, IncidentFolder, new_id
 from sglang_crashkit.incident.judging import explain, judge, read_log
 from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS, VANISHED, Marker, incident_of, read_marker
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
@@ -50,7 +50,7 @@ AGE_SECS = 10.0
 #: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
 _AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
 MAX_FINISHED, _MAX_FREE = 100, 1000
-#: More servers of one host than ever vanish together; of older ones nothing is told.
+#: An incident is written of so many servers of one host that vanished, the last ones.
 _MAX_VANISHED = 16
 
 
@@ -80,7 +80,7 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
         folders = [folder for folder in partial if parse_name(folder.name.removeprefix(REMOVING)) is not None]
         finished += _finish_each([folder for folder in folders if not _is_empty(folder)], incidents)
         finished += _take_markers(incidents, opened.path, run, limits)
-        # Last: where its server vanished, that is told by now.
+        # Empty ones last: by now there is an incident of each server that vanished.
         finished += _finish_each([folder for folder in folders if _is_empty(folder)], incidents)
     for spool in _free_folders(incidents, SPOOL):
         # The record of an exception may be in it.
@@ -219,7 +219,7 @@ def _finish(folder: Path, final: Path) -> bool:
             _mark_incomplete(incident, folder)
             write_json(folder / "incident.json", incident.to_json(), sync=True)
             summary = format_summary(incident.shown(), final)
-            write_private(folder / "summary.md", summary.encode(errors="backslashreplace"))
+            write_private(folder / SUMMARY, summary.encode(errors="backslashreplace"))
             # This incident is of the server's end.
             (_spool_of(incident, folder) / MARKER).unlink(missing_ok=True)
         folder.rename(folder.with_name(final.name))
