@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -30,15 +31,18 @@ _MAX_DEPTH = 100
 
 _WORD_BREAK = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _ALWAYS = frozenset(
-    {"authorization", "cookie", "credential", "credentials", "passphrase", "passwd", "password", "secret", "secrets"}
+    (
+        *("authorization", "cookie", "credential", "credentials"),
+        *("passphrase", "passwd", "password", "passwords", "secret", "secrets"),
+    )
 )
 #: Last words of a secret's name; those of `_SELDOM` only where another one stands before it.
-_LAST = frozenset({"apikey", "apikeys", "key", "passwords", "token"})
+_LAST = frozenset({"apikey", "apikeys", "key", "token"})
 _SELDOM = frozenset({"auth", "pwd"})
 #: As the whole of a name these are rather any key, and a token of a text.
 _AMBIGUOUS = frozenset({"key", "token"})
 _OF_KEYS = frozenset({"access", "api", "private", "secret"})
-#: What such a word follows where it is no secret: the tokens of a model, and the keys of tables.
+#: What a key or token follows where it is no secret: the tokens of a model, and the keys of tables.
 _HARMLESS = frozenset(
     (
         *("bos", "cached", "cls", "eos", "first", "image", "audio", "video", "inter", "last", "mask", "new", "next"),
@@ -78,7 +82,8 @@ _BASIC = re.compile(r"\b([Bb]asic\s{1,4})([A-Za-z0-9+/]{8,}={0,2})")
 #: A pair of a header, or of any name and value.
 _PAIR = re.compile(
     r"""([(\[]\s?b?\\{0,3}["'](?P<name>[A-Za-z_][\w.-]{0,100})\\{0,3}["'],\s{0,4})
-        (?P<value>b?\\{0,3}(?P<sign>["'])(?:(?!(?P=sign))[^\n])*(?P=sign))(?=\s?[)\]])""",
+        (?P<value>b?\\{0,3}(?P<sign>["'])(?:(?!(?P=sign))[^\n])*
+          (?:(?<=\\)(?P=sign)(?!\s?[)\]])(?:(?!(?P=sign))[^\n])*){0,8}(?P=sign))(?=\s?[)\]])""",
     re.VERBOSE,
 )
 #: An option and the space or sign behind it, or a field (quoted or not) and the sign behind it.
@@ -87,10 +92,11 @@ _NAMED = re.compile(
       |(?P<field>[A-Za-z_][\w.-]{0,100})(?P<quoted>\\{0,3}["']?)\s{0,4}(?:=>?|:|->)\s{0,4})""",
     re.VERBOSE,
 )
-#: A quoted text, in the constructor of its class or not; a list or an object; or what has no space in it.
+#: A quoted text, in the constructor of its class or not, maybe with a quote in it as a shell has one; a list or an
+#: object; or what has no space in it.
 _VALUE = re.compile(
     r"""(?:(?:basic|bearer)\s{1,4})?
-        (?:(?:\w{1,40}\(\s?)?b?(?P<quote>\\{0,3}(?P<sign>["'])).*?(?:(?P=quote)|\Z)
+        (?:(?:\w{1,40}\(\s?)?b?(?P<quote>\\{0,3}(?P<sign>["'])).*?(?:(?<!\\)(?P=quote)(?:"'"'[^']*')*|\Z)
           |[\[{][^\]}]{0,2000}[\]}]?
           |(?:[^\s"'&\\]|\\(?!["'\\nrt]))+)""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
@@ -121,15 +127,12 @@ def is_secret_name(name: str) -> bool:
     words = [word.lower() for word in _WORD_BREAK.split(name) if word]
     if words and len(words) > 1 and len(words[-1]) == 1:
         words.pop()
-    if not words or (len(words) > 1 and words[-2] in _HARMLESS):
-        return False
+    if not words or not _ALWAYS.isdisjoint(words) or words[-1].endswith(("password", "passwd")):
+        return bool(words)
     last, before = words[-1], words[-2:-1]
-    return (
-        last in _LAST
-        or bool(before and (last in _SELDOM or (last == "keys" and before[0] in _OF_KEYS)))
-        or not _ALWAYS.isdisjoint(words)
-        or last.endswith(("password", "passwd"))
-    )
+    if before and before[0] in _HARMLESS:
+        return False
+    return last in _LAST or bool(before and (last in _SELDOM or (last == "keys" and before[0] in _OF_KEYS)))
 
 
 def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
@@ -170,6 +173,12 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
             parts += [text[done : span[0]], REDACTED]
             done = span[1]
     return "".join(parts) + text[done:]
+
+
+def redact_command(words: Iterable[str], secrets: Iterable[str] = ()) -> str:
+    """Return a command line as a shell takes it, without secrets."""
+    # Each word first: what a shell writes for a quote in it would end a secret.
+    return redact_text(shlex.join(redact_text(word, secrets) for word in words), secrets)
 
 
 def _without_credentials(match: re.Match[str]) -> str:

@@ -21,6 +21,14 @@ SECRET_NAMES = [
     *("api_key", "--api-key", "--admin-api-key", "apikey", "X-Api-Key", "--hf-token", "HF_TOKEN", "client_secret"),
     *("AWS_SECRET_ACCESS_KEY", "secretAccessKey", "ssl_keyfile_password", "DB_PASSWORD", "Authorization"),
     *("watermark_key", "watermark_key_b", "PGPASSWORD", "api_keys", "Set-Cookie", "MYSQL_PWD", "_authToken"),
+    *(
+        "trust-store-password",
+        "CACHE_PASSWORD",
+        "primary_passwd",
+        "group_secret",
+        "node_credentials",
+        "store_passwords",
+    ),
 ]
 ORDINARY_NAMES = [
     *("ssl_keyfile", "tokenizer_path", "max_total_tokens", "bucket_time_to_first_token", "speculative_token_map"),

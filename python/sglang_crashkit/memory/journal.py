@@ -131,11 +131,12 @@ class JournalReader(RingReader):
 
     def _collect(self) -> list[JournaledRequest]:
         begun: dict[int, tuple[int, int, float]] = {}
-        ends: dict[int, tuple[float, bool]] = {}
+        ends: dict[int, tuple[int, float, bool]] = {}
         aborts: dict[int, float] = {}
         newest = -1
         for record in self.records():
-            if record.sequence > newest:
+            is_newest = record.sequence > newest
+            if is_newest:
                 newest, self.lost = record.sequence, record.lost
             payload, finished, aborted_at = record.payload, False, 0.0
             kind = payload[0] if payload else 0
@@ -147,11 +148,13 @@ class JournalReader(RingReader):
                 continue
             if not (0 <= seconds < 2**33 and 0 <= aborted_at < 2**33):
                 continue
-            self.latest = max(self.latest, seconds)
+            if is_newest:
+                # By its number: the machine's clock may have been set back since an earlier one.
+                self.latest = seconds
             if aborted_at:
                 aborts[request] = aborted_at
             if kind == _ENDED:
-                ends[request] = seconds, finished
+                ends[request] = record.sequence, seconds, finished
             if len(begun) + len(ends) + len(aborts) > 3 * _MAX_REQUESTS:
                 break
             # One that was held may be there twice.
@@ -163,11 +166,11 @@ class JournalReader(RingReader):
             end, aborted = ends.get(number), aborts.get(number)
             if end is None:
                 unfinished.append(JournaledRequest(arrived, None, False, offset, sequence, aborted))
-            elif end[0] > since:
+            elif end[1] > since:
                 # What SGLang calls finished there is the abort.
-                finished = end[1] and aborted is None
-                ended.append(JournaledRequest(arrived, end[0], finished, offset, sequence, aborted))
-        return unfinished + sorted(ended, key=lambda request: request.ended or 0.0, reverse=True)
+                finished = end[2] and aborted is None
+                ended.append((end[0], JournaledRequest(arrived, end[1], finished, offset, sequence, aborted)))
+        return unfinished + [request for _sequence, request in sorted(ended, reverse=True)]
 
 
 def encode_begin(
@@ -234,6 +237,8 @@ def describe(value: object) -> str:
         return f"{kind}, {len(value)} bytes"
     if isinstance(value, str):
         return f"{kind}, {len(value)} characters"
+    if isinstance(value, (set, array)):
+        return f"{kind} of {len(value)}"
     if isinstance(value, (list, tuple)):
         sized = [len(item) for item in value[:_MAX_COUNTED] if isinstance(item, (bytes, str))]
         return f"{kind} of {len(value)}" + (f", {sum(sized)} characters" if sized else "")
@@ -293,7 +298,7 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
 
     It takes 0 where they are no flat list of integers.
     """
-    if not isinstance(input_ids, (list, tuple)):
+    if not isinstance(input_ids, (list, tuple, array)):
         return b"", 0
     count, half = len(input_ids), MAX_IDS // 2
     kept = (input_ids,) if count <= MAX_IDS else (input_ids[:half], input_ids[-half:])

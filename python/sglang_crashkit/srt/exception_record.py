@@ -19,10 +19,11 @@ from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
-import setproctitle
-
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import OwnFolder, write_json
+from sglang_crashkit.model.step import short_rid
+from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Lately, never_raises, notify, request, shorten
 from sglang_crashkit.srt.redaction import redact
@@ -129,21 +130,29 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
 
     That is ``message``, one line, and ``record``, the file; None where it could not be written.
     """
-    trace = error.__traceback__
-    message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_MESSAGE], trace)
-    printed = _printed(error, trace) or message
+    trace, withheld = error.__traceback__, f"{type(error).__name__}: {REDACTED}"
+    # What is cut before it is searched may end in half a secret.
+    message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_PRINTED], trace) or withheld
     told: dict[str, Any] = {"message": message.splitlines()[0][:300], "record": None}
-    spool = os.environ.get(SPOOL_VARIABLE)
+    told["record"] = _write(error, name, message[:MAX_MESSAGE])
+    return told
+
+
+@never_raises
+def _write(error: BaseException, name: str, message: str) -> str | None:
+    """Write the record, and return its path; None where there is no place for it."""
+    spool, trace = os.environ.get(SPOOL_VARIABLE), error.__traceback__
     if not spool or not Path(spool).parent.is_dir():
-        return told
+        return None
     frames: dict[int, FrameType] = sys._current_frames()
     record = {
         "pid": os.getpid(),
-        "title": setproctitle.getproctitle(),
+        # setproctitle, once it is asked anything, rewrites the command line of this process.
+        "title": procfs.read_title(os.getpid()),
         "time": time.time(),
         "message": message,
         "traceback": _format_frames(traceback.extract_tb(trace)),
-        "printed": printed,
+        "printed": _printed(error, trace) or message,
         "batch": _describe_batch(trace),
         # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
         "threads": {str(ident): _format_frames(traceback.extract_stack(one))[::-1] for ident, one in frames.items()},
@@ -153,8 +162,8 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
         folder = OwnFolder(Path(spool), _OWN_FOLDERS)
         path = f"{name}-{os.getpid()}.json"
         write_json(folder.path / path, record)
-        told["record"] = str(Path(spool) / path)
-    return told
+        return str(Path(spool) / path)
+    return None
 
 
 @never_raises
@@ -164,12 +173,13 @@ def _printed(error: BaseException, trace: TracebackType | None) -> str:
     if len(printed) > MAX_PRINTED:
         # In a line that is cut a secret has lost its name.
         printed = printed[-MAX_PRINTED:].partition("\n")[2] or printed[-MAX_PRINTED:]
-    return _redacted(printed, trace)
+    return _redacted(printed, trace) or ""
 
 
+@never_raises
 def _redacted(message: str, trace: TracebackType | None) -> str:
-    prompts = never_raises(find_prompts)(trace) or []
-    return redact(message, never_raises(find_configuration)(trace), prompts=prompts)
+    """Return a message without secrets and prompts; None where these could not be looked for."""
+    return redact(message, never_raises(find_configuration)(trace), prompts=find_prompts(trace))
 
 
 def _format_frames(frames: traceback.StackSummary) -> list[str]:
@@ -186,7 +196,7 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
     return {
         "forward_mode": str(getattr(batch, "forward_mode", None)),
         "size": len(requests),
-        "request_ids": [str(getattr(request, "rid", "")) for request in requests[:_MAX_REQUESTS]],
+        "request_ids": [short_rid(getattr(request, "rid", "")) for request in requests[:_MAX_REQUESTS]],
         "forward_count": getattr(scheduler, "forward_ct", None),
     }
 
@@ -247,11 +257,29 @@ def _first_of(owner: Any, names: Iterable[str]) -> Any:
 def _at_hand(trace: TracebackType | None) -> Iterator[str]:
     for frame in _frames(trace):
         for value in list(frame.values()):
-            # What an object computes when it is asked might raise.
-            fields = getattr(value, "__dict__", None)
-            if type(fields) is dict and not isinstance(value, (type, ModuleType)):
-                for name in _TEXTS:
-                    yield from _texts(fields.get(name))
+            found: list[str] = []
+            # Such as a proxy of what is gone raises whatever it is asked.
+            with contextlib.suppress(Exception):
+                found = _texts_of(value)
+                batch = _fields_of(value).get("batch")
+                for one in batch[:_MAX_PROMPTS] if isinstance(batch, list) else ():
+                    found += _texts_of(one)
+            yield from found
+
+
+def _texts_of(value: Any) -> list[str]:
+    fields = _fields_of(value)
+    return [text for name in _TEXTS for text in _texts(fields.get(name))]
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields that an object has, none that it computes; those of a msgspec.Struct as far as they count."""
+    if isinstance(value, (type, ModuleType)):
+        return {}
+    names = getattr(type(value), "__struct_fields__", ())
+    fields = getattr(value, "__dict__", None)
+    its = {name: getattr(value, name) for name in (*_TEXTS, "batch") if name in names}
+    return its | (fields if type(fields) is dict else {})
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -32,6 +32,8 @@ READY_SECS = 20.0
 _EXIT_SECS = 3.0
 _MAX_BYTES = 1 << 16
 _CORE_FILE = "CUDA_COREDUMP_FILE"
+#: What the crash handler of this process was given, and what it made of that.
+_kept: dict[str, Any] = {}
 #: Held by the thread that starts one; a child that is forked meanwhile has one of its own.
 _claim = threading.Lock()
 
@@ -69,14 +71,16 @@ def _start_unless_there(crash_folder: str | None) -> None:
     socket_path = settings.socket_of(os.getpid())
     assert socket_path is not None
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and protocol.is_reachable(str(socket_path)):
+        _keep(crash_folder)
         return
     if unknown := settings.unknown_variables(os.environ):
         logger.warning("crash kit: variables that this version does not know have no effect: %s", ", ".join(unknown))
     # Those that are set already are of the server which started this one.
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
         os.environ.pop(name, None)
+    folder = str(Path(crash_folder).absolute()) if crash_folder else None
     try:
-        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path)
+        answer = _start(folder, socket_path)
     except (OSError, CrashkitError, subprocess.SubprocessError) as error:
         logger.warning("crash kit: no crash handler, so a crash of this server leaves no incident: %s", error)
         return
@@ -84,15 +88,28 @@ def _start_unless_there(crash_folder: str | None) -> None:
         logger.warning("crash kit: %s", warning)
     os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
     os.environ[settings.SPOOL_VARIABLE] = answer["spool"]
-    if answer["core_file"]:
-        note_changed(_CORE_FILE, answer["core_file"])
-    if answer["flight_folder"]:
-        note_changed(settings.FLIGHT_VARIABLE, answer["flight_folder"])
-    else:
-        os.environ.pop(settings.FLIGHT_VARIABLE, None)
+    _kept.clear()
+    _kept.update({name: answer[name] for name in ("core_file", "flight_folder")}, crash_folder=folder)
+    _keep(crash_folder)
     atexit.unregister(announce_exit)
     atexit.register(announce_exit)
     logger.info("crash kit: incidents of this server go to %s", Path(answer["host_folder"]) / "incidents")
+
+
+def _keep(crash_folder: str | None) -> None:
+    """Have GPU cores and flight recorders go where the crash handler of this process looks for them.
+
+    A program that launches a second server with another crash folder has one crash handler, and is told so.
+    """
+    if crash_folder and _kept.get("crash_folder") not in (None, str(Path(crash_folder).absolute())):
+        told = "crash kit: incidents of this program go to %s, as of its first server, and not to %s"
+        logger.warning(told, _kept["crash_folder"], crash_folder)
+    if _kept.get("core_file"):
+        note_changed(_CORE_FILE, _kept["core_file"])
+    if _kept.get("flight_folder"):
+        note_changed(settings.FLIGHT_VARIABLE, _kept["flight_folder"])
+    else:
+        os.environ.pop(settings.FLIGHT_VARIABLE, None)
 
 
 @never_raises

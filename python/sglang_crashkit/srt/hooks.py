@@ -260,6 +260,7 @@ def say_line(text: str) -> None:
 def shorten(filename: str) -> str:
     """Return the path relative to the longest folder of ``sys.path`` that holds it, as it is where none does."""
     # The longest entry: a checkout on the path may hold the environment that the module is installed in.
-    roots = (root.rstrip("/") + "/" for root in sys.path if root)
+    # What is no text there, Python itself passes over.
+    roots = (root.rstrip("/") + "/" for root in sys.path if isinstance(root, str) and root)
     longest = max((root for root in roots if filename.startswith(root)), key=len, default="")
     return filename[len(longest) :]

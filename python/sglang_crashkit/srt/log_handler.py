@@ -108,10 +108,15 @@ def _shorten(text: str, most: int, head: int) -> str:
 
 def _without_words(text: str, error: BaseException | None) -> str:
     for link in islice(chain_of(error), _MAX_CHAIN):
-        # Its texts alone: to write a tensor would wait for the GPU.
-        for words in link.args:
-            if isinstance(words, str) and len(words) >= _MIN_WORDS:
-                text = text.replace(words, REDACTED)
+        said = [words for words in link.args if isinstance(words, str)]
+        # To write a tensor would wait for the GPU.
+        if all(isinstance(one, (str, int, float, bytes, type(None))) for one in link.args):
+            with contextlib.suppress(Exception):
+                said = [str(link), *said]
+        for words in said:
+            for form in (words, repr(words)[1:-1]):
+                if len(form) >= _MIN_WORDS:
+                    text = text.replace(form, REDACTED)
     return text
 
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import operator
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import compress
@@ -62,6 +61,8 @@ _WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
 
 #: What a client chose as a number may have any length.
 _MAX_BITS = 64
+#: So many ids of a set are put in order.
+_MAX_SORTED = 4096
 _MAX_ERROR = 200
 
 #: Of the few classes of requests that there are.
@@ -260,8 +261,6 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
                 room -= weight
                 fields[name] = value
     text, input_ids = values.get("text", values.get("input_text")), values.get("input_ids")
-    if isinstance(input_ids, array):
-        input_ids = input_ids.tolist()
     if values.get("no_logs"):
         omitted |= {name: _WITHHELD for name in ("text", "input_ids") if values.get(name) is not None}
         text = input_ids = None
@@ -289,7 +288,10 @@ def _sampling_of(sampling: Any) -> dict[str, Any]:
     defaults = _defaults[kind]
     said = {name: value for name, value in _values_of(sampling).items() if value != defaults.get(name)}
     kept = {name.removesuffix("_strs"): value for name, value in said.items() if name not in _DERIVED}
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in kept.items()}
+    return {
+        name: (sorted(value) if len(value) <= _MAX_SORTED else describe(value)) if isinstance(value, set) else value
+        for name, value in kept.items()
+    }
 
 
 def _defaults_of(kind: type) -> dict[str, Any]:

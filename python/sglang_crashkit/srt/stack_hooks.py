@@ -195,7 +195,8 @@ def _install(*, takes_over: bool) -> None:
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
     main_thread = threading.main_thread().ident or 0
-    hooks = StackHooks(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path))
+    path = tuple(root for root in sys.path if isinstance(root, str))
+    hooks = StackHooks(stat.pid, stat.start_ticks, main_thread, state.signal, path)
     describe(folder, hooks)
 
 

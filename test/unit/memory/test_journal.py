@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import operator
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +99,26 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=10,
 )
+
+
+def test_a_clock_that_is_set_back_hides_no_request(writer: JournalWriter, clock: Clock) -> None:
+    clock.now = 10_000.0
+    writer.end(writer.begin({"rid": "before"}), finished=True)
+    clock.now -= 3600.0
+    for number in range(3):
+        writer.end(writer.begin({"rid": f"after-{number}"}), finished=True)
+        clock.now += 1.0
+    assert rids(writer.fd, ended=True) == ["after-2", "after-1", "after-0", "before"]
+    assert JournalReader(writer.fd).latest == clock.now - 1.0
+
+
+def test_ids_in_an_array_are_kept_as_those_in_a_list() -> None:
+    ids = range(MAX_IDS + 2)
+    of_list, of_array = (encode_begin(1, 1.0, {}, None, kind, 1 << 20) for kind in ([*ids], array("q", ids)))
+    assert of_list == of_array
+    assert decode_request(of_array)["truncated"]["input_ids"]["of"] == MAX_IDS + 2
+
+
 #: A short text many times over: one that is drawn whole is more than hypothesis wants to draw.
 long_texts = st.builds(operator.mul, st.text(min_size=1, max_size=8), st.integers(700, 6000))
 names = texts.filter(lambda name: name not in ("omitted", "text", "input_ids"))

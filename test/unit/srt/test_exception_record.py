@@ -3,14 +3,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_crashkit.settings import SPOOL_VARIABLE
@@ -194,8 +197,53 @@ def test_a_message_is_cut_before_it_is_searched(
     monkeypatch.setattr(exception_record, "redact", searching)
     hit(ValueError("7" * 100_000))
     listener.heard()
-    assert [len(text) for text in searched] == [exception_record.MAX_MESSAGE, exception_record.MAX_PRINTED]
+    assert [len(text) for text in searched] == [exception_record.MAX_PRINTED, exception_record.MAX_PRINTED]
     assert len(read_record(short_folder)["message"]) == exception_record.MAX_MESSAGE
+
+
+def test_no_part_of_a_secret_is_left_at_the_end_of_a_message(listener: Listener, short_folder: Path) -> None:
+    secret, args = "correct-horse-battery-staple", SimpleNamespace(api_key="correct-horse-battery-staple")
+    message = "x" * (exception_record.MAX_MESSAGE - len("ValueError: ") - 20) + f" {secret}"
+    hit(ValueError(message), server_args=args)
+    listener.heard()
+    assert "correct-horse" not in json.dumps(read_record(short_folder))
+
+
+def test_ids_that_clients_made_long_are_short_in_a_record(listener: Listener, short_folder: Path) -> None:
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="r" * 1_000_000, prompt=None)] * 64)
+    hit(ValueError("odd"), cur_batch=batch)
+    listener.heard()
+    assert len(json.dumps(read_record(short_folder))) < 100_000
+
+
+def test_odd_entries_of_the_path_silence_no_rank(
+    listener: Listener, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [Path("/opt/program"), None, *sys.path])
+    hit(ValueError("odd"))
+    assert listener.heard()["message"] == "ValueError: odd"
+    assert read_record(short_folder)["message"] == "ValueError: odd"
+
+
+#: Raises in a program that has no title, and says how many arguments it has afterwards.
+ARGUMENTS = """
+import sys
+from pathlib import Path
+from sglang_crashkit.srt.exception_record import write_record
+def arguments(): return len(Path("/proc/self/cmdline").read_bytes().split(b"\\0"))
+before = arguments()
+try: raise ValueError
+except ValueError as error: told = write_record(error, "exception")
+print(before, arguments(), told["record"])
+"""
+
+
+def test_a_record_leaves_the_command_line_as_it_is(short_folder: Path) -> None:
+    environ = os.environ | {SPOOL_VARIABLE: str(short_folder / "spool")}
+    command = [sys.executable, "-c", ARGUMENTS, "--port", "31234"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LONG, check=True)
+    before, after, record = done.stdout.split()
+    assert (before, Path(record).is_file()) == (after, True)
 
 
 def test_without_a_handler_nothing_is_written_and_nothing_waited_for(
@@ -296,6 +344,38 @@ def test_a_request_at_hand_has_a_prompt_too() -> None:
 
     asked = SimpleNamespace(input_text="tell me", text=None)
     assert find_prompts(trace_of(dispatch, asked, Awkward())) == ["tell me"]
+
+
+class Tokenized(msgspec.Struct):
+    """A request as a scheduler of later releases is sent it, which has no ``__dict__``."""
+
+    input_text: str
+
+
+class Batch(msgspec.Struct):
+    batch: list[Tokenized]
+
+
+def test_a_request_without_a_dictionary_at_hand_has_a_prompt_too() -> None:
+    class Gone:
+        pass
+
+    def dispatch(_proxy: object, _received: object, _batch: object) -> None:
+        raise ValueError("x")
+
+    batch = Batch([Tokenized("the third"), Tokenized("the fourth")])
+    found = find_prompts(trace_of(dispatch, weakref.proxy(Gone()), Tokenized("the second"), batch))
+    assert found == ["the second", "the third", "the fourth"]
+
+
+def test_where_prompts_cannot_be_looked_for_the_message_is_withheld(listener: Listener, short_folder: Path) -> None:
+    class Odd:
+        def __iter__(self) -> Any:
+            raise RuntimeError
+
+    hit(ValueError("tell me of the canary"), waiting_queue=Odd())
+    assert listener.heard()["message"] == "ValueError: <redacted>"
+    assert "canary" not in json.dumps(read_record(short_folder))
 
 
 def test_prompts_are_not_without_end() -> None:

@@ -30,7 +30,10 @@ engines = [threading.Thread(target=launch) for _ in range(int(os.environ.get("EN
 for engine in engines: engine.start()
 for engine in engines: engine.join()
 took = time.monotonic() - began
-environ = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
+if second := os.environ.get("SECOND"):
+    os.environ["CUDA_COREDUMP_FILE"] = f"{second}/%h/core"
+    handler_process.start(second)
+environ = {name: value for name, value in os.environ.items() if name.startswith(("SGLANG_", "CUDA_COREDUMP"))}
 print(json.dumps({"took": took, "pid": handler_pid(), "environ": environ}))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -126,6 +129,15 @@ def left_in(temporary: Path) -> list[str]:
     """Return what is left of a handler at work."""
     run = temporary / f"sglang-crashkit-{os.getuid()}" / "run"
     return [path.name for path in (*run.iterdir(), *temporary.glob("**/.spool-*"), *temporary.glob("**/.partial-*"))]
+
+
+def test_a_second_server_with_another_crash_folder_is_told_of_the_first(temporary: Path) -> None:
+    core = f"{temporary}/crash/%h/core"
+    with started(temporary, SECOND=str(temporary / "other"), CUDA_COREDUMP_FILE=core) as program:
+        said = f"WARNING crash kit: incidents of this program go to {temporary}/crash, as of its first server"
+        assert program.lines[1:] == [f"{said}, and not to {temporary}/other"]
+        assert program.environ["CUDA_COREDUMP_FILE"] == core
+    assert not (temporary / "other").exists()
 
 
 @pytest.mark.parametrize("python", ["", OLDER_SYSTEM], ids=["this Python", "an older system's"])

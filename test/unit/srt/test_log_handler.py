@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,27 @@ def test_unsearchable_prompts_cost_the_words_of_an_exception(handler: RingHandle
     first, second = (one.text for one in told(handler))
     assert first == "failed: <redacted>\nValueError: <redacted>\n"
     assert second == "Scheduler hit an exception: Traceback\nValueError: <redacted>"
+
+
+class SayingError(Exception):
+    """One whose words are no argument of it, as pydantic's are not."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def __str__(self) -> str:
+        return f"invalid: {self.words}"
+
+
+@pytest.mark.parametrize("error", [KeyError("sing of\nthe canary"), SayingError("sing of\nthe canary")])
+def test_the_words_of_an_exception_are_those_that_it_prints(handler: RingHandler, error: Exception) -> None:
+    handler.quotes = False
+    try:
+        raise error
+    except (KeyError, SayingError):
+        log(handler, f"Scheduler hit an exception: {traceback.format_exc()}")
+        log(handler, "failed: %s", error)
+    assert not any("canary" in one.text for one in told(handler))
 
 
 def test_one_that_fails_is_switched_off_with_one_warning(

@@ -127,9 +127,19 @@ def end_of(journal: JournalWriter) -> int:
 def test_a_request_for_a_scheduler_is_kept_by_the_names_that_a_client_gives(kind: Any, sampling: Any, ids: Any) -> None:
     request = kind(rid="a", input_text="Hello", input_ids=ids, sampling_params=sampling, stream=True)
     fields, text, input_ids = read_request(request)
-    assert (text, input_ids) == ("Hello", [1, 2])
+    assert (text, [*input_ids]) == ("Hello", [1, 2])
     sampling_params = {"max_new_tokens": 7, "stop": ["."], "stop_token_ids": [8, 9]}
     assert fields == {"kind": kind.__name__, "rid": "a", "sampling_params": sampling_params, "stream": True}
+
+
+def test_no_more_of_a_long_request_is_looked_at_than_is_kept() -> None:
+    ids = array("q", range(10**6))
+    sampling = SamplingParams(7, [], set(range(10**5)))
+    request = TokenizedGenerateReqInput(rid="a", input_text=None, input_ids=ids, sampling_params=sampling, stream=True)
+    fields, _text, input_ids = read_request(request)
+    # Not a number of it was made anew.
+    assert input_ids is ids
+    assert fields["sampling_params"]["stop_token_ids"] == "set of 100000"
 
 
 def test_an_engine_kept_after_its_end_has_no_journal(caplog: pytest.LogCaptureFixture) -> None:

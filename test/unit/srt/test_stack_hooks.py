@@ -73,6 +73,12 @@ def test_a_workers_files_are_private_and_not_inherited(runtime: Path) -> None:
             assert flags & os.O_APPEND
 
 
+def test_what_is_no_text_on_the_path_leaves_the_stacks_as_they_are(runtime: Path) -> None:
+    before = "import pathlib\nsys.path.insert(0, pathlib.Path('/opt/program'))\n"
+    with hooked(runtime, SLEEPER, before=before) as target:
+        assert "/opt/program" not in target.roots
+
+
 def test_stack_hooks_follow_a_new_crash_handler(runtime: Path) -> None:
     (runtime / "next").mkdir()
     again = "os.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\ninstall_in_worker()\n"

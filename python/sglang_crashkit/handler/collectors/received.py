@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from sglang_crashkit.model import incident, lenient
 from sglang_crashkit.model.incident import MAX_RIDS, Divergence, Evidence, EvidenceKind, Incident, InStep, iso_time
 from sglang_crashkit.model.step import PHASES, Step
 from sglang_crashkit.protocol import Message
-from sglang_crashkit.redact import redact_prompts, redact_text, secrets_of_arguments
+from sglang_crashkit.redact import redact_command, redact_prompts, redact_text, secrets_of_arguments
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -479,9 +478,7 @@ class ServerEnvironment:
         started = procfs.started_at(root.handle.start_ticks)
         living = [process for process in tree.alive() if process.matters]
         pieces: dict[str, Callable[[], Any]] = {
-            "command_line": lambda: (
-                told.get("command_line") or redact_text(shlex.join(words), secrets_of_arguments(words))
-            ),
+            "command_line": lambda: told.get("command_line") or redact_command(words, secrets_of_arguments(words)),
             "model": lambda: arguments.get("model_path"),
             "parallel": lambda: {name: value for name, value in sizes.items() if type(value) is int},
             "versions": lambda: known | ({"driver": driver} if (driver := environment.read_driver()) else {}),

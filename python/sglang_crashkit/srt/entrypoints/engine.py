@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -16,11 +15,12 @@ from typing import Any
 from sglang_crashkit.capture.environment import read_versions
 from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.memory.ring import write_blob
+from sglang_crashkit.redact import redact_command
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, note_failure, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
-from sglang_crashkit.srt.redaction import fields_of, redact, redacted_fields
+from sglang_crashkit.srt.redaction import fields_of, known_secrets, redact, redacted_fields
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.stack_hooks import install_in_server
 from sglang_crashkit.srt.startup import Startup, StartupError
@@ -232,7 +232,7 @@ def _tell_environment(*, ready: bool) -> None:
     # Where it is not there the fields themselves are resolved.
     resolve = getattr(_server_args, "resolved_dict", None)
     facts = {
-        "command_line": redact(shlex.join(sys.orig_argv), _server_args),
+        "command_line": redact_command(sys.orig_argv, known_secrets(_server_args)),
         "arguments": redacted_fields(resolve() if callable(resolve) else fields_of(_server_args)),
         "versions": _versions(),
     }

@@ -22,7 +22,7 @@ from sglang_crashkit.kernel.private_files import OwnFolder, create_private, make
 from sglang_crashkit.kernel.procfs import server_key
 from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
+from sglang_crashkit.srt.exception_record import MAX_MESSAGE, MAX_PRINTED, prompts_of, tell_exception
 from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, notify
 from sglang_crashkit.srt.managers.loop_heartbeat import start_loop_heartbeat
 from sglang_crashkit.srt.redaction import redact, redact_dump
@@ -264,7 +264,9 @@ def _without_upstream_diagnostics() -> Iterator[None]:
 def _await_incident(manager: Any, outcome: dict[str, Any]) -> None:
     if "error" in outcome:
         configuration = getattr(manager, "server_args", None)
-        outcome["error"] = redact(outcome["error"], configuration, prompts=prompts_of(manager))
+        # A message to the crash handler has a bound.
+        error = redact(outcome["error"][:MAX_PRINTED], configuration, prompts=prompts_of(manager))
+        outcome["error"] = error[:MAX_MESSAGE]
     outcome["path"] = getattr(manager, _SAVED, None)
     if outcome["path"] is None and not getattr(manager, "crash_dump_folder", None):
         outcome["reason"] = "the server was started without --crash-dump-folder"

@@ -109,6 +109,14 @@ def test_an_error_of_the_dump_is_told_without_secrets(
     assert "the requests could not be saved" in caplog.text
 
 
+def test_a_long_error_of_the_dump_is_told_as_far_as_a_message_has_room(listener: Listener, tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    manager.error = ValueError("x" * 1_000_000)
+    assert manager.dump_requests_before_crash() is None
+    listener.heard()
+    assert len(listener.heard()["error"]) == 4000
+
+
 def test_without_a_crash_folder_the_reason_is_told(listener: Listener) -> None:
     Manager(None).dump_requests_before_crash()
     listener.heard()
