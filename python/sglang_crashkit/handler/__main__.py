@@ -107,11 +107,15 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
         return 0
     vanished = ""
     for folder in place.earlier():
-        for path in finish_abandoned(folder / "incidents", args.runtime.parent, settings.disk):
-            logger.info("incident %s of a killed crash handler is finished", path)
-            if (name := parse_name(path.name)) is not None and name.kind == VANISHED:
-                vanished = f"an earlier server of this host ended without a word: incident {path}"
-        handler.session.commands.catch_up(folder / "incidents")
+        try:
+            for path in finish_abandoned(folder / "incidents", args.runtime.parent, settings.disk):
+                logger.info("incident %s of a killed crash handler is finished", path)
+                if (name := parse_name(path.name)) is not None and name.kind == VANISHED:
+                    vanished = f"an earlier server of this host ended without a word: incident {path}"
+            handler.session.commands.catch_up(folder / "incidents")
+        except Exception:
+            # Whatever another handler left, this server is watched.
+            logger.exception("what earlier crash handlers left in %s stays as it is", folder)
     remove_runtime_folders(args.runtime.parent)
     handler.history = [
         line for line in (vanished, recent_crashes(place.host_folder / "incidents"), left_by_others()) if line

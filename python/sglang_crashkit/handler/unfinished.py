@@ -15,6 +15,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
@@ -23,6 +24,7 @@ from sglang_crashkit.incident.judging import explain, judge, read_log
 from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS, VANISHED, Marker, incident_of, read_marker
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.kernel.private_files import (
     FolderLock,
     OwnFolder,
@@ -50,6 +52,8 @@ AGE_SECS = 10.0
 #: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
 _AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
 MAX_FINISHED, _MAX_FREE = 100, 1000
+#: The longest that one of them may take, and all together, in seconds. What is left then is tried at the next start.
+_EACH_SECS, _ALL_SECS = 5.0, 10.0
 #: An incident is written of so many servers of one host that vanished, the last ones.
 _MAX_VANISHED = 16
 
@@ -78,10 +82,11 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
     if opened is not None:
         partial = _own_folders(opened.path, MAX_FINISHED, PARTIAL, REMOVING)
         folders = [folder for folder in partial if parse_name(folder.name.removeprefix(REMOVING)) is not None]
-        finished += _finish_each([folder for folder in folders if not _is_empty(folder)], incidents)
+        end, empty = time.monotonic() + _ALL_SECS, [folder for folder in folders if _is_empty(folder)]
+        finished += _finish_each([folder for folder in folders if folder not in empty], incidents, end)
         finished += _take_markers(incidents, opened.path, run, limits)
         # Empty ones last: by now there is an incident of each server that vanished.
-        finished += _finish_each([folder for folder in folders if _is_empty(folder)], incidents)
+        finished += _finish_each(empty, incidents, end)
     for spool in _free_folders(incidents, SPOOL):
         # The record of an exception may be in it.
         if _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is not False:
@@ -90,14 +95,17 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
     return finished
 
 
-def _finish_each(folders: Sequence[Path], incidents: Path) -> Iterator[Path]:
+def _finish_each(folders: Sequence[Path], incidents: Path, end: float) -> Iterator[Path]:
     for folder in folders:
+        final, secs = incidents / folder.name.removeprefix(PARTIAL), min(_EACH_SECS, end - time.monotonic())
         try:
             if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
-            elif _finish(folder, final := incidents / folder.name.removeprefix(PARTIAL)):
+            # In a child, with a deadline: anybody may have written it, and a server waits to be watched. The way to it
+            # is by an open descriptor.
+            elif call_within(max(0.0, secs), partial(_finished, folder, final), keep=[int(folder.parent.name)]):
                 yield final
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
             logger.warning("the unfinished incident %s stays as it is: %s", incidents / folder.name, error)
 
 
@@ -127,7 +135,7 @@ def _take_markers(incidents: Path, opened: Path, run: Path | None, limits: DiskL
             with contextlib.suppress(OSError):
                 # The record of an exception may be in it.
                 spool.rmdir()
-        except (OSError, CrashkitError, ValueError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one of them, the others have theirs
             logger.warning("of the server whose marker is in %s there is no incident: %s", spool.name, error)
         finally:
             lock.release()
@@ -191,6 +199,10 @@ def _is_of_a_dead_server(key: str) -> bool | None:
         return None
     pid, start_ticks, namespace = map(int, numbers)
     return None if namespace != procfs.own_namespace() else not procfs.is_running(pid, start_ticks)
+
+
+def _finished(folder: Path, final: Path) -> bytes:
+    return b"finished" if _finish(folder, final) else b""
 
 
 def _finish(folder: Path, final: Path) -> bool:

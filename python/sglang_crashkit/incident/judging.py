@@ -95,7 +95,11 @@ def read_log(folder: Path) -> Incident | None:
         incident = incident_in_log(folder)
     except OSError:
         return None
-    incident.verdict = judge(incident, folder)
+    try:
+        incident.verdict = judge(incident, folder)
+    except Exception as error:
+        # What it says is worth more than what follows from it.
+        logger.error("the log in %s cannot be judged", folder, exc_info=error)
     return incident
 
 
@@ -265,7 +269,7 @@ def _judge_hang(
     silent = dict.fromkeys(event.pid for event in ordered if event.kind == "hang")
     told = [*_silences(incident, ordered), *_compared(incident, of_hang=True), *_on_gpus(incident), *lost]
     trigger = incident.trigger
-    reason = told[0] if ordered else f"The health check of {trigger.title} (pid {trigger.pid}) had failed."
+    reason = told[0] if ordered and told else f"The health check of {trigger.title} (pid {trigger.pid}) had failed."
     # A watchdog speaks of its own rank only, and that of a stopped rank is stopped with it.
     alone = incident.process(next(iter(silent))) if len(silent) == 1 else None
     failure = Failure(alone.pid, alone.title) if alone is not None else None

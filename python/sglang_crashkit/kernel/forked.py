@@ -73,16 +73,16 @@ def is_reaped(pid: int) -> bool:
 
 
 class ForkedCall:
-    """A child that does `work`, a function that returns bytes.
+    """A child that does `work`, a function that returns bytes, with the descriptors `keep` of this process's.
 
     Raises:
         OSError: there is no process, or no descriptor, to be had.
     """
 
-    def __init__(self, work: Callable[[], bytes]) -> None:
+    def __init__(self, work: Callable[[], bytes], keep: Sequence[int] = ()) -> None:
         self._pipe, theirs = os.pipe()
         try:
-            self.pid = fork_apart(partial(_answer, theirs, work), [theirs])
+            self.pid = fork_apart(partial(_answer, theirs, work), [theirs, *keep])
         except OSError:
             # At the limit of processes every descriptor is needed.
             os.close(self._pipe)
@@ -135,6 +135,6 @@ def _answer(descriptor: int, work: Callable[[], bytes]) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def call_within(secs: float, work: Callable[[], bytes], most: int = MAX_ANSWER) -> bytes:
-    """Return what `work` returns in a child; see `ForkedCall.wait`."""
-    return ForkedCall(work).wait(secs, most)
+def call_within(secs: float, work: Callable[[], bytes], most: int = MAX_ANSWER, keep: Sequence[int] = ()) -> bytes:
+    """Return what `work` returns in a child; see `ForkedCall` and its `wait`."""
+    return ForkedCall(work, keep).wait(secs, most)

@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from itertools import islice
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -14,6 +16,8 @@ import msgspec
 from sglang_crashkit.model.checked_json import writable
 
 _Kind = TypeVar("_Kind")
+#: Of a list with a part that does not fit, so many are looked at one by one.
+_MAX_PARTS = 20_000
 #: What stands for a required value that is missing or has another form.
 _EMPTY: dict[object, Callable[[], Any]] = {str: str, int: int, float: float, list: list, dict: dict, bool: bool}
 
@@ -77,7 +81,7 @@ def _convert(value: object, kind: Any) -> Any:
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
         told = {}
-        for field in msgspec.structs.fields(kind):
+        for field in _fields(kind):
             if field.required:
                 told[field.name] = _required(value.get(field.encode_name), field.type)
             elif field.encode_name in value:
@@ -85,14 +89,20 @@ def _convert(value: object, kind: Any) -> Any:
                     told[field.name] = _convert(value[field.encode_name], field.type)
         return kind(**told)
     if origin is list and isinstance(value, list):
-        return [one for part in value for one in _kept(part, arguments[0])]
+        return [one for part in value[:_MAX_PARTS] for one in _kept(part, arguments[0])]
     if origin is dict and isinstance(value, dict):
-        return {str(name): one for name, part in value.items() for one in _kept(part, arguments[1])}
+        parts = islice(value.items(), _MAX_PARTS)
+        return {str(name): one for name, part in parts for one in _kept(part, arguments[1])}
     for arm in arguments if origin in (Union, UnionType) else ():
         if arm is not NoneType:
             with suppress(msgspec.ValidationError):
                 return _convert(value, arm)
     raise msgspec.ValidationError(f"no {kind}: {value!r:.80}")
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
 
 
 def _kept(value: object, kind: Any) -> list[Any]:

@@ -210,8 +210,27 @@ def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
     assert all(found.finished and found.document for found in find_incidents(tmp_path))
 
 
+def test_what_one_of_them_holds_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # GIVEN the log of a hang that was cut off before it told of its processes, and one whose parts are so many that it
+    # would take minutes to look at each
+    failure = {"pid": 7, "seconds": 1.0, "kind": "hang", "message": "made no progress for 60 s"}
+    logs = [{"kind": "hang"}, {"failures": [failure]}], [{"kind": "killed"}, {"suspects": [{}] * 500_000}]
+    for number, log in enumerate(logs):
+        folder = abandon(tmp_path, processes=[REPORT], seconds=NOON + number)
+        lines = [{"id": folder.name[-8:]}, {"schema_version": 1}, *log]
+        (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        age(folder)
+    began = time.monotonic()
+    finish_abandoned(tmp_path)
+    assert time.monotonic() - began < LONG / 2
+    assert [found.finished for found in find_incidents(tmp_path)] == [True, True]
+    assert caplog.text == ""
+
+
 def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfinished, "AGE_SECS", 0.0)
+    # The process that is killed is the one that writes.
+    monkeypatch.setattr(unfinished, "call_within", lambda _secs, work, keep: work())
     step = 0
     while True:
         incidents = tmp_path / str(step)
