@@ -72,6 +72,8 @@ _MAX_BYTES = 60_000
 _QUEUE_FULL_SECS = 0.25
 #: The longest that a sender waits in all where it sets no other end, in seconds.
 MAX_SECS = 60.0
+#: The most digits of a whole number in a message.
+_MAX_DIGITS = 18
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _DESCRIPTOR = struct.Struct("i")
 _numbers = itertools.count()
@@ -325,11 +327,16 @@ def _folder_of(address: bytes | str) -> bytes:
     return os.path.dirname(os.fsencode(address))  # noqa: PTH120
 
 
+def _bounded(digits: str) -> int:
+    """Return a whole number, of a long one the longest that is of use: of what is far longer Python makes no text."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else 10**_MAX_DIGITS
+
+
 def _decode(data: bytes, pid: int | None, uid: int, address: bytes | str | None) -> Message | None:
     if pid is None or uid not in (os.geteuid(), 0):
         return None
     try:
-        fields = json.loads(data)
+        fields = json.loads(data, parse_int=_bounded)
     except (ValueError, RecursionError):
         return None
     if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):

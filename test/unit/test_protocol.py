@@ -61,6 +61,12 @@ def test_a_message_arrives_with_its_fields_and_the_senders_pid(path: str, mailbo
     assert message.fields == {"pid": 1, "text": "ü", "nothing": None, "path": "/x"}
 
 
+def test_a_vast_number_in_a_message_is_bounded(path: str, mailbox: Mailbox) -> None:
+    protocol.notify(path, "event", count=10**4000, less=-(10**4000), small=-7)
+    fields = receive_one(mailbox).fields
+    assert (fields["count"], fields["less"], fields["small"]) == (10**18, 10**18, -7)
+
+
 def test_a_silent_handler_ends_the_wait_at_its_time(path: str, mailbox: Mailbox) -> None:
     assert protocol.request(path, "event", 0.3) == {}
 

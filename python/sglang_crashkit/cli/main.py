@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import importlib
 import select
+import shlex
 import signal
 import sys
 import time
@@ -124,7 +125,8 @@ def _run(argv: Sequence[str]) -> int:
     guard_reads(GuardedReader())
     try:
         return int(load_command(args.command).run(args))
-    except CrashkitError as error:
+    except (CrashkitError, OSError) as raised:
+        error = raised if isinstance(raised, CrashkitError) else _of_the_system(raised)
         if getattr(args, "json", False):
             failure = {"error": error.message, "next": error.next_step}
             say_json(failure | {"exit_code": int(error.exit_code)})
@@ -135,6 +137,13 @@ def _run(argv: Sequence[str]) -> int:
         return int(ExitCode.INTERRUPTED)
     finally:
         guard_reads(None)
+
+
+def _of_the_system(error: OSError) -> CrashkitError:
+    """Return what the system refused as one error that names the thing."""
+    name = str(error.filename or "")
+    told = f"{name[:200]}: {error.strerror}" if name else str(error.strerror or error)
+    return CrashkitError(told, next_step=f"ls -ld {shlex.quote(name[:200])}" if name else None)
 
 
 class Terminated(KeyboardInterrupt):

@@ -285,7 +285,7 @@ class IncidentRun:
         try:
             self.folder.append(LOG, self._log.lines(self.incident))
             self._log.keep()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             # A finished one may have been removed by now.
             logger.warning("incident %s cannot be written for now: %s", self.path, error)
         self._is_stale = self.finished

@@ -150,6 +150,9 @@ class _Failures:
         self._is_loading = not case.is_started and any(one.name == "weights" for one in stages[-2:])
         self._exits = [one for one in case.events if isinstance(one, Exit)]
         self._raises = [one for one in case.events if isinstance(one, Raised)]  # in the order of their places
+        self._whole = {(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut}
+        inner = {frame.function for one in self._raises for error in one.chain for frame in error.frames}
+        self._raised_at_start = any(_pattern("start").search(name) for name in inner if name != "<module>")
         self._dumps = [one for one in case.events if isinstance(one, Stack) and one.fatal]
         on = [name for name in load("components") if is_switched_on(name, case.arguments)]
         self._on = ", ".join(on[:4])  # what the arguments switch on
@@ -279,8 +282,7 @@ class _Failures:
         chain = chain or [one for one in event.chain if one.type == "SystemExit" and one.text != "0"]
         # Another process may have raised the same, and its traceback is whole.
         likeness = event.error.type, event.error.frames[:1]
-        whole = [(one.error.type, one.error.frames[:1]) for one in self._raises if not one.is_cut]
-        has_twin = event.is_cut and event.error.frames and likeness in whole
+        has_twin = event.is_cut and event.error.frames and likeness in self._whole
         if not chain or self._is_outlived(event) or has_twin:
             return
         frames = [frame for error in chain for frame in error.frames]
@@ -416,8 +418,7 @@ class _Failures:
             return False
         if not frames and not self._case.is_started:
             # A line is of the phase that the exceptions beside it are of.
-            inner = (frame.function for one in self._raises for error in one.chain for frame in error.frames)
-            return not any(_pattern("start").search(name) for name in inner if name != "<module>")
+            return not self._raised_at_start
         return self._case.is_started or not frames or any(_pattern("serves").search(frame.file) for frame in frames)
 
     # -- lines

@@ -271,6 +271,12 @@ def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = 
         os.close(descriptor)
 
 
+def files_below(folder: Path, unread: list[OSError]) -> list[Path]:
+    """Return the regular files below a folder, in order; `unread` gets why folders in it cannot be looked into."""
+    walked = ((Path(at), names) for at, _folders, names in os.walk(folder, onerror=unread.append))
+    return sorted(path for at, names in walked for path in map(at.joinpath, names) if path.is_file())
+
+
 class FolderLock:
     """A lock on a folder among processes, once `acquire` says so; the kernel lets go of it when its holder ends.
 

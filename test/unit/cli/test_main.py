@@ -96,6 +96,14 @@ def test_an_error_has_its_status_and_names_the_next_step(
     assert document == {"error": "what happened", "next": "do this", "exit_code": status}
 
 
+@pytest.mark.parametrize("command", ["explain", "show", "bundle"])
+def test_what_the_system_refuses_is_one_error_that_names_the_thing(command: str, cli: Cli) -> None:
+    said = cli(command, f"./{'a' * 5000}/x", status=ExitCode.FAILED).err
+    assert "File name too long" in said
+    assert "\n  next: ls -ld " in said
+    assert "Traceback" not in said
+
+
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     def interrupt(_args: object) -> ExitCode:
         raise KeyboardInterrupt

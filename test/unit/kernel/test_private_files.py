@@ -16,6 +16,7 @@ from sglang_crashkit.kernel.private_files import (
     FifoError,
     FolderLock,
     create_private,
+    files_below,
     make_private_folder,
     read_regular,
     write_named,
@@ -218,3 +219,15 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert FolderLock(tmp_path).acquire(LONG) == "unsupported"
     assert len(descriptors()) <= before
+
+
+def test_files_below_a_folder_and_what_cannot_be_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("z", "a/b/x"):
+        (tmp_path / name).touch()
+    os.mkfifo(tmp_path / "pipe")
+    unread: list[OSError] = []
+    assert files_below(tmp_path, unread) == [tmp_path / "a/b/x", tmp_path / "z"]
+    assert unread == []
+    assert files_below(tmp_path / "gone", unread) == []
+    assert [Path(one.filename).name for one in unread] == ["gone"]

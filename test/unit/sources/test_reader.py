@@ -333,6 +333,45 @@ def test_what_is_cut_or_missing_is_told_and_the_rest_is_read(tmp_path: Path) -> 
     assert problems[1].message.startswith(f"{path} cannot be read to its end: ")
 
 
+REQUEST = "[2026-10-05 08:00:02] {}: obj=GenerateReqInput(rid='a1', text='{}', stream=False)\n"
+
+
+@pytest.mark.parametrize("head", ["Receive", "Finish", "Receive OpenAI"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "python invoked oom-killer",
+        "python[123]: segfault at 0 ip 0000 sp 0 error 4 in libcuda.so.1[7f00+1000]",
+        "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus",
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "Received sigterm. Shutting down",
+        "Killed",
+        'POST /generate HTTP/1.1" 500 Internal Server Error',
+        "server_args=ServerArgs(tp_size=64, nnodes=8)",
+    ],
+)
+def test_what_users_and_the_model_say_is_no_evidence(tmp_path: Path, head: str, words: str) -> None:
+    (tmp_path / "server.log").write_text(LOG.partition("[2026-10-05 08:00:02")[0] + REQUEST.format(head, words))
+    events = [one for one in read([tmp_path / "server.log"]) if not isinstance(one, Progress)]
+    assert [type(one) for one in events] in ([], [Line])
+    assert not any(words[:12] in one.text for one in events)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Name:  pod-a\nContainers:\n    Last State: Terminated\n      Reason: Error\n      Exit Code: --5\n",
+        "index, memory.used [MiB], utilization.gpu [%]\n\u00b2, 5 MiB, 3 %\n",
+        "NAME READY STATUS RESTARTS AGE\npod-a 1/1 Running " + "9" * 5000 + " 5d\n",
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" + "9" * 5000 + ", OpType=ALLREDUCE)\n",
+    ],
+)
+def test_odd_numbers_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "odd.txt").write_text(text)
+    (tmp_path / "server.log").write_text(LOG)
+    assert any(isinstance(one, Raised) for one in read([tmp_path / "odd.txt", tmp_path / "server.log"]))
+
+
 def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "empty.log"
     path.touch()

@@ -7,6 +7,7 @@ import fnmatch
 import io
 import json
 import os
+import re
 import shlex
 import tarfile
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ _DOCUMENT = "incident.json"
 _ZSTD = ".tar.zst"
 _LEVEL = 10
 _MAX_TOLD = 5
+#: Steps that have words of a message or a log, in a form of their own.
+_QUOTING = re.compile(r"/issues\?q=|said right before it: |goes on after what it says")
 _EXAMPLES = """\
 examples:
   sglang-crashkit bundle 0123abcd --no-prompts
@@ -159,7 +162,7 @@ def _without(value: Any, messages: list[str]) -> Any:
     if isinstance(value, dict):
         return {name: _without(one, messages) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without(one, messages) for one in value]
+        return [_without(one, messages) for one in value if not (isinstance(one, str) and _QUOTING.search(one))]
     for message in messages if isinstance(value, str) else ():
         kind, colon, words = message.partition(": ")
         value = value.replace(message, f"{kind}: {REDACTED}" if colon else REDACTED)

@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     below, others = incidents_below(path for path in paths if path not in incidents and path.is_dir())
     # What else a host's folder holds is in its incidents.
     hosts = {path.parent.parent if path.parent.name == "incidents" else path for path in below}
-    texts = [text for path in paths if path not in incidents for text in _texts_in(path, hosts)]
+    problems: list[CrashkitError] = []
+    texts = [text for path in paths if path not in incidents for text in _texts_in(path, hosts, problems)]
     incidents += below
     if others:
         say_text(f"sglang-crashkit explain: {others} older incidents there are not read", error=True)
     events = [event for path in incidents for event in read_incident(path)]
-    problems: list[CrashkitError] = []
     logs = [log for path in incidents for log in logs_of(path)]
     case = case_of([*events, *read(texts, problems, _show_progress, beside=logs)])
     say_progress("")
@@ -108,11 +108,17 @@ def run(args: argparse.Namespace) -> ExitCode:
     return ExitCode.PARTIAL if problems else ExitCode.DONE
 
 
-def _texts_in(path: Path, hosts: set[Path]) -> list[Path]:
+def _texts_in(path: Path, hosts: set[Path], problems: list[CrashkitError]) -> list[Path]:
     """Return what is to be read as text of a path that may hold the crash folders of hosts."""
     if not any(host.is_relative_to(path) for host in hosts):
         return [path]
-    return [file for file in sorted(path.rglob("*")) if file.is_file() and hosts.isdisjoint(file.parents)]
+    from sglang_crashkit.kernel.private_files import files_below
+    from sglang_crashkit.sources.text.reader import unread_folder
+
+    unread: list[OSError] = []
+    found = [file for file in files_below(path, unread) if hosts.isdisjoint(file.parents)]
+    problems += map(unread_folder, unread)
+    return found
 
 
 def _show_progress(path: Path, size: int) -> None:

@@ -18,7 +18,8 @@ _EVENT = re.compile(
     r"|\S+(?P<seen> \(x\d+ over \S+\))? +\S+) +(?P<text>\S.{0,600})$"
 )
 _EVENTS = re.compile(r" *(?:LAST SEEN +TYPE +REASON|Type +Reason +Age)\b")
-_ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d+)(?: \([^)]*\))? +\S+")
+_ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d{1,9})(?: \([^)]*\))? +\S+")
+_WHOLE = re.compile(r"-?\d{1,9}", re.ASCII)
 _GPU_HEAD = re.compile(
     r"\| {1,8}(\d{1,3}) {1,8}(\S.{1,40}?) {1,40}(?:On|Off|N/A) {0,12}\|"
     r"(?: {0,8}(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
@@ -71,9 +72,9 @@ def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
                     state = value
                 is_telling = section == "Last State" or value in ("OOMKilled", "Error")
                 reason = value if is_telling and reason != "Evicted" else reason
-            elif field == "Exit Code" and value.lstrip("-").isdigit():
+            elif field == "Exit Code" and _WHOLE.fullmatch(value):
                 code = int(value)
-            elif field == "Restart Count" and value.isdigit():
+            elif field == "Restart Count" and _WHOLE.fullmatch(value):
                 restarts = int(value)
         elif match := _EVENT.match(line):
             name = name or match["object"] or "a pod"
@@ -144,7 +145,7 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
         elif len(cells) == len(names):
             told = dict(zip(names, cells, strict=True))
             # Without that column each row is another GPU's.
-            if (index := told.get("index", str(len(found)))).isdigit():
+            if _WHOLE.fullmatch(index := told.get("index", str(len(found)))):
                 use = told.get("utilization.gpu", "").removesuffix("%").strip()
                 columns = ("memory.used", "memory.total", "power.draw", "power.limit")
                 cells = [told.get(name, "").partition(" ")[0] for name in columns]
@@ -152,7 +153,7 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
                 # The address is ``00000000:9C:00.0``.
                 found[int(index)] = Gpu(
                     index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
-                    used_mb=sizes[0], total_mb=sizes[1], use=float(use) if use.isdigit() else -1.0,
+                    used_mb=sizes[0], total_mb=sizes[1], use=float(use) if _WHOLE.fullmatch(use) else -1.0,
                     watts=sizes[2] or -1.0, most_watts=sizes[3] or -1.0, driver=told.get("driver_version", ""),
                 )  # fmt: skip
     yield from found.values()
@@ -167,12 +168,12 @@ def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
         if match := _GPU_HEAD.match(line):
             fault = "ERR!" if "ERR!" in line else ""
             cell = line.rstrip(" |").rpartition("|")[2].strip()
-            if cell.isdigit() and int(cell) > 0:
+            if _WHOLE.fullmatch(cell) and int(cell) > 0:
                 fault = f"{cell} uncorrectable errors"
             pending = (int(match[1]), match[2].strip(), fault, (match[3] or "").lower())
         elif pending is not None and (match := _GPU_USE.match(line)):
             index, name, fault, bus = pending
-            use = float(match[5]) if match[5].isdigit() else -1.0
+            use = float(match[5]) if _WHOLE.fullmatch(match[5]) else -1.0
             yield Gpu(
                 index=index, bus=bus, name=name, used_mb=float(match[3]), total_mb=float(match[4]), use=use,
                 watts=float(match["watts"] or -1), most_watts=float(match["most"] or -1),

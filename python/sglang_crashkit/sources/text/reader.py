@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import gzip
 import io
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
-from sglang_crashkit.kernel.private_files import open_regular
+from sglang_crashkit.kernel.private_files import files_below, open_regular
 from sglang_crashkit.model.event import (
     AnyEvent,
     Arguments,
@@ -52,6 +53,8 @@ from sglang_crashkit.sources.text import (
 from sglang_crashkit.sources.text.carriers import MAX_LINE, Carried, Carrier, kernel_time, seconds
 
 _RANKS = r"(?:PP|DP|TP|EP|ATTN_CP|MOE_DP|ATTN_TP|CP|EDP)\d{1,5}"
+#: What --log-requests prints of a request, before what users and the model said in it.
+_REQUEST = re.compile(r"(?:Receive(?: OpenAI)?|Finish): obj=\w{0,80}(?:\(rid='?[\w-]{0,80})?")
 _OWN = re.compile(
     r"\[(?P<at>(?:(?:\d{4}-)?\d\d-\d\d )?\d\d:\d\d:\d\d)(?:[,.]\d{1,6})?(?P<who> [^\]\[]{1,60})?\] ?"
     r"(?:\[\w{1,60}\.py:\d{1,6}\] ?)?(?:\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\]:? ?)?"
@@ -90,7 +93,7 @@ _BETWEEN_LINES = re.compile(r"\n|(?<=(?:it/s|s/it)\])(?=\[\d{4}-\d\d-\d\d )")
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _WORK = re.compile(
-    r"SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)(?:, NumelIn=(?P<sizes>\d+))?.{0,120}?"
+    r"SeqNum=(?P<number>\d{1,18}), OpType=(?P<operation>\w+)(?:, NumelIn=(?P<sizes>\d+))?.{0,120}?"
     r"ran for (?P<ms>\d+) milliseconds"
 )
 _GROUP = re.compile(r"PG (?:ID|GUID) (\S{1,60})(?:[^\]]{0,80} Rank (\d{1,5})\])?")
@@ -163,7 +166,7 @@ def read(
     met: list[CrashkitError] = []
     for path, is_named in [*((path, True) for path in paths), *((path, False) for path in beside)]:
         try:
-            files = list(_files(path, is_named=is_named))
+            files = list(_files(path, met, is_named=is_named))
         except NothingToDoError as error:
             met.append(error)
             continue
@@ -184,13 +187,19 @@ def read(
     yield from _placed(readers)
 
 
-def _files(path: Path, *, is_named: bool) -> Iterator[tuple[Path, bool]]:
+def unread_folder(error: OSError) -> CrashkitError:
+    """Return that a folder cannot be looked into."""
+    return CrashkitError(f"{error.filename} cannot be read: {error.strerror}", next_step=f"ls -ld {error.filename}")
+
+
+def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[tuple[Path, bool]]:
     """Yield the files that a path stands for, and of each whether it is a pipe, whose end is waited for."""
     if str(path) == "-":
         yield path, True
     elif path.is_dir():
-        regular = [one for one in sorted(path.rglob("*")) if one.is_file()]
-        yield from ((one, False) for one in regular[:_MAX_FILES])
+        unread: list[OSError] = []
+        yield from ((one, False) for one in files_below(path, unread)[:_MAX_FILES])
+        met += map(unread_folder, unread)
     elif path.is_file():
         yield path, False
     elif is_named and path.is_fifo():
@@ -277,18 +286,21 @@ class _File:
 
     def read(self) -> None:
         """Read the file whole; what is in it is in `events` then."""
-        try:
-            with self._open() as opened:
-                head = self._some(opened, 1 << 16)
-                if not self._special(head, opened):
-                    self._read_lines(head, opened)
-        except OSError as error:
-            self.broken = error
-        self._end()
+        for step in (self._read_all, self._end):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - what is odd in one file costs no other file
+                self.broken = self.broken or error
         if self.broken is not None:
             why = getattr(self.broken, "strerror", None) or self.broken
             much = " to its end" if self.understood else ""
             raise CrashkitError(f"{self.path} cannot be read{much}: {why}", next_step=f"ls -l {self.path}")
+
+    def _read_all(self) -> None:
+        with self._open() as opened:
+            head = self._some(opened, 1 << 16)
+            if not self._special(head, opened):
+                self._read_lines(head, opened)
 
     def _some(self, opened: BinaryIO, most: int) -> bytes:
         """Return the next bytes of the file, fewer at its end; of one that is cut off all that there is."""
@@ -308,6 +320,8 @@ class _File:
     def _open(self) -> Iterator[BinaryIO]:
         source: Any
         if str(self.path) == "-":
+            if sys.stdin is None:
+                raise OSError(errno.EBADF, "the standard input is closed")
             source = io.BufferedReader(sys.stdin.buffer)
         else:
             # A file may be another one by now than it was when it was found.
@@ -493,7 +507,8 @@ class _File:
             # A stream without times, such as what srun says of its tasks, is beside the others.
             now = self.time
             stream.at = self.time = seconds(now.decode(errors="replace")) if isinstance(now, bytes) else now
-        if carried.is_kernel or kernel_lines.is_telling(text):
+        # What stands in a line of SGLang's own may be anybody's words.
+        if carried.is_kernel or (kernel_lines.is_telling(text) and not _OWN.match(text.lstrip())):
             self._kernel(carried, key, stream)
             return
         if stream.traceback is not None:
@@ -518,6 +533,7 @@ class _File:
             if stream.who and len(stream.names) < 2:
                 stream.names.add(stream.who)
             text = text[own.end() :]
+            text = request[0] if (request := _REQUEST.match(text)) else text
         elif other := _OTHER.match(text):
             if at := seconds(other[1]):
                 stream.at, stream.has_own_time = at, True

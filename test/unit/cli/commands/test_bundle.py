@@ -57,6 +57,9 @@ def test_without_prompts_nothing_that_may_hold_one_is_in_the_bundle(incident: Pa
     document["timeline"][0]["message"] = f"ValueError: {CANARY}"
     document["verdict"]["text"] = f"TP1 raised ValueError: {CANARY} TP0 is well."
     document["verdict"]["basis"] = [f"TP1 raised ValueError: {CANARY[:50]}..."]
+    # As explain has its words in an address.
+    query = "https://github.com/sgl-project/sglang/issues?q=ValueError+CANARY+quoted+and+second"
+    document["cause"] = {"class": "exception", "next_steps": ["wait", f"search upstream's issues: {query}"]}
     kept = {
         "environment.json": json.dumps({"command_line": "python -m x", "versions": {"torch": "2"}}),
         "stacks/scheduler_TP1-8.txt": "Process 8: x\n",
