@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,9 +87,18 @@ _PAIR = re.compile(
           (?:(?<=\\)(?P=sign)(?!\s?[)\]])(?:(?!(?P=sign))[^\n])*){0,8}(?P=sign))(?=\s?[)\]])""",
     re.VERBOSE,
 )
+#: Options, and names of variables, whose value is the next word: of a list as Python or JSON has it, and of YAML.
+_LISTED = tuple(
+    re.compile(rf"""(?P<head>{head})(?P<value>{value})""", re.MULTILINE)
+    for head, value in (
+        (r"""(?P<sign>["'])(?P<name>--?[A-Za-z][\w-]{0,100})(?P=sign),\s{0,4}(?P<quote>["'])""", "[^\"'\\n]+"),
+        (r"""^[ \t]{0,40}- ["']?(?P<name>--?[A-Za-z][\w-]{0,100})["']?[ \t]{0,4}\n[ \t]{0,40}- """, "[^\\n]+"),
+        (r"""\bname: {1,4}["']?(?P<name>[A-Za-z_]\w{0,100})["']?[ \t]{0,4}\n[ \t]{0,40}value: {1,4}""", "[^\\n]+"),
+    )
+)
 #: An option and the space or sign behind it, or a field (quoted or not) and the sign behind it.
 _NAMED = re.compile(
-    r"""(?<![\w.-])(?:(?P<option>--?[A-Za-z][\w-]{0,100})(?:=|[ ]{1,4})
+    r"""(?<![\w.-])(?:(?P<option>--?[A-Za-z][\w-]{0,100})(?:=|[ \t]{1,4})
       |(?P<field>[A-Za-z_][\w.-]{0,100})(?P<quoted>\\{0,3}["']?)\s{0,4}(?:=>?|:|->)\s{0,4})""",
     re.VERBOSE,
 )
@@ -132,6 +142,8 @@ def is_secret_name(name: str) -> bool:
     last, before = words[-1], words[-2:-1]
     if before and before[0] in _HARMLESS:
         return False
+    if before and last == "pass" and name.isupper():
+        return True
     return last in _LAST or bool(before and (last in _SELDOM or (last == "keys" and before[0] in _OF_KEYS)))
 
 
@@ -165,6 +177,8 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     if "asic" in text:
         text = _BASIC.sub(_without_credentials, text)
     text = _PAIR.sub(_without_second, text)
+    for listed in _LISTED:
+        text = listed.sub(lambda one: f"{one['head']}{REDACTED}" if is_secret_name(one["name"]) else one[0], text)
     parts, done = [], 0
     for match in _NAMED.finditer(text):
         # One whose own value has just been taken out is passed over.
@@ -243,11 +257,11 @@ def _has_secret_field(value: Any, is_users: bool, texts: list[str]) -> bool:
         if isinstance(one, str):
             texts.append(one)
         elif isinstance(one, (dict, list, tuple)):
-            if depth > _MAX_DEPTH or (not isinstance(one, dict) and _is_pair(one, is_users)):
+            if depth > _MAX_DEPTH or (not isinstance(one, dict) and _secret_places(one, is_users)):
                 return True
             if isinstance(one, dict):
                 texts += (name for name in one if isinstance(name, str))
-                if any(_is_secret_field(name, each, is_users) for name, each in one.items()):
+                if _is_variable(one) or any(_is_secret_field(name, each, is_users) for name, each in one.items()):
                     return True
                 one = one.values()
             rest += ((each, depth + 1) for each in one)
@@ -264,15 +278,12 @@ def _without_secrets(value: Any, is_users: bool, depth: int) -> Any:
     if isinstance(value, dict):
         return {
             redact_text(name) if isinstance(name, str) else name: REDACTED
-            if _is_secret_field(name, one, is_users)
+            if _is_secret_field(name, one, is_users) or (name == "value" and _is_variable(value))
             else _without_secrets(one, is_users, depth + 1)
             for name, one in value.items()
         }
-    return (
-        [value[0], REDACTED]
-        if _is_pair(value, is_users)
-        else [_without_secrets(one, is_users, depth + 1) for one in value]
-    )
+    places = _secret_places(value, is_users)
+    return [REDACTED if at in places else _without_secrets(one, is_users, depth + 1) for at, one in enumerate(value)]
 
 
 def _is_secret_field(name: object, value: object, is_users: bool) -> bool:
@@ -282,9 +293,22 @@ def _is_secret_field(name: object, value: object, is_users: bool) -> bool:
     return is_secret_name(name) and (is_users or name.lower() not in _AMBIGUOUS)
 
 
-def _is_pair(value: Sequence[Any], is_users: bool) -> bool:
-    """Say whether it is a header, or another name and its secret."""
-    return len(value) == 2 and isinstance(value[1], str) and _is_secret_field(value[0], value[1], is_users)
+def _secret_places(value: Sequence[Any], is_users: bool) -> set[int]:
+    """Return where a list has a secret: behind its name in a pair, such as a header, and behind an option."""
+    if len(value) == 2 and isinstance(value[1], str) and _is_secret_field(value[0], value[1], is_users):
+        return {1}
+    words = enumerate(itertools.pairwise(value), start=1)
+    return {
+        at
+        for at, (one, after) in words
+        if isinstance(one, str) and one[:1] == "-" and isinstance(after, str) and is_secret_name(one)
+    }
+
+
+def _is_variable(value: Mapping[str, Any]) -> bool:
+    """Say whether it is a secret variable as Kubernetes has it."""
+    name = value.get("name")
+    return isinstance(name, str) and isinstance(value.get("value"), str) and is_secret_name(name)
 
 
 def redact_prompts(text: str, prompts: Iterable[str]) -> str:

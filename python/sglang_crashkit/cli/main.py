@@ -12,6 +12,7 @@ import select
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
@@ -124,7 +125,8 @@ def _run(argv: Sequence[str]) -> int:
 
     guard_reads(GuardedReader())
     try:
-        return int(load_command(args.command).run(args))
+        with terminable():
+            return int(load_command(args.command).run(args))
     except (CrashkitError, OSError) as raised:
         error = raised if isinstance(raised, CrashkitError) else _of_the_system(raised)
         if getattr(args, "json", False):
@@ -132,9 +134,9 @@ def _run(argv: Sequence[str]) -> int:
             say_json(failure | {"exit_code": int(error.exit_code)})
         say_text(f"sglang-crashkit {args.command}: {error}", error=True)
         return int(error.exit_code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         say(f"sglang-crashkit {args.command}: interrupted", error=True)
-        return int(ExitCode.INTERRUPTED)
+        return int(ExitCode.TERMINATED if isinstance(error, Terminated) else ExitCode.INTERRUPTED)
     finally:
         guard_reads(None)
 
@@ -157,11 +159,13 @@ def terminable() -> Iterator[None]:
     def end(_signal: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, end) if is_main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

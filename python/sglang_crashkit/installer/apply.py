@@ -148,6 +148,9 @@ def _plan(target: State, tree: Tree, patches: PatchTree) -> _Plan:
     for folder in sorted({environment.dist_info, *(_staging_folder(change.path) for change in plan.changes)}):
         if not os.access(folder, os.W_OK | os.X_OK):
             raise _read_only(folder)
+    for folder in {file.parent for change in plan.changes for file in _bytecode_of(change.path)}:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _read_only(folder)
     return plan
 
 
@@ -246,12 +249,14 @@ def _carry_out(plan: _Plan) -> None:
             left_over.unlink()
     done = 0
     try:
-        _write(during, plan.during.dump())
+        # A new file is read by whom the others are.
+        sibling, beside = package / "__init__.py", dist_info / "METADATA"
+        _write(during, plan.during.dump(), like=beside)
         if plan.final is not None:
-            _write(final, plan.final.dump())
+            _write(final, plan.final.dump(), like=beside)
         for change, file in zip(plan.changes, staged, strict=True):
             if change.after is not None:
-                _write(file, change.after, like=change.path if change.path.exists() else None)
+                _write(file, change.after, like=change.path if change.path.exists() else sibling)
         try:
             during.replace(manifest)
             _sync([dist_info])
@@ -289,8 +294,9 @@ def _put_in_place(change: _Change, staged: Path) -> None:
     if change.after is None:
         change.path.unlink()
     else:
-        if not change.path.parent.is_dir():
-            change.path.parent.mkdir(parents=True)
+        for folder in reversed([*itertools.takewhile(lambda each: not each.is_dir(), change.path.parents)]):
+            folder.mkdir()
+            folder.chmod(stat.S_IMODE(folder.parent.stat().st_mode))
         staged.replace(change.path)
 
 
@@ -304,18 +310,29 @@ def _folders(path: Path, package: Path) -> Iterable[Path]:
     return itertools.takewhile(lambda folder: folder != package, path.parents)
 
 
-def _write(path: Path, data: bytes, *, like: Path | None = None) -> None:
-    """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it."""
+def _write(path: Path, data: bytes, *, like: Path) -> None:
+    """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it.
+
+    Raises:
+        RefusedError: somebody who may read `like` could not read it.
+    """
     with path.open("xb") as file:
         file.write(data)
         file.flush()
-        if like is not None:
-            wanted, own = like.stat(), os.fstat(file.fileno())
-            if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
-                # Without the privilege the writer owns the file, as with any installer.
-                with suppress(PermissionError):
-                    os.fchown(file.fileno(), wanted.st_uid, wanted.st_gid)
-            os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode))
+        wanted, own = like.stat(), os.fstat(file.fileno())
+        # Without the privilege the writer owns the file, as with any installer; the group may be one of his.
+        for uid in (wanted.st_uid, -1) if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid) else ():
+            with suppress(PermissionError):
+                os.fchown(file.fileno(), uid, wanted.st_gid)
+                break
+        os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode))
+        own = os.fstat(file.fileno())
+        is_group_kept = own.st_gid == wanted.st_gid or not wanted.st_mode & stat.S_IRGRP
+        if not wanted.st_mode & stat.S_IROTH and not (own.st_uid == wanted.st_uid and is_group_kept):
+            raise RefusedError(
+                f"{like} is of user {wanted.st_uid} and group {wanted.st_gid}, who could not read what took its place",
+                next_step="run the same command as that user",
+            )
         os.fsync(file.fileno())
 
 
@@ -335,9 +352,12 @@ def _remove_bytecode(path: Path) -> None:
     Python trusts one whose recorded time (in whole seconds) and size match the source, so one that was compiled from
     the other content could be taken for this one's.
     """
-    if path.suffix == ".py":
-        for compiled in sorted((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")):
-            compiled.unlink()
+    for compiled in _bytecode_of(path):
+        compiled.unlink()
+
+
+def _bytecode_of(path: Path) -> list[Path]:
+    return sorted((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")) if path.suffix == ".py" else []
 
 
 def _remove_empty_folders(path: Path, package: Path) -> None:

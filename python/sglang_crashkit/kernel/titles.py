@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 PREFIX = "sglang::"
-_RANK = re.compile(r"_(ATTN_CP|MOE_DP|DP|PP|TP|EP)(\d+)(?=_|$)")
+_RANK = re.compile(r"_(ATTN_CP|MOE_DP|DP|PP|TP|EP)(\d{1,6})(?=_|$)")
 #: What titles begin with, the longest first.
 _ROLES = (
     *("scheduler", "detokenizer_router", "detokenizer", "data_parallel_controller"),

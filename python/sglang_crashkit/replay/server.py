@@ -33,6 +33,8 @@ from sglang_crashkit.settings import unpublished
 #: answered everything and is about to fail does so by then.
 _END_SECS, INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
 _LOOK_SECS, _POLL_SECS, _HEALTH_SECS = 0.1, 0.05, 5.0
+#: So much of an answer is read at once, and kept of one that refuses, in bytes.
+_CHUNK, _MAX_PROBLEM = 1 << 16, 500
 #: No more requests are under way at once.
 _MAX_AT_ONCE = 512
 #: So often it is started at most: another program may take a port, or memory, that it needs.
@@ -78,30 +80,36 @@ def send(
     path: str = "/generate",
     is_meant: Callable[[], bool] = lambda: True,
 ) -> Answer:
-    """Send one request and read its answer, which is thrown away, to the end.
+    """Send one request and read its answer, which is thrown away, to the end, which comes within `timeout_secs`.
 
-    The server may be silent for `timeout_secs`. Nothing is sent unless, once the connection is made, the server that
+    Nothing is sent unless, once the connection is made, the server that
     listens at the address `is_meant`.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    connection = address.connect(timeout_secs)
+    connection, deadline = None, began + timeout_secs
     try:
+        connection = address.connect(timeout_secs)
         connection.connect()
         if not is_meant():
             raise ConnectionError(f"what listens at {address} is not the server that was started: nothing was sent")
         connection.request("POST", f"{address.prefix}{path}", json.dumps(body).encode(), headers)
         response = connection.getresponse()
-        text = response.read()
+        text = b""
+        while chunk := response.read1(_CHUNK):
+            text += chunk[: _MAX_PROBLEM - len(text)]
+            if time.monotonic() > deadline:
+                raise TimeoutError
         answer.status = response.status
         if response.status >= 400:
-            answer.problem = text[:500].decode(errors="replace")
+            answer.problem = text.decode(errors="replace")
     except TimeoutError:
         answer.problem = f"no answer within {timeout_secs:g} s"
     except (OSError, http.client.HTTPException, ValueError) as error:
         answer.problem = str(error) or type(error).__name__
     finally:
-        connection.close()
+        if connection is not None:
+            connection.close()
     answer.secs = time.monotonic() - began
     return answer
 
@@ -125,8 +133,10 @@ def send_all(
     free = threading.Semaphore(_MAX_AT_ONCE)
 
     def ask(request: StoredRequest) -> None:
-        answers.append(send(address, request.body, timeout_secs, api_key, request.path, is_meant))
-        free.release()
+        try:
+            answers.append(send(address, request.body, timeout_secs, api_key, request.path, is_meant))
+        finally:
+            free.release()
 
     threads: list[threading.Thread] = []
     for before, request in zip([None, *requests], requests, strict=False):
@@ -182,7 +192,8 @@ class OwnServer:
         """
         make_private_folder(self.folder)
         for number in range(1, _MAX_STARTS + 1):
-            log, self._crash_folder = self.folder / f"server-{number}.log", self.folder / f"crash-{number}"
+            # What an earlier run left is no failure of this server.
+            log, self._crash_folder = self.folder / f"server-{number}.log", _new_folder(self.folder, f"crash-{number}")
             self.address = Address("http", _HOST, _free_port())
             try:
                 self._launcher.submit(self._launch, log).result()
@@ -316,6 +327,12 @@ class OwnServer:
 
     def __exit__(self, *_error: object) -> None:
         self.end()
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Return a folder that is not there yet, with a number behind its name where that is."""
+    names = (name, *(f"{name}-{number}" for number in range(2, 1 << 16)))
+    return next(folder for folder in map(parent.joinpath, names) if not folder.exists())
 
 
 def _without_replaced(words: list[str]) -> list[str]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,16 @@ def test_what_the_system_refuses_is_one_error_that_names_the_thing(command: str,
     assert "File name too long" in said
     assert "\n  next: ls -ld " in said
     assert "Traceback" not in said
+
+
+def test_sigterm_ends_every_command_with_143(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    def end(_args: object) -> ExitCode:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+        return ExitCode.DONE
+
+    monkeypatch.setattr(incidents, "run", end)
+    assert "interrupted" in cli("incidents", "x", status=143).err
 
 
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:

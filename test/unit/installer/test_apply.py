@@ -121,6 +121,58 @@ def test_linked_caches_stay_unchanged_and_modes_and_owners_are_kept(environment,
         assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o750, before.st_uid, before.st_gid)
 
 
+def test_new_files_are_read_by_whom_the_others_are(environment, kit):
+    before = os.umask(0o077)
+    try:
+        apply(environment, kit.patches, kit.lock)
+    finally:
+        os.umask(before)
+    for path in ("srt/new/third.py", "srt/new", f"../{environment.dist_info.name}/{MANIFEST_NAME}"):
+        assert (environment.package / path).stat().st_mode & 0o044 == 0o044, path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_files_that_their_owner_could_not_read_any_more_are_refused(environment, kit):
+    for path in [environment.site, *environment.site.rglob("*")]:
+        path.chmod(0o770 if path.is_dir() else 0o640)
+        os.chown(path, 1001, 2000)
+    pristine = snapshot(environment.site)
+
+    def change() -> None:
+        os.setgroups([2000])
+        os.setgid(1002)
+        os.setuid(1002)
+        with pytest.raises(RefusedError, match="user 1001 and group 2000"):
+            apply(environment, kit.patches, kit.lock)
+
+    for folder in environment.site.parents:
+        if folder.stat().st_mode & 0o005 != 0o005 and folder != Path("/"):
+            folder.chmod(0o755)
+    pid = os.fork()
+    if not pid:
+        try:
+            change()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert snapshot(environment.site) == pristine
+
+
+@both
+def test_compiled_files_that_cannot_be_removed_are_named_and_nothing_changes(ready, kit, action, monkeypatch):
+    at = ready(action)
+    cache = at.package / "srt" / "__pycache__"
+    cache.mkdir(exist_ok=True)
+    (cache / "first.cpython-311.pyc").touch()
+    before = snapshot(at.site)
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cache and allowed(path, mode))
+    with pytest.raises(RefusedError, match="__pycache__"):
+        action(at, kit.patches, kit.lock)
+    assert snapshot(at.site) == before
+
+
 @both
 def test_stale_bytecode_goes_and_that_of_other_modules_stays(ready, kit, action):
     package = ready(action).package

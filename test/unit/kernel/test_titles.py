@@ -49,6 +49,10 @@ def test_ranks_follow_from_a_schedulers_title(title: str, rank: dict[str, int]) 
     assert rank_of(title) == rank
 
 
+def test_a_number_that_no_rank_has_is_none() -> None:
+    assert rank_of("sglang::scheduler_TP8000000000") == {}
+
+
 @given(st.text(st.characters(max_codepoint=0x2FF), max_size=100), st.integers(1, 2**22))
 def test_a_label_is_a_safe_file_name(title: str, pid: int) -> None:
     label = label_of(title, pid)

@@ -105,6 +105,48 @@ def test_one_that_ends_before_it_serves_is_started_again(tmp_path: Path, paths: 
     assert said == [f"own: it ended before it was ready (see {tmp_path}/own/server-1.log), start 1 of 3"]
 
 
+def test_what_an_earlier_run_left_is_no_failure_of_this_server(tmp_path: Path, paths: None) -> None:
+    for number in (1, 2):
+        incident(tmp_path / f"crash-{number}", {"text": "of the run before"})
+    said: list[str] = []
+    with OwnServer(_SERVE, tmp_path) as own:
+        own.start(LONG, said.append)
+        request = StoredRequest("0", 0.0, False, {"rid": "0", "text": "a"})
+        assert own.try_requests([request], {}, LONG).serves_on
+    assert said == []
+
+
+#: Answers a request byte by byte, without an end.
+_ENDLESS = """
+import http.server, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_response(200)
+        self.end_headers()
+        while True:
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            time.sleep(0.05)
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_an_answer_without_an_end_ends_at_its_time(tmp_path: Path, cli: Cli) -> None:
+    path = incident(tmp_path, {"text": "a"})
+    with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE, text=True) as endless:
+        url = f"http://127.0.0.1:{endless.stdout.readline().strip()}"
+        said = cli("replay", path, "--url", url, "--only", "0", "--request-secs", 1, status=5)
+        endless.kill()
+    assert "no answer within 1 s" in said.out
+
+
+def test_an_address_that_is_none_is_no_success(tmp_path: Path, cli: Cli) -> None:
+    said = cli("replay", incident(tmp_path, {"text": "a"}), "--url", "http://127.0.0.1 :1", "--only", "0", status=None)
+    assert said.status != 0
+
+
 def test_one_that_always_ends_is_given_up(tmp_path: Path) -> None:
     with (
         OwnServer([sys.executable, "-c", "raise SystemExit(1)"], tmp_path) as own,

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import pwd
+import re
 import sys
 import tempfile
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.arguments import command, positive, seconds
-from sglang_crashkit.cli.main import Terminated, ends_with_reader, terminable
+from sglang_crashkit.cli.main import Terminated, ends_with_reader
 from sglang_crashkit.cli.output import say, say_json, say_title
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
@@ -158,13 +159,12 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.native is None:
         args.native = args.config is not None
     try:
-        with terminable():
-            if args.slurm_job is not None or args.via is not None or args.hosts is not None:
-                return _collect_nodes(args, wait_secs, output.absolute())
-            with contextlib.ExitStack() as stack:
-                if args.gathered_within is not None:
-                    stack.enter_context(ends_with_reader(_STDOUT, args.gathered_within))
-                return _collect_here(args, wait_secs, output)
+        if args.slurm_job is not None or args.via is not None or args.hosts is not None:
+            return _collect_nodes(args, wait_secs, output.absolute())
+        with contextlib.ExitStack() as stack:
+            if args.gathered_within is not None:
+                stack.enter_context(ends_with_reader(_STDOUT, args.gathered_within))
+            return _collect_here(args, wait_secs, output)
     except Terminated:
         _say("stopped by a signal before anything was collected")
         return ExitCode.TERMINATED
@@ -400,7 +400,7 @@ def _user_of(args: argparse.Namespace) -> int | None:
     if args.user is None:
         return os.geteuid()
     try:
-        return int(args.user) if args.user.isdigit() else pwd.getpwnam(args.user).pw_uid
+        return int(args.user) if re.fullmatch(r"\d{1,10}", args.user, re.ASCII) else pwd.getpwnam(args.user).pw_uid
     except KeyError:
         raise UsageError(f"there is no user {args.user}", next_step="name one, or a user id") from None
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.arguments import add_incident, command, positive, seconds
 from sglang_crashkit.cli.crash_folder import find_incident
-from sglang_crashkit.cli.main import terminable
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
@@ -94,10 +93,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.url is None:
         return _serve(args, incident, chosen)
     key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
-    with terminable():
-        answers = send_all(Address.parse(args.url), chosen, args.request_secs, api_key=key, max_gap_secs=args.max_gap)
+    answers = send_all(Address.parse(args.url), chosen, args.request_secs, api_key=key, max_gap_secs=args.max_gap)
     _tell(answers, args)
-    return ExitCode.DONE if _all_taken(answers) else ExitCode.PARTIAL
+    return ExitCode.DONE if len(answers) == len(chosen) and _all_taken(answers) else ExitCode.PARTIAL
 
 
 def _all_taken(answers: list[Answer]) -> bool:
@@ -112,7 +110,7 @@ def _folder_of(args: argparse.Namespace, incident: StoredIncident) -> Path:
 def _serve(args: argparse.Namespace, incident: StoredIncident, chosen: list[StoredRequest]) -> ExitCode:
     from sglang_crashkit.replay.server import OwnServer
 
-    with terminable(), OwnServer(args.serve, _folder_of(args, incident)) as server:
+    with OwnServer(args.serve, _folder_of(args, incident)) as server:
         server.start(args.ready_secs, lambda line: say(line, error=True))
         tried = server.try_requests(chosen, incident.incident, args.request_secs, args.max_gap)
     _tell(tried.answers, args)
@@ -129,8 +127,7 @@ def _bisect(args: argparse.Namespace, incident: StoredIncident) -> ExitCode:
 
     folder = _folder_of(args, incident)
     plan = Plan(args.serve, folder, args.tries, args.starts, args.ready_secs, args.request_secs)
-    with terminable():
-        result = bisect(incident, plan, lambda line: say(line, error=True))
+    result = bisect(incident, plan, lambda line: say(line, error=True))
     if args.json:
         say_json(asdict(result), indent=2)
     elif result.reproduced:
