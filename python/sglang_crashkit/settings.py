@@ -255,6 +255,31 @@ def socket_of(server_pid: int) -> Path | None:
     return socket_path(server_pid, stat.start_ticks) if stat is not None else None
 
 
+#: What this process put into its environment for its children, and its pid.
+_published: dict[str, tuple[int, str]] = {}
+
+
+def publish(name: str, value: str) -> None:
+    """Have this process and its children find something by a variable."""
+    os.environ[name] = value
+    _published[name] = os.getpid(), value
+
+
+def published(name: str) -> str:
+    """Return what was published, here or by the process that started this one; empty without that.
+
+    A program may take back what a launch put into its environment.
+    """
+    pid, value = _published.get(name, (0, ""))
+    return os.environ.get(name) or (value if pid == os.getpid() else "")
+
+
+def withdraw(name: str) -> None:
+    """Take back what was published."""
+    os.environ.pop(name, None)
+    _published.pop(name, None)
+
+
 def unpublished(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for a server whose incidents are not to be reported, as they are provoked."""
     kept = {name: value for name, value in environ.items() if name not in _PUBLISHING}

@@ -24,7 +24,7 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.private_files import OwnFolder, write_json
 from sglang_crashkit.model.step import short_rid
 from sglang_crashkit.redact import REDACTED
-from sglang_crashkit.settings import SPOOL_VARIABLE
+from sglang_crashkit.settings import SPOOL_VARIABLE, published
 from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Lately, never_raises, notify, request, shorten
 from sglang_crashkit.srt.redaction import redact
 
@@ -141,7 +141,7 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
 @never_raises
 def _write(error: BaseException, name: str, message: str) -> str | None:
     """Write the record, and return its path; None where there is no place for it."""
-    spool, trace = os.environ.get(SPOOL_VARIABLE), error.__traceback__
+    spool, trace = published(SPOOL_VARIABLE), error.__traceback__
     if not spool or not Path(spool).parent.is_dir():
         return None
     frames: dict[int, FrameType] = sys._current_frames()

@@ -27,7 +27,7 @@ from sglang_crashkit.capture.flight_request import (
 )
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.procfs import server_key
-from sglang_crashkit.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, read_number
+from sglang_crashkit.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, published, read_number
 from sglang_crashkit.srt.hooks import never_raises, shorten
 
 #: So many of the newest collectives are told, as many as are kept unless the user has more kept.
@@ -46,7 +46,7 @@ def prepare_flight_recorder() -> None:
     To be called before the first process group is made. Nothing happens where ``--crash-dump-folder`` is not set, there
     is no crash handler, or the user switched the recorder off.
     """
-    folder, socket_path = os.environ.get(FLIGHT_VARIABLE), os.environ.get(SOCKET_VARIABLE)
+    folder, socket_path = os.environ.get(FLIGHT_VARIABLE), published(SOCKET_VARIABLE)
     stat = procfs.read_stat(os.getpid())
     if not folder or not socket_path or stat is None or titles.role_of(procfs.read_title(stat.pid)) != "scheduler":
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ READY_SECS = 20.0
 #: At the server's end the handler has this long to remove what is not needed any more, in seconds.
 _EXIT_SECS = 3.0
 _MAX_BYTES = 1 << 16
+#: The first descriptor that is no standard stream.
+_FIRST_FREE = 3
 _CORE_FILE = "CUDA_COREDUMP_FILE"
 #: What the crash handler of this process was given, and what it made of that.
 _kept: dict[str, Any] = {}
@@ -38,12 +42,14 @@ _kept: dict[str, Any] = {}
 _claim = threading.Lock()
 
 
-def _renew_claim() -> None:
+def _begin_anew() -> None:
+    """In a forked child: the crash handler is its parent's."""
     global _claim
     _claim = threading.Lock()
+    _kept.clear()
 
 
-os.register_at_fork(after_in_child=_renew_claim)
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def start(crash_folder: str | None) -> None:
@@ -61,23 +67,38 @@ def start(crash_folder: str | None) -> None:
     # Of two at once, neither would be heard.
     is_claimed = _claim.acquire(timeout=START_SECS + READY_SECS)
     try:
-        _start_unless_there(crash_folder)
+        with _standard_streams():
+            _start_unless_there(crash_folder)
     finally:
         if is_claimed:
             _claim.release()
 
 
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Keep the descriptors below 3 from what is opened meanwhile: a program may have closed its standard streams."""
+    taken: list[int] = []
+    try:
+        while not taken or taken[-1] < _FIRST_FREE:
+            taken.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
 def _start_unless_there(crash_folder: str | None) -> None:
     socket_path = settings.socket_of(os.getpid())
     assert socket_path is not None
-    if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and protocol.is_reachable(str(socket_path)):
+    known = settings.published(settings.SOCKET_VARIABLE)
+    if known in (str(socket_path), _kept.get("socket")) and protocol.is_reachable(known):
         _keep(crash_folder)
         return
     if unknown := settings.unknown_variables(os.environ):
         logger.warning("crash kit: variables that this version does not know have no effect: %s", ", ".join(unknown))
     # Those that are set already are of the server which started this one.
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
-        os.environ.pop(name, None)
+        settings.withdraw(name)
     folder = str(Path(crash_folder).absolute()) if crash_folder else None
     try:
         answer = _start(folder, socket_path)
@@ -86,10 +107,9 @@ def _start_unless_there(crash_folder: str | None) -> None:
         return
     for warning in answer["warnings"]:
         logger.warning("crash kit: %s", warning)
-    os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
-    os.environ[settings.SPOOL_VARIABLE] = answer["spool"]
     _kept.clear()
-    _kept.update({name: answer[name] for name in ("core_file", "flight_folder")}, crash_folder=folder)
+    _kept.update({name: answer[name] for name in ("core_file", "flight_folder", "spool")})
+    _kept.update(crash_folder=folder, socket=str(socket_path))
     _keep(crash_folder)
     atexit.unregister(announce_exit)
     atexit.register(announce_exit)
@@ -104,6 +124,10 @@ def _keep(crash_folder: str | None) -> None:
     if crash_folder and _kept.get("crash_folder") not in (None, str(Path(crash_folder).absolute())):
         told = "crash kit: incidents of this program go to %s, as of its first server, and not to %s"
         logger.warning(told, _kept["crash_folder"], crash_folder)
+    for name, value in ((settings.SOCKET_VARIABLE, "socket"), (settings.SPOOL_VARIABLE, "spool")):
+        if value in _kept:
+            # For the children: the program may have taken its environment back since.
+            settings.publish(name, _kept[value])
     if _kept.get("core_file"):
         note_changed(_CORE_FILE, _kept["core_file"])
     if _kept.get("flight_folder"):
@@ -119,8 +143,8 @@ def announce_exit() -> None:
     A container may end with this process, and the handler with it. Does nothing in a process that has no handler of its
     own, such as a worker.
     """
-    path = settings.socket_of(os.getpid())
-    if path is None or os.environ.get(settings.SOCKET_VARIABLE) != str(path) or not path.exists():
+    path = Path(_kept.get("socket", ""))
+    if not _kept or settings.published(settings.SOCKET_VARIABLE) != str(path) or not path.exists():
         return
     if request("exiting", _EXIT_SECS) is None:
         # Its marker is left, and this end is to pass for none that nothing tells of.

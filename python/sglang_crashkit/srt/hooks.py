@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from sglang_crashkit import protocol
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
 from sglang_crashkit.visible import visible
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def after_construction(kind: type, action: Callable[[Any], object]) -> None:
 @never_raises
 def notify(event: str, **fields: Any) -> bool:
     """Tell the crash handler of this server, return at once, and say whether it got the message."""
-    socket_path = os.environ.get(SOCKET_VARIABLE)
+    socket_path = published(SOCKET_VARIABLE)
     if not socket_path:
         return False
     try:
@@ -167,7 +167,7 @@ def held_memory(
     The handler is told what `describe` returns. Returns None where the kit is off or there is no handler; where there
     is no memory, or the handler does not take it, the log has `loss` and the reason.
     """
-    socket_path = os.environ.get(SOCKET_VARIABLE)
+    socket_path = published(SOCKET_VARIABLE)
     if not socket_path or not Settings.from_environ().enabled:
         return None
     fields = describe()
@@ -197,7 +197,7 @@ def request(
     Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``. Returns None where there
     is no handler.
     """
-    socket_path = os.environ.get(SOCKET_VARIABLE)
+    socket_path = published(SOCKET_VARIABLE)
     if not socket_path:
         return None
     max_secs = Settings.from_environ().exit_secs
@@ -210,7 +210,7 @@ def request(
 
 def handler_pid() -> int | None:
     """Return the pid of the crash handler of this server; None if absent."""
-    socket_path = os.environ.get(SOCKET_VARIABLE)
+    socket_path = published(SOCKET_VARIABLE)
     return read_handler_pid(Path(socket_path).parent) if socket_path else None
 
 

@@ -44,7 +44,7 @@ from sglang_crashkit.kernel.stack_hooks import (
     read_handler_pid,
 )
 from sglang_crashkit.protocol import Mailbox
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, socket_of
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published, read_number, socket_of
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_uncaught, watch_threads
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
@@ -81,6 +81,7 @@ class _State:
     mailbox: socket.socket | None
     had_faulthandler: bool
     enabled_faulthandler: bool
+    users_fault: int = -1  # the descriptor that faulthandler writes to, where the kit enabled it in a user's program
 
 
 _state: _State | None = None
@@ -157,7 +158,7 @@ def report_faults() -> None:
     the server; nothing happens in another.
     """
     own = socket_of(os.getpid())
-    if own is None or not os.environ.get(SOCKET_VARIABLE):
+    if own is None or not published(SOCKET_VARIABLE):
         return
     for path in sorted(own.parent.glob("*.fault")):
         if path in _reported or not path.stat().st_size:
@@ -170,7 +171,7 @@ def report_faults() -> None:
 
 def _install(*, takes_over: bool) -> None:
     global _state
-    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
+    settings, socket_path = Settings.from_environ(), published(SOCKET_VARIABLE)
     if not (settings.enabled and settings.stacks and socket_path):
         return
     folder, stat = Path(socket_path).parent, procfs.read_stat(os.getpid())
@@ -188,8 +189,9 @@ def _install(*, takes_over: bool) -> None:
     _remove()
     state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
     if takes_over or not (state.had_faulthandler or _are_faults_a_programs(stat.pid)):
-        faulthandler.enable(file=_open(state, files.fault))
-        state.enabled_faulthandler = True
+        fault = _open(state, files.fault)
+        faulthandler.enable(file=fault)
+        state.enabled_faulthandler, state.users_fault = True, -1 if takes_over else fault
     state.listener = start_answering(files.socket, None if takes_over else _own_mailbox(state))
     state.signal = _stack_signal()
     if state.signal:
@@ -264,6 +266,15 @@ def allow_tracing(folder: Path) -> None:
 def _leave_to_parent() -> None:
     """In a forked child: what the parent installed is the parent's, and its files are not written to from here."""
     with contextlib.suppress(Exception):
+        state = _state
+        if state is not None and state.users_fault >= 0:
+            # faulthandler may be the program's own by now, which it does not tell; where it is not, it writes to what
+            # it would write to without the kit.
+            instead = os.dup(2) if state.had_faulthandler else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(instead, state.users_fault, inheritable=False)
+            os.close(instead)
+            state.descriptors.remove(state.users_fault)
+            state.enabled_faulthandler = False
         _remove()
 
 

@@ -32,7 +32,7 @@ from sglang_crashkit import protocol
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
 from sglang_crashkit.kernel import cgroup, procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, wait_status_of
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, say_line
 
@@ -395,7 +395,7 @@ class Serving(Supervisor):
         """Look at the processes, and return in how many seconds to look again at the latest, None if at no time."""
         if not crash_exit.ends_with_the_server():
             return None
-        if crash_exit.has_begun() or protocol.is_reachable(os.environ.get(SOCKET_VARIABLE, "")):
+        if crash_exit.has_begun() or protocol.is_reachable(published(SOCKET_VARIABLE)):
             return LOOK_SECS
         if self.clock.now() >= self._oom_read_at + _OOM_AGE_SECS:
             self._oom_read_at = self.clock.now()

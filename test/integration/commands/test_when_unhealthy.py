@@ -48,5 +48,5 @@ def test_a_stopped_rank_is_collected_and_named(tmp_path: Path, release: str) -> 
         assert collect.returncode == 0, said.read_text()
         assert "is unhealthy: its health check" in said.read_text()
         document = json.loads(output)
-        assert f"sglang::scheduler_TP1 (pid {rank}) is stopped" in json.dumps(document)
+        assert document["verdict"]["headline"].startswith("TP1 is stopped")
         assert len([*(tmp_path / "out").glob("pyspy_*.txt")]) == 2

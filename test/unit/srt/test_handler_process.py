@@ -30,6 +30,13 @@ engines = [threading.Thread(target=launch) for _ in range(int(os.environ.get("EN
 for engine in engines: engine.start()
 for engine in engines: engine.join()
 took = time.monotonic() - began
+if os.environ.get("TAKEN_BACK"):
+    # As a program does that patches its environment for a launch.
+    first = handler_pid()
+    for name in ("SGLANG_CRASHKIT_SOCKET", "SGLANG_CRASHKIT_SPOOL"): del os.environ[name]
+    assert handler_pid() == first
+    launch()
+    assert handler_pid() == first
 if second := os.environ.get("SECOND"):
     os.environ["CUDA_COREDUMP_FILE"] = f"{second}/%h/core"
     handler_process.start(second)
@@ -138,6 +145,32 @@ def test_a_second_server_with_another_crash_folder_is_told_of_the_first(temporar
         assert program.lines[1:] == [f"{said}, and not to {temporary}/other"]
         assert program.environ["CUDA_COREDUMP_FILE"] == core
     assert not (temporary / "other").exists()
+
+
+def test_a_program_that_takes_its_environment_back_keeps_its_handler(temporary: Path) -> None:
+    with started(temporary, TAKEN_BACK="1") as program:
+        assert program.handler is not None
+        # A later launch publishes it anew, for its own children.
+        assert "SGLANG_CRASHKIT_SPOOL" in program.environ
+
+
+#: Starts a crash handler without standard streams, and writes its pid.
+CLOSED = """
+import os, sys
+for number in range(3): os.close(number)
+from sglang_crashkit.srt import handler_process
+from sglang_crashkit.srt.hooks import handler_pid
+handler_process.start(sys.argv[1])
+with open(sys.argv[2], "w") as file: file.write(f"{handler_pid()}")
+"""
+
+
+def test_a_program_without_standard_streams_has_a_handler(temporary: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    command = [sys.executable, "-c", CLOSED, str(temporary / "crash"), str(temporary / "pid")]
+    subprocess.run(command, env=environ | {"TMPDIR": str(temporary)}, timeout=LONG, check=True)
+    pid = int((temporary / "pid").read_text())
+    wait_until(lambda: procfs.read_stat(pid) is None, "the handler leaves")
 
 
 @pytest.mark.parametrize("python", ["", OLDER_SYSTEM], ids=["this Python", "an older system's"])

@@ -16,7 +16,7 @@ from sglang_crashkit.capture.environment import read_versions
 from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.memory.ring import write_blob
 from sglang_crashkit.redact import redact_command
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.hooks import Function, before, in_place_of, never_raises, note_failure, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
@@ -227,7 +227,7 @@ def _follow(processes: Iterable[Any]) -> None:
 @never_raises
 def _tell_environment(*, ready: bool) -> None:
     """Tell the crash handler what it alone knows: this process's arguments, without secrets, and versions."""
-    if not os.environ.get(SOCKET_VARIABLE):
+    if not published(SOCKET_VARIABLE):
         return
     # Where it is not there the fields themselves are resolved.
     resolve = getattr(_server_args, "resolved_dict", None)
