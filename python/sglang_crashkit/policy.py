@@ -71,9 +71,7 @@ class Decision:
     """What is done about an event; `handler.triage` says after how long."""
 
     records: bool = True  # an incident is written
-    sends_sigquit: bool = (
-        False  # the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed
-    )
+    sends_sigquit: bool = False  # to the main process, as SGLang's own processes do that failed
     ends: bool = False  # the main process ends with a status that tells the cause, by a deadline
     captures: Capture = Capture.OBSERVE  # by which means the living processes are looked at
 

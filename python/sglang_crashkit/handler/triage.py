@@ -135,9 +135,7 @@ class IncidentStage:
     withdrawable: bool = False
     #: Until when an announced shutdown may still explain the exits seen so far; None where something else was seen.
     soft_until: float | None = None
-    sigquit_secs: float | None = (
-        None  # so long after the capture the server is sent SIGQUIT; None where it is not, or was
-    )
+    sigquit_secs: float | None = None  # when SIGQUIT is sent after the capture; None where it is not, or was
     answer_by: float | None = None  # when the server, which was told, should have begun to save its requests
     dump_begun: bool = False  # somebody saved its requests
     dumping: set[int] = field(default_factory=set)  # who does so now
