@@ -319,13 +319,14 @@ def _write(path: Path, data: bytes, *, like: Path) -> None:
     with path.open("xb") as file:
         file.write(data)
         file.flush()
-        wanted, own = like.stat(), os.fstat(file.fileno())
+        # Without such a file, as its folder is.
+        wanted, own = next(each for each in (like, *like.parents) if each.exists()).stat(), os.fstat(file.fileno())
         # Without the privilege the writer owns the file, as with any installer; the group may be one of his.
         for uid in (wanted.st_uid, -1) if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid) else ():
             with suppress(PermissionError):
                 os.fchown(file.fileno(), uid, wanted.st_gid)
                 break
-        os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode))
+        os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode) & (0o666 if stat.S_ISDIR(wanted.st_mode) else 0o7777))
         own = os.fstat(file.fileno())
         is_group_kept = own.st_gid == wanted.st_gid or not wanted.st_mode & stat.S_IRGRP
         if not wanted.st_mode & stat.S_IROTH and not (own.st_uid == wanted.st_uid and is_group_kept):
