@@ -87,13 +87,26 @@ _PAIR = re.compile(
           (?:(?<=\\)(?P=sign)(?!\s?[)\]])(?:(?!(?P=sign))[^\n])*){0,8}(?P=sign))(?=\s?[)\]])""",
     re.VERBOSE,
 )
-#: Options, and names of variables, whose value is the next word: of a list as Python or JSON has it, and of YAML.
+#: Options, and names of variables, whose value is the next word, each with what tells that one may be there: of a list
+#: as Python or JSON has it, and of YAML.
 _LISTED = tuple(
-    re.compile(rf"""(?P<head>{head})(?P<value>{value})""", re.MULTILINE)
-    for head, value in (
-        (r"""(?P<sign>["'])(?P<name>--?[A-Za-z][\w-]{0,100})(?P=sign),\s{0,4}(?P<quote>["'])""", "[^\"'\\n]+"),
-        (r"""^[ \t]{0,40}- ["']?(?P<name>--?[A-Za-z][\w-]{0,100})["']?[ \t]{0,4}\n[ \t]{0,40}- """, "[^\\n]+"),
-        (r"""\bname: {1,4}["']?(?P<name>[A-Za-z_]\w{0,100})["']?[ \t]{0,4}\n[ \t]{0,40}value: {1,4}""", "[^\\n]+"),
+    (needles, re.compile(rf"(?P<head>{head}){value}", re.MULTILINE))
+    for needles, head, value in (
+        (
+            ("'-", '"-'),
+            r"""(?P<sign>["'])(?P<name>--?[A-Za-z][\w-]{0,100})(?P=sign),\s{0,4}["']""",
+            r"""[^"'\n]+""",
+        ),
+        (
+            ("- -", "- '-", '- "-'),
+            r"""^[ \t]{0,40}- ["']?(?P<name>--?[A-Za-z][\w-]{0,100})["']?[ \t]{0,4}\n[ \t]{0,40}- """,
+            r"[^\n]+",
+        ),
+        (
+            ("value: ",),
+            r"""\bname: {1,4}["']?(?P<name>[A-Za-z_]\w{0,100})["']?[ \t]{0,4}\n[ \t]{0,40}value: {1,4}""",
+            r"[^\n]+",
+        ),
     )
 )
 #: An option and the space or sign behind it, or a field (quoted or not) and the sign behind it.
@@ -177,8 +190,9 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     if "asic" in text:
         text = _BASIC.sub(_without_credentials, text)
     text = _PAIR.sub(_without_second, text)
-    for listed in _LISTED:
-        text = listed.sub(lambda one: f"{one['head']}{REDACTED}" if is_secret_name(one["name"]) else one[0], text)
+    for needles, listed in _LISTED:
+        if any(needle in text for needle in needles):
+            text = listed.sub(_without_next, text)
     parts, done = [], 0
     for match in _NAMED.finditer(text):
         # One whose own value has just been taken out is passed over.
@@ -202,6 +216,10 @@ def _without_credentials(match: re.Match[str]) -> str:
     except binascii.Error:
         is_pair = False
     return f"{match[1]}{REDACTED}" if is_pair else match[0]
+
+
+def _without_next(match: re.Match[str]) -> str:
+    return f"{match['head']}{REDACTED}" if is_secret_name(match["name"]) else match[0]
 
 
 def _without_second(match: re.Match[str]) -> str:

@@ -271,7 +271,7 @@ def published(name: str) -> str:
     A program may take back what a launch put into its environment.
     """
     pid, value = _published.get(name, (0, ""))
-    return os.environ.get(name) or (value if pid == os.getpid() else "")
+    return value if pid == os.getpid() else os.environ.get(name, "")
 
 
 def withdraw(name: str) -> None:

@@ -22,6 +22,8 @@ _BY_PREFERENCE = ("tp", "dp", "pp", "ep", "attn_cp", "moe_dp")
 #: What tells ranks with the same number apart: names of axes with a place on each, such as ``(("pp", 1),)``.
 Scope = tuple[tuple[str, int | str], ...]
 _Member = TypeVar("_Member")
+#: More than the ranks of any server.
+_MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class RankSet:
             self.add(rank)
 
     def add(self, rank: Rank) -> None:
-        """Add one."""
+        """Add one; a number that no rank has is left out, as it would take as many bits."""
+        if not 0 <= rank.number < _MOST:
+            return
         key = (rank.scope, rank.axis)
         self._bits[key] = self._bits.get(key, 0) | 1 << rank.number
 

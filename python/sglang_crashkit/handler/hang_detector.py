@@ -305,14 +305,14 @@ class Hang:
 
     def take_snapshot(self) -> bool:
         """Take the snapshot that is due, and say whether all are there, and judged."""
-        is_whole = self._snapshots >= SNAPSHOTS
-        if not is_whole:
+        are_silent = True
+        if self._snapshots < SNAPSHOTS:
             self.run.take(Moment.CAPTURE)
             self._snapshots += 1
             self.take_silence()
             # Of one that went on meanwhile it is known soon whether that was all.
             are_silent = all(self._silent_in.get(one.process.pid) == self._snapshots for one in self._living)
-            is_whole = self._snapshots >= SNAPSHOTS and are_silent
+        is_whole = are_silent and self._snapshots >= SNAPSHOTS
         if is_whole:
             self.run.ask()
         self.next_snapshot = float("inf") if is_whole else self._clock() + self._interval_secs

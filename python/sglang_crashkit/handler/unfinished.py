@@ -54,6 +54,8 @@ _AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
 MAX_FINISHED, _MAX_FREE = 100, 1000
 #: The longest that one of them may take, and all together, in seconds. What is left then is tried at the next start.
 _EACH_SECS, _ALL_SECS = 5.0, 10.0
+#: The standard error, which is the crash handler's log.
+_LOG = 2
 #: An incident is written of so many servers of one host that vanished, the last ones.
 _MAX_VANISHED = 16
 
@@ -80,8 +82,8 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
         logger.warning("the unfinished incidents in %s stay as they are: %s", incidents, error)
         opened = None
     if opened is not None:
-        partial = _own_folders(opened.path, MAX_FINISHED, PARTIAL, REMOVING)
-        folders = [folder for folder in partial if parse_name(folder.name.removeprefix(REMOVING)) is not None]
+        left = _own_folders(opened.path, MAX_FINISHED, PARTIAL, REMOVING)
+        folders = [folder for folder in left if parse_name(folder.name.removeprefix(REMOVING)) is not None]
         end, empty = time.monotonic() + _ALL_SECS, [folder for folder in folders if _is_empty(folder)]
         finished += _finish_each([folder for folder in folders if folder not in empty], incidents, end)
         finished += _take_markers(incidents, opened.path, run, limits)
@@ -102,8 +104,8 @@ def _finish_each(folders: Sequence[Path], incidents: Path, end: float) -> Iterat
             if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
             # In a child, with a deadline: anybody may have written it, and a server waits to be watched. The way to it
-            # is by an open descriptor.
-            elif call_within(max(0.0, secs), partial(_finished, folder, final), keep=[int(folder.parent.name)]):
+            # is by an open descriptor, and the child has this process's log.
+            elif call_within(max(0.0, secs), partial(_finished, folder, final), keep=[_LOG, int(folder.parent.name)]):
                 yield final
         except OSError as error:
             logger.warning("the unfinished incident %s stays as it is: %s", incidents / folder.name, error)

@@ -145,10 +145,9 @@ def _plan(target: State, tree: Tree, patches: PatchTree) -> _Plan:
         manifest(APPLYING if is_apply else REVERTING, tree.files, tree.contents, wanted),
         manifest(APPLIED, tree.locked.files, wanted) if is_apply and tree.locked else None,
     )
-    for folder in sorted({environment.dist_info, *(_staging_folder(change.path) for change in plan.changes)}):
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise _read_only(folder)
-    for folder in {file.parent for change in plan.changes for file in _bytecode_of(change.path)}:
+    folders = {environment.dist_info, *(_staging_folder(change.path) for change in plan.changes)}
+    folders |= {file.parent for change in plan.changes for file in _bytecode_of(change.path)}
+    for folder in sorted(folders):
         if not os.access(folder, os.W_OK | os.X_OK):
             raise _read_only(folder)
     return plan

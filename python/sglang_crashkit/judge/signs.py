@@ -14,7 +14,7 @@ from sglang_crashkit.judge.components import component_of, is_switched_on, is_te
 from sglang_crashkit.judge.finding import Finding, Place, finding_of, steps_of
 from sglang_crashkit.judge.knowledge import load, pattern, rows
 from sglang_crashkit.model.case import Case, Process
-from sglang_crashkit.model.event import AnyEvent, Arguments, Collective, Exit, Line, Progress, Raised, Stack, Stage
+from sglang_crashkit.model.event import AnyEvent, Arguments, Collective, Exit, Line, Raised, Stack, Stage
 
 _MAX_TEXT = 4000
 #: What comes within so many seconds of the end of the evidence goes on to its end.
@@ -102,8 +102,7 @@ def read(case: Case) -> Signs:
     # GPUs that are all at full use in a hang run a kernel that waits, or does not end.
     is_spinning = bool(case.gpus) and all(one.use >= 95.0 for one in case.gpus)
     signs.part = component_of(words=signs.last_word) or ("gpu" if is_spinning else None)
-    logs = {event.file for event in case.events if isinstance(event, Arguments | Progress | Stage)}
-    prose = (one for one in case.events if isinstance(one, Line) and one.file not in logs and case.watched is None)
+    prose = (one for one in case.events if isinstance(one, Line) and one.file not in case.logs and not case.watched)
     told = [f"{one.source}: {one.text[:160]}" for one in prose if _pattern("complaint").search(one.text)]
     told += [f"{one.source}: somebody waited, and gave up by Ctrl-C" for one in case.gave_up]
     signs.complaint = told[:1]

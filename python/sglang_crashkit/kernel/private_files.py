@@ -271,9 +271,14 @@ def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = 
         os.close(descriptor)
 
 
-def files_below(folder: Path, unread: list[OSError]) -> list[Path]:
-    """Return the regular files below a folder, in order; `unread` gets why folders in it cannot be looked into."""
-    walked = ((Path(at), names) for at, _folders, names in os.walk(folder, onerror=unread.append))
+def files_below(folder: Path, problems: list[CrashkitError]) -> list[Path]:
+    """Return the regular files below a folder, in order; `problems` gets why folders in it cannot be looked into."""
+
+    def note(error: OSError) -> None:
+        at = error.filename
+        problems.append(CrashkitError(f"{at} cannot be read: {error.strerror}", next_step=f"ls -ld {at}"))
+
+    walked = ((Path(at), names) for at, _folders, names in os.walk(folder, onerror=note))
     return sorted(path for at, names in walked for path in map(at.joinpath, names) if path.is_file())
 
 

@@ -84,6 +84,7 @@ class Case(msgspec.Struct, kw_only=True):
     collectives: list[Collective] = []
     gpu_kernels: list[GpuKernel] = []
     stops: list[Stop] = []
+    logs: set[str] = set()  # the files that the server itself writes to
     gave_up: list[AnyEvent] = []  # that somebody interrupted a program beside the server's logs, as one that asks it
     watched: Watched | None = None  # what the crash handler concludes; None where none watched
     compared: list[Compared] = []
@@ -162,10 +163,10 @@ def role_in(who: str) -> str:
 
 def case_of(events: Iterable[AnyEvent]) -> Case:
     """Make the case of some events, in whatever order they come."""
-    case, told = Case(), sorted(events, key=lambda event: event.place)
-    logs = {event.file for event in told if isinstance(event, Arguments | Progress | Stage)}
+    told = sorted(events, key=lambda event: event.place)
+    case = Case(logs={event.file for event in told if isinstance(event, Arguments | Progress | Stage)})
     for event in told:
-        if logs and event.file not in logs and _is_given_up(event):
+        if case.logs and event.file not in case.logs and _is_given_up(event):
             case.gave_up.append(event)
         else:
             _add(case, event)

@@ -33,7 +33,7 @@ class IncidentLog:
         del document["timeline"]
         self._next = (dict(self._logged), len(incident.timeline))
         processes = [(one, self._changed(one["pid"], one)) for one in document.pop("processes")]
-        # Where this is cut off, nothing is told of a process that is not there.
+        # The processes first: what a log that is cut off says of one comes after it.
         told = [_line("processes", {"pid": one["pid"], **changed}) for one, changed in processes if changed]
         told += [_line(name, value) for name, value in self._changed(None, document).items()]
         return told + [_line("timeline", entry) for entry in incident.timeline[self._events :]]

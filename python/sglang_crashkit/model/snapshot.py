@@ -28,7 +28,6 @@ _Row = tuple[str, int | None, bool, bool, int]
 _frame = lru_cache(maxsize=1 << 16)(Frame)
 #: How a sample was taken; of no use elsewhere.
 _LOCAL = frozenset({"source", "seconds", "gil", "doing"})
-_MAX_RANK = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,6 @@ def _process_to_json(process: Sample, table: dict[tuple[Frame, ...], int]) -> di
 
 def _process_from_json(entry: dict[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> Sample:
     known = {name: value for name, value in entry.items() if name not in _LOCAL}
-    if isinstance(ranks := known.get("ranks"), dict):
-        # A set of them is a number with so many bits.
-        known["ranks"] = {name: at for name, at in ranks.items() if isinstance(at, int) and 0 <= at < _MAX_RANK}
     return msgspec.convert(known | {name: _threads(entry.get(name), stacks) for name in ("threads", "native")}, Sample)
 
 

@@ -82,8 +82,7 @@ def send(
 ) -> Answer:
     """Send one request and read its answer, which is thrown away, to the end, which comes within `timeout_secs`.
 
-    Nothing is sent unless, once the connection is made, the server that
-    listens at the address `is_meant`.
+    Nothing is sent unless, once the connection is made, the server that listens at the address `is_meant`.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})

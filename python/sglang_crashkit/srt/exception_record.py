@@ -26,7 +26,7 @@ from sglang_crashkit.model.step import short_rid
 from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.settings import SPOOL_VARIABLE, published
 from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Lately, never_raises, notify, request, shorten
-from sglang_crashkit.srt.redaction import redact
+from sglang_crashkit.srt.redaction import fields_of, redact
 
 #: The spool, the folder of incidents that it is in, and the host's.
 _OWN_FOLDERS = 3
@@ -260,26 +260,11 @@ def _at_hand(trace: TracebackType | None) -> Iterator[str]:
             found: list[str] = []
             # Such as a proxy of what is gone raises whatever it is asked.
             with contextlib.suppress(Exception):
-                found = _texts_of(value)
-                batch = _fields_of(value).get("batch")
-                for one in batch[:_MAX_PROMPTS] if isinstance(batch, list) else ():
-                    found += _texts_of(one)
+                fields = {} if isinstance(value, (type, ModuleType)) else fields_of(value)
+                batch = fields.get("batch")
+                for its in (fields, *map(fields_of, batch[:_MAX_PROMPTS] if isinstance(batch, list) else ())):
+                    found += (text for name in _TEXTS for text in _texts(its.get(name)))
             yield from found
-
-
-def _texts_of(value: Any) -> list[str]:
-    fields = _fields_of(value)
-    return [text for name in _TEXTS for text in _texts(fields.get(name))]
-
-
-def _fields_of(value: Any) -> dict[str, Any]:
-    """Return the fields that an object has, none that it computes; those of a msgspec.Struct as far as they count."""
-    if isinstance(value, (type, ModuleType)):
-        return {}
-    names = getattr(type(value), "__struct_fields__", ())
-    fields = getattr(value, "__dict__", None)
-    its = {name: getattr(value, name) for name in (*_TEXTS, "batch") if name in names}
-    return its | (fields if type(fields) is dict else {})
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -91,7 +91,7 @@ def _start_unless_there(crash_folder: str | None) -> None:
     socket_path = settings.socket_of(os.getpid())
     assert socket_path is not None
     known = settings.published(settings.SOCKET_VARIABLE)
-    if known in (str(socket_path), _kept.get("socket")) and protocol.is_reachable(known):
+    if (_kept or known == str(socket_path)) and protocol.is_reachable(known):
         _keep(crash_folder)
         return
     if unknown := settings.unknown_variables(os.environ):
@@ -99,6 +99,7 @@ def _start_unless_there(crash_folder: str | None) -> None:
     # Those that are set already are of the server which started this one.
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
         settings.withdraw(name)
+    _kept.clear()
     folder = str(Path(crash_folder).absolute()) if crash_folder else None
     try:
         answer = _start(folder, socket_path)
@@ -107,9 +108,9 @@ def _start_unless_there(crash_folder: str | None) -> None:
         return
     for warning in answer["warnings"]:
         logger.warning("crash kit: %s", warning)
-    _kept.clear()
-    _kept.update({name: answer[name] for name in ("core_file", "flight_folder", "spool")})
-    _kept.update(crash_folder=folder, socket=str(socket_path))
+    settings.publish(settings.SOCKET_VARIABLE, str(socket_path))
+    settings.publish(settings.SPOOL_VARIABLE, answer["spool"])
+    _kept.update({name: answer[name] for name in ("core_file", "flight_folder")}, crash_folder=folder)
     _keep(crash_folder)
     atexit.unregister(announce_exit)
     atexit.register(announce_exit)
@@ -124,10 +125,9 @@ def _keep(crash_folder: str | None) -> None:
     if crash_folder and _kept.get("crash_folder") not in (None, str(Path(crash_folder).absolute())):
         told = "crash kit: incidents of this program go to %s, as of its first server, and not to %s"
         logger.warning(told, _kept["crash_folder"], crash_folder)
-    for name, value in ((settings.SOCKET_VARIABLE, "socket"), (settings.SPOOL_VARIABLE, "spool")):
-        if value in _kept:
-            # For the children: the program may have taken its environment back since.
-            settings.publish(name, _kept[value])
+    for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
+        # For the children: the program may have taken its environment back since.
+        settings.publish(name, settings.published(name))
     if _kept.get("core_file"):
         note_changed(_CORE_FILE, _kept["core_file"])
     if _kept.get("flight_folder"):
@@ -143,8 +143,8 @@ def announce_exit() -> None:
     A container may end with this process, and the handler with it. Does nothing in a process that has no handler of its
     own, such as a worker.
     """
-    path = Path(_kept.get("socket", ""))
-    if not _kept or settings.published(settings.SOCKET_VARIABLE) != str(path) or not path.exists():
+    path = Path(settings.published(settings.SOCKET_VARIABLE))
+    if not _kept or not path.exists():
         return
     if request("exiting", _EXIT_SECS) is None:
         # Its marker is left, and this end is to pass for none that nothing tells of.

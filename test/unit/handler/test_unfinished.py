@@ -211,8 +211,7 @@ def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
 
 
 def test_what_one_of_them_holds_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # GIVEN the log of a hang that was cut off before it told of its processes, and one whose parts are so many that it
-    # would take minutes to look at each
+    # GIVEN the log of a hang that is cut off before its processes, and one with too many odd parts to look at each
     failure = {"pid": 7, "seconds": 1.0, "kind": "hang", "message": "made no progress for 60 s"}
     logs = [{"kind": "hang"}, {"failures": [failure]}], [{"kind": "killed"}, {"suspects": [{}] * 500_000}]
     for number, log in enumerate(logs):

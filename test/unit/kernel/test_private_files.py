@@ -226,8 +226,8 @@ def test_files_below_a_folder_and_what_cannot_be_looked_into(tmp_path: Path) -> 
     for name in ("z", "a/b/x"):
         (tmp_path / name).touch()
     os.mkfifo(tmp_path / "pipe")
-    unread: list[OSError] = []
-    assert files_below(tmp_path, unread) == [tmp_path / "a/b/x", tmp_path / "z"]
-    assert unread == []
-    assert files_below(tmp_path / "gone", unread) == []
-    assert [Path(one.filename).name for one in unread] == ["gone"]
+    problems: list[CrashkitError] = []
+    assert files_below(tmp_path, problems) == [tmp_path / "a/b/x", tmp_path / "z"]
+    assert problems == []
+    assert files_below(tmp_path / "gone", problems) == []
+    assert [one.message for one in problems] == [f"{tmp_path}/gone cannot be read: No such file or directory"]

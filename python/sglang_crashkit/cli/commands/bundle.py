@@ -31,8 +31,6 @@ _DOCUMENT = "incident.json"
 _ZSTD = ".tar.zst"
 _LEVEL = 10
 _MAX_TOLD = 5
-#: Steps that have words of a message or a log, in a form of their own.
-_QUOTING = re.compile(r"/issues\?q=|said right before it: |goes on after what it says")
 _EXAMPLES = """\
 examples:
   sglang-crashkit bundle 0123abcd --no-prompts
@@ -157,12 +155,21 @@ def _messages_in(value: Any) -> Iterator[str]:
         yield from _messages_in(one)
 
 
+def _quotes(step: str) -> bool:
+    """Say whether a step has words of a message or a log in a form of its own."""
+    from sglang_crashkit.judge.knowledge import load
+
+    templates = load("findings")["steps"]
+    heads = (re.split(r"[\[{]", one)[0] for name in ("before", "loudest") for one in templates[name])
+    return "/issues?q=" in step or step.startswith(tuple(heads))
+
+
 def _without(value: Any, messages: list[str]) -> Any:
     """Return a value without the messages of exceptions, also where they are cut off; their classes stay."""
     if isinstance(value, dict):
         return {name: _without(one, messages) for name, one in value.items()}
     if isinstance(value, list):
-        return [_without(one, messages) for one in value if not (isinstance(one, str) and _QUOTING.search(one))]
+        return [_without(one, messages) for one in value if not (isinstance(one, str) and _quotes(one))]
     for message in messages if isinstance(value, str) else ():
         kind, colon, words = message.partition(": ")
         value = value.replace(message, f"{kind}: {REDACTED}" if colon else REDACTED)

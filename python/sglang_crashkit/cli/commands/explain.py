@@ -113,12 +113,8 @@ def _texts_in(path: Path, hosts: set[Path], problems: list[CrashkitError]) -> li
     if not any(host.is_relative_to(path) for host in hosts):
         return [path]
     from sglang_crashkit.kernel.private_files import files_below
-    from sglang_crashkit.sources.text.reader import unread_folder
 
-    unread: list[OSError] = []
-    found = [file for file in files_below(path, unread) if hosts.isdisjoint(file.parents)]
-    problems += map(unread_folder, unread)
-    return found
+    return [file for file in files_below(path, problems) if hosts.isdisjoint(file.parents)]
 
 
 def _show_progress(path: Path, size: int) -> None:

@@ -187,19 +187,12 @@ def read(
     yield from _placed(readers)
 
 
-def unread_folder(error: OSError) -> CrashkitError:
-    """Return that a folder cannot be looked into."""
-    return CrashkitError(f"{error.filename} cannot be read: {error.strerror}", next_step=f"ls -ld {error.filename}")
-
-
 def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[tuple[Path, bool]]:
     """Yield the files that a path stands for, and of each whether it is a pipe, whose end is waited for."""
     if str(path) == "-":
         yield path, True
     elif path.is_dir():
-        unread: list[OSError] = []
-        yield from ((one, False) for one in files_below(path, unread)[:_MAX_FILES])
-        met += map(unread_folder, unread)
+        yield from ((one, False) for one in files_below(path, met)[:_MAX_FILES])
     elif path.is_file():
         yield path, False
     elif is_named and path.is_fifo():

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_crashkit import protocol
 from sglang_crashkit.kernel.procfs import boot_id
-from sglang_crashkit.settings import MODE_VARIABLE, SOCKET_VARIABLE, SPOOL_VARIABLE, Settings
+from sglang_crashkit.settings import MODE_VARIABLE, SOCKET_VARIABLE, SPOOL_VARIABLE, Settings, published
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_ranks_ready
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
@@ -27,7 +27,7 @@ _CARRIED = "crashkit"
 def let_carry(_engine: type, _server_args: Any, port_args: Any, *_args: Any, **_kwargs: Any) -> None:
     """Have actors know the handler that get these ``PortArgs``, or others that this process makes from now on."""
     names = (SOCKET_VARIABLE, SPOOL_VARIABLE, MODE_VARIABLE)
-    environ = set_here | {name: os.environ[name] for name in names if name in os.environ}
+    environ = set_here | {name: value for name in names if (value := published(name))}
     if not Settings.from_environ().enabled or SOCKET_VARIABLE not in environ:
         return
     kind, carried = type(port_args), (boot_id(), environ)

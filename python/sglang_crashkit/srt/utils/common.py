@@ -273,7 +273,7 @@ def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
     if pid != os.getpid():
         # The tree may be another server, which has a handler of its own.
         path = settings.socket_of(pid)
-        if path is not None and str(path) != os.environ.get(settings.SOCKET_VARIABLE) and path.exists():
+        if path is not None and str(path) != settings.published(settings.SOCKET_VARIABLE) and path.exists():
             protocol.notify(str(path), "teardown", pid=pid, whole=whole)
 
 
