@@ -1,19 +1,20 @@
 """The environment variables that control the kit.
 
-Truth values are read as SGLang reads them: ``1 true yes y`` and ``0 false no n``, in any case. A value that cannot be
-read counts as unset: a typing error must not stop a server.
+Truth values are read as SGLang reads them. A value that cannot be read counts as unset: a typing error must not stop a
+server.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 
-from sglang_crashkit.kernel.procfs import key_of
+from sglang_crashkit.kernel import procfs
 
 SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
 SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
@@ -37,83 +38,52 @@ _PUBLISHING = {
     *("SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_METRICS_FILE", "SGLANG_CRASHKIT_HTML"),
     "PROMETHEUS_MULTIPROC_DIR",
 }
-_TRUE = {"1", "true", "yes", "y"}
-_FALSE = {"0", "false", "no", "n"}
-
 _PREFIX = "SGLANG_CRASHKIT_"
-
-
-def read_bool(environ: Mapping[str, str], name: str, default: bool) -> bool:
-    """Return the truth value of variable `name`, `default` where it is unset or unreadable."""
-    value = environ.get(name, "").strip().lower()
-    if value in _TRUE:
-        return True
-    if value in _FALSE:
-        return False
-    return default
-
-
-def read_seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    """Return variable `name` as seconds of 0 or more, `default` where it is unset or unreadable."""
-    try:
-        seconds = float(environ[name])
-    except (KeyError, ValueError):
-        return default
-    return seconds if 0 <= seconds < float("inf") else default
-
-
-def read_number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return variable `name` as a whole number of 0 or more, `default` where it is unset or unreadable."""
-    value = environ.get(name, "").strip()
-    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else default
-
-
-def _read_megabytes(environ: Mapping[str, str], name: str, default: float) -> float:
-    megabytes = read_seconds(environ, name, default)
-    return megabytes if 1 <= megabytes <= 1024 else default
-
 
 #: What is kept of prompts: all, token ids only, or nothing but how long they are.
 Prompts = Literal["full", "ids", "none"]
+_T = TypeVar("_T")
+_D = TypeVar("_D")
 
 
-def _read_prompts(environ: Mapping[str, str], name: str, default: Prompts) -> Prompts:
-    """Return what variable `name` says of prompts: `default` where it is unset, ``none`` where it is another word.
+@dataclass(frozen=True)
+class _Kind(Generic[_T]):
+    """What a variable may hold."""
 
-    Who sets it wants to keep something back, so a typing error keeps back all.
-    """
-    value = environ.get(name, "").strip().lower() or default
-    return "full" if value == "full" else "ids" if value == "ids" else "none"
+    form: str  # a regular expression, for lower case
+    meaning: Callable[[str], _T | None]  # of a value of that form; None where it counts as unset
+    otherwise: _T | None = None  # what a value of another form means; None where it counts as unset
 
-
-def _read_native(environ: Mapping[str, str], name: str, default: bool | None) -> bool | None:
-    wanted = read_bool(environ, name, True)
-    # Unset or unreadable where the answer is whatever the default is.
-    return wanted if wanted == read_bool(environ, name, False) else default
-
-
-def _read_bytes(environ: Mapping[str, str], name: str, default: int | None) -> int | None:
-    megabytes = read_seconds(environ, name, -1.0)
-    return int(megabytes * MB) if megabytes >= 0 else default
+    def read(self, environ: Mapping[str, str], name: str, default: _D) -> _T | _D:
+        """Return what variable `name` says, `default` where it is unset or counts as unset."""
+        value = environ.get(name, "").strip().lower()
+        if not value:
+            return default
+        found = self.meaning(value) if re.fullmatch(self.form, value) else self.otherwise
+        return default if found is None else found
 
 
-def _read_days(environ: Mapping[str, str], name: str, default: float) -> float:
-    return 86400 * read_seconds(environ, name, default / 86400)
+_TRUTH = _Kind("1|true|yes|y|0|false|no|n", lambda word: word[0] in "1ty")
+_NUMBER = _Kind(r"\d{1,9}", int)
+_SECONDS = _Kind(r"\d{1,18}(\.\d*)?|\.\d+", float)
+_DAYS = _Kind(_SECONDS.form, lambda days: 86400 * float(days))
+_MEGABYTES = _Kind(_SECONDS.form, lambda size: int(float(size) * MB))
+_JOURNAL_SIZE = _Kind(_SECONDS.form, lambda size: float(size) if 1 <= float(size) <= 1024 else None)
+_STATUS = _Kind("kit|upstream", lambda word: word == "upstream")
+# Who sets it wants to keep something back, so a typing error keeps back all.
+_PROMPTS = _Kind[Prompts]("full|ids|none", lambda word: cast("Prompts", word), otherwise="none")
+
+read_bool, read_number, read_seconds = _TRUTH.read, _NUMBER.read, _SECONDS.read
 
 
-def _read_keeps(environ: Mapping[str, str], name: str, _default: bool) -> bool:
-    return environ.get(name, "").strip().lower() == "upstream"
+def _setting(name: str, kind: _Kind[Any], default: Any) -> Any:
+    return field(default=default, metadata={"name": name, "kind": kind})
 
 
-def _setting(name: str, read: Callable[[Mapping[str, str], str, Any], object], default: Any) -> Any:
-    """Return a field that `read` takes from variable `name`, `default` where that is unset or unreadable."""
-    return field(default=default, metadata={"name": name, "read": read})
-
-
-def _read_fields(kind: type, environ: Mapping[str, str]) -> dict[str, Any]:
+def _read_fields(owner: type, environ: Mapping[str, str]) -> dict[str, Any]:
     return {
-        one.name: one.metadata["read"](environ, one.metadata["name"], one.default)
-        for one in fields(kind)
+        one.name: one.metadata["kind"].read(environ, one.metadata["name"], one.default)
+        for one in fields(owner)
         if one.metadata
     }
 
@@ -124,15 +94,15 @@ class DiskLimits:
 
     #: All incidents of a host together, with the GPU cores and request dumps beside them. By default 4096 MB, and at
     #: most a tenth of the file system.
-    max_use: int | None = _setting(MAX_USE, _read_bytes, None)
+    max_use: int | None = _setting(MAX_USE, _MEGABYTES, None)
     #: What incidents leave free on the file system. By default 1024 MB, and at most a twentieth of it.
-    keep_free: int | None = _setting(KEEP_FREE, _read_bytes, None)
-    max_incident: int = _setting(MAX_INCIDENT, _read_bytes, 256 * MB)  # one incident, without what lies beside it
-    max_core: int = _setting(MAX_CORE, _read_bytes, 4096 * MB)  # one GPU core
+    keep_free: int | None = _setting(KEEP_FREE, _MEGABYTES, None)
+    max_incident: int = _setting(MAX_INCIDENT, _MEGABYTES, 256 * MB)  # one incident, without what lies beside it
+    max_core: int = _setting(MAX_CORE, _MEGABYTES, 4096 * MB)  # one GPU core
     #: How many finished incidents of a host stay; 0 for any number.
-    max_count: int = _setting("SGLANG_CRASHKIT_MAX_INCIDENTS", read_number, 1000)
+    max_count: int = _setting("SGLANG_CRASHKIT_MAX_INCIDENTS", _NUMBER, 1000)
     #: Older ones go when a new one comes; 0 for any age.
-    max_age_secs: float = _setting("SGLANG_CRASHKIT_MAX_AGE_DAYS", _read_days, 0.0)
+    max_age_secs: float = _setting("SGLANG_CRASHKIT_MAX_AGE_DAYS", _DAYS, 0.0)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
@@ -145,48 +115,48 @@ class Settings:
     """What the environment asks of the kit; times are in seconds."""
 
     #: The kit does nothing at all when false.
-    enabled: bool = _setting("SGLANG_CRASHKIT_ENABLED", read_bool, True)
+    enabled: bool = _setting("SGLANG_CRASHKIT_ENABLED", _TRUTH, True)
     #: No stacks are taken when false.
-    stacks: bool = _setting("SGLANG_PYSPY_DUMP_BEFORE_CRASH", read_bool, True)
+    stacks: bool = _setting("SGLANG_PYSPY_DUMP_BEFORE_CRASH", _TRUTH, True)
     #: No GPU core is asked for when false.
-    cores: bool = _setting("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", read_bool, True)
+    cores: bool = _setting("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", _TRUTH, True)
     #: How long is waited for a GPU core to come or to grow on, within `exit_secs`.
-    core_wait_secs: float = _setting("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", read_seconds, 60.0)
+    core_wait_secs: float = _setting("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", _SECONDS, 60.0)
     #: The longest an incident may take.
-    budget_secs: float = _setting("SGLANG_CRASHKIT_BUDGET_SECS", read_seconds, 20.0)
+    budget_secs: float = _setting("SGLANG_CRASHKIT_BUDGET_SECS", _SECONDS, 20.0)
     #: The longest that one round of stacks may take.
-    capture_secs: float = _setting("SGLANG_CRASHKIT_CAPTURE_SECS", read_seconds, 1.5)
+    capture_secs: float = _setting("SGLANG_CRASHKIT_CAPTURE_SECS", _SECONDS, 1.5)
     #: The longest that the ranks may take to get ready; 0 for no limit.
-    startup_timeout_secs: float = _setting("SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", read_seconds, 0.0)
+    startup_timeout_secs: float = _setting("SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", _SECONDS, 0.0)
     #: The longest that the server's end may take once the evidence of a crash is whole.
-    end_secs: float = _setting("SGLANG_CRASHKIT_END_SECS", read_seconds, 15.0)
+    end_secs: float = _setting("SGLANG_CRASHKIT_END_SECS", _SECONDS, 15.0)
     #: After how long without a sign a scheduler counts as one that hangs; 0 where hangs are not looked for.
-    hang_secs: float = _setting("SGLANG_CRASHKIT_HANG_SECS", read_seconds, 60.0)
+    hang_secs: float = _setting("SGLANG_CRASHKIT_HANG_SECS", _SECONDS, 60.0)
     #: Whether native stacks are taken, which stops each process for a moment; None: of a server that hangs and will be
     #: ended for it.
-    native: bool | None = _setting("SGLANG_CRASHKIT_NATIVE", _read_native, None)
+    native: bool | None = _setting("SGLANG_CRASHKIT_NATIVE", _TRUTH, None)
     #: No request is noted before a crash when false.
-    journal: bool = _setting("SGLANG_CRASHKIT_JOURNAL", read_bool, True)
+    journal: bool = _setting("SGLANG_CRASHKIT_JOURNAL", _TRUTH, True)
     #: How much memory the journal of one process may take, in mebibytes, 1 to 1024.
-    journal_mb: float = _setting("SGLANG_CRASHKIT_JOURNAL_MB", _read_megabytes, 32.0)
+    journal_mb: float = _setting("SGLANG_CRASHKIT_JOURNAL_MB", _JOURNAL_SIZE, 32.0)
     #: The schedulers keep no record of their last steps when false.
-    steps: bool = _setting("SGLANG_CRASHKIT_STEPS", read_bool, True)
+    steps: bool = _setting("SGLANG_CRASHKIT_STEPS", _TRUTH, True)
     #: How many of its last log records each process keeps for an incident; 0 for none.
-    log_records: int = _setting("SGLANG_CRASHKIT_LOG_RECORDS", read_number, 200)
+    log_records: int = _setting("SGLANG_CRASHKIT_LOG_RECORDS", _NUMBER, 200)
     #: How many incidents of the same fault a day are kept with all stacks; 0 for all.
-    full_per_fault: int = _setting("SGLANG_CRASHKIT_FULL_PER_FAULT", read_number, 3)
+    full_per_fault: int = _setting("SGLANG_CRASHKIT_FULL_PER_FAULT", _NUMBER, 3)
     #: What incidents may take of the disk.
     disk: DiskLimits = field(default_factory=DiskLimits)
     #: The longest that one end of the server may take with all that is waited for.
-    exit_secs: float = _setting("SGLANG_CRASHKIT_EXIT_SECS", read_seconds, 60.0)
+    exit_secs: float = _setting("SGLANG_CRASHKIT_EXIT_SECS", _SECONDS, 60.0)
     #: A crash ends the server with upstream's exit status.
-    keeps_exit_status: bool = _setting("SGLANG_CRASHKIT_EXIT_STATUS", _read_keeps, False)
+    keeps_exit_status: bool = _setting("SGLANG_CRASHKIT_EXIT_STATUS", _STATUS, False)
     #: What the journal keeps of prompts.
-    prompts: Prompts = _setting("SGLANG_CRASHKIT_PROMPTS", _read_prompts, "full")  # noqa: RUF009 - a field
+    prompts: Prompts = _setting("SGLANG_CRASHKIT_PROMPTS", _PROMPTS, "full")  # noqa: RUF009 - a field
     #: The GPUs' driver is not asked when false.
-    gpu_facts: bool = _setting("SGLANG_CRASHKIT_GPU_FACTS", read_bool, True)
+    gpu_facts: bool = _setting("SGLANG_CRASHKIT_GPU_FACTS", _TRUTH, True)
     #: Each incident has a page of HTML, too, when true.
-    html: bool = _setting("SGLANG_CRASHKIT_HTML", read_bool, False)
+    html: bool = _setting("SGLANG_CRASHKIT_HTML", _TRUTH, False)
 
     @property
     def diagnostics(self) -> bool:
@@ -199,21 +169,18 @@ class Settings:
         return cls(**_read_fields(cls, environ), disk=DiskLimits.from_environ(environ))
 
 
-_TRUTH, _NUMBER, _SECONDS = r"(?i)1|true|yes|y|0|false|no|n", r"\d{1,9}", r"\d+(\.\d*)?|\.\d+"
-#: What a variable may hold, by what reads it; any other is read as a number of seconds, megabytes or days.
-_FORMS: dict[Callable[..., object], str] = {
-    **{read_bool: _TRUTH, _read_native: _TRUTH, read_number: _NUMBER},
-    **{_read_keeps: r"(?i)kit|upstream", _read_prompts: r"(?i)full|ids|none"},
-}
 #: The variables that a user sets, each with what it may hold; a launch warns of any other (see `unknown_variables`).
 VARIABLES: dict[str, str] = {
-    one.metadata["name"]: _FORMS.get(one.metadata["read"], _SECONDS)
+    one.metadata["name"]: f"(?i){one.metadata['kind'].form}"
     for one in (*fields(Settings), *fields(DiskLimits))
     if one.metadata.get("name", "").startswith(_PREFIX)
 } | {
-    **{"SGLANG_CRASHKIT_TERMINATION_LOG": ".*", "SGLANG_CRASHKIT_PYSPY": ".*", "SGLANG_CRASHKIT_METRICS_FILE": ".*"},
-    **{"SGLANG_CRASHKIT_ON_INCIDENT": ".*", "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS},
-    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER,
+    "SGLANG_CRASHKIT_TERMINATION_LOG": ".*",
+    "SGLANG_CRASHKIT_PYSPY": ".*",
+    "SGLANG_CRASHKIT_METRICS_FILE": ".*",
+    "SGLANG_CRASHKIT_ON_INCIDENT": ".*",
+    "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS.form,
+    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER.form,
 }
 #: Those that the kit sets for its own processes.
 OWN_VARIABLES = {
@@ -234,7 +201,7 @@ def runtime_folder(server_pid: int, start_ticks: int) -> Path:
     finds the handler of the server that it is about to end. It lies in the temporary folder because a socket's path may
     have 107 bytes only.
     """
-    name = Path(RUN) / key_of(server_pid, start_ticks)
+    name = Path(RUN) / procfs.key_of(server_pid, start_ticks)
     folder = fallback_folder() / name
     if len(str(folder / _LONGEST_SOCKET)) > _MAX_SOCKET_PATH:
         folder = Path("/tmp") / fallback_folder().name / name  # noqa: S108 - a folder of our own with mode 0700
@@ -248,9 +215,6 @@ def socket_path(server_pid: int, start_ticks: int) -> Path:
 
 def socket_of(server_pid: int) -> Path | None:
     """Return where the crash handler of a process has its socket, if there is one; None where the process is gone."""
-    # A command that only reads incidents starts without it.
-    from sglang_crashkit.kernel import procfs
-
     stat = procfs.read_stat(server_pid)
     return socket_path(server_pid, stat.start_ticks) if stat is not None else None
 
