@@ -39,7 +39,7 @@ def environment(tmp_path, wheels, lock, release) -> Environment:
         wanted = [name for name in archive.namelist() if name in paths or ".dist-info/" in name]
         archive.extractall(tmp_path, wanted)
     dist_info = tmp_path / f"sglang-{release}.dist-info"
-    kit = Kit(__version__, Path("/nowhere"), {}, only_by_python_path=False)
+    kit = Kit(__version__, Path("/nowhere"), {})
     return Environment(Path(sys.executable), release, tmp_path / "sglang", dist_info, kit)
 
 

@@ -41,8 +41,6 @@ from sglang_crashkit.installer.status import (
     read_tree,
 )
 
-#: In the dist-info folder while a change runs; one without a holder is of a change that was cut off.
-LOCK_FILE = ".sglang-crashkit.lock"
 #: Seconds to wait for other processes. A change takes well under one, and many on a disk that syncs slowly.
 LOCK_WAIT = 60.0
 #: The name of a file that waits to take the place of another, and the names of all that any version of the kit left.
@@ -104,7 +102,8 @@ def _bring_to(
     target: State, environment: Environment, patches: PatchTree, locked: LockedRelease | None, *, dry_run: bool
 ) -> Outcome:
     tree = read_tree(environment, locked)
-    is_done = tree.overall is target and not (environment.dist_info / LOCK_FILE).exists()
+    # A change that was cut off before its first step left the new files behind.
+    is_done = tree.overall is target and not any(environment.dist_info.glob(_LEFT_OVER))
     if is_done or (target is State.PRISTINE and tree.overall is State.UNSUPPORTED):
         return Outcome(tree.overall, ())
     try:
@@ -258,7 +257,6 @@ def _carry_out(plan: _Plan) -> None:
                 _write(file, change.after, like=change.path if change.path.exists() else sibling)
         try:
             during.replace(manifest)
-            _sync([dist_info])
             for change, file in zip(plan.changes, staged, strict=True):
                 _put_in_place(change, file)
                 done += 1
@@ -266,12 +264,10 @@ def _carry_out(plan: _Plan) -> None:
                 _remove_bytecode(path)
                 if not path.exists():
                     _remove_empty_folders(path, package)
-            _sync(change.path.parent for change in plan.changes)
             if plan.final is not None:
                 final.replace(manifest)
             else:
                 manifest.unlink()
-            _sync([dist_info])
         except OSError as error:
             raise PartialError(
                 f"{done} of {len(plan.changes)} files are in place, then: {error}",
@@ -280,7 +276,7 @@ def _carry_out(plan: _Plan) -> None:
     finally:
         # One that stays is in no way, and goes next time.
         with suppress(OSError):
-            for path in (during, final, *staged):
+            for path in (*staged, final, during):
                 path.unlink(missing_ok=True)
 
 
@@ -310,11 +306,7 @@ def _folders(path: Path, package: Path) -> Iterable[Path]:
 
 
 def _write(path: Path, data: bytes, *, like: Path) -> None:
-    """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it.
-
-    Raises:
-        RefusedError: somebody who may read `like` could not read it.
-    """
+    """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -326,24 +318,7 @@ def _write(path: Path, data: bytes, *, like: Path) -> None:
                 os.fchown(file.fileno(), uid, wanted.st_gid)
                 break
         os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode) & (0o666 if stat.S_ISDIR(wanted.st_mode) else 0o7777))
-        own = os.fstat(file.fileno())
-        is_group_kept = own.st_gid == wanted.st_gid or not wanted.st_mode & stat.S_IRGRP
-        if not wanted.st_mode & stat.S_IROTH and not (own.st_uid == wanted.st_uid and is_group_kept):
-            raise RefusedError(
-                f"{like} is of user {wanted.st_uid} and group {wanted.st_gid}, who could not read what took its place",
-                next_step="run the same command as that user",
-            )
         os.fsync(file.fileno())
-
-
-def _sync(folders: Iterable[Path]) -> None:
-    """Make the names in `folders` outlive a power cut."""
-    for folder in sorted({folder for folder in folders if folder.is_dir()}):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _remove_bytecode(path: Path) -> None:
@@ -376,44 +351,27 @@ def _remove_empty_folders(path: Path, package: Path) -> None:
 
 @contextmanager
 def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
-    """Hold the lock of the installation with the folder `dist_info`; `wait` seconds for another process.
-
-    The kernel drops the lock of a process that dies, so a lock file alone holds up nothing.
+    """Lock the installation with the folder `dist_info` against other processes, for one of which it waits so long.
 
     Raises:
         CrashkitError: another process still has it.
-        OSError: the lock file cannot be made.
+        OSError: there is no METADATA, or it may not be written.
     """
-    lock_file = dist_info / LOCK_FILE
-    deadline = time.monotonic() + wait
-    while True:
-        with lock_file.open("ab", buffering=0) as file:
+    # Nothing is written to it, but a network file system locks only what may be written (flock(2)).
+    with (dist_info / "METADATA").open("r+b") as file:
+        deadline = time.monotonic() + wait
+        while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
-                is_held = False
-            else:
-                # The name may have gone with the process that held the lock until now.
-                is_held = os.fstat(file.fileno()).st_nlink > 0
-            if is_held:
-                try:
-                    # It only stands in the error of another that waits; a full disk is noticed when it matters.
-                    with suppress(OSError):
-                        file.truncate(0)
-                        file.write(f" (pid {os.getpid()})".encode())
-                    yield
-                finally:
-                    # While it is still held: who opened it meanwhile sees that the name is gone.
-                    with suppress(OSError):
-                        lock_file.unlink()
-                return
-        if time.monotonic() > deadline:
-            holder = (read_or_none(lock_file) or b"").decode()
-            raise CrashkitError(
-                f"another sglang-crashkit{holder} is changing {dist_info.parent}",
-                next_step="wait for it to end and run this again",
-            )
-        time.sleep(0.05)
+                if time.monotonic() > deadline:
+                    raise CrashkitError(
+                        f"another sglang-crashkit is changing {dist_info.parent}",
+                        next_step="wait for it to end and run this again",
+                    ) from None
+            time.sleep(0.05)
+        yield
 
 
 def _explain(error: OSError, folder: Path) -> CrashkitError:

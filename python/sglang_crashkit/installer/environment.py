@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ class Kit:
     version: str
     root: Path  # the folder on ``sys.path`` that it comes from
     missing: dict[str, str]  # function that the patches call → why it cannot be imported there
-    only_by_python_path: bool  # it is found through ``PYTHONPATH`` alone, and SGLang is not
 
 
 @dataclass(frozen=True)
@@ -112,11 +110,8 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
         )
     dist_info = Path(found["dist_infos"][0])
     site, version = dist_info.parent, str(found["version"])
-    kit = None
-    if (there := answer["kit"]) is not None:
-        root, given_path = there["root"], answer["python_path"]
-        by_path = root in given_path and str(site) not in given_path
-        kit = Kit(there["version"], Path(root), there["missing"], by_path)
+    there = answer["kit"]
+    kit = there and Kit(there["version"], Path(there["root"]), there["missing"])
     environment = Environment(python, version, site / "sglang", dist_info, kit, answer["has_pip"])
     if found["editable"] is not None:
         raise RefusedError(
@@ -169,8 +164,6 @@ def require_kit(environment: Environment) -> None:
     elif kit.version != __version__:
         why = f"imports sglang_crashkit {kit.version}, but this is {__version__}"
         install = f"{install}, or {python} -m sglang_crashkit apply"
-    elif kit.only_by_python_path:
-        why = f"finds sglang_crashkit through PYTHONPATH alone ({kit.root}): without it, a server has no kit"
     elif kit.missing:
         why = "cannot import {}: {}".format(*next(iter(kit.missing.items())))
     else:
@@ -179,31 +172,16 @@ def require_kit(environment: Environment) -> None:
 
 
 def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `argv` and return what it printed; it and its children are killed after `timeout` seconds.
+    """Run `argv` and return what it printed.
 
     Raises:
-        CrashkitError: it could not be started, or had to be killed.
+        CrashkitError: it could not be started, or had to be killed after `timeout` seconds.
     """
     try:
-        process = subprocess.Popen(
-            list(argv),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
         )
     except OSError as error:
         raise CrashkitError(f"cannot run {argv[0]}: {error.strerror}") from error
-    with process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except BaseException as error:
-            # The group, not the process: a child of it could hold the pipes open.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise CrashkitError(f"{argv[0]} did not end within {timeout:g} s") from error
-            raise
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    except subprocess.TimeoutExpired as error:
+        raise CrashkitError(f"{argv[0]} did not end within {timeout:g} s") from error

@@ -12,7 +12,6 @@ import importlib.metadata
 import os
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 import zipfile
@@ -96,8 +95,8 @@ def check_wheel(wheel: Path, known: Mapping[str, str]) -> None:
 def find_wheel(release: str, known: Mapping[str, str], *, download: bool, python_tag: str | None = None) -> Path:
     """Return a wheel of `release`: one that `known` (file name → sha256, from the lock) names, else any in the cache.
 
-    With `download` pip fetches one where the cache has none; `python_tag` is ``cp311`` for a python that must be able
-    to install it.
+    `python_tag` is ``cp311`` for a python that must be able to install it. With `download` this python's pip fetches
+    the one that fits this python where the cache has none.
 
     Raises:
         NothingToDoError: the cache has none and `download` is false.
@@ -114,39 +113,26 @@ def find_wheel(release: str, known: Mapping[str, str], *, download: bool, python
                 f"no wheel of SGLang {release}{suited} in {cache_folder()}",
                 next_step=f"sglang-crashkit wheel {release} --out DIR --download",
             )
-        wanted = (name for name in sorted(known) if WheelName.parse(name).fits(python_tag))
-        found = _download(release, next(wanted, None))
+        found = _download(release)
     check_wheel(found, known)
     return found
 
 
-def _download(release: str, name: str | None) -> Path:
-    """Download the wheel called `name`, or the one that fits pip's own python."""
+def _download(release: str) -> Path:
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    if name is not None:
-        # Whatever python pip runs on.
-        python, abi, platform = WheelName.parse(name).tags.split("-")
-        options += ["--platform", platform, "--abi", abi]
-        if python.startswith("cp"):
-            options += ["--implementation", "cp", "--python-version", python[2:]]
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", f"sglang=={release}"]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
-        argv = [*_pip(), "download", "--dest", temporary, *options, f"sglang=={release}"]
+        argv = [sys.executable, "-m", "pip", "download", "--dest", temporary, *options]
         run = run_tool(argv, timeout=_DOWNLOAD_SECS)
         wheels = list(Path(temporary).glob("*.whl"))
         if run.returncode or len(wheels) != 1:
             why = ["no wheel came", *run.stderr.strip().splitlines()][-1]
-            raise CrashkitError(f"pip could not download sglang=={release}: {why}")
+            raise CrashkitError(
+                f"{sys.executable} could not download sglang=={release}: {why}",
+                next_step=f"pip download --no-deps sglang=={release}, then sglang-crashkit wheel FILE --out DIR",
+            )
         return wheels[0].replace(folder / wheels[0].name)
-
-
-def _pip() -> list[str]:
-    """Return the command line of a pip: this python's own, else that of one on PATH."""
-    for python in (sys.executable, shutil.which("python3"), shutil.which("python")):
-        if python is not None and run_tool([python, "-m", "pip", "--version"], timeout=60).returncode == 0:
-            return [python, "-m", "pip"]
-    raise CrashkitError(f"{sys.executable} has no pip to download with", next_step=f"{sys.executable} -m ensurepip")
 
 
 def patched_version(release: str) -> str:

@@ -99,7 +99,7 @@ def install(wheel: Path, site: Path) -> Environment:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     version = wheel.name.split("-")[1]
-    kit = Kit(__version__, Path("/nowhere"), {}, only_by_python_path=False)
+    kit = Kit(__version__, Path("/nowhere"), {})
     dist_info = site / f"sglang-{version}.dist-info"
     return Environment(Path(sys.executable), version, site / "sglang", dist_info, kit)
 

@@ -131,34 +131,6 @@ def test_new_files_are_read_by_whom_the_others_are(environment, kit):
         assert (environment.package / path).stat().st_mode & 0o044 == 0o044, path
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_files_that_their_owner_could_not_read_any_more_are_refused(environment, kit):
-    for path in [environment.site, *environment.site.rglob("*")]:
-        path.chmod(0o770 if path.is_dir() else 0o640)
-        os.chown(path, 1001, 2000)
-    pristine = snapshot(environment.site)
-
-    def change() -> None:
-        os.setgroups([2000])
-        os.setgid(1002)
-        os.setuid(1002)
-        with pytest.raises(RefusedError, match="user 1001 and group 2000"):
-            apply(environment, kit.patches, kit.lock)
-
-    for folder in environment.site.parents:
-        if folder.stat().st_mode & 0o005 != 0o005 and folder != Path("/"):
-            folder.chmod(0o755)
-    pid = os.fork()
-    if not pid:
-        try:
-            change()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert snapshot(environment.site) == pristine
-
-
 @both
 def test_compiled_files_that_cannot_be_removed_are_named_and_nothing_changes(ready, kit, action, monkeypatch):
     at = ready(action)
@@ -346,20 +318,18 @@ def test_commands_at_once_take_their_turns(environment, kit, ready, actions):
     assert snapshot(environment.site) == pristine
 
 
-def test_a_second_process_gets_an_error_unless_the_first_died(tmp_path):
+def test_a_second_process_gets_an_error_unless_the_first_died(environment):
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        with exclusive(tmp_path):
+        with exclusive(environment.dist_info):
             os.write(writer, b"held")
             signal.pause()
     assert os.read(reader, 4) == b"held"
-    message = rf"another sglang-crashkit \(pid {child}\) is changing {tmp_path.parent}"
-    with pytest.raises(CrashkitError, match=message), exclusive(tmp_path, wait=0):
+    message = f"another sglang-crashkit is changing {environment.site}"
+    with pytest.raises(CrashkitError, match=message), exclusive(environment.dist_info, wait=0):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert list(tmp_path.iterdir())
-    with exclusive(tmp_path, wait=0):
+    with exclusive(environment.dist_info, wait=0):
         pass
-    assert not list(tmp_path.iterdir())

@@ -133,7 +133,7 @@ def test_the_next_command_fits_the_state(environment, kit, other_kit):
 
     assert next_step() == f"sglang-crashkit apply --python {environment.python}"
     assert next_step(kit=None) == environment.install_kit
-    other = Kit("9.9", environment.site, {}, only_by_python_path=False)
+    other = Kit("9.9", environment.site, {})
     assert next_step(kit=other) == environment.install_kit
     assert "kit      9.9 in" in (text := "\n".join(tree_of(kit=other).lines(kit.lock)))
     assert ", another one" in text
