@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
 from sglang_crashkit.installer.environment import run_tool
-from sglang_crashkit.installer.patches import Lock, PatchTree, base_release, find_patch_root, patch_files, sha256_hex
+from sglang_crashkit.installer.patches import Lock, PatchTree, find_patch_root, patch_files, sha256_hex
 from sglang_crashkit.installer.record import format_row, read_rows
 from sglang_crashkit.installer.status import APPLIED, BY_WHEEL, MANIFEST_NAME, Manifest, PatchedFile, hash_or_none
 
@@ -46,33 +47,23 @@ class Member:
     mode: int = 0o100644  # file type and permission bits, as in `os.stat_result.st_mode`
 
 
-@dataclass(frozen=True)
-class WheelName:
-    """The parts of a wheel's file name, ``sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl``."""
+def release_of(wheel: Path) -> str:
+    """Return the release that `wheel` is of, by its name, ``sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl``.
 
-    distribution: str
-    version: str
-    tags: str  # ``cp311-cp311-manylinux_2_34_x86_64``
+    Raises:
+        RefusedError: it is not named like a wheel of SGLang as upstream builds it.
+    """
+    with suppress(InvalidWheelFilename):
+        name, version, build, _tags = parse_wheel_filename(wheel.name)
+        if name == "sglang" and not build and version.local is None:
+            return str(version)
+    raise RefusedError(f"{wheel} is not a wheel of SGLang as upstream built it")
 
-    @classmethod
-    def parse(cls, name: str) -> WheelName:
-        """Split the file name `name`.
 
-        Raises:
-            RefusedError: it is not a wheel's name, or has a build number.
-        """
-        try:
-            _name, _version, build, _tags = parse_wheel_filename(name)
-        except InvalidWheelFilename:
-            build = (0, "")
-        if build:
-            raise RefusedError(f"{name} is not named like a wheel of SGLang")
-        return cls(*name.removesuffix(".whl").split("-", 2))
-
-    def fits(self, python_tag: str | None) -> bool:
-        """Return whether a python with `python_tag` can install it; None stands for any python."""
-        interpreters, abis, _platforms = (part.split(".") for part in self.tags.split("-"))
-        return python_tag is None or not {python_tag, "py3"}.isdisjoint(interpreters) or "abi3" in abis
+def _fits(wheel: Path, python_tag: str | None) -> bool:
+    """Return whether a python with `python_tag` can install it; None stands for any python."""
+    tags = parse_wheel_filename(wheel.name)[3]
+    return python_tag is None or any(tag.interpreter in (python_tag, "py3") or tag.abi == "abi3" for tag in tags)
 
 
 def cache_folder() -> Path:
@@ -104,7 +95,7 @@ def find_wheel(release: str, known: Mapping[str, str], *, download: bool, python
         CrashkitError: the download failed.
     """
     all_cached = sorted(cache_folder().glob(f"sglang-{release}-*.whl"))
-    cached = [wheel for wheel in all_cached if WheelName.parse(wheel.name).fits(python_tag)]
+    cached = [wheel for wheel in all_cached if _fits(wheel, python_tag)]
     found = next((wheel for wheel in cached if wheel.name in known), cached[0] if cached else None)
     if found is None:
         if not download:
@@ -157,10 +148,8 @@ def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) 
         RefusedError: it is not a wheel of a supported release as upstream built it.
         OSError: a wheel cannot be read or written.
     """
-    name = WheelName.parse(wheel.name)
-    release, version = name.version, patched_version(name.version)
-    if name.distribution != "sglang" or base_release(release) != release:
-        raise RefusedError(f"{wheel} is not a wheel of SGLang as upstream built it")
+    release = release_of(wheel)
+    version = patched_version(release)
     locked = lock.require(release)
     check_wheel(wheel, locked.wheels)
     old_info, new_info = f"sglang-{release}.dist-info", f"sglang-{version}.dist-info"
@@ -186,7 +175,7 @@ def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) 
     manifest = Manifest(APPLIED, BY_WHEEL, __version__, release, files)
     result += [Member(name, patched[name]) for name in sorted(patched)]
     result.append(Member(f"{new_info}/{MANIFEST_NAME}", manifest.dump()))
-    target = out / f"sglang-{version}-{name.tags}.whl"
+    target = out / wheel.name.replace(release, version, 1)
     _write_wheel(target, result, new_info, members[f"{old_info}/RECORD"].mode)
     return target
 

@@ -129,9 +129,8 @@ def find_processes(
     @functools.cache
     def place(pid: int) -> Place | None:
         found = place_of(pid) if here is not None else None
-        if found is None or here is None or found.job_id != here.job_id or found.node:
-            return found
-        return here
+        # A container does not name its node.
+        return here if here and found == Place(here.job_id, "") else found
 
     for candidates in host.groups(members, place):
         for one in host.find(candidates, everything=everything):
@@ -275,30 +274,13 @@ def _user_of(pid: int) -> int | None:
 
 def runs_sglang(cmdline: Sequence[str]) -> bool:
     """Say whether a command line is that of a Python process whose module or script is of SGLang, or called so."""
-    program = _program_of(cmdline) or ""
-    # The folders that a script is in say nothing, but for the package's own.
-    name = Path(program).name
-    return bool(_NAME.search(name) or _FILE.search(program)) and not _NO_MODEL.search(name)
-
-
-def _program_of(cmdline: Sequence[str]) -> str | None:
-    """Return the module or script that Python runs, None where it is not Python or runs neither."""
     words = cmdline[0].split() if len(cmdline) == 1 else cmdline
     if not words or not _PYTHON.fullmatch(Path(words[0]).name):
-        return None
-    takes_value = False
-    for position, word in enumerate(words[1:], start=1):
-        if takes_value:
-            takes_value = False
-        elif word == "-m":
-            return words[position + 1] if position + 1 < len(words) else None
-        elif word.startswith("-c"):
-            return None
-        elif word in {"-W", "-X"}:
-            takes_value = True
-        elif not word.startswith("-"):
-            return word
-    return None
+        return False
+    option, program = procfs.program_of(words)
+    # The folders that a script is in say nothing, but for the package's own.
+    name = Path(program).name
+    return option != "-c" and bool(_NAME.search(name) or _FILE.search(program)) and not _NO_MODEL.search(name)
 
 
 def place_of(pid: int) -> Place | None:

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,22 +130,31 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
         # setproctitle, once it was asked anything, may leave the whole command line as one argument.
         arguments = arguments[0].split() or [comm]
     kept = [Path(arguments[0]).name]
-    if not kept[0].startswith(_INTERPRETERS):
-        return kept[0][:_MAX_TITLE]
-    for position, argument in enumerate(arguments[1:], start=1):
-        if argument == "-m" and position + 1 < len(arguments):
-            kept += ["-m", arguments[position + 1]]
-            break
-        if argument == "-c":
-            # Which part of multiprocessing it runs, if it does.
-            found = _PART_OF_MULTIPROCESSING.match(" ".join(arguments[position + 1 :]))
-            kept += ["-c", found[1] if found else "..."]
-            break
-        if not argument.startswith("-"):
-            if position == 1 and Path(argument).suffix in {".py", ""} and "=" not in argument:
-                kept.append(Path(argument).name)
-            break
+    option, program = program_of(arguments) if kept[0].startswith(_INTERPRETERS) else ("", "")
+    if option == "-c":
+        # Which part of multiprocessing it runs, if it does.
+        found = _PART_OF_MULTIPROCESSING.match(program)
+        kept += ["-c", found[1] if found else "..."]
+    elif option and program:
+        kept += [option, program]
+    elif program and Path(program).suffix in {".py", ""} and "=" not in program:
+        kept.append(Path(program).name)
     return " ".join(kept)[:_MAX_TITLE]
+
+
+def program_of(arguments: Sequence[str]) -> tuple[str, str]:
+    """Return what a Python command line runs: ``-m`` and a module, ``-c`` and code, or an empty text and a script."""
+    rest = iter(arguments[1:])
+    for argument in rest:
+        if argument == "-m":
+            return "-m", next(rest, "")
+        if argument.startswith("-c"):
+            return "-c", " ".join((argument[2:], *rest)).strip()
+        if argument in {"-W", "-X"}:
+            next(rest, None)
+        elif not argument.startswith("-"):
+            return "", argument
+    return "", ""
 
 
 def read_title(pid: int) -> str:

@@ -42,7 +42,7 @@ def test_a_stat_line_with_parentheses_is_read_right(tmp_path: Path) -> None:
             ["python", "-c", "from multiprocessing.spawn import spawn_main; ...", "secret"],
             "python -c multiprocessing.spawn",
         ),
-        (["python", "-X", "secret", "x.py"], "python"),
+        (["python", "-X", "secret", "x.py"], "python x.py"),
         (["python", "token=secret"], "python"),
         (["python", "-m"], "python"),
         (["/usr/bin/curl", "https://user:secret@host/secret"], "curl"),

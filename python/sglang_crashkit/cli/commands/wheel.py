@@ -29,11 +29,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Build both and say how to install them."""
     from sglang_crashkit.installer.patches import PatchTree, find_patch_root, is_release, load_lock
     from sglang_crashkit.installer.wheel import (
-        WheelName,
         build_kit_wheel,
         build_patched_wheel,
         find_wheel,
         install_command,
+        release_of,
     )
 
     root = find_patch_root()
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         kit = build_kit_wheel(args.out)
     except OSError as error:
         raise CrashkitError(f"cannot build the wheel: {error}") from error
-    release = WheelName.parse(wheel.name).version
+    release = release_of(wheel)
     is_locked, command = wheel.name in lock.require(release).wheels, install_command(args.out, release)
     if args.json:
         told = {"release": release, "wheel": str(patched), "kit": str(kit), "install": command, "locked": is_locked}
