@@ -103,10 +103,7 @@ class Message:
 def notify(socket_path: str, event: str, *, descriptor: int | None = None, **fields: Any) -> None:
     """Send a message and return, at once unless the handler is behind (then within a quarter of a second).
 
-    A `descriptor` is passed on with it, and stays open here. All fields are JSON values.
-
-    Raises:
-        HandlerUnreachableError: it could not be handed over.
+    A `descriptor` is passed on with it, and stays open here. Fields are JSON values. Raises HandlerUnreachableError.
     """
     with _datagrams() as sender:
         _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS, descriptor)
@@ -251,8 +248,7 @@ class Mailbox:
     def bind(path: Path) -> socket.socket:
         """Return a socket bound at `path`; the caller keeps or passes it on.
 
-        Raises:
-            OSError: the path is over 107 bytes, taken, or its folder is missing.
+        Raises OSError where the path is over 107 bytes or taken, or its folder is missing.
         """
         receiver = _datagrams()
         try:

@@ -17,91 +17,37 @@ import sglang_crashkit
 
 ROOT = Path(sglang_crashkit.__file__).parent
 #: What each part may import of the kit beside itself.
-ALLOWED = {
-    "": set(),
-    "errors": set(),
-    "redact": set(),
-    "visible": set(),
-    "policy": set(),
-    "model": {"errors"},
-    "kernel": {"errors", "redact"},
-    "settings": {"kernel"},
-    "protocol": {"kernel"},
-    "memory": {"errors", "kernel", "model", "redact"},
-    "analysis": {"model"},
-    "judge": {"analysis", "model"},
-    "view": {"analysis", "capture", "errors", "incident", "judge", "kernel", "model", "redact", "visible"},
-    "sources": {"errors", "kernel", "model", "redact"},
-    "capture": {"errors", "kernel", "model", "settings"},
-    "incident": {
-        "analysis",
-        "errors",
-        "judge",
-        "kernel",
-        "model",
-        "redact",
-        "settings",
-        "sources",
-        "visible",
-    },
-    "handler": {
-        "redact",
-        "analysis",
-        "capture",
-        "errors",
-        "incident",
-        "judge",
-        "kernel",
-        "memory",
-        "model",
-        "policy",
-        "protocol",
-        "settings",
-        "sources",
-        "view",
-        "visible",
-    },
-    "srt": {
-        "capture",
-        "errors",
-        "incident",
-        "kernel",
-        "memory",
-        "model",
-        "policy",
-        "protocol",
-        "redact",
-        "settings",
-        "visible",
-    },
-    "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings", "view", "visible"},
-    "installer": {"errors"},
-    "collect": {"analysis", "capture", "errors", "judge", "kernel", "memory", "model", "settings", "sources"}
-    | {"redact", "view"},
-    "replay": {"errors", "incident", "kernel", "model", "redact", "settings"},
-    "doctor": {"capture", "errors", "incident", "installer", "kernel", "settings"},
-    "cli": {
-        "analysis",
-        "capture",
-        "collect",
-        "doctor",
-        "errors",
-        "handler",
-        "incident",
-        "installer",
-        "judge",
-        "kernel",
-        "model",
-        "protocol",
-        "redact",
-        "replay",
-        "settings",
-        "sources",
-        "view",
-        "visible",
-    },
-    "__main__": {"cli"},
-}
+TABLE = """
+errors
+redact
+visible
+policy
+model     errors
+kernel    errors redact
+settings  kernel
+protocol  kernel
+memory    errors kernel model redact
+analysis  model
+judge     analysis model
+view      analysis capture errors incident judge kernel model redact visible
+sources   errors kernel model redact
+capture   errors kernel model settings
+incident  analysis errors judge kernel model redact settings sources visible
+handler   analysis capture errors incident judge kernel memory model policy protocol redact settings sources
+handler   view visible
+srt       capture errors incident kernel memory model policy protocol redact settings visible
+test      capture errors incident kernel model protocol settings view visible
+installer errors
+collect   analysis capture errors judge kernel memory model redact settings sources view
+replay    errors incident kernel model redact settings
+doctor    capture errors incident installer kernel settings
+cli       analysis capture collect doctor errors handler incident installer judge kernel model protocol redact replay
+cli       settings sources view visible
+__main__  cli
+"""
+ALLOWED: dict[str, set[str]] = {"": set()}
+for row in TABLE.strip().splitlines():
+    ALLOWED.setdefault(row.split()[0], set()).update(row.split()[1:])
 HEAVY = ("sglang", "torch", "numpy", "transformers", "pynvml", "amdsmi")
 
 

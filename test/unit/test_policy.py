@@ -91,7 +91,6 @@ SENDERS = {
     "kernel/forked.py",
     "capture/tools.py",
     "capture/tracing.py",
-    "installer/environment.py",
     "srt/handler_process.py",
     "capture/gpu_facts.py",
     "replay/server.py",

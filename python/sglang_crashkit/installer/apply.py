@@ -229,10 +229,8 @@ def _record_change(
 def _carry_out(plan: _Plan) -> None:
     """Write every new file beside the one that it replaces, then let each take its place.
 
-    Raises:
-        OSError: there is no room for the new files; nothing was changed.
-        PartialError: it failed between two files.
-        CrashkitError: somebody else wrote one of them meanwhile; theirs is left as it is.
+    Raises OSError where nothing was changed, PartialError where it failed between two files, and CrashkitError where
+    somebody else wrote one of them meanwhile; theirs is left as it is.
     """
     package, dist_info = plan.tree.environment.package, plan.tree.environment.dist_info
     touched = [package / path for path in plan.tree.files]
@@ -322,11 +320,7 @@ def _write(path: Path, data: bytes, *, like: Path) -> None:
 
 
 def _remove_bytecode(path: Path) -> None:
-    """Remove the compiled files of the module at `path`.
-
-    Python trusts one whose recorded time (in whole seconds) and size match the source, so one that was compiled from
-    the other content could be taken for this one's.
-    """
+    """Remove the compiled files of a module: Python trusts one by the size and the whole seconds of its source."""
     for compiled in _bytecode_of(path):
         compiled.unlink()
 
@@ -353,9 +347,7 @@ def _remove_empty_folders(path: Path, package: Path) -> None:
 def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
     """Lock the installation with the folder `dist_info` against other processes, for one of which it waits so long.
 
-    Raises:
-        CrashkitError: another process still has it.
-        OSError: there is no METADATA, or it may not be written.
+    Raises CrashkitError where another process still has it, and OSError.
     """
     # Nothing is written to it, but a network file system locks only what may be written (flock(2)).
     with (dist_info / "METADATA").open("r+b") as file:

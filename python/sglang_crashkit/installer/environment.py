@@ -143,8 +143,7 @@ class Session:
 def open_session(python: str | None) -> Session:
     """Load the kit's data and find the SGLang of `python`, by default of this one.
 
-    Raises:
-        CrashkitError: the data is not there, or the environment is not one to work on.
+    Raises CrashkitError where the data is not there, or the environment is not one to work on.
     """
     root = find_patch_root()
     patches = PatchTree.load(root)
@@ -153,11 +152,7 @@ def open_session(python: str | None) -> Session:
 
 
 def require_kit(environment: Environment) -> None:
-    """Check that patched files can call the kit in `environment`.
-
-    Raises:
-        RefusedError: they cannot.
-    """
+    """Check that patched files can call the kit in `environment`; raises RefusedError where they cannot."""
     kit, python, install = environment.kit, environment.python, environment.install_kit
     if kit is None:
         why = "cannot import sglang_crashkit, which patched files call"
@@ -174,8 +169,7 @@ def require_kit(environment: Environment) -> None:
 def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
     """Run `argv` and return what it printed.
 
-    Raises:
-        CrashkitError: it could not be started, or had to be killed after `timeout` seconds.
+    Raises CrashkitError where it could not be started, or had to be killed after `timeout` seconds.
     """
     try:
         return subprocess.run(

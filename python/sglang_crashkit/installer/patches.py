@@ -1,4 +1,4 @@
-r"""The kit's patches: one patch of one file, the choice of patches for a release, and the lock of what they give.
+"""The kit's patches: one patch of one file, the choice of patches for a release, and the lock of what they give.
 
 A patch file is five header lines, a blank line and one unified diff::
 
@@ -14,17 +14,9 @@ A patch file is five header lines, a blank line and one unified diff::
              logger.error(...)
     +        on_scheduler_exception()
 
-Paths are below the ``sglang`` package; an old side of ``/dev/null`` creates the file. The old lines of a hunk must
-stand exactly as they are at exactly one place, whatever its line number.
-
-``patches/0.5.9`` is the full set; a later folder holds only the files whose patch no longer applies. For a release each
-file takes the patch of the highest folder at or below it, and ``PATH.drop`` there ends one.
-
-Only final and post releases count: ``0.5.9``, ``0.5.12.post1``. What follows a ``+`` (``+crashkit.1.0.0``, ``+cu126``)
-names a build of the same release.
-
-The lock, ``patches/releases.lock.json``, is generated. It lists the supported releases, the upstream wheels they were
-checked with, and for every patched file the sha256 of its bytes before and after.
+Paths are below the ``sglang`` package; an old side of ``/dev/null`` creates the file. How a hunk applies, which patches
+a release gets, and what the lock has, is in ``docs/design.md``. Only final and post releases count. What follows a
+``+`` (``+crashkit.1.0.0``, ``+cu126``) names a build of the same release.
 """
 
 from __future__ import annotations
@@ -109,8 +101,7 @@ class Patch:
     def places(self, lines: list[bytes]) -> list[int]:
         """Return the index in `lines`, from 0, that each hunk applies at.
 
-        Raises:
-            HunkConflictError: a hunk fits nowhere, at several places, or not in order.
+        Raises HunkConflictError where a hunk fits nowhere, at several places, or not in order.
         """
         places: list[int] = []
         problems: dict[int, str] = {}
@@ -136,11 +127,7 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def parse_patch(text: str, *, source: str) -> Patch:
-    """Read the text of a patch file.
-
-    Raises:
-        PatchFormatError: it does not read as a patch; the message names `source`.
-    """
+    """Read the text of a patch file; raises PatchFormatError, which names `source`, where it does not read as one."""
     head, _blank, diff = text.partition("\n\n")
     try:
         (file,) = PatchSet.from_string(diff)
@@ -161,11 +148,7 @@ def parse_patch(text: str, *, source: str) -> Patch:
 
 
 def apply_patch(pristine: bytes | None, patch: Patch) -> bytes:
-    """Return the patched bytes of a file, None standing for no such file.
-
-    Raises:
-        HunkConflictError: it does not fit.
-    """
+    """Return the patched bytes of a file, None standing for no such file; raises HunkConflictError."""
     if patch.creates and pristine is None:
         return b"".join(patch.hunks[0].new)
     if patch.creates or pristine is None:
@@ -183,8 +166,7 @@ def apply_patch(pristine: bytes | None, patch: Patch) -> bytes:
 def unapply_patch(patched: bytes, patch: Patch) -> bytes | None:
     """Return the bytes that `patch` was applied to, None if there was no file.
 
-    Raises:
-        HunkConflictError: `patched` is not what applying the patch gives.
+    Raises HunkConflictError where `patched` is not what applying the patch gives.
     """
     if patch.creates:
         if patched != b"".join(patch.hunks[0].new):
@@ -213,11 +195,7 @@ class PatchRef:
         return self.file.read_bytes().decode()
 
     def read(self) -> Patch:
-        """Read it.
-
-        Raises:
-            PatchFormatError: it does not read as a patch of this file.
-        """
+        """Read it; raises PatchFormatError where it does not read as a patch of this file."""
         patch = parse_patch(self.read_text(), source=self.name)
         if patch.path != self.path:
             raise PatchFormatError(f"{self.name} patches {patch.path}, not the file it is named for")
@@ -236,9 +214,7 @@ class PatchTree:
     def load(cls, root: Path) -> PatchTree:
         """List the patches below `root` without reading them.
 
-        Raises:
-            UsageError: a folder there is not named for a release.
-            PatchDataError: a file there is neither a patch nor a drop.
+        Raises UsageError where a folder is not named for a release, PatchDataError for a file that is no patch or drop.
         """
         folders = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
         baselines: dict[str, dict[str, PatchRef | None]] = {}
@@ -265,11 +241,7 @@ class PatchTree:
 
 
 def find_patch_root() -> Path:
-    """Return the folder of the kit's patches: in the package, or at the checkout's top level.
-
-    Raises:
-        PatchDataError: there is no such file.
-    """
+    """Return the folder of the kit's patches: in the package, or at the checkout's top level; raises PatchDataError."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package, *package.parents[:2]):
         if (folder / "patches" / LOCK_NAME).is_file():
@@ -290,11 +262,7 @@ def is_release(version: str) -> bool:
 
 
 def release_key(release: str) -> Version:
-    """Return the sort key of `release`.
-
-    Raises:
-        UsageError: it is not a final or post release.
-    """
+    """Return the sort key of `release`; raises UsageError where it is not a final or post release."""
     if not is_release(release):
         raise UsageError(
             f"{release!r} is not a release of SGLang such as 0.5.9 or 0.5.12.post1", next_step="sglang-crashkit status"
@@ -340,11 +308,7 @@ class Lock:
         return self.releases.get(base_release(version))
 
     def require(self, version: str) -> LockedRelease:
-        """Return what is known of the release that `version` is a build of.
-
-        Raises:
-            RefusedError: the release is not supported.
-        """
+        """Return what is known of the release that `version` is a build of; raises RefusedError for any other."""
         locked = self.find(version)
         if locked is None:
             raise RefusedError(
@@ -370,11 +334,7 @@ def sha256_hex(data: bytes) -> str:
 
 
 def load_lock(root: Path | None = None) -> Lock:
-    """Read the lock below the patch folder `root`, by default the kit's own.
-
-    Raises:
-        PatchDataError: it is missing or malformed.
-    """
+    """Read the lock below the patch folder `root`, by default the kit's own; raises PatchDataError."""
     file = (root or find_patch_root()) / LOCK_NAME
     try:
         document = json.loads(file.read_bytes())
@@ -396,8 +356,7 @@ def patch_files(
 ) -> dict[str, bytes]:
     """Return the patched bytes of each file of a release, by its path below the package, as `pristine` is.
 
-    Raises:
-        PatchDataError: a patch does not give what the lock says.
+    Raises PatchDataError where a patch does not give what the lock says.
     """
     refs = patches.resolve(release)
     patched: dict[str, bytes] = {}

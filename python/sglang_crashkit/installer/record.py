@@ -23,11 +23,7 @@ def format_row(path: str, data: bytes | None, *, end: str = "\n") -> str:
 
 
 def read_rows(record: bytes, *, source: str) -> list[tuple[str, str]]:
-    """Return the path and the line of each row; joined, the lines are the record.
-
-    Raises:
-        RefusedError: it is not a RECORD.
-    """
+    """Return the path and the line of each row; joined, the lines are the record; raises RefusedError for another."""
     try:
         lines = [line.decode() for line in split_lines(record)]
         return [(next(csv.reader([line], strict=True))[0], line) for line in lines]

@@ -77,11 +77,7 @@ class Manifest:
 
 
 def load_manifest(dist_info: Path, *, reinstall: str) -> Manifest | None:
-    """Read the manifest in `dist_info`, None if absent.
-
-    Raises:
-        RefusedError: it does not read as one; `reinstall` is the next command.
-    """
+    """Read the manifest in `dist_info`, None if absent; raises RefusedError, with `reinstall` as the next command."""
     file = dist_info / MANIFEST_NAME
     try:
         document = json.loads(file.read_bytes())
@@ -149,10 +145,7 @@ class Tree:
     def pristine_bytes(self, path: str, patches: PatchTree) -> bytes | None:
         """Return upstream's bytes of the file at `path`, None where upstream has none.
 
-        They are the file itself, or the file with its patch taken back.
-
-        Raises:
-            RefusedError: neither has the sha256 that upstream's has.
+        Raises RefusedError where neither has the sha256 that upstream's has.
         """
         current = self.contents[path]
         if self.files[path] is State.PRISTINE:
@@ -240,9 +233,7 @@ class Tree:
 def read_tree(environment: Environment, locked: LockedRelease | None) -> Tree:
     """Read and hash the files that the lock or the manifest names.
 
-    Raises:
-        RefusedError: the manifest does not read as one.
-        CrashkitError: a file cannot be read.
+    Raises RefusedError where the manifest does not read as one, CrashkitError where a file cannot be read.
     """
     try:
         manifest = load_manifest(environment.dist_info, reinstall=environment.reinstall)

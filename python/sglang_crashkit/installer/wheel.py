@@ -72,11 +72,7 @@ def cache_folder() -> Path:
 
 
 def check_wheel(wheel: Path, known: Mapping[str, str]) -> None:
-    """Check `wheel` against the sha256 that `known` has for its file name, if it has one.
-
-    Raises:
-        RefusedError: they differ.
-    """
+    """Check `wheel` against the sha256 that `known` has for its name, if any; raises RefusedError where they differ."""
     if known.get(wheel.name) not in (None, sha256_hex(wheel.read_bytes())):
         raise RefusedError(
             f"{wheel} is not upstream's wheel: its sha256 is not the one in the lock", next_step=f"rm {wheel}"
@@ -134,8 +130,7 @@ def patched_version(release: str) -> str:
 def install_command(folder: Path, release: str) -> str:
     """Return the shell command that installs the patched wheel of `release` from `folder`, and shows that it did.
 
-    It names the whole version: what is installed as ``0.5.23`` satisfies ``sglang==0.5.23`` and would stay. The wheel
-    requires the kit, which lies beside it; what upstream requires comes from the index where it is not installed.
+    It names the whole version: what is installed as ``0.5.23`` satisfies ``sglang==0.5.23`` and would stay.
     """
     wanted = f"sglang=={patched_version(release)}"
     return f"pip install --find-links {shlex.quote(str(folder))} {wanted} && sglang-crashkit status"
@@ -181,13 +176,9 @@ def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) 
 
 
 def build_kit_wheel(out: Path) -> Path:
-    """Write the wheel of the kit that runs, installed or in a checkout, into the folder `out` and return it.
+    """Write the wheel of the kit that runs, installed or in a checkout, into the folder `out`, without a build backend.
 
-    No build backend is needed.
-
-    Raises:
-        RefusedError: the kit has no metadata, or that of another version.
-        OSError: a file cannot be read or written.
+    Raises RefusedError where the kit has no metadata, or that of another version, and OSError.
     """
     dist_info = f"{_KIT}-{__version__}.dist-info"
     package = Path(__file__).resolve().parents[1]

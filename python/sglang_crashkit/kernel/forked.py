@@ -33,10 +33,7 @@ _children: set[int] = set()
 def fork_apart(run: Callable[[], object], keep: Sequence[int]) -> int:
     """Run `run` in a child that has the descriptors `keep` and no other of this process's; return its pid.
 
-    It ends with `run`, whatever that raises.
-
-    Raises:
-        OSError: there is no process to be had.
+    It ends with `run`, whatever that raises. Raises OSError where there is no process to be had.
     """
     pid = os.fork()
     if pid:
@@ -75,8 +72,7 @@ def is_reaped(pid: int) -> bool:
 class ForkedCall:
     """A child that does `work`, a function that returns bytes, with the descriptors `keep` of this process's.
 
-    Raises:
-        OSError: there is no process, or no descriptor, to be had.
+    Raises OSError where there is no process, or no descriptor, to be had.
     """
 
     def __init__(self, work: Callable[[], bytes], keep: Sequence[int] = ()) -> None:
@@ -92,9 +88,9 @@ class ForkedCall:
         os.set_blocking(self._pipe, False)
 
     def wait(self, secs: float, most: int = MAX_ANSWER) -> bytes:
-        """Return what `work` returned, within so many seconds; after them the child is killed. To be called once.
+        """Return what `work` returned, `most` bytes at most, within so many seconds, after which the child is killed.
 
-        An answer has `most` bytes at most.
+        To be called once.
 
         Raises:
             TimeoutError: it did not answer in time.

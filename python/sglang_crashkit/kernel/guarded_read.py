@@ -1,13 +1,11 @@
 """Read those files of ``/proc`` that wait for the process they tell of, with a deadline.
 
-The kernel reads ``cmdline``, ``environ``, ``maps`` and ``smaps`` under the target's mmap lock, and the first two out of
-its memory. A process whose driver hangs holds that lock for ever, one that forks with hundreds of gigabytes for
-seconds, and every reader waits with it. ``comm``, ``stat``, ``status``, ``wchan``, ``cgroup``, ``exe``, ``cwd`` and
-``fd`` wait for nothing and need no guard.
+The kernel reads ``cmdline``, ``environ``, ``maps`` and ``smaps`` under the target's mmap lock. A process whose driver
+hangs holds that lock for ever, one that forks with hundreds of gigabytes for seconds, and every reader waits with it.
+Other files of ``/proc`` wait for nothing.
 
 A thread that waits so cannot be ended, and its process keeps its locks and sockets until then. So a helper, a fork that
-holds nothing but two pipes, reads in its place; it is killed when a read takes too long, and another one takes over. A
-process that let a read wait is left alone for a while.
+holds nothing but two pipes, reads in its place; it is killed when a read takes too long, and another one takes over.
 """
 
 from __future__ import annotations
@@ -110,11 +108,7 @@ class _GoneError(Exception):
 
 
 class _Helper:
-    """A process that reads.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A process that reads; raises OSError where it cannot be started."""
 
     def __init__(self) -> None:
         requests, self._requests = os.pipe()
@@ -131,11 +125,7 @@ class _Helper:
         os.set_blocking(self._answers, False)
 
     def read(self, path: Path, deadline: float) -> bytes:
-        """Return what a file holds; see `GuardedReader.read`. The deadline is by the monotonic clock.
-
-        Raises:
-            _GoneError: it has ended.
-        """
+        """Return what a file holds by a time of the monotonic clock; see `GuardedReader.read`."""
         request = os.fsencode(path)
         try:
             os.write(self._requests, struct.pack("=I", len(request)) + request)

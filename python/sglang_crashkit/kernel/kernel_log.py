@@ -12,11 +12,8 @@ KERNEL_LOG = "/dev/kmsg"
 def lines_since(since: float, path: str = KERNEL_LOG) -> Iterator[tuple[float, str]]:
     """Yield when, in seconds since the epoch, and what each line of the kernel's log says that is not older.
 
-    Each read of ``/dev/kmsg`` gives a record, ``priority,number,microseconds since boot,flags;text``. The kernel keeps
-    a megabyte or a few.
-
-    Raises:
-        OSError: it cannot be read.
+    Each read of ``/dev/kmsg`` gives a record, ``priority,number,microseconds since boot,flags;text``. Raises
+    OSError where it cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     booted = time.time() - time.monotonic()

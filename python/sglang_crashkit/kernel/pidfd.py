@@ -57,18 +57,13 @@ class ExitStatus:
 def open_pidfd(pid: int) -> int:
     """Return a pidfd of a process, which no program that this one runs inherits.
 
-    Raises:
-        OSError: there is no such process, or the kernel gives none.
+    Raises OSError where there is no such process, or the kernel gives none.
     """
     return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else _system_call(_NR_PIDFD_OPEN, pid, 0)
 
 
 def signal_pidfd(pidfd: int, signum: int) -> None:
-    """Send a signal to the process of a pidfd.
-
-    Raises:
-        OSError: it has been reaped, or belongs to another user.
-    """
+    """Send a signal to the process of a pidfd; raises OSError where it was reaped, or is of another user."""
     if hasattr(signal, "pidfd_send_signal"):
         signal.pidfd_send_signal(pidfd, signum)
     else:
@@ -178,12 +173,7 @@ class ProcessHandle:
             self._exit = status
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to this very process.
-
-        Raises:
-            ProcessLookupError: it has been reaped.
-            PermissionError: it belongs to another user.
-        """
+        """Send a signal to this very process; raises what `signal_pidfd` does."""
         signal_pidfd(self.fd, signum)
 
     def close(self) -> None:

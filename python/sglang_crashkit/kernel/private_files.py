@@ -81,25 +81,13 @@ class OwnFolder:
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Create `folder` with mode 0700, parents that are missing too, and return it.
-
-    A folder that is there already is accepted when it is a real folder of this user; see `OwnFolder`.
-
-    Raises:
-        CrashkitError: it is a link, a file, or another user's.
-        OSError: it cannot be created.
-    """
+    """Make `folder` as `OwnFolder` does, with what it raises, and return it."""
     OwnFolder(folder)
     return folder
 
 
 def create_private(path: Path) -> BinaryIO:
-    """Open a new file with mode 0600 for writing bytes.
-
-    Raises:
-        FileExistsError: there is something at `path`, a link included.
-        OSError: it cannot be created.
-    """
+    """Open a new file with mode 0600 for writing bytes; raises FileExistsError where there is anything, as a link."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "wb")
 
@@ -108,10 +96,7 @@ def create_in_memory(name: str) -> int:
     """Return a descriptor of an empty file that is in memory only, and may be sealed; no program inherits it.
 
     A Python that was built on an older system, as those of uv were until July 2026, has no function for it; the C
-    library has one.
-
-    Raises:
-        OSError: there is no memory or no descriptor.
+    library has one. Raises OSError where there is no memory or no descriptor.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
@@ -129,10 +114,7 @@ def create_in_memory(name: str) -> int:
 def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Write `data` to `path` with mode 0600 in one step: readers see the old file or the new one, never a part.
 
-    With `sync` it has reached the disk then.
-
-    Raises:
-        OSError: the folder is missing, read-only or full; nothing is left behind.
+    With `sync` it has reached the disk then. Raises OSError where that is not possible, and leaves nothing behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -150,8 +132,7 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
 def append_private(path: Path, data: bytes) -> None:
     """Add `data` at the end of a file, a new one with mode 0600, in one write, or nothing.
 
-    Raises:
-        OSError: it is a link, or there is no room.
+    Raises OSError where it is a link, or there is no room.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -166,8 +147,7 @@ def append_private(path: Path, data: bytes) -> None:
 def write_named(path: Path, data: bytes) -> None:
     """Write `data` to a path that a user named, as `write_private` does.
 
-    Raises:
-        OSError: it cannot be written, or there is something that is no file, such as a link, which is not replaced.
+    Raises OSError, too, where there is something that is no file, such as a link, which is not replaced.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -197,8 +177,7 @@ def sync_folder(folder: Path) -> None:
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     """Open a file that may be anybody's for reading: no pipe is waited for, and no link followed but with `follow`.
 
-    Raises:
-        OSError: it is missing, no regular file, or cannot be read.
+    Raises OSError where it is missing, no regular file, or cannot be read.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     file = os.fdopen(os.open(path, flags), "rb")
@@ -209,11 +188,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
-    """Return at most so many bytes of a file that may be anybody's; with `from_end` its last ones. See `open_regular`.
-
-    Raises:
-        OSError: it is missing, no regular file, or cannot be read.
-    """
+    """Return at most so many bytes, with `from_end` the last ones, of a file as `open_regular` opens it."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if from_end:
@@ -247,11 +222,8 @@ class FifoError(Exception):
 def write_to_fifo(path: Path, data: bytes, owner: int | None, *, follow: bool = False) -> None:
     """Write few enough bytes for a pipe that is empty to the named pipe `path` and return at once.
 
-    It must belong to the user `owner`; None for any. `path` may be a link, such as one of those in ``/proc/PID/fd``,
-    with `follow`.
-
-    Raises:
-        FifoError: it is no pipe of that user, or has no reader.
+    It must belong to the user `owner`. `path` may be a link, such as one of those in ``/proc/PID/fd``, with `follow`.
+    Raises FifoError where it is no pipe of that user, or has no reader.
     """
     try:
         # Not blocking: a pipe without a reader would hold the caller up for ever.
@@ -303,8 +275,7 @@ class FolderLock:
     def acquire(self, timeout_secs: float = 0.0) -> LockState:
         """Try to lock the folder, waiting so many seconds for somebody else to let go.
 
-        Raises:
-            OSError: there is no such folder, or it may not be read.
+        Raises OSError where there is no such folder, or it may not be read.
         """
         deadline = time.monotonic() + timeout_secs
         self._descriptor = os.open(self._folder, self._flags)

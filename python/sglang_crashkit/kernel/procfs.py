@@ -91,10 +91,7 @@ def _read_guarded(pid: int, name: str) -> bytes:
 
 
 def read_cmdline(pid: int) -> list[str]:
-    """Return the arguments of `pid`.
-
-    They are empty for a zombie, a kernel thread or a process that is gone, and where they do not come in time.
-    """
+    """Return the arguments of `pid`; empty for a zombie, a kernel thread, one that is gone, and where none come."""
     raw = _read_guarded(pid, "cmdline")
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
 
@@ -109,8 +106,7 @@ def read_environ(pid: int) -> dict[str, str]:
 def read_maps(pid: int) -> bytes:
     """Return what `pid` maps, as proc_pid_maps(5) has it; empty for a zombie and a kernel thread.
 
-    Raises:
-        OSError: it may not be read, does not come in time, or the process is gone.
+    Raises OSError where it may not be read, does not come in time, or the process is gone.
     """
     return read_guarded(_PROC / str(pid) / "maps")
 
@@ -158,10 +154,7 @@ def program_of(arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def read_title(pid: int) -> str:
-    """Return the title of the process `pid` (see `title_of`), or an empty string when it is gone.
-
-    Where that does not come in time, it is the first `COMM_BYTES` bytes of it.
-    """
+    """Return the title of a process (see `title_of`), its `COMM_BYTES` first bytes where it does not come, or empty."""
     cmdline = read_cmdline(pid)
     if cmdline and cmdline[0]:
         return title_of(cmdline, "")
@@ -172,7 +165,7 @@ def read_title(pid: int) -> str:
 def is_python(pid: int) -> bool:
     """Say whether `pid` runs a Python interpreter, by the name of its executable.
 
-    That needs permission to trace it; without, its title tells (SGLang's own are Python's) or its command line.
+    Without permission to trace it, its title tells (SGLang's own are Python's) or its command line.
     """
     try:
         executable = (_PROC / str(pid) / "exe").readlink()
@@ -341,19 +334,17 @@ def boot_id() -> str:
 
 
 def server_key(pid: int, start_ticks: int) -> str:
-    """Return what a process of this one's own PID namespace is called in the names of files that several servers share.
+    """Return the name in shared folders of a process in this PID namespace: ``<pid>-<start ticks>-<PID namespace>``.
 
-    It is ``<pid>-<start ticks>-<PID namespace>``. A pid alone is not enough, nor is a pid with the name of the host: in
-    each container the main process may be process 1, and hosts may share a name.
+    In each container the main process may be process 1, and hosts may share a name.
     """
     return f"{pid}-{start_ticks}-{own_namespace()}"
 
 
 def key_of(pid: int, start_ticks: int) -> str:
-    """Return the key that a process gives itself, which may be in another PID namespace, such as a container's.
+    """Return the `server_key` that a process gives itself, which may be in another PID namespace; `pid` is of this one.
 
-    Of a process that is gone, or that may not be looked at, it is taken to be in this one. The pid is that which this
-    process sees.
+    Of a process that is gone, or that may not be looked at, it is taken to be in this one.
     """
     try:
         namespace = (_PROC / str(pid) / "ns" / "pid").stat().st_ino

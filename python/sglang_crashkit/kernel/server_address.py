@@ -38,11 +38,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Read an address from a URL.
-
-        Raises:
-            UsageError: it is not the URL of a server.
-        """
+        """Read an address from a URL; raises UsageError where it is not the URL of a server."""
         hint = "give it as http://HOST:PORT"
         try:
             parts = urllib.parse.urlsplit(url)
@@ -122,12 +118,9 @@ def holders_of(sockets: Iterable[str], pids: Iterable[int]) -> dict[str, int]:
 
 
 def read_api_key(path: Path) -> str:
-    """Return the API key that is the only line of the file, which may be a pipe.
+    """Return the API key that is the only line of the file, which may be a pipe: a command line is seen by every user.
 
-    On a command line every user of the machine would see it.
-
-    Raises:
-        UsageError: the file cannot be read or holds no such line. What it holds is not shown.
+    Raises UsageError where the file cannot be read or holds no such line. What it holds is not shown.
     """
     try:
         with path.open("rb") as file:

@@ -27,10 +27,7 @@ def send_sigquit(process: ProcessHandle) -> bool:
 
 
 def send_itself_sigquit() -> None:
-    """Send SIGQUIT to the main thread of this process.
-
-    Python runs handlers there; it may be in a call that another thread's signal would not end.
-    """
+    """Send SIGQUIT to the main thread of this process: it may be in a call that a signal to another would not end."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGQUIT)

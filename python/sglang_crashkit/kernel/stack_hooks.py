@@ -58,11 +58,7 @@ class HookFiles:
 
 
 def describe(folder: Path, hooks: StackHooks) -> None:
-    """Write down which hooks are installed, the last step of the installation.
-
-    Raises:
-        OSError: the folder is gone or full.
-    """
+    """Write down which hooks are installed, the last step of the installation; raises OSError."""
     files = HookFiles.of(folder, hooks.pid, hooks.start_ticks)
     write_private(files.description, json.dumps(asdict(hooks)).encode(errors="backslashreplace"))
 

@@ -114,18 +114,11 @@ def piece(item):
 
 
 def matches(one, char):
-    return (
-        re.match(
-            "["
-            + {"CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w", "CATEGORY_DIGIT": r"\d"}.get(
-                str(one[1]), "^\0-\U0010ffff"
-            )
-            + "]",
-            char,
-        )
-        if str(one[0]) == "CATEGORY"
-        else (one[1] == ord(char) if str(one[0]) == "LITERAL" else one[1][0] <= ord(char) <= one[1][1])
-    )
+    kind, value = str(one[0]), one[1]
+    if kind == "CATEGORY":
+        form = {"CATEGORY_SPACE": r"\s", "CATEGORY_WORD": r"\w", "CATEGORY_DIGIT": r"\d"}.get(str(value), r"[\s\S]")
+        return re.match(form, char)
+    return value == ord(char) if kind == "LITERAL" else value[0] <= ord(char) <= value[1]
 
 
 def repeats(items, before=""):
@@ -142,29 +135,8 @@ def repeats(items, before=""):
         before += piece(item)
 
 
-USUAL = [
-    "a",
-    "7",
-    " ",
-    "a ",
-    "\n",
-    "7, ",
-    "a.",
-    "a:",
-    "(",
-    "/",
-    "a/",
-    "'",
-    '"',
-    "\\",
-    "a=",
-    "-",
-    "`",
-    "<",
-    "x::",
-    "k: 'v' ",
-    "._",
-]
+USUAL = ["a", "7", " ", "a ", "\n", "7, ", "a.", "a:", "(", "/", "a/", "'", '"', "\\", "a=", "-", "`", "<", "x::"]
+USUAL += ["k: 'v' ", "._"]
 
 
 def inputs(pattern, flags, size):
