@@ -207,22 +207,14 @@ def _refuse(target: State, tree: Tree) -> None:
 def _record_change(
     tree: Tree, pristine: dict[str, bytes | None], wanted: dict[str, bytes | None], *, with_manifest: bool
 ) -> list[_Change]:
-    file, info = tree.environment.dist_info / "RECORD", tree.environment.dist_info.name
+    file = tree.environment.dist_info / "RECORD"
     record = read_or_none(file)
     if record is None:
         return []
+    manifest = f"{tree.environment.dist_info.name}/{MANIFEST_NAME}"
     contents = {f"sglang/{path}": data for path, data in wanted.items() if data is not None}
-    own = {f"sglang/{path}" for path, data in pristine.items() if data is None}
-    added: dict[str, bytes | None] = {name: data for name, data in contents.items() if name in own}
-    if with_manifest:
-        added[f"{info}/{MANIFEST_NAME}"] = None
-    rewritten = rewrite_record(
-        record,
-        contents,
-        added,
-        is_kits=lambda name: name in own or name.startswith(f"{info}/{MANIFEST_NAME}"),
-        source=str(file),
-    )
+    own = [*(f"sglang/{path}" for path, data in pristine.items() if data is None), manifest]
+    rewritten = rewrite_record(record, contents | ({manifest: None} if with_manifest else {}), own, source=str(file))
     return [] if rewritten == record else [_Change(file, record, rewritten)]
 
 

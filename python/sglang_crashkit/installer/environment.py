@@ -84,7 +84,7 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
     Raises:
         UsageError: there is no such interpreter.
         NothingToDoError: that python has no SGLang.
-        RefusedError: its SGLang is an editable install, or several installs overlap.
+        RefusedError: its SGLang is an editable install, or another one than is imported.
         CrashkitError: the python does not run.
     """
     # Not resolved: a virtual environment's python is a link, and only its own name finds it.
@@ -119,9 +119,6 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
             "source checkout",
             next_step=environment.reinstall,
         )
-    beside = [other for other in found["dist_infos"][1:] if Path(other).parent == site]
-    if beside:
-        raise RefusedError(f"two installations overlap: {dist_info} and {beside[0]}", next_step=environment.reinstall)
     if found["package_dirs"] != [str(environment.package)]:
         imported = found["package_dirs"][0] if found["package_dirs"] else "nothing"
         raise RefusedError(

@@ -7,7 +7,7 @@ import csv
 import hashlib
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 from sglang_crashkit.errors import RefusedError
 from sglang_crashkit.installer.patches import split_lines
@@ -31,29 +31,22 @@ def read_rows(record: bytes, *, source: str) -> list[tuple[str, str]]:
         raise RefusedError(f"{source} does not read as a RECORD: {error}") from error
 
 
-def rewrite_record(
-    record: bytes,
-    contents: Mapping[str, bytes],
-    added: Mapping[str, bytes | None],
-    *,
-    is_kits: Callable[[str], bool],
-    source: str,
-) -> bytes:
-    """Return a RECORD that describes other contents.
+def rewrite_record(record: bytes, contents: Mapping[str, bytes | None], own: Sequence[str], *, source: str) -> bytes:
+    """Return a RECORD that describes other contents; raises what `read_rows` does.
 
     Args:
         record: its bytes.
-        contents: path → bytes of upstream's files. A row without a hash stays so, and so does a file without a row.
-        added: path → bytes of the kit's own files, None for a row without hash and size. They go ahead of all
-            others, so that the last row keeps its line end, or the lack of it.
-        is_kits: tells the path of a file of the kit's own, whose row goes if it is not in `added`.
-        source: its name, for errors; raises what `read_rows` does.
+        contents: path → bytes, None for a row without hash and size. Of upstream's files, a row without a hash stays
+            so, and so does a file without a row.
+        own: the paths of the kit's own files. The rows of those with contents go ahead of all others, so that the last
+            row keeps its line end, or the lack of it; those of the others go.
+        source: its name, for errors.
     """
     rows = read_rows(record, source=source)
     end = "\r\n" if rows and rows[0][1].endswith("\r\n") else "\n"
-    lines = [format_row(path, data, end=end) for path, data in added.items()]
+    lines = [format_row(path, contents[path], end=end) for path in own if path in contents]
     for path, line in rows:
-        if not is_kits(path):
+        if path not in own:
             lines.append(_HASH_AND_SIZE.sub(_hash_and_size(contents[path]), line) if path in contents else line)
     return "".join(lines).encode()
 
