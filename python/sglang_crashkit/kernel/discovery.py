@@ -17,7 +17,6 @@ from typing import Literal
 
 from sglang_crashkit.kernel import procfs, titles
 
-_SPAWNED = ("-c", "multiprocessing.spawn")
 #: The kit's own are no part of the server; its handler watches the server from beside it.
 _HANDLER = "crash_handler"
 
@@ -171,9 +170,7 @@ class _Entry:
 
     @property
     def is_of_sglang(self) -> bool:
-        option, module = _SPAWNED
-        is_spawned = option in self.cmdline[1:4] and any(module in word for word in self.cmdline[2:5])
-        return is_spawned or self.is_titled or runs_sglang(self.cmdline)
+        return self.is_titled or titles.role_of(self.title) == "starting" or runs_sglang(self.cmdline)
 
 
 class _Host:

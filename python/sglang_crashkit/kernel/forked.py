@@ -121,11 +121,10 @@ class ForkedCall:
 def _answer(descriptor: int, work: Callable[[], bytes]) -> None:
     try:
         said = _DONE + work()
-    except (OSError, CrashkitError) as error:
-        words = " ".join(_ERROR_NUMBER.sub("", str(error)).split())
-        said = _FAILED + words.encode(errors="backslashreplace")[:_MAX_WORDS]
     except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
-        said = _FAILED + f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[:_MAX_WORDS]
+        kind = "" if isinstance(error, (OSError, CrashkitError)) else f"{type(error).__name__}: "
+        words = " ".join(f"{kind}{_ERROR_NUMBER.sub('', str(error))}".split())
+        said = _FAILED + words.encode(errors="backslashreplace")[:_MAX_WORDS]
     view = memoryview(said)
     while view:
         view = view[os.write(descriptor, view) :]
