@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import stat
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,6 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.notices import Commands
 from sglang_crashkit.handler.on_incident import COMMAND, COMMAND_SECS, OUTCOME, run_command
 from sglang_crashkit.kernel.private_files import FolderLock
-from unit.support.http_hook import hook
 from unit.support.server_driver import Server
 from unit.support.stored import make_incident
 from unit.support.targets import is_gone
@@ -181,6 +183,32 @@ def test_a_failure_is_said_in_the_handlers_log(
 
 
 # -- the scripts
+
+
+class Hook(ThreadingHTTPServer):
+    """A web hook that answers one status after the other, the last one for ever; `bodies` is what it was sent."""
+
+    def __init__(self, *statuses: int) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.statuses, self.bodies = list(statuses), list[bytes]()
+        self.url = f"http://127.0.0.1:{self.server_port}/hook"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(self.server.statuses[0] if len(self.server.statuses) == 1 else self.server.statuses.pop(0))
+        self.end_headers()
+
+
+@contextlib.contextmanager
+def hook(*statuses: int) -> Iterator[Hook]:
+    with Hook(*statuses) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(LONG)
 
 
 def test_the_script_for_slack_posts_the_summary(
