@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, Transport, run_on_nodes
+from sglang_crashkit.collect.gather import NodeResult, Transport, gather
 from sglang_crashkit.collect.via import job_via
 from sglang_crashkit.errors import NothingToDoError
 from slurm.cluster import LONG_S, NODES, Cluster
@@ -21,15 +22,17 @@ pytestmark = pytest.mark.live
 ENOUGH_SECS = 2 * LONG_S
 
 
-def run_all(
+#: The answer of a collector, as the last line of what a script prints.
+ANSWERS = """; echo '{"exit_code": 0, "texts": {"node.txt": "'$SLURMD_NODENAME'"}}'"""
+
+
+def ask(
     job: Transport, folder: Path, script: str, *, node_secs: float = ENOUGH_SECS, at_once: int = 8
-) -> dict[str, NodeRun]:
-    """Run a script on each node; return what became of it, in the order in which they ended."""
-    runs: list[NodeRun] = []
-    commands = {node: ["bash", "-c", script] for node in job.nodes}
-    run_on_nodes(job, commands, runs.append, folder, Limits(at_once, node_secs))
-    assert sorted(run.node for run in runs) == sorted(job.nodes)
-    return {run.node: run for run in runs}
+) -> dict[str, NodeResult]:
+    """Run a script on each node in the place of the collector; return what became of it."""
+    result = gather(job, ["bash", "-c", script], folder, lambda _line: None, at_once=at_once, node_secs=node_secs)
+    assert result.interrupt is None
+    return {one.node: one for one in result.nodes}
 
 
 def wait_until_gone(cluster: Cluster, job: str, node: str) -> None:
@@ -59,29 +62,28 @@ def test_nodes_are_asked_beside_a_step_with_all_their_resources(cluster: Cluster
     with cluster.start(["srun", f"--jobid={job}", *everything, "bash", "-c", work]):
         wait_until(lambda: all(path.exists() for path in ready), "the workers run", LONG_S)
         found = job_via(job)
-        script = "echo $SLURMD_NODENAME; echo to the log >&2; exit $SLURM_NTASKS"
-        runs = run_all(found, tmp_path, script)
-    assert {node: (run.status, run.output.split()) for node, run in runs.items()} == {
-        node: (1, [node]) for node in NODES
-    }
+        script = "echo to the log >&2; [ $SLURM_NTASKS = 1 ]"
+        results = ask(found, tmp_path, f"{script}{ANSWERS.replace(';', ' &&', 1)}")
+    assert [one.status for one in results.values()] == [0, 0]
     for node in NODES:
         assert "to the log" in (tmp_path / node / found.log).read_text()
+        assert (tmp_path / node / "node.txt").read_text() == node
 
 
 def test_no_more_than_asked_for_run_at_once(job: str, tmp_path: Path) -> None:
     found = job_via(job)
-    script = f"mkdir {tmp_path}/alone && sleep 0.5 && rmdir {tmp_path}/alone"
-    runs = run_all(found, tmp_path, script, at_once=1)
-    assert [run.status for run in runs.values()] == [0, 0]
+    script = f"mkdir {tmp_path}/alone && sleep 0.5 && rmdir {tmp_path}/alone || exit{ANSWERS}"
+    results = ask(found, tmp_path, script, at_once=1)
+    assert [one.status for one in results.values()] == [0, 0]
 
 
 def test_what_does_not_end_in_time_is_ended_remotely(cluster: Cluster, job: str, tmp_path: Path) -> None:
     found = job_via(job)
     # One ends and the other never does, whatever it is asked.
     script = f"trap '' TERM INT; echo $$ >{tmp_path}/$SLURMD_NODENAME.pid; [ $SLURMD_NODENAME = n1 ] || sleep 600"
-    runs = run_all(found, tmp_path, script, node_secs=30)
-    assert (runs["n1"].status, runs["n1"].late) == (0, False)
-    assert (runs["n2"].status, runs["n2"].late, runs["n2"].problem) == (None, True, "no answer within 30 s")
+    results = ask(found, tmp_path, f"{script}{ANSWERS}", node_secs=30)
+    assert (results["n1"].status, results["n2"].status) == (0, None)
+    assert results["n2"].problems[0].why.startswith("no answer within 30 s")
     pid = int((tmp_path / "n2.pid").read_text())
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the process on n2 is gone", LONG_S)
     wait_until_gone(cluster, job, "n2")
@@ -95,33 +97,27 @@ def test_a_node_without_a_slurmd_that_answers_delays_no_other(
     found = job_via(job)
     cluster.stop_node("n2", number)
     try:
-        runs = run_all(found, tmp_path, "echo here", node_secs=15)
+        results = ask(found, tmp_path, f"true{ANSWERS}", node_secs=15)
     finally:
         cluster.start_node("n2")
-    assert (runs["n1"].status, runs["n1"].output) == (0, "here\n")
-    assert list(runs) == ["n1", "n2"]
+    assert (results["n1"].status, results["n2"].status) == (0, None)
     # srun may give up by itself before.
-    assert runs["n2"].late or "Application launch failed" in runs["n2"].errors
-    assert runs["n2"].status != 0
+    assert re.match(r"no answer within|.*launch failed", results["n2"].problems[0].why)
 
 
 def test_an_interruption_ends_what_runs_and_keeps_what_was_had(cluster: Cluster, job: str, tmp_path: Path) -> None:
-    found = job_via(job)
-    script = f"echo $SLURMD_NODENAME; touch {tmp_path}/$SLURMD_NODENAME.ready; [ $SLURMD_NODENAME = n1 ] || sleep 600"
+    script = f"touch {tmp_path}/$SLURMD_NODENAME.ready; [ $SLURMD_NODENAME = n1 ] || sleep 600"
+    had: list[str] = []
 
     def interrupt() -> None:
         wait_until(lambda: had and (tmp_path / "n2.ready").exists(), "one has ended, the other runs", LONG_S)
         os.kill(os.getpid(), signal.SIGINT)
 
-    had: dict[str, NodeRun] = {}
     thread = threading.Thread(target=interrupt)
     thread.start()
-    commands = {node: ["bash", "-c", script] for node in found.nodes}
-    interrupted = run_on_nodes(
-        found, commands, lambda run: had.update({run.node: run}), tmp_path, Limits(8, ENOUGH_SECS)
-    )
+    result = gather(job_via(job), ["bash", "-c", f"{script}{ANSWERS}"], tmp_path, had.append, node_secs=ENOUGH_SECS)
     thread.join(LONG_S)
-    assert interrupted is not None
-    assert (had["n1"].status, had["n1"].output) == (0, "n1\n")
-    assert (had["n2"].status, had["n2"].problem) == (None, "interrupted")
+    assert result.interrupt is not None
+    assert [one.status for one in result.nodes] == [0, None]
+    assert result.nodes[1].problems[0].why == "interrupted"
     wait_until_gone(cluster, job, "n2")

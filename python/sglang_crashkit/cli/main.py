@@ -13,7 +13,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
 
@@ -50,8 +49,6 @@ _STATUSES = """\
 exit status: 0 done, 1 failed, 2 the arguments make no sense, 3 nothing to do it on, 4 refused, 5 done in part,
 130 interrupted, 143 ended by SIGTERM
 """
-#: How often it is looked whether anybody still reads the answer, in seconds.
-LOOK_SECS = 1.0
 
 
 def load_command(name: str) -> ModuleType:
@@ -168,28 +165,18 @@ def terminable() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def ends_with_reader(descriptor: int, secs: float) -> Iterator[None]:
-    """End this as SIGTERM does where `descriptor` has no reader any more, and after `secs` seconds in any case.
+def end_with_reader(descriptor: int, secs: float) -> None:
+    """End this command as SIGTERM does once `descriptor` has no reader any more, and after `secs` seconds in any case.
 
     Who runs a command on another machine, as ssh does, does not end it there when it ends itself: all that can be seen
     of it there is that the pipe of the answer has no reader.
     """
-    deadline = time.monotonic() + secs
-    pipe = select.poll()
+    pipe, main_thread = select.poll(), threading.main_thread().ident
     # Of what is hung up or has no reader, it is told without being asked.
     pipe.register(descriptor, 0)
 
-    def look(_signal: int, _frame: FrameType | None) -> None:
-        if pipe.poll(0) or time.monotonic() >= deadline:
-            # Once: how it ends is not to be cut short.
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            raise Terminated
+    def wait() -> None:
+        pipe.poll(secs * 1000)
+        signal.pthread_kill(main_thread or 0, signal.SIGTERM)
 
-    before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, LOOK_SECS, LOOK_SECS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    threading.Thread(target=wait, daemon=True).start()

@@ -161,8 +161,8 @@ class Collection:
             ]
         return judged(rounds, known)
 
-    def to_json(self, status: ExitCode, found: Discovery, *, with_snapshots: bool, with_texts: bool) -> dict[str, Any]:
-        """Return it as JSON values; on request with the snapshots, and what is in the text files: see `gather`."""
+    def to_json(self, status: ExitCode, found: Discovery, *, whole: bool) -> dict[str, Any]:
+        """Return it as JSON values; `whole`: with what is in the files, see `gather`."""
         return {
             "exit_code": int(status),
             "host": self.host,
@@ -177,8 +177,7 @@ class Collection:
                 {"job_id": place and place.job_id, "node": place and place.node, "pids": list(pids)}
                 for place, pids in found.elsewhere.items()
             ],
-            **({"rounds": [one.to_json() for one in self.rounds]} if with_snapshots else {}),
-            **({"texts": self._texts()} if with_texts else {}),
+            **({"rounds": [one.to_json() for one in self.rounds], "texts": self._texts()} if whole else {}),
         }
 
     def _texts(self) -> dict[str, str]:

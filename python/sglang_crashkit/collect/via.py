@@ -4,7 +4,7 @@ No shell runs here: the template is split into words as a shell would do, and ``
 be run there follows as further words, which kubectl and docker hand on as they are. Where the template says
 ``{command}``, it stands there instead, as one word that a shell on the other side takes apart. ssh joins its words with
 blanks and has a shell take them apart, so that for ssh the command is always one such word. Where ssh is called by
-another command, the template has to say ``{command}``.
+another command, the template says ``{command}``.
 
 Killing such a command does not end what it runs there: the collector ends by itself with its reader.
 
@@ -26,52 +26,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_crashkit.capture.tools import ToolRun, run_tool
-from sglang_crashkit.collect.gather import Reason, Transport
+from sglang_crashkit.collect.gather import Transport
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 
 _HOST, _COMMAND = "{host}", "{command}"
 _EXAMPLE = 'such as --via "kubectl exec {host} -c sglang --" or --via "ssh {host}"'
 #: A host's name is a folder's name here, and a shell on the other side may see it: no option, path or quote is one.
 _NAME = re.compile(r"[\w\[][\w.:@%+\[\]-]{0,252}", re.ASCII)
-#: Programs that pass their words through a shell on the other side. The command is quoted for it where a template
-#: begins with the first of them.
-_JOINING = ("ssh", "autossh", "gsissh", "rsh", "slogin")
-_BY_HAND = "try it by hand: {look}"
-#: What each command prints of itself, whatever comes of it.
-_NOISE = re.compile(
-    r"^Defaulted container|^Warning: Permanently added|^command terminated with exit code|^Connection to \S+ closed"
-)
-_MARKS = re.compile(r"^(?:error: |Error from server )")
-_REASONS: tuple[Reason, ...] = (
-    (
-        r"Host key verification failed|REMOTE HOST IDENTIFICATION",
-        "its host key is unknown here, or has changed: {said}",
-        "log in once by hand to compare and keep its key, or write it into known_hosts",
-    ),
-    (
-        r"[Pp]assword|passphrase|Permission denied \(|authentication fail",
-        "it asks for a password, or takes no key: {said}",
-        "use a key or an agent, for a question gets no answer (ssh -o BatchMode=yes): {look}",
-    ),
-    (
-        r"NotFound|[Nn]o such container|[Cc]ontainer.* not found|is not running|is not valid for pod|"
-        r"cannot exec into a container in a completed pod",
-        "there is no such pod or container, or it does not run: {said}",
-        _BY_HAND,
-    ),
-    (r"[Ff]orbidden|[Uu]nauthorized|must be logged in", "it may not be entered: {said}", _BY_HAND),
-    (
-        r"kex_exchange_identification|[Tt]oo many",
-        "it turned the connection away: {said}",
-        "ask fewer at a time, such as --fan-out 8",
-    ),
-    (
-        r"resolve hostname|[Nn]ame or service not known|[Cc]onnection (?:refused|reset|closed)|[Tt]imed out|[Tt]imeout"
-        r"|No route to host|Network is unreachable|[Uu]nable to connect|[Cc]annot connect|was refused|i/o timeout",
-        "it cannot be reached: {said}",
-        _BY_HAND,
-    ),
-)
+#: It joins its words with blanks, and has a shell on the other side take them apart.
+_JOINING = "ssh"
 #: A job, a task of an array, or a component of a heterogeneous job.
 _JOB_ID = re.compile(r"\d+(_\d+|\+\d+)?")
 #: One line for each job: the number that srun takes, the one that people see, and the rest.
@@ -81,39 +44,6 @@ _ASK_SECS = 60.0
 #: Of the variables that a job's environment holds, which srun would take for options, these say where Slurm is.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
 _FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
-#: Words with which Slurm only says that something ended.
-_SLURM_NOISE = re.compile(
-    r"Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm"
-)
-#: Before a message: the program, the node, the task, the level.
-_SLURM_MARKS = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?|slurmd(?:-[\w.-]+)?): )?(?:error: |fatal: )?")
-_SLURM_REASONS: tuple[Reason, ...] = (
-    (
-        r"unrecognized option '--container",
-        "this Slurm has no pyxis: {said}",
-        "leave --container-name out, or run it where srun --help names --container-name",
-    ),
-    (
-        r"pyxis|container",
-        "its container cannot be entered: {said}",
-        "srun --overlap --jobid=JOB --nodelist={node} enroot list --fancy",
-    ),
-    (
-        r"Requested node configuration is not available|Invalid node name|DOWN|drained|not in this allocation",
-        "Slurm has no such node for the job: {said}",
-        "{look}",
-    ),
-    (
-        r"launch failed|Communication connection|Unable to contact|timed out|not responding|Connection refused",
-        "it does not answer Slurm: {said}",
-        "{look}",
-    ),
-    (
-        r"step creation temporarily disabled|Unable to create step|nodes are busy",
-        "Slurm starts no step on it: {said}",
-        "squeue --steps --jobs=JOB",
-    ),
-)
 
 
 def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
@@ -124,7 +54,7 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
     """
     words = words_of(template)
     if not hosts:
-        raise UsageError("there is no host in the list", next_step="--hosts A,B, or --hosts-file FILE")
+        raise UsageError("there is no host in the list", next_step="--hosts A,B")
     for host in hosts:
         if not _NAME.fullmatch(host):
             raise UsageError(
@@ -139,9 +69,6 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
         # The words after the first may hold a secret.
         identity={"via": program},
         log=f"{program}.log",
-        reasons=_REASONS,
-        noise=_NOISE,
-        marks=_MARKS,
         look=lambda node: shlex.join(command_on(words, node, ["true"])),
         argv=functools.partial(command_on, words),
         # A question that ssh asks would get no answer in a window.
@@ -179,9 +106,6 @@ def job_via(name: str, container: str | None = None) -> Transport:
         title=f"job {name} on {len(nodes)} nodes",
         identity={"job": name},
         log="srun.log",
-        reasons=[(pattern, why, following.replace("JOB", number)) for pattern, why, following in _SLURM_REASONS],
-        noise=_SLURM_NOISE,
-        marks=_SLURM_MARKS,
         look=lambda node: f"scontrol show node {node}",
         argv=functools.partial(command_on, [*words, f"--job-name={step}"]),
         environ=client_environ(os.environ),
@@ -195,7 +119,7 @@ def command_on(template: Sequence[str], host: str, command: Sequence[str]) -> li
     words, quoted = [word.replace(_HOST, host) for word in template], shlex.join(command)
     if any(_COMMAND in word for word in words):
         return [word.replace(_COMMAND, quoted) for word in words]
-    return [*words, quoted] if Path(words[0]).name == _JOINING[0] else [*words, *command]
+    return [*words, quoted] if Path(words[0]).name == _JOINING else [*words, *command]
 
 
 def words_of(template: str) -> list[str]:
@@ -212,19 +136,9 @@ def words_of(template: str) -> list[str]:
         raise UsageError(
             f"--via {template!r} does not say where the host's name goes", next_step=f"put {{host}} there, {_EXAMPLE}"
         )
-    is_joined = Path(words[0]).name == _JOINING[0]
-    # Elsewhere than before the host and behind a "--" it may be a name, as in ``-c ssh``.
-    host = next(number for number, word in enumerate(words) if _HOST in word)
-    behind = words.index("--") if "--" in words else len(words)
-    joining = [word for word in (*words[:host], *words[behind:]) if Path(word).name in _JOINING]
-    if joining and not is_joined and not any(_COMMAND in word for word in words):
-        raise UsageError(
-            f"--via {template!r}: {joining[0]} has a shell take the command apart, so say where it goes",
-            next_step=f"--via {shlex.quote(f'{template} {_COMMAND}')}",
-        )
     if shutil.which(words[0]) is None:
         raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
-    if is_joined:
+    if Path(words[0]).name == _JOINING:
         # A question gets no answer, and an empty password is a failed log-in. The first word on an option holds.
         words[1:1] = ["-o", "BatchMode=yes"]
     return words

@@ -7,10 +7,13 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglang_crashkit.collect.gather import Limits, NodeRun, find_answer, run_on_nodes, why_silent
+from sglang_crashkit.capture.tools import ToolRun
+from sglang_crashkit.collect import gather as gathering
+from sglang_crashkit.collect.gather import Gathered, find_answer, gather, why_silent
 from sglang_crashkit.collect.via import hosts_via, job_via
 from sglang_crashkit.errors import UsageError
 from unit.secret_forms import FORMS, holds_secret
@@ -37,13 +40,17 @@ NO_PYXIS = """srun: unrecognized option '--container-name=x'
 Try "srun --help" for more information
 """
 NO_STEP = "srun: Job 7 step creation still disabled, retrying\n"
+#: What carriers and shells print, of which the telling line tells, without the marks before it.
+NO_PYTHON = 'error: Internal error occurred: OCI runtime exec failed: "python3": executable file not found in $PATH'
+NO_POD = 'Error from server (NotFound): pods "h" not found\n'
+NO_CONTAINER_IN_POD = 'Defaulted container "a"\nerror: unable to upgrade connection: container not found ("sglang")\n'
 #: Stand-ins for Slurm's clients.
 SLURM = {
     "squeue": "case $* in *--steps*) cat {0}/steps;; *) echo '7|7|RUNNING|n[1-2]';; esac",
     "scontrol": "echo n1; echo n2",
     "scancel": 'echo "$@" >{0}/cancelled',
 }
-LATE = {"status": None, "late": True, "problem": "no answer within 9 s"}
+LATE = {"status": None, "seconds": 9.0}
 
 
 @pytest.fixture
@@ -58,20 +65,29 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("errors", "fields", "why", "following"),
     [
-        (NO_TOOL, {}, "the collector cannot be run there: execve(): sglang-crashkit: No such file", "--remote-command"),
+        (NO_TOOL, {}, "without a result: execve(): sglang-crashkit: No such file", "--remote-command"),
         (NO_MODULE, {}, "/usr/bin/python3: No module named sglang_crashkit", "install sglang-crashkit"),
-        (NO_SLURMD, {}, "it does not answer Slurm: Task launch for StepId=1.5 failed", "scontrol show node n2"),
-        (NO_NODE, {}, "Slurm has no such node for the job: Unable to create step for job 7", "scontrol show node n2"),
-        (NO_CONTAINER, {}, "couldn't get a running container: sglang_7_n2", "--jobid=7 --nodelist=n2 enroot list"),
-        (NO_PYXIS, {}, "this Slurm has no pyxis: unrecognized option '--container-name=x'", "leave --container-name"),
+        (NO_SLURMD, {}, "status 1 and without a result: Task launch for StepId=1.5", "scontrol show node n2"),
+        (NO_NODE, {}, "without a result: Unable to create step for job 7", "scontrol show node n2"),
+        (NO_CONTAINER, {}, "couldn't get a running container: sglang_7_n2", "n2/srun.log"),
+        (NO_PYXIS, {}, "without a result: unrecognized option '--container-name=x'", "leave --container-name out"),
         (NO_STEP, LATE, "no answer within 9 s: Job 7 step creation still disabled, retrying", "--node-timeout"),
-        ("", {"status": None, "problem": "interrupted"}, "interrupted", ""),
+        ("sh: 1: python3: not found\n", {}, "without a result: sh: 1: python3: not found", "--remote-command"),
+        (NO_PYTHON, {}, "without a result: Internal error occurred: OCI runtime", "--remote-command"),
+        (NO_POD, {}, "without a result: (NotFound): pods", "scontrol show node n2"),
+        (NO_CONTAINER_IN_POD, {}, "unable to upgrade connection: container not found", "scontrol show node n2"),
+        ("me@h: Permission denied (publickey).\n", {}, "Permission denied (publickey).", "BatchMode=yes"),
+        ("kex_exchange_identification: Connection closed\n", {}, "kex_exchange", "--fan-out"),
+        ("Host key verification failed.\n", {}, "Host key verification failed.", "known_hosts"),
+        ("command terminated with exit code 137\n", {}, "status 1 and without a result", "n2/srun.log"),
+        ("snapshot 1 of 3\nKilled\n", {}, "without a result: Killed", "n2/srun.log"),
     ],
 )
 def test_why_a_node_is_silent_is_told_with_what_helps(
-    slurm: Path, errors: str, fields: dict[str, object], why: str, following: str
+    slurm: Path, errors: str, fields: dict[str, Any], why: str, following: str
 ) -> None:
-    problem = why_silent(NodeRun(**{"node": "n2", "status": 1, "errors": errors, **fields}), job_via("7"))
+    done = ToolRun("", "", **{"seconds": 1.0, "errors": errors, "status": 1, **fields})
+    problem = why_silent(job_via("7"), "n2", done, 9.0)
     assert problem.what == "node n2"
     assert why in problem.why
     assert following in problem.next
@@ -137,17 +153,15 @@ def test_what_is_no_answer_is_not_taken_for_one(text: str) -> None:
 
 
 #: A node that answers.
-WELL = ["sh", "-c", "echo here; echo why >&2; exit 3"]
+WELL = ["sh", "-c", "echo '{\"exit_code\": 3}'; echo why >&2; exit 3"]
 FOREVER = "import sys\nwhile True: sys.{stream}.write('x' * 9999)"
-ONE_MIB = 1 << 20
 
 
-def run_all(commands: dict[str, list[str]], output: Path, limits: Limits, given_up: list[str]) -> dict[str, NodeRun]:
+def gather_of(commands: dict[str, list[str]], output: Path, given_up: list[str]) -> Gathered:
     """Run each command here, in the place of its node."""
-    ended, hosts = list[NodeRun](), hosts_via("sh {host}", ["n"])
-    here = replace(hosts, argv=lambda _node, command: list(command), give_up=given_up.append)
-    assert run_on_nodes(here, commands, ended.append, output, limits) is None
-    return {run.node: run for run in ended}
+    hosts = hosts_via("sh {host}", list(commands))
+    here = replace(hosts, argv=lambda node, _command: commands[node], give_up=given_up.append)
+    return gather(here, [], output, lambda _line: None, at_once=2, node_secs=2.0)
 
 
 @pytest.mark.parametrize(
@@ -161,21 +175,19 @@ def run_all(commands: dict[str, list[str]], output: Path, limits: Limits, given_
     ],
     ids=["hangs", "ignores signals", "prints for ever", "complains for ever", "cannot be run"],
 )
-def test_a_node_that_ends_badly_is_given_up_alone(argv: list[str], problem: str, tmp_path: Path) -> None:
+def test_a_node_that_ends_badly_is_given_up_alone(
+    argv: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "MAX_OUTPUT", 1 << 20)
     given_up: list[str] = []
-    limits = Limits(at_once=2, node_secs=2.0, max_output=ONE_MIB)
-    runs = run_all({"bad": argv, "well": WELL}, tmp_path, limits, given_up)
-    assert runs["bad"].status is None
-    assert runs["bad"].problem.endswith(problem)
-    assert runs["bad"].late == problem.startswith("no answer")
-    assert given_up == ["bad"]
-    well = runs["well"]
-    assert (well.status, well.output, well.errors, well.problem) == (3, "here\n", "why\n", "")
+    bad, well = gather_of({"bad": argv, "well": WELL}, tmp_path, given_up).nodes
+    assert (bad.status, well.status, given_up) == (None, 3, ["bad"])
+    assert problem in bad.problems[0].why
     assert (tmp_path / "well/sh.log").read_text() == "why\n"
-    assert len(runs["bad"].errors) <= ONE_MIB
+    assert (tmp_path / "bad/sh.log").stat().st_size <= 1 << 20
 
 
 def test_what_a_node_says_beside_its_answer_is_kept_without_secrets(tmp_path: Path) -> None:
     script = "import sys; sys.stderr.write(sys.argv[1])"
-    run_all({"n": [sys.executable, "-c", script, "\n".join(FORMS)]}, tmp_path, Limits(), [])
+    gather_of({"n": [sys.executable, "-c", script, "\n".join(FORMS)]}, tmp_path, [])
     assert not holds_secret((tmp_path / "n/sh.log").read_text())

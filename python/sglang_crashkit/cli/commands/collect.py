@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pwd
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.arguments import command, positive, seconds
-from sglang_crashkit.cli.main import Terminated, ends_with_reader
+from sglang_crashkit.cli.main import Terminated, end_with_reader
 from sglang_crashkit.cli.output import say, say_json, say_title
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
@@ -32,8 +31,6 @@ _MAX_TITLES = 8
 #: More lines, of processes or of what is missing, are in the file only.
 _MAX_LINES = 100
 _STDOUT = 1
-#: A list of a hundred thousand hosts is shorter, in characters.
-_MAX_LIST = 16 << 20
 _EXAMPLES = """\
 examples:
   sglang-crashkit collect
@@ -41,7 +38,7 @@ examples:
   sglang-crashkit collect --when-unhealthy http://127.0.0.1:30000 --wait 86400
   sglang-crashkit collect --slurm-job 1234 --container-name sglang_{job_id}_{node} -o hang
   sglang-crashkit collect --via "kubectl exec {host} -c sglang --" --hosts sglang-0,sglang-0-1
-  sglang-crashkit collect --via "ssh {host}" --hosts-file nodes.txt --remote-command /opt/sglang/bin/sglang-crashkit
+  sglang-crashkit collect --via "ssh {host}" --hosts "$(cat nodes.txt)" --remote-command /opt/sglang/bin/sglang-crashkit
 """
 #: The debuggers' part of the time that a node has: the start of its step and the end of one debugger are not in it.
 _SHARE, _END_SECS = 0.9, 20.0
@@ -94,7 +91,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a job file with a debug: section; implies --native and --all-servers",
     )
     where.add_argument("--json", action="store_true", help="print a JSON object")
-    where.add_argument("--with-snapshots", action="store_true", help="include the snapshots in the JSON object")
     nodes = parser.add_argument_group("on every node of a Slurm job, or on several hosts")
     transport = nodes.add_mutually_exclusive_group()
     transport.add_argument("--slurm-job", metavar="ID", help="on each node of this job; one result for all")
@@ -104,14 +100,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="on each of --hosts through this command, such as 'kubectl exec {host} -c sglang --', 'docker exec {host}'"
         " or 'ssh {host}'; one result for all. {command} stands for what runs there, quoted for a shell",
     )
-    hosts = nodes.add_mutually_exclusive_group()
-    hosts.add_argument("--hosts", metavar="A,B,...", type=_host_names, help="the names that {host} stands for")
-    hosts.add_argument(
-        "--hosts-file",
-        metavar="FILE",
-        dest="hosts",
-        type=_host_names_in,
-        help="the names from a file; - is standard input",
+    nodes.add_argument(
+        "--hosts", metavar="A,B,...", type=_host_names, help="the names that {host} stands for, also one a line"
     )
     nodes.add_argument(
         "--container-name",
@@ -129,7 +119,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help='the kit on the nodes ("python3 -m sglang_crashkit"; in a Slurm job without a container this Python)',
     )
     # What such a command runs on each node: it ends then, or with its reader, and the debuggers in time for the answer,
-    # which has what is in the text files, too.
+    # which has what is in the files, too.
     nodes.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
 
 
@@ -139,39 +129,16 @@ def _host_names(text: str) -> list[str]:
     return [host for line in lines for host in line.replace(",", " ").split()]
 
 
-def _host_names_in(path: str) -> list[str]:
-    """Return the names in a file; ``-`` is the standard input."""
-    try:
-        with Path("/dev/stdin" if path == "-" else path).open(encoding="utf-8") as file:
-            text = file.read(_MAX_LIST + 1)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{path} is no text") from None
-    if len(text) > _MAX_LIST:
-        raise argparse.ArgumentTypeError(f"{path} is longer than a list of hosts may be")
-    return _host_names(text)
-
-
 def run(args: argparse.Namespace) -> ExitCode:
     """Wait, collect, and print what there is."""
     wait_secs, output = _read_config(args)
     if args.native is None:
         args.native = args.config is not None
-    try:
-        if args.slurm_job is not None or args.via is not None or args.hosts is not None:
-            return _collect_nodes(args, wait_secs, output.absolute())
-        with contextlib.ExitStack() as stack:
-            if args.gathered_within is not None:
-                stack.enter_context(ends_with_reader(_STDOUT, args.gathered_within))
-            return _collect_here(args, wait_secs, output)
-    except Terminated:
-        _say("stopped by a signal before anything was collected")
-        return ExitCode.TERMINATED
-    except OSError as error:
-        raise CrashkitError(
-            f"cannot write to {output}: {error.strerror or error}", next_step="--output-dir DIR, another one"
-        ) from error
+    if args.slurm_job is not None or args.via is not None or args.hosts is not None:
+        return _collect_nodes(args, wait_secs, output.absolute())
+    if args.gathered_within is not None:
+        end_with_reader(_STDOUT, args.gathered_within)
+    return _collect_here(args, wait_secs, output)
 
 
 def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
@@ -189,24 +156,20 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     several = args.pid is not None or args.all_servers or args.config is not None or here is not None
     if args.when_unhealthy is not None:
         args.pid = _wait_until_unhealthy(args, wait_secs, is_one=not several) or args.pid
-        several = several or args.pid is not None
     else:
-        if wait_secs and not several:
-            # Better told before a long wait than after it.
-            _require_one_server(find())
         _wait(wait_secs, lambda: _overview(find()))
     found = find()
     for line in _passed_over(found):
         _say(line)
     if not found.processes:
         raise _nothing(args, found)
-    if not several:
+    if not several and args.pid is None:
         _require_one_server(found)
-    if args.with_snapshots:
+    if args.gathered_within is not None:
         try:
             output = make_private_folder(output.absolute())
         except (CrashkitError, OSError):
-            # As in a container. The snapshots are printed.
+            # As in a container. What is in the files is printed.
             output = Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
     collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), _say)
     interrupt: KeyboardInterrupt | None = None
@@ -227,8 +190,8 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     gave = {ExitCode.DONE if one.has_stacks else ExitCode.FAILED for one in collection.collected}
     status = _status_of(gave, interrupt)
     if args.json:
-        whole = {"with_snapshots": args.with_snapshots, "with_texts": args.gathered_within is not None}
-        say_json(collection.to_json(status, found, **whole), indent=None if args.with_snapshots else 2)
+        is_far = args.gathered_within is not None
+        say_json(collection.to_json(status, found, whole=is_far), indent=None if is_far else 2)
         return status
     if not is_said:
         _say_snapshots(collection)
@@ -278,7 +241,7 @@ def _say_verdict(verdict: Verdict, case: Case) -> None:
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # What one host needs starts without what many do.
     from sglang_crashkit.collect.collection import judged
-    from sglang_crashkit.collect.gather import EXPLANATION, Limits, gather
+    from sglang_crashkit.collect.gather import EXPLANATION, gather
     from sglang_crashkit.redact import redact_text
     from sglang_crashkit.view.verdict import screen
 
@@ -296,7 +259,7 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
         transport = transport if args.via is not None else _transport(args)
     names = ", ".join(transport.nodes[:_MAX_TITLES])
     _say(f"collecting: {transport.title}, {args.fan_out} at a time: {names}")
-    result = gather(transport, command, output, _say, Limits(args.fan_out, args.node_timeout))
+    result = gather(transport, command, output, _say, at_once=args.fan_out, node_secs=args.node_timeout)
     status = _status_of({node.status for node in result.nodes}, result.interrupt)
     verdict, case = judged(result.rounds)
     try:
@@ -344,7 +307,7 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
     # A container's or a host's image has a Python of its own; its path is not this one's.
     same_image = args.slurm_job is not None and args.container_name is None
     command = args.remote_command or [sys.executable if same_image else "python3", "-m", "sglang_crashkit"]
-    command = [*command, "collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
+    command = [*command, "collect", "--json", f"--gathered-within={args.node_timeout}"]
     # In a step of a Slurm job that job says which servers are meant.
     every = args.slurm_job is None and (args.all_servers or args.config is not None)
     command += ["--all-servers"] if every else []
@@ -374,19 +337,13 @@ def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
 
 def _require_one_server(found: Discovery) -> None:
     """Refuse where the processes are of several servers."""
-    of_server = {one.server: one for one in found.processes}
+    of_server = {one.server or one.pid: one for one in found.processes}
     if len(of_server) < 2:
         return
-    lines = {}
-    for server, one in of_server.items():
-        ranks = [process for process in found.processes if process.server == server and process.role == "scheduler"]
-        what = _counted(len(ranks), "scheduler", "schedulers") if ranks else one.title
-        words = [what, *([f"{one.side} side"] if one.side else []), f"port {one.port}"]
-        lines[server if server is not None else one.pid] = ", ".join(words)
-    listed = "".join(f"\n  --pid {pid}: {words}" for pid, words in lines.items())
+    lines = (f"\n  --pid {pid}: {one.title}, port {one.port}" for pid, one in of_server.items())
     raise RefusedError(
-        f"there are {len(lines)} SGLang servers on this host, so name one:{listed}",
-        next_step=f"sglang-crashkit collect --pid {next(iter(lines))}, or --all-servers",
+        f"there are {len(of_server)} SGLang servers on this host, so name one:{''.join(lines)}",
+        next_step=f"sglang-crashkit collect --pid {next(iter(of_server))}, or --all-servers",
     )
 
 
@@ -437,9 +394,7 @@ def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one:
 
 def _overview(found: Discovery) -> str:
     titles = [process.title for process in found.processes]
-    more = f" and {len(titles) - _MAX_TITLES} more" if len(titles) > _MAX_TITLES else ""
-    names = f": {', '.join(titles[:_MAX_TITLES])}{more}" if titles else " yet"
-    return f"{_counted(len(titles), 'process', 'processes')}{names}"
+    return f"{_counted(len(titles), 'process', 'processes')}: {', '.join(titles[:_MAX_TITLES]) or 'none yet'}"
 
 
 def _passed_over(found: Discovery) -> Iterator[str]:
@@ -457,14 +412,9 @@ def _passed_over(found: Discovery) -> Iterator[str]:
 
 
 def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
-    if found.elsewhere:
-        pids = [pid for those in found.elsewhere.values() for pid in those]
-        return NothingToDoError(
-            f"there are only SGLang processes of other Slurm jobs than this shell's: {len(pids)}",
-            next_step=f"--pid {pids[0]}, or any process of the server that is meant",
-        )
-    if found.others:
-        return NothingToDoError("there are only other users' SGLang processes", next_step="--any-user, as root")
+    if found.elsewhere or found.others:
+        what = "there are only SGLang processes of other users, or of other Slurm jobs than this shell's"
+        return NothingToDoError(what, next_step="name one with --pid, or as root --any-user")
     if args.pid is not None:
         return NothingToDoError(
             f"process {args.pid} is no SGLang server, nor is one below it",
