@@ -95,7 +95,7 @@ SENDERS = {
     "capture/gpu_facts.py",
     "replay/server.py",
     "test/plugin.py",
-    "test/fail_fast.py",
+    "cli/main.py",
 }
 SENDING = re.compile(r"os\.kill\(|killpg\(|send_signal\(|signal_pidfd\(|pthread_kill\(|\.kill\(\)|\.terminate\(\)")
 

@@ -24,6 +24,8 @@ REPRODUCER, SCRIPT = "reproducer.json", "reproduce.sh"
 #: Requests bring a fault back where they do so on this many new servers, each time after others that did no harm; so
 #: many of the incident's other requests, that were answered, are sent before.
 _PROOFS, _CONTROLS = 2, 8
+#: So often all of them are tried before the fault counts as not reproduced.
+_TRIES = 3
 _PROMPTS, _SAMPLING = ("text", "input_ids", "input_embeds"), "sampling_params"
 _STAND_IN = "a"  # in the place of a prompt
 _HARMLESS = StoredRequest("control", 0.0, False, {"text": _STAND_IN, _SAMPLING: {"max_new_tokens": 16}})
@@ -35,7 +37,6 @@ class Plan:
 
     command: list[str]  # the words of the command that serves
     folder: Path  # where everything goes
-    tries: int = 3  # how often all of them are tried before the fault counts as not reproduced
     max_starts: int = 30  # how many servers are started at most
     ready_secs: float = 900.0  # the longest that a server may take to start, in seconds
     request_secs: float = 300.0  # the longest that an answer may take, in seconds
@@ -76,7 +77,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     result.left_out = [f"request {one.rid}: {', '.join(one.lacks)} is not kept" for one in stored if one.lacks]
     trials = _Trials(incident.incident, plan, say)
     try:
-        _find(trials, [_as_far_as_kept(one) for one in stored if one.body], plan.tries, result)
+        _find(trials, [_as_far_as_kept(one) for one in stored if one.body], result)
     except BudgetSpentError as error:
         result.reason = error.message
     finally:
@@ -87,17 +88,17 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     return result
 
 
-def _find(trials: _Trials, items: Sequence[StoredRequest], tries: int, result: Result) -> None:
+def _find(trials: _Trials, items: Sequence[StoredRequest], result: Result) -> None:
     suspected = [one.rid for one in trials.incident.suspects]
     # What is innocent costs no start of a server, and those that are suspected are few.
     groups = [*([item] for rid in suspected for item in items if rid in item.rids), items]
-    for _number in range(tries):
+    for _number in range(_TRIES):
         group = next((one for one in groups if trials.fails(one)), None)
         if group is not None:
             break
         trials.renew()
     else:
-        result.reason = f"not reproduced in {tries} tries of {len(items)} requests ({trials.outcome})"
+        result.reason = f"not reproduced in {_TRIES} tries of {len(items)} requests ({trials.outcome})"
         return
     group = minimize(group, trials.fails)
     result.rids, result.path = [one.rid for one in group], group[0].path

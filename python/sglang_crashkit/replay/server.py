@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import operator
 import os
 import random
 import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +37,8 @@ _END_SECS, INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 1.0
 _LOOK_SECS, _POLL_SECS, _HEALTH_SECS = 0.1, 0.05, 5.0
 #: So much of an answer is read at once, and kept of one that refuses, in bytes.
 _CHUNK, _MAX_PROBLEM = 1 << 16, 500
-#: No more requests are under way at once.
-_MAX_AT_ONCE = 512
+#: Requests that are replayed keep their distances, but for longer ones than this, in seconds.
+MAX_GAP_SECS = 1.0
 #: So often it is started at most: another program may take a port, or memory, that it needs.
 _MAX_STARTS = 3
 #: Below the ports that the kernel gives to clients, and with room above for those that SGLang derives: gRPC's is 10,000
@@ -129,24 +131,16 @@ def send_all(
     `is_over`, as the server has ended; for `is_meant` see `send`.
     """
     answers: list[Answer] = []
-    free = threading.Semaphore(_MAX_AT_ONCE)
 
     def ask(request: StoredRequest) -> None:
-        try:
-            answers.append(send(address, request.body, timeout_secs, api_key, request.path, is_meant))
-        finally:
-            free.release()
+        answers.append(send(address, request.body, timeout_secs, api_key, request.path, is_meant))
 
-    threads: list[threading.Thread] = []
-    for before, request in zip([None, *requests], requests, strict=False):
-        if before is not None and max_gap_secs:
-            time.sleep(min(max_gap_secs, max(0.0, request.arrived - before.arrived)))
-        while not free.acquire(timeout=_POLL_SECS):
-            if is_over():
-                return [*answers]
-        # A request that is stuck must not keep this process.
-        threads.append(threading.Thread(target=ask, args=(request,), daemon=True))
-        threads[-1].start()
+    # A request that is stuck must not keep this process.
+    threads = [threading.Thread(target=ask, args=(request,), daemon=True) for request in requests]
+    arrived = [one.arrived for one in requests]
+    for thread, gap in zip(threads, (0.0, *map(operator.sub, arrived[1:], arrived)), strict=True):
+        time.sleep(min(max_gap_secs, max(0.0, gap)))
+        thread.start()
     for thread in threads:
         while thread.is_alive() and not is_over():
             thread.join(_POLL_SECS)
@@ -192,7 +186,8 @@ class OwnServer:
         make_private_folder(self.folder)
         for number in range(1, _MAX_STARTS + 1):
             # What an earlier run left is no failure of this server.
-            log, self._crash_folder = self.folder / f"server-{number}.log", _new_folder(self.folder, f"crash-{number}")
+            self._crash_folder = Path(tempfile.mkdtemp(prefix=f"crash-{number}-", dir=self.folder))
+            log = self.folder / f"server-{number}.log"
             self.address = Address("http", _HOST, _free_port())
             try:
                 self._launcher.submit(self._launch, log).result()
@@ -281,7 +276,7 @@ class OwnServer:
         return Tried(answers, outcome, found, is_same, serves_on)
 
     def _failures(self) -> list[StoredIncident]:
-        found = find_incidents(self._crash_folder) if self._crash_folder.is_dir() else []
+        found = find_incidents(self._crash_folder)
         names = [parse_name(one.name) for one in found]
         return [one for one, name in zip(found, names, strict=True) if name and name.kind not in _NO_FAILURE]
 
@@ -326,12 +321,6 @@ class OwnServer:
 
     def __exit__(self, *_error: object) -> None:
         self.end()
-
-
-def _new_folder(parent: Path, name: str) -> Path:
-    """Return a folder that is not there yet, with a number behind its name where that is."""
-    names = (name, *(f"{name}-{number}" for number in range(2, 1 << 16)))
-    return next(folder for folder in map(parent.joinpath, names) if not folder.exists())
 
 
 def _without_replaced(words: list[str]) -> list[str]:

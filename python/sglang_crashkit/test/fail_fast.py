@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -25,15 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sglang_crashkit import protocol
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import StoredIncident, find_incident_of
-from sglang_crashkit.kernel import procfs, titles
-from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel import procfs, signals, titles
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 from sglang_crashkit.model.sample import format_threads, main_thread
 from sglang_crashkit.settings import Settings, fallback_folder, socket_of
@@ -58,23 +56,12 @@ _GRACE_SECS = 0.2
 _FRAMES = 3
 
 
-class Process(Protocol):
-    """What is needed of a process; `subprocess.Popen` has it."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def poll(self) -> int | None:
-        """Return its exit status as subprocess tells it, None while it lives."""
-
-
 @dataclass
 class Held:
     """A watched process."""
 
     name: str  # what it is called
-    process: Process
+    process: subprocess.Popen[Any]
     since: float  # when it was seen first, in seconds since the epoch
 
 
@@ -103,13 +90,6 @@ class Death:
     survivors: list[Survivor] = field(default_factory=list)  # the processes of the surviving side
     #: The incident that the process's own crash handler wrote; None if absent.
     incident: StoredIncident | None = None
-    seconds: float = 0.0  # from the notice to the end of the evidence
-
-    @property
-    def exit_status(self) -> int:
-        """The status that a test run ends with for it: 128 + N for signal N, and never 0."""
-        status = self.returncode if self.returncode >= 0 else 128 - self.returncode
-        return status or 1
 
     @property
     def headline(self) -> str:
@@ -136,18 +116,13 @@ class Death:
             yield f"incident: {self.verdict}"
         if self.folder is not None:
             yield f"stacks of the survivors: {self.folder}"
-        for survivor in sorted(self.survivors, key=self._importance):
+        # JUnit's reports keep the first lines only.
+        for survivor in sorted(self.survivors, key=lambda one: not one.title.startswith("sglang::scheduler")):
             what = " < ".join(survivor.doing) if survivor.doing else f"no stack: {survivor.reason}"
             yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}): {what}"
 
-    def _importance(self, survivor: Survivor) -> tuple[int, str]:
-        # JUnit's reports keep the first lines only: one of each side comes first, a scheduler where there is one.
-        side = [other for other in self.survivors if other.name == survivor.name]
-        side.sort(key=lambda other: not other.title.startswith("sglang::scheduler"))
-        return side.index(survivor), survivor.name
 
-
-NamedProcesses = Iterable[tuple[str, "Process | None"]]
+NamedProcesses = Iterable[tuple[str, "subprocess.Popen[Any] | None"]]
 Source = NamedProcesses | Callable[[], NamedProcesses]
 
 
@@ -156,9 +131,8 @@ class Watcher:
 
     Args:
         source: name and process, or a callable that returns them as they are now.
-        on_death: called in the watcher's thread with all that is known, before the survivors are killed.
-        at_the_end: the same, after they were killed.
-        consequence: what the message on stderr says will follow.
+        on_death: called in the watcher's thread with all that is known, before the survivors are killed. Without it
+            this process ends after that, with its status: 128 + N for signal N, 1 for a status of 0.
         any_status: an exit with status 0 is unexpected too.
         folder: where the survivors' stacks go; below the fallback folder when None.
 
@@ -172,17 +146,13 @@ class Watcher:
     def __init__(
         self,
         source: Source,
-        on_death: Callable[[Death], None] | None = None,
+        on_death: Callable[[Death], object] | None = None,
         *,
-        at_the_end: Callable[[Death], None] | None = None,
-        consequence: str = "aborting",
         any_status: bool = True,
         folder: Path | None = None,
     ) -> None:
-        self._source = source if callable(source) or isinstance(source, list) else list(source)
+        self._source = source if callable(source) else list(source)
         self._on_death = on_death
-        self._at_the_end = at_the_end
-        self._consequence = consequence
         self._any_status = any_status
         self._folder = folder
         self._held: dict[int, Held] = {}
@@ -192,7 +162,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="sglang-crashkit-fail-fast", daemon=True)
 
     @classmethod
-    def covering(cls, processes: Iterable[Process]) -> Watcher | None:
+    def covering(cls, processes: Iterable[subprocess.Popen[Any]]) -> Watcher | None:
         """Return the watcher under which all of `processes` are already, None if absent."""
         wanted = {id(process) for process in processes}
         for watcher in list(cls._active):
@@ -216,10 +186,8 @@ class Watcher:
     def __enter__(self) -> Watcher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
+    def __exit__(self, kind: type[BaseException] | None, *_raised: object) -> None:
+        if kind is not None:
             # What failed in the block may be a consequence of a death that is being looked into.
             self.settle()
         self.stop()
@@ -236,7 +204,7 @@ class Watcher:
             time.sleep(0.005)
         return self.death
 
-    def _named(self) -> list[tuple[str, Process]] | None:
+    def _named(self) -> list[tuple[str, subprocess.Popen[Any]]] | None:
         """Return the processes that are there now; None where the caller's code that lists them raised."""
         try:
             source = self._source() if callable(self._source) else self._source
@@ -263,12 +231,8 @@ class Watcher:
         named = self._named()
         if named is None:
             return
-        present = {id(process) for _, process in named}
-        for key in self._held.keys() - present:
-            del self._held[key]
-        for name, process in named:
-            if id(process) not in self._held:
-                self._held[id(process)] = Held(name, process, time.time())
+        known = self._held
+        self._held = {id(one): known.get(id(one)) or Held(name, one, time.time()) for name, one in named}
 
     def _find_dead(self) -> list[tuple[Held, int]]:
         """Return those that ended unexpectedly, each with its exit status as subprocess tells it."""
@@ -280,7 +244,8 @@ class Watcher:
         (first, code), *others = dead
         death = Death(first.name, first.process.pid, code, time.time())
         death.others = tuple(f"{held.name} (pid={held.process.pid}) exited rc={rc}" for held, rc in others)
-        _say(f"[FIXTURE FAIL-FAST] {death.headline}; {self._consequence}.")
+        consequence = "aborting" if self._on_death is None else "failing the tests that depend on it"
+        _say(f"[FIXTURE FAIL-FAST] {death.headline}; {consequence}.")
         roots = [(held.name, held.process.pid) for held in self._held.values() if held.process.poll() is None]
         try:
             settings = Settings.from_environ()
@@ -291,7 +256,6 @@ class Watcher:
             death.incident = find_incident_of(death.pid, first.since, getattr(first.process, "args", None), left)
         except Exception:
             logger.exception("crash kit: the evidence of %s is not whole", death.headline)
-        death.seconds = time.monotonic() - began
         if death.verdict:
             _say(f"[FIXTURE FAIL-FAST] incident: {death.verdict}")
         if death.folder is not None:
@@ -303,8 +267,8 @@ class Watcher:
         survived = kill_trees([pid for _, pid in roots], KILL_SECS)
         if survived:
             logger.error("crash kit: processes %s are left after SIGKILL", survived)
-        if self._at_the_end is not None:
-            self._at_the_end(death)
+        if self._on_death is None:
+            os._exit((code if code >= 0 else 128 - code) or 1)
 
 
 def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, deadline_secs: float) -> None:
@@ -344,33 +308,14 @@ def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
         if path is not None and path.exists():
             with contextlib.suppress(protocol.HandlerUnreachableError):
                 protocol.notify(str(path), "teardown", pid=root)
-    handles: dict[int, ProcessHandle] = {}
-    try:
-        # Once more after the first round: one may have been about to fork.
-        for _ in range(2):
-            for pid in [pid for root in roots for pid in procfs.TreeScanner(root).scan() if pid not in handles]:
-                with contextlib.suppress(OSError):
-                    handles[pid] = ProcessHandle(pid)
-            for handle in handles.values():
-                with contextlib.suppress(OSError):
-                    handle.send_signal(signal.SIGKILL)
-        return [pid for pid, handle in handles.items() if not handle.has_exited(max(0.0, deadline - time.monotonic()))]
-    finally:
-        for handle in handles.values():
-            handle.close()
-
-
-def abort_on_death(source: Source, *, any_status: bool, folder: Path | None = None) -> Watcher:
-    """End this process when a watched one ends unexpectedly; see `Watcher`.
-
-    Its exit status is that of the dead process, 128 + N for signal N, and 1 for a status of 0.
-    """
-    return Watcher(
-        source,
-        at_the_end=lambda death: os._exit(death.exit_status),
-        any_status=any_status,
-        folder=folder,
-    ).start()
+    pids: set[int] = set()
+    # Once more after the first round: one may have been about to fork.
+    for _ in range(2):
+        pids |= {pid for root in roots for pid in procfs.TreeScanner(root).scan()}
+        signals.kill_all(pids)
+    while (left := [pid for pid in pids if procfs.is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECS)
+    return left
 
 
 def watch(source: Source, *, folder: Path | None = None) -> Watcher:
@@ -381,7 +326,7 @@ def watch(source: Source, *, folder: Path | None = None) -> Watcher:
     """
     if (runner := find_runner()) is not None:
         return runner.watch(source, folder=folder)
-    return abort_on_death(source, any_status=True, folder=folder)
+    return Watcher(source, folder=folder).start()
 
 
 def find_runner() -> FailByName | None:

@@ -30,7 +30,7 @@ import pytest
 if TYPE_CHECKING:
     from types import FrameType
 
-    from sglang_crashkit.test.fail_fast import Death, Source, Watcher
+    from sglang_crashkit.test.fail_fast import Source, Watcher
 
 _NAME = "sglang_crashkit_runner"
 
@@ -53,34 +53,25 @@ class Guard:
     watcher: Watcher
     owner: str  # the fixture or the test that began it
     is_fixture: bool
-    interrupted: bool = False  # a test was interrupted for its death
-    reported: bool = False  # the death is in a report
-
-    @property
-    def death(self) -> Death | None:
-        """The unexpected exit."""
-        return self.watcher.death
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the watch has not been ended."""
-        return not self.watcher.stopped.is_set()
+    reported: bool = False  # the death is in a report, or interrupts the test that will have it in one
 
     def concerns(self, item: pytest.Item) -> bool:
-        """Say whether a test depends on the watched processes."""
+        """Say whether a test depends on the watched processes, one of which has ended."""
+        if self.watcher.death is None:
+            return False
         return self.owner in getattr(item, "fixturenames", ()) if self.is_fixture else self.owner == item.nodeid
 
-    def message(self) -> str:
-        """Return what is known of the death."""
-        assert self.death is not None
-        return "\n".join(self.death.lines())
+    def report(self, kind: type[BaseException] = ProcessDiedError) -> BaseException:
+        """Return the exception that says what is known of the death."""
+        assert self.watcher.death is not None
+        self.reported = True
+        return kind("\n".join(self.watcher.death.lines()))
 
 
 class FailByName:
     """The runner of this process, and its hooks."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self.replaces_abort = config.getoption("crashkit_fail_fast") == "test"
         folder = config.getoption("crashkit_evidence")
         self._folder = Path(folder).absolute() if folder else None
         self._guards: list[Guard] = []
@@ -92,12 +83,7 @@ class FailByName:
         """Watch processes for the tests that depend on the fixture that is being set up, or for the running test."""
         from sglang_crashkit.test.fail_fast import Watcher
 
-        watcher = Watcher(
-            source,
-            on_death=lambda _death: self._interrupt(),
-            consequence="failing the tests that depend on it",
-            folder=folder or self._folder,
-        )
+        watcher = Watcher(source, lambda _death: self._interrupt(), folder=folder or self._folder)
         owner = self._fixtures[-1] if self._fixtures else self._phase[0].nodeid if self._phase else ""
         self._guards.append(Guard(watcher, owner, is_fixture=bool(self._fixtures)))
         self._listen()
@@ -134,22 +120,13 @@ class FailByName:
         finally:
             self._phase = None
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        """Let go of the signal when the last watch has ended."""
-        try:
-            return (yield)
-        finally:
-            self._forget_stopped()
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
         """Report a death that no test has reported; a teardown itself is never interrupted."""
         result = yield
         for guard in self._guards:
-            if guard.death is not None and not guard.reported and guard.concerns(item):
-                guard.reported = True
-                raise ProcessDiedError(guard.message())
+            if not guard.reported and guard.concerns(item):
+                raise guard.report()
         return result
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -164,7 +141,7 @@ class FailByName:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say who died, and where the evidence is."""
-        deaths = [guard.death for guard in self._guards if guard.death is not None]
+        deaths = [guard.watcher.death for guard in self._guards if guard.watcher.death is not None]
         if not deaths:
             return
         # Most runs have none, and need nothing of the kit.
@@ -180,7 +157,8 @@ class FailByName:
         global runner
         for guard in self._guards:
             guard.watcher.stop()
-        self._forget_stopped()
+        if self._handler is not None:
+            signal.signal(*self._handler)
         runner = None
 
     # -- what they share
@@ -188,19 +166,18 @@ class FailByName:
     def raise_for(self, item: pytest.Item) -> None:
         """Raise `ProcessDiedError` where a test depends on a dead process."""
         for guard in self._guards:
-            if guard.death is not None and guard.is_active and guard.concerns(item):
-                guard.interrupted = guard.reported = True
-                raise ProcessDiedError(guard.message())
+            if guard.concerns(item) and not guard.watcher.stopped.is_set():
+                raise guard.report()
 
     def _explain(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
         cause = call.excinfo.value if call.excinfo is not None else None
         if isinstance(cause, (ProcessDiedError, ProcessDiedDuringTestError)):
             return
         for guard in self._guards:
-            if guard.concerns(item) and guard.watcher.settle() is not None:
-                guard.interrupted = guard.reported = True
+            guard.watcher.settle()
+            if guard.concerns(item):
                 try:
-                    raise ProcessDiedError(guard.message()) from cause
+                    raise guard.report() from cause
                 except ProcessDiedError:
                     report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_current())
                 return
@@ -225,17 +202,9 @@ class FailByName:
             return
         item, when = self._phase
         for guard in self._guards:
-            if guard.death is not None and not guard.interrupted and guard.concerns(item):
-                guard.interrupted = guard.reported = True
+            if not guard.reported and guard.concerns(item):
                 # What cleans up after a failed setup often catches Exception only.
-                raise (ProcessDiedDuringTestError if when == "call" else ProcessDiedError)(guard.message())
-
-    def _forget_stopped(self) -> None:
-        self._guards = [guard for guard in self._guards if guard.death is not None or guard.is_active]
-        done = not any(guard.is_active for guard in self._guards)
-        if done and self._handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(*self._handler)
-            self._handler = None
+                raise guard.report(ProcessDiedDuringTestError if when == "call" else ProcessDiedError)
 
 
 #: That of this process; see `fail_fast.find_runner`.
@@ -251,13 +220,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the plugin's options."""
     group = parser.getgroup("sglang-crashkit")
-    group.addoption(
-        "--crashkit-fail-fast",
-        choices=("abort", "test"),
-        default="abort",
-        help="what sglang's start_subprocess_fail_fast_watcher does when a process ends: end this run, as upstream's "
-        "does (abort), or fail the running test by name (test)",
-    )
     group.addoption(
         "--crashkit-evidence",
         metavar="FOLDER",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.test.fail_fast import NamedProcesses, Watcher, abort_on_death, find_runner
+from sglang_crashkit.test.fail_fast import NamedProcesses, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,7 @@ def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading
     """
     processes = list(named_procs)
     watcher = Watcher.covering(process for _, process in processes if process is not None)
-    if watcher is None:
-        runner = find_runner()
-        if runner is not None and runner.replaces_abort:
-            watcher = runner.watch(processes)
-        else:
-            watcher = abort_on_death(processes, any_status=False)
+    watcher = watcher or Watcher(processes, any_status=False).start()
     return watcher.stopped
 
 

@@ -15,7 +15,6 @@ from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 if TYPE_CHECKING:
     from sglang_crashkit.incident.requests import StoredRequest
     from sglang_crashkit.incident.store import StoredIncident
-    from sglang_crashkit.model.incident import Suspect
     from sglang_crashkit.replay.server import Answer
 
 _EXAMPLE = """examples:
@@ -33,16 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLE
     add_incident(parser, default=None)
     parser.add_argument("--only", nargs="+", metavar="RID", help="send only these requests")
-    parser.add_argument("--suspects", action="store_true", help="send only the requests that the incident suspects")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", help="send them to this server, which may crash")
     where.add_argument(
         "--serve", metavar="COMMAND", type=command, help="start this patched server for it, and end it afterwards"
     )
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key for --url")
-    parser.add_argument(
-        "--max-gap", type=seconds, default=1.0, metavar="S", help="keep their original spacing, up to S seconds (1)"
-    )
     parser.add_argument(
         "--request-secs", type=seconds, default=300.0, metavar="S", help="seconds to wait for an answer (300)"
     )
@@ -60,13 +55,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--bisect", action="store_true", help="with --serve: find the fewest requests that reproduce the fault"
     )
     parser.add_argument(
-        "--tries",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="with --bisect: send all of them up to N times before giving up (3)",
-    )
-    parser.add_argument(
         "--starts", type=positive, default=30, metavar="N", help="with --bisect: start at most N servers (30)"
     )
     parser.add_argument(
@@ -82,18 +70,18 @@ def run(args: argparse.Namespace) -> ExitCode:
     """
     from sglang_crashkit.incident.requests import read_requests
     from sglang_crashkit.kernel.server_address import Address, read_api_key
-    from sglang_crashkit.replay.server import send_all
+    from sglang_crashkit.replay.server import MAX_GAP_SECS, send_all
 
-    if args.bisect and (args.url is not None or args.only or args.suspects):
+    if args.bisect and (args.url is not None or args.only):
         raise UsageError("--bisect tries all requests on servers of its own", next_step="give it --serve alone")
     incident = find_incident(args.incident, args.folder)
     if args.bisect:
         return _bisect(args, incident)
-    chosen = _chosen(read_requests(incident), args, incident.incident.suspects)
+    chosen = _chosen(read_requests(incident), args.only)
     if args.url is None:
         return _serve(args, incident, chosen)
     key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
-    answers = send_all(Address.parse(args.url), chosen, args.request_secs, api_key=key, max_gap_secs=args.max_gap)
+    answers = send_all(Address.parse(args.url), chosen, args.request_secs, api_key=key, max_gap_secs=MAX_GAP_SECS)
     _tell(answers, args)
     return ExitCode.DONE if len(answers) == len(chosen) and _all_taken(answers) else ExitCode.PARTIAL
 
@@ -108,11 +96,11 @@ def _folder_of(args: argparse.Namespace, incident: StoredIncident) -> Path:
 
 
 def _serve(args: argparse.Namespace, incident: StoredIncident, chosen: list[StoredRequest]) -> ExitCode:
-    from sglang_crashkit.replay.server import OwnServer
+    from sglang_crashkit.replay.server import MAX_GAP_SECS, OwnServer
 
     with OwnServer(args.serve, _folder_of(args, incident)) as server:
         server.start(args.ready_secs, lambda line: say(line, error=True))
-        tried = server.try_requests(chosen, incident.incident, args.request_secs, args.max_gap)
+        tried = server.try_requests(chosen, incident.incident, args.request_secs, MAX_GAP_SECS)
     _tell(tried.answers, args)
     path = str(tried.incident.path) if tried.incident is not None else None
     if args.json:
@@ -126,7 +114,7 @@ def _bisect(args: argparse.Namespace, incident: StoredIncident) -> ExitCode:
     from sglang_crashkit.replay.bisect import SCRIPT, Plan, bisect
 
     folder = _folder_of(args, incident)
-    plan = Plan(args.serve, folder, args.tries, args.starts, args.ready_secs, args.request_secs)
+    plan = Plan(args.serve, folder, args.starts, args.ready_secs, args.request_secs)
     result = bisect(incident, plan, lambda line: say(line, error=True))
     if args.json:
         say_json(asdict(result), indent=2)
@@ -147,13 +135,8 @@ def _bisect(args: argparse.Namespace, incident: StoredIncident) -> ExitCode:
     return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
 
 
-def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: list[Suspect]) -> list[StoredRequest]:
-    wanted = None
-    if args.only:
-        wanted = set(args.only)
-    elif args.suspects:
-        wanted = {one.rid for one in suspects}
-    found = [one for one in requests if wanted is None or not wanted.isdisjoint(one.rids)]
+def _chosen(requests: list[StoredRequest], wanted: list[str] | None) -> list[StoredRequest]:
+    found = [one for one in requests if not wanted or not set(wanted).isdisjoint(one.rids)]
     for one in found:
         if not one.is_complete:
             say(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", error=True)
