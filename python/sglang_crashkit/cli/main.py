@@ -79,7 +79,6 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
             load_command(name).configure(sub)
             # The lines of its examples stay as they are.
             sub.epilog = f"{(sub.epilog or '').rstrip()}\n\n{_STATUSES}"
-            sub.set_defaults(own_parser=sub)
     return parser
 
 
@@ -113,10 +112,7 @@ def _run(argv: Sequence[str]) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         raise SystemExit(int(ExitCode.USAGE))
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        # With the command's own usage, which `parse_args` would not show.
-        args.own_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = parser.parse_args(argv)
     # Imported here, so that what is wrong with the arguments is told at once.
     from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 

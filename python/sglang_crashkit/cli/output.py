@@ -5,19 +5,18 @@ What cannot be printed goes nowhere: a closed standard output, a full disk or a 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from sglang_crashkit.visible import visible
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
-_BOLD, _NORMAL, _ERASE = "\033[1m", "\033[0m", "\033[K"
+_BOLD, _NORMAL = "\033[1m", "\033[0m"
 
 
 def say(*lines: object, error: bool = False) -> None:
@@ -46,14 +45,6 @@ def say_title(line: str) -> None:
     write(f"{_BOLD}{visible(line, keep='')}{_NORMAL}\n")
 
 
-def say_progress(text: str) -> None:
-    """Show on the terminal how far long work is, in place of what was shown before; without a terminal, nothing."""
-    if sys.stderr.isatty():
-        write = sys.stderr.control if isinstance(sys.stderr, _Stream) else sys.stderr.write
-        write(f"\r{visible(text, keep='')}{_ERASE}")
-        sys.stderr.flush()
-
-
 def say_json(value: Any, indent: int | None = None) -> None:
     """Print a JSON value, in which all that is not ASCII is escaped."""
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")
@@ -61,19 +52,7 @@ def say_json(value: Any, indent: int | None = None) -> None:
 
 
 class _Stream(io.TextIOWrapper):
-    """A standard stream that also shows what others write: a warning, the text of an error, what argparse says."""
-
-    def write(self, text: str, /) -> int:
-        super().write(visible(text))
-        return len(text)
-
-    def control(self, text: str) -> None:
-        """Write a text with what a terminal is to act on."""
-        super().write(text)
-
-
-class _Output(io.FileIO):
-    """A descriptor that takes everything: what cannot be written goes nowhere, so that the command goes on to its end.
+    """A standard stream that takes everything, also what others write: a warning, an error's text, what argparse says.
 
     Attributes:
         problem: why something was not written; empty also where the reader has enough, as `head`.
@@ -81,16 +60,30 @@ class _Output(io.FileIO):
 
     problem = ""
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, text: str, /) -> int:
+        self.control(visible(text))
+        return len(text)
+
+    def control(self, text: str) -> None:
+        """Write a text with what a terminal is to act on."""
+        with self._written():
+            super().write(text)
+
+    def flush(self) -> None:
+        with self._written():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Let what cannot be written go nowhere, so that the command goes on to its end."""
         try:
-            return super().write(data)
+            yield
         except OSError as error:
             if not isinstance(error, BrokenPipeError):
                 self.problem = error.strerror or str(error)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            return memoryview(data).nbytes
 
 
 def guarded(stream: TextIO | None) -> TextIO:
@@ -101,31 +94,19 @@ def guarded(stream: TextIO | None) -> TextIO:
     if stream is None:
         # Not closed here: it is open for as long as the process.
         return Path(os.devnull).open("w")
-    if not isinstance(stream, io.TextIOWrapper):
+    if id(stream) not in map(id, (sys.__stdout__, sys.__stderr__)):
         return stream
-    raw = _raw_of(stream)
-    if isinstance(raw, io.FileIO) and not isinstance(raw, _Output):
-        stream.flush()
-        output = _Output(raw.fileno(), "w", closefd=False)
-        stream = _Stream(
-            # With PYTHONUNBUFFERED there is no buffer.
-            output if raw is stream.buffer else io.BufferedWriter(output),
-            encoding=stream.encoding,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
+    stream.flush()
     # Evidence may hold what the encoding cannot show.
-    stream.reconfigure(errors="backslashreplace")
-    return stream
+    return _Stream(
+        open(stream.fileno(), "wb", closefd=False),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream is sys.__stderr__,
+    )
 
 
 def problem_of(stream: TextIO) -> str:
     """Write what is left of a guarded stream, and return why not all of it was written; empty where it was."""
     stream.flush()
-    raw = _raw_of(stream)
-    return raw.problem if isinstance(raw, _Output) else ""
-
-
-def _raw_of(stream: TextIO) -> object:
-    buffer = getattr(stream, "buffer", None)
-    return getattr(buffer, "raw", buffer)
+    return stream.problem if isinstance(stream, _Stream) else ""

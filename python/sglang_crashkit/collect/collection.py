@@ -51,10 +51,8 @@ SUMMARY, VERDICT = "summary.md", "verdict.json"
 SCHEMA_VERSION = 2
 #: What the text files that are printed may take together, in bytes: the snapshots beside them count for more.
 _MAX_TEXTS = 32 << 20
-#: The longest that one tool may take for one process, in seconds.
+#: The longest that one tool may take, in seconds: in each round, and the debugger for each process.
 TOOL_SECS = 60.0
-#: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
-_LEAST_SECS = 1.0
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
@@ -66,7 +64,6 @@ class Plan:
     snapshots: int = 3  # number of rounds, 1 or more
     interval_secs: float = 5.0  # from the start of a round to the start of the next, in seconds
     native: bool = False  # whether a debugger is run at the end on each process of which the rounds leave a question
-    tool_secs: float = TOOL_SECS  # the longest that one tool may take for one process, in seconds
 
 
 @dataclass
@@ -111,7 +108,6 @@ class Collection:
         self.rounds: list[NodeSnapshot] = []
         self.snapshot_files: list[str] = []  # of each round, in the output folder
         self._plan, self._tell = plan, tell
-        self._stacks_secs = 0.0
         # Which debugger there is; which tool is missing, and how to get it.
         self._debugger, self.missing = find_debugger() if plan.native else (None, "")
         #: Where the ranks of a patched server went different ways; None where that cannot be asked.
@@ -224,11 +220,10 @@ class Collection:
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
         if self._debugger is not None:
             processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
-            tool_secs = self._plan.tool_secs
-            debug_all(self._debugger, processes, tool_secs, lambda pid, it: self._take_in(by_pid[pid], it), limit)
+            debug_all(self._debugger, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
         else:
             python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
-            found = substitute(python, min(self._plan.tool_secs, limit))
+            found = substitute(python, min(TOOL_SECS, limit))
             for pid, one in by_pid.items():
                 self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
         self._write_account()
@@ -252,16 +247,13 @@ class Collection:
         return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
 
     def _take_snapshot(self) -> None:
-        began, started = clock.now(), time.monotonic()
-        # The limit is for all rounds: a py-spy that hangs, hangs in each.
-        secs = max(_LEAST_SECS, self._plan.tool_secs - self._stacks_secs)
+        began = clock.now()
         python = [one.process for one in self.collected if _is_python(one.process)]
         sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
         folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
-        taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, secs)}
+        taken = {one.pid: one for one in capture_all({one.pid: one.start_ticks for one in python}, folders, TOOL_SECS)}
         seen = [_sample_of(one.process, self.host, taken.get(one.process.pid)) for one in self.collected]
-        self._stacks_secs += time.monotonic() - started
-        problems = tuple(
+        problems = [
             Problem(
                 f"Python stacks of {moment.title} (pid {moment.pid})",
                 moment.problem,
@@ -269,8 +261,8 @@ class Collection:
             )
             for moment in seen
             if moment.problem
-        )
-        self.rounds.append(NodeSnapshot(self.host, began, tuple(seen), problems))
+        ]
+        self.rounds.append(NodeSnapshot(self.host, began, tuple(seen), tuple(problems)))
         self.snapshot_files.append(f"snapshot_{self.host}_{self._started}_{len(self.rounds)}.json")
         self._write_round()
         for one, moment in zip(self.collected, seen, strict=True):
@@ -311,29 +303,21 @@ def _is_python(process: FoundProcess) -> bool:
 def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:
     """Return what a process does, with its stacks if any were taken; its `state` is empty where it has ended."""
     stat = procfs.read_stat(process.pid, process.start_ticks)
-    if taken is not None:
-        problem = "" if taken.threads else taken.problem
-    else:
-        problem = "it is no Python process" if stat is not None else "it has ended"
     sample = Sample(
         host=host,
-        pid=process.pid,
-        start_ticks=process.start_ticks,
-        title=process.title,
-        role=process.role,
-        ranks=process.ranks,
+        **{name: getattr(process, name) for name in ("pid", "start_ticks", "title", "role", "ranks", "server")},
         time=clock.now(),
-        server=process.server,
         rendezvous=process.rendezvous,
         side=process.side,
         threads=taken.threads if taken is not None else (),
-        problem=problem,
+        problem="it is no Python process" if stat is not None else "it has ended",
     )
+    if taken is not None:
+        sample = replace(sample, problem="" if taken.threads else taken.problem)
     if stat is None:
         return sample
     wchan, tracer = procfs.read_wchan(process.pid), procfs.read_tracer(process.pid)
-    cpu_secs = stat.cpu_ticks / _TICKS_PER_SEC
-    return replace(sample, state=stat.state, wchan=wchan, tracer=tracer, cpu_secs=cpu_secs)
+    return replace(sample, state=stat.state, wchan=wchan, tracer=tracer, cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC)
 
 
 def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:

@@ -36,8 +36,8 @@ _MB = 1 << 20
 _TOOL_SECS, _GPU_SECS, FOLDER_SECS = 3.0, 5.0, 5.0
 #: What an incident of a few ranks takes with little evidence, in bytes; what Docker gives a container of ``/dev/shm``.
 _LEAST_INCIDENT, _DOCKER_SHM = 4 * _MB, 64 * _MB
-#: What a server's end takes beside the evidence, and SGLang's own default of ``--watchdog-timeout``, in seconds.
-_MARGIN_SECS, _WATCHDOG_SECS = 15.0, 300.0
+#: SGLang's own default of ``--watchdog-timeout``, in seconds.
+_WATCHDOG_SECS = 300.0
 _PR_SET_PTRACER = 0x59616D61
 _OPTION = "--crash-dump-folder FOLDER"
 _ATTACH = """\
@@ -68,7 +68,6 @@ class Target:
         environ, arguments: those of the first server; this shell's if there is no server.
         crash_folder: where incidents go; None where no folder was given.
         python: the interpreter or environment whose SGLang is meant; None for this one.
-        grace_secs: how long a server has that is asked to end, in seconds; None where that is not known.
     """
 
     pid: int
@@ -78,7 +77,6 @@ class Target:
     arguments: Sequence[str] = ()
     crash_folder: Path | None = None
     python: str | None = None
-    grace_secs: float | None = None
 
     @property
     def settings(self) -> Settings:
@@ -265,27 +263,13 @@ def _shared_memory(_target: Target) -> Iterator[Result]:
 
 
 def _end(target: Target) -> Iterator[Result]:
-    place, grace, exit_secs = read_place(target.pid, target.environ), target.grace_secs, target.settings.exit_secs
     log = termination_log(target.environ)
-    if place.get("kubernetes") and not (log and os.access(log, os.W_OK)):
+    if read_place(target.pid, target.environ).get("kubernetes") and not (log and os.access(log, os.W_OK)):
         words = f"termination log {log}: it cannot be written to: kubectl describe pod does not say what happened"
         mend = "terminationMessagePath: /dev/termination-log, and run as a user who may write to it"
         yield Result(None, words, mend)
-    needed = exit_secs + _MARGIN_SECS
-    longer = f"docker stop -t {needed:g}; terminationGracePeriodSeconds: {needed:g}; TimeoutStopSec={needed:g}"
-    # A pod is not told how long it has.
-    if grace is None and place.get("slurm"):
-        found = re.search(r"(?m)^KillWait\s*=\s*(\d+)", run_tool(["scontrol", "show", "config"], _TOOL_SECS).text)
-        grace, longer = float(found[1]) if found else None, f"slurm.conf: KillWait={needed:g}"
-    words = f"SGLANG_CRASHKIT_EXIT_SECS is {exit_secs:g} s"
-    if grace is None:
-        yield Result(True, f"grace period: not known, by default 30 s in Kubernetes, 10 s in Docker; {words}", longer)
-    elif grace >= exit_secs:
-        yield Result(True, f"grace period: {grace:g} s; {words}")
-    else:
-        lost = "a server that hangs at SIGTERM is killed before its incident is whole"
-        command = f"{longer}\nSGLANG_CRASHKIT_EXIT_SECS={max(1, grace - _MARGIN_SECS):g}"
-        yield Result(None, f"grace period: {grace:g} s, and {words}: {lost}", command)
+    secs = target.settings.exit_secs
+    yield Result(True, f"evidence holds up the end of a server by {secs:g} s at most: SGLANG_CRASHKIT_EXIT_SECS")
 
 
 def _settings(target: Target) -> Iterator[Result]:

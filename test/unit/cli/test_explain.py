@@ -189,15 +189,3 @@ def test_no_file_and_an_unknown_class_are_usage_errors(cli: Cli) -> None:
     cli("explain", status=ExitCode.USAGE)
     cli("explain", "--class", "absent", status=ExitCode.USAGE)
     assert "## gpu_stall" in cli("explain", "--class", "gpu_stall").out
-
-
-def test_long_reading_shows_how_far_it_is_on_a_terminal_alone(
-    log: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
-    line = b"[2026-10-05 08:00:00 TP0] Decode batch. #running-req: 1, #token: 100\n"
-    log.write_bytes(line * (9_000_000 // len(line)))
-    assert cli("explain", log, "--json").err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    shown = cli("explain", log, "--json").err
-    assert f"\r{log.name}: " in shown
-    assert shown.endswith("\r\033[K")

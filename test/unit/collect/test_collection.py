@@ -13,7 +13,7 @@ from sglang_crashkit.model.snapshot import NodeSnapshot, parse
 from sglang_crashkit.model.step import Step
 from unit.capture.conftest import use_tool as use_tool
 from unit.support.targets import SLEEPER, TITLE, functions_of, hooked, settle_in_sleep, start_ticks
-from unit.support.waiting import LONG, child
+from unit.support.waiting import child
 
 ARGUMENTS = ("python", "-m", "sglang.launch_server", "--dist-init-addr", "10.0.0.1:5000")
 ARGUMENTS += ("--disaggregation-mode", "decode")
@@ -26,7 +26,7 @@ def found(pid: int, server: int | None = 1, number: int = 0, arguments: tuple[st
 
 def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection, list[NodeSnapshot]]:
     """Collect; gives the collection, and the snapshots as they are in the files."""
-    options = {"snapshots": 1, "interval_secs": 0.0, "native": False, "tool_secs": LONG} | plan
+    options = {"snapshots": 1, "interval_secs": 0.0, "native": False} | plan
     collection = Collection(processes, Plan(output, **options), lambda _line: None)
     collection.take_snapshots()
     collection.debug()

@@ -30,7 +30,7 @@ def found(topic: str, of: Target) -> list[Result]:
 
 
 def test_the_machine_is_checked(tmp_path: Path, cli: Cli) -> None:
-    said = cli("doctor", "--crash-dump-folder", tmp_path, "--grace-secs", "90", "--json", status=None)
+    said = cli("doctor", "--crash-dump-folder", tmp_path, "--json", status=None)
     told = said.json
     by_topic = {one["topic"]: one for one in told["findings"]}
     assert by_topic.keys() >= {"kit", "server", "py-spy", "GPU", "crash folder", "shared memory", "end", "settings"}
@@ -123,13 +123,6 @@ def test_only_what_is_certainly_gone_has_a_command_that_removes_it(monkeypatch: 
     assert gone[::2] == (None, "rm '/dev/shm/a; rm -rf ~'")
     assert (unknown.ok, unknown.command) == (True, "")
     assert "cannot be told from here: another container may use it" in unknown.words
-
-
-@pytest.mark.parametrize(("secs", "ok"), [(90.0, True), (30.0, None)])
-def test_a_short_grace_period_has_its_line(secs: float, ok: bool | None) -> None:
-    told = found("end", target(grace_secs=secs))[-1]
-    assert told.ok is ok
-    assert ("terminationGracePeriodSeconds: 75" in told.command) == (ok is None)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sglang_crashkit.model.case import Case
     from sglang_crashkit.model.verdict import Verdict
 
-#: Seconds between two lines of the overview while it waits.
-_REPEAT_SECS = 60.0
 _MAX_TITLES = 8
 #: More lines, of processes or of what is missing, are in the file only.
 _MAX_LINES = 100
@@ -363,11 +361,10 @@ def _user_of(args: argparse.Namespace) -> int | None:
 
 
 def _wait(seconds: float, overview: Callable[[], str]) -> None:
-    """Wait, and say what there is to collect meanwhile."""
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        _say(f"collecting in {left:.0f} s: {overview()}")
-        time.sleep(min(left, _REPEAT_SECS))
+    """Say what there is to collect, and wait."""
+    if seconds:
+        _say(f"collecting in {seconds:.0f} s: {overview()}")
+        time.sleep(seconds)
 
 
 def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one: bool) -> int | None:

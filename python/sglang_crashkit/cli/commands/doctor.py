@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from sglang_crashkit.cli.arguments import add_python, seconds
+from sglang_crashkit.cli.arguments import add_python
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
@@ -25,12 +25,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--crash-dump-folder", type=Path, metavar="DIR", help="crash folder to check; by default the server's own"
     )
     add_python(parser)
-    parser.add_argument(
-        "--grace-secs",
-        type=seconds,
-        metavar="S",
-        help="seconds between SIGTERM and SIGKILL; by default what Slurm says",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -54,7 +48,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     handlers = {server.pid: (server.handler, server.problem) for server in known}
     environ = (procfs.read_environ(pid) if servers else {}) or os.environ
     crash_folder = Path(folder) if folder else None
-    target = Target(pid, servers, handlers, environ, arguments, crash_folder, args.python, args.grace_secs)
+    target = Target(pid, servers, handlers, environ, arguments, crash_folder, args.python)
     results = [(topic, one) for topic, check in CHECKS.items() for one in check(target)]
     problems, warnings = (sum(one.ok is ok for _topic, one in results) for ok in (False, None))
     if args.json:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.output import say, say_json, say_progress, say_text, say_title
+from sglang_crashkit.cli.output import say, say_json, say_text, say_title
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ _INCIDENT = re.compile(r"latest|[0-9a-f]{4,8}")
 
 #: Of each file of plain evidence, what an incident keeps: its end.
 _MAX_SAVED = 4 << 20
-#: Less is read within a second.
-_MUCH = 8 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +77,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         say_text(f"sglang-crashkit explain: {others} older incidents there are not read", error=True)
     events = [event for path in incidents for event in read_incident(path)]
     logs = [log for path in incidents for log in logs_of(path)]
-    case = case_of([*events, *read(texts, problems, _show_progress, beside=logs)])
-    say_progress("")
+    case = case_of([*events, *read(texts, problems, beside=logs)])
     for problem in problems:
         say_text(f"sglang-crashkit explain: {problem}", error=True)
     verdict = judge(case)
@@ -115,11 +112,6 @@ def _texts_in(path: Path, hosts: set[Path], problems: list[CrashkitError]) -> li
     from sglang_crashkit.kernel.private_files import files_below
 
     return [file for file in files_below(path, problems) if hosts.isdisjoint(file.parents)]
-
-
-def _show_progress(path: Path, size: int) -> None:
-    if size >= _MUCH:
-        say_progress(f"{path.name}: {size >> 20} MiB")
 
 
 def _save(verdict: Verdict, case: Case, texts: Sequence[Path], folder: Path) -> Path:

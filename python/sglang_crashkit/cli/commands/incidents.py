@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -27,14 +26,8 @@ Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 _KEPT = ("id", "kind", "trigger", "server", "requests", "peers", "verdict", "cause", "fault")
 _KEPT_OF_MAIN = ("pid", "title", "role", "rank")
 _HEAD: tuple[str, ...] = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
-#: Which column gives way where there is no room, and how narrow it may become.
-_CAUSE, _LEAST = 4, 12
-#: With fewer columns than this the times have neither year nor second, and the causes no level.
-_WIDE = 100
-#: So many hosts are named.
-_MAX_HOSTS = 8
-#: Columns of the table where the output is no terminal and ``COLUMNS`` is not set, and the fewest that it has.
-_COLUMNS, _LEAST_COLUMNS = 120, 40
+#: The widest that a cause is shown.
+_WIDEST = 50
 _EXAMPLES = """\
 examples:
   sglang-crashkit incidents /var/crash/sglang
@@ -54,7 +47,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--since", metavar="T", type=duration, help="of the last T only, such as 90m, 12h or 2d")
     parser.add_argument("--kind", metavar="K", help="of this kind only, such as killed, exception or hang")
-    parser.add_argument("--host", metavar="H", help="of this host only")
     parser.add_argument("--last", metavar="N", type=positive, help="the newest N only")
     parser.add_argument("--by", choices=["fault"], help="group them: the same fault on all hosts together")
     parser.add_argument("--json", action="store_true", help="print a JSON list of objects")
@@ -89,7 +81,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         of_these = " that is asked for" if found else ""
         raise NothingToDoError(
             f"no incident{of_these} below {where}",
-            next_step=_others(found, args) if found else f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
+            next_step="leave out --since or --kind" if found else f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
         )
     say(*(by_fault.table_of(groups) if args.by else _as_text(incidents, faults)))
     return status
@@ -102,32 +94,12 @@ def _kept(document: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"processes": [{name: process.get(name) for name in _KEPT_OF_MAIN} for process in main]}
 
 
-def _others(found: Sequence[StoredIncident], args: argparse.Namespace) -> str:
-    """Return what else may be asked for."""
-    kinds = {name.kind for one in found if (name := parse_name(one.path.absolute().name)) is not None}
-    if args.kind is not None and args.kind not in kinds:
-        return f"--kind K, with one of those that are there: {', '.join(sorted(kinds))}"
-    hosts = {host for one in found for host in _hosts_of(one)[-1:]}
-    if args.host is not None and not any(args.host in _hosts_of(one) for one in found):
-        return f"--host H, with one of those that are there: {', '.join(sorted(hosts)[:_MAX_HOSTS])}"
-    return f"ask for more: the newest is {max(found, key=lambda one: one.name).name}"
-
-
 def _chosen(incidents: Sequence[StoredIncident], args: argparse.Namespace) -> list[StoredIncident]:
     """Return those that are asked for, newest first as they came."""
-    since = time.time() - args.since if args.since is not None else None
-    chosen = []
-    for one in incidents:
-        name = parse_name(one.path.absolute().name)
-        if name is None or (since is not None and name.seconds < since) or args.kind not in (None, name.kind):
-            continue
-        if args.host is None or args.host in _hosts_of(one):
-            chosen.append(one)
+    since = time.time() - args.since if args.since is not None else 0.0
+    named = ((one, parse_name(one.path.absolute().name)) for one in incidents)
+    chosen = [one for one, name in named if name and name.seconds >= since and args.kind in (None, name.kind)]
     return chosen[: args.last]
-
-
-def _hosts_of(incident: StoredIncident) -> list[str]:
-    return [incident.incident.server.hostname, incident.path.absolute().parent.parent.name]
 
 
 def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None:
@@ -159,36 +131,29 @@ def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
 
 def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> Iterator[str]:
     """Yield the table, where the newest one lies, and how to look at it."""
-    from sglang_crashkit.view.words import cut
-
-    columns = max(_LEAST_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
-    rows = [_HEAD]
-    for one in incidents:
-        # How often its fault was seen.
-        total = (_fault_of(one, faults) or {}).get("total")
-        rows.append(_row(one, total if isinstance(total, int) else None, is_wide=columns >= _WIDE))
+    rows = [_HEAD, *(_row(one, (_fault_of(one, faults) or {}).get("total")) for one in incidents)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    spare = columns - sum(widths) - 2 * (len(widths) - 1)
-    widths[_CAUSE] = max(_LEAST, min(widths[_CAUSE], widths[_CAUSE] + spare))
     for row in rows:
-        cells = (cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield f"newest: {incidents[0].path}"
     if incidents[0].document is not None:
         yield f"next: sglang-crashkit show {shlex.quote(str(incidents[0].path))}"
 
 
-def _row(incident: StoredIncident, total: int | None, *, is_wide: bool) -> tuple[str, ...]:
+def _row(incident: StoredIncident, total: object) -> tuple[str, ...]:
+    """Return its line, with how often its fault was seen."""
+    from sglang_crashkit.view.words import cut
+
     name = parse_name(incident.path.absolute().name)
     assert name is not None
     kind = name.kind if incident.finished else f"{name.kind} (not finished)"
-    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))[slice(0, 19) if is_wide else slice(5, 16)]
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))
     if incident.document is None:
         return (name.id, moment, kind, "-", incident.problem, "-", "-")
     counts = incident.incident.requests.counts
     lost = str(counts.unfinished) if counts is not None else "-"
-    told = (_who(incident.incident), _cause_of(incident.incident, is_wide=is_wide), lost)
-    return (name.id, moment, kind, *told, str(total) if total else "-")
+    told = (_who(incident.incident), cut(_cause_of(incident.incident), _WIDEST), lost)
+    return (name.id, moment, kind, *told, str(total) if isinstance(total, int) else "-")
 
 
 def _who(incident: Incident) -> str:
@@ -199,9 +164,9 @@ def _who(incident: Incident) -> str:
     return ", ".join(f"{peer.role} {peer.address}" for peer in incident.peers[:1]) or "-"
 
 
-def _cause_of(incident: Incident, *, is_wide: bool) -> str:
+def _cause_of(incident: Incident) -> str:
     """Return the class of the cause with its level, what the verdict says if there is no cause."""
     cause, verdict = incident.cause, incident.verdict
     if cause is not None:
-        return f"{cause.kind} ({cause.level})" if is_wide else cause.kind
+        return f"{cause.kind} ({cause.level})"
     return f"{verdict.text} [{verdict.level}]" if verdict is not None and verdict.text else "-"

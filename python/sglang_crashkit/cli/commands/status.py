@@ -12,7 +12,7 @@ from sglang_crashkit import protocol
 from sglang_crashkit.cli.arguments import add_python
 from sglang_crashkit.cli.output import say, say_json
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_handler_pid
 from sglang_crashkit.settings import SOCKET
@@ -74,29 +74,23 @@ def find_running_servers() -> list[RunningServer]:
     removed. Its environment would too, but setproctitle writes over what the kernel shows of it. A server whose runtime
     folder was removed, or whose handler was killed, serves on; but a crash of it leaves no incident.
     """
-    found: dict[str, RunningServer] = {}
-    hooked: set[int] = set()
-    for pid in sorted(int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()):
-        title = procfs.read_title(pid)
-        if not title.startswith("sglang::") or titles.role_of(title) == "helper":
-            continue
-        if runtime := _runtime_of(pid):
-            hooked.add(pid)
-            found.setdefault(runtime, _look(pid, title, runtime))
     servers: dict[int, list[FoundProcess]] = {}
-    for one in find_processes(user=os.geteuid() or None).processes:
+    for one in find_processes(user=os.geteuid() or None, everything=True).processes:
         servers.setdefault(one.server or one.pid, []).append(one)
+    found: dict[str, RunningServer] = {}
     for main, members in servers.items():
-        if hooked.isdisjoint(one.pid for one in members):
-            runtime = next(filter(None, map(_runtime_of, dict.fromkeys([main, *(one.pid for one in members)]))), "")
-            worker = members[0]
+        worker = members[0]
+        pids = dict.fromkeys((*(one.pid for one in members if one.pid != main), main))
+        hooked = next(((pid, folder) for pid in pids if (folder := _runtime_of(pid))), None)
+        if hooked is not None:
+            pid, folder = hooked
+            found.setdefault(folder, _look(pid, procfs.read_title(pid), folder))
+        else:
             # Where it is known by its command line, its ranks have no titles yet, or get none.
             is_new = worker.way == "command line"
             problem = "" if is_new else "it was started without the kit, or by a launch that has none"
-            unwatched = RunningServer(worker.pid, worker.title, "", None, problem)
-            its = _look(main, procfs.read_title(main), runtime) if runtime else unwatched
-            found.setdefault(runtime or f"none of {main}", its)
-    return list(found.values())
+            found[f"none of {main}"] = RunningServer(worker.pid, worker.title, "", None, problem)
+    return sorted(found.values(), key=lambda one: not one.runtime)
 
 
 def _look(pid: int, title: str, folder_path: str) -> RunningServer:
