@@ -165,7 +165,6 @@ def test_a_node_without_the_tool_is_named_beside_the_result(cluster: Cluster, cr
     document = result_of(done, ExitCode.PARTIAL)
     assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
     (problem,) = problems_of(document, "n2")
-    assert "the collector cannot be run there" in problem["why"]
     assert "No module named sglang_crashkit" in problem["why"]
     assert "install sglang-crashkit" in problem["next"]
 
@@ -181,8 +180,8 @@ def test_a_node_without_slurmd_is_named_beside_the_others_result(
     document = result_of(done, ExitCode.PARTIAL)
     assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
     (problem,) = problems_of(document, "n2")
-    assert problem["why"].startswith("it does not answer Slurm: ")
-    assert problem["next"] == "scontrol show node n2"
+    assert "without a result: " in problem["why"]
+    assert problem["next"].endswith("scontrol show node n2")
 
 
 def test_endless_debuggers_are_called_off_before_nodes_are_given_up(

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from sglang_crashkit.capture.tools import ToolRun, run_tool
-from sglang_crashkit.collect.collection import SCHEMA_VERSION, SUMMARY, VERDICT
+from sglang_crashkit.collect.collection import SCHEMA_VERSION, VERDICT
 from sglang_crashkit.errors import CrashkitError, ExitCode
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.model import snapshot
@@ -28,15 +28,12 @@ from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.redact import redact_text
-from sglang_crashkit.view.collected import node_lines, problem_lines, tree_lines, verdict_section
-from sglang_crashkit.view.markdown import section_lines
+from sglang_crashkit.view.collected import node_lines, problem_lines, tree_lines
 
 #: The file with all that is told of all nodes, and the merged stacks of all ranks.
 EXPLANATION = "explanation.txt"
 #: Of how many bytes of output a node is given up; none has more to say.
 MAX_OUTPUT = 1 << 28
-#: Of so many nodes that gave no answer the summary says why.
-_MAX_SILENT = 100
 _WIDEST = 300
 #: The answer is the last line, or nearly: containers print as they end, and some print for ever.
 _MAX_LINES = 10_000
@@ -161,17 +158,11 @@ class Gathered:
             OSError: it cannot be written to.
         """
         seen, missing = self.lines()
-        silent = [node for node in self.nodes if node.status is None]
-        more = f"{self.transport.title}; more: {EXPLANATION}, {VERDICT}, a folder each {self.transport.noun}"
-        why = [f"{one.what} gave no answer: {one.why}" for node in silent[:_MAX_SILENT] for one in node.problems]
-        head = map(redact_text, section_lines(verdict_section(verdict, [more, *why])))
         make_private_folder(output)
-        for name, lines in (
-            (EXPLANATION, [*seen, *missing, "", *screen, *tree_lines(self.rounds)]),
-            (SUMMARY, head),
-        ):
-            write_private(output / name, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
-        told = {"verdict": msgspec.to_builtins(verdict), "silent": [node.node for node in silent]}
+        lines = [*seen, *missing, "", *screen, *tree_lines(self.rounds)]
+        write_private(output / EXPLANATION, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+        silent = [node.node for node in self.nodes if node.status is None]
+        told = {"verdict": msgspec.to_builtins(verdict), "silent": silent}
         write_json(output / VERDICT, {"schema_version": SCHEMA_VERSION, **self.transport.identity, **told})
 
     def to_json(self, verdict: Verdict, output: Path, status: ExitCode) -> dict[str, Any]:

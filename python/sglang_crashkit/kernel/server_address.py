@@ -23,8 +23,6 @@ _SCHEMES = {"http": 80, "https": 443}
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 #: The state of a socket that listens, in these tables.
 _LISTENS = "0A"
-#: Of a file with an API key.
-_MAX_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -115,22 +113,3 @@ def holders_of(sockets: Iterable[str], pids: Iterable[int]) -> dict[str, int]:
     """Return which of the processes `pids` hold sockets, given by their inodes; one process of each socket."""
     names = {f"socket:[{inode}]": inode for inode in sockets}
     return {names[str(target)]: pid for pid in pids for _link, target in procfs.open_files(pid) if str(target) in names}
-
-
-def read_api_key(path: Path) -> str:
-    """Return the API key that is the only line of the file, which may be a pipe: a command line is seen by every user.
-
-    Raises UsageError where the file cannot be read or holds no such line. What it holds is not shown.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_KEY_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}", next_step="name another file") from None
-    key = content.decode(errors="replace").strip()
-    if not key or len(content) > _MAX_KEY_BYTES or not (key.isascii() and key.isprintable()):
-        raise UsageError(
-            f"{path} holds no API key of one line of ASCII and at most {_MAX_KEY_BYTES} bytes",
-            next_step="put nothing but the key into it",
-        )
-    return key

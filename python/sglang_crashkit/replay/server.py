@@ -8,7 +8,6 @@ import json
 import operator
 import os
 import random
-import secrets
 import socket
 import subprocess
 import sys
@@ -44,11 +43,11 @@ _MAX_STARTS = 3
 #: Below the ports that the kernel gives to clients, and with room above for those that SGLang derives: gRPC's is 10,000
 #: above the server's, and one beyond 65,535 ends the launch.
 _PORTS, _MAX_PORTS_TRIED = range(20_000, 30_000), 100
-_HOST, _KEY = "127.0.0.1", "--api-key"
+_HOST = "127.0.0.1"
 #: What the command says of these is about another server, which must not be reached, nor its secrets be kept here.
 _REPLACED = frozenset(
     {
-        *("--port", "--host", "--crash-dump-folder", _KEY, "--admin-api-key"),
+        *("--port", "--host", "--crash-dump-folder", "--api-key", "--admin-api-key"),
         *("--ssl-certfile", "--ssl-keyfile", "--ssl-keyfile-password", "--ssl-ca-certs"),
     }
 )
@@ -78,7 +77,6 @@ def send(
     address: Address,
     body: Mapping[str, Any],
     timeout_secs: float,
-    api_key: str = "",
     path: str = "/generate",
     is_meant: Callable[[], bool] = lambda: True,
 ) -> Answer:
@@ -87,7 +85,7 @@ def send(
     Nothing is sent unless, once the connection is made, the server that listens at the address `is_meant`.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    headers = {"Content-Type": "application/json"}
     connection, deadline = None, began + timeout_secs
     try:
         connection = address.connect(timeout_secs)
@@ -120,7 +118,6 @@ def send_all(
     requests: Sequence[StoredRequest],
     timeout_secs: float,
     *,
-    api_key: str = "",
     max_gap_secs: float = 0.0,
     is_over: Callable[[], bool] = lambda: False,
     is_meant: Callable[[], bool] = lambda: True,
@@ -133,7 +130,7 @@ def send_all(
     answers: list[Answer] = []
 
     def ask(request: StoredRequest) -> None:
-        answers.append(send(address, request.body, timeout_secs, api_key, request.path, is_meant))
+        answers.append(send(address, request.body, timeout_secs, request.path, is_meant))
 
     # A request that is stuck must not keep this process.
     threads = [threading.Thread(target=ask, args=(request,), daemon=True) for request in requests]
@@ -161,14 +158,13 @@ class Tried:
 class OwnServer:
     """Runs a server from `start` to `end`.
 
-    It listens at a free port of the loopback address and has a crash folder and, where its command names an API key, a
-    key of its own, whatever the command says of these. Its logs and crash folders go to `folder`.
+    It listens at a free port of the loopback address, and has a crash folder of its own and no API key, whatever the
+    command says of these. Its logs and crash folders go to `folder`.
     """
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.folder = folder
         self.address = Address("http", _HOST, 0)  # where it answers, once it is started
-        self._key = secrets.token_hex(16) if _KEY in {word.partition("=")[0] for word in command} else ""
         self._command = _without_replaced(command)
         self._crash_folder = folder / "crash"
         self._popen: subprocess.Popen[bytes] | None = None
@@ -208,7 +204,7 @@ class OwnServer:
         log.unlink(missing_ok=True)
         with create_private(log) as file:
             self._popen = subprocess.Popen(
-                [*self._command, *options, *([_KEY, self._key] if self._key else [])],
+                [*self._command, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -256,7 +252,6 @@ class OwnServer:
             self.address,
             requests,
             secs,
-            api_key=self._key,
             max_gap_secs=max_gap_secs,
             is_over=lambda: self.has_ended or bool(self._failures()),
             is_meant=lambda: self.is_listening() is True,

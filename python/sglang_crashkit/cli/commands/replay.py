@@ -22,7 +22,7 @@ _EXAMPLE = """examples:
   sglang-crashkit replay /crash --serve "python -m sglang.launch_server --model-path MODEL"
   sglang-crashkit replay /crash --bisect --serve "python -m sglang.launch_server --model-path MODEL --tp 2"
 
-A server of --serve listens at a free port of the loopback address, has a crash folder and an API key of its own,
+A server of --serve listens at a free port of the loopback address, has a crash folder of its own and no API key,
 whatever the command says of these, and ends with the command.
 """
 
@@ -37,7 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--serve", metavar="COMMAND", type=command, help="start this patched server for it, and end it afterwards"
     )
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the API key for --url")
     parser.add_argument(
         "--request-secs", type=seconds, default=300.0, metavar="S", help="seconds to wait for an answer (300)"
     )
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         DONE where all were answered, or found; PARTIAL where not, or where the server of --serve failed.
     """
     from sglang_crashkit.incident.requests import read_requests
-    from sglang_crashkit.kernel.server_address import Address, read_api_key
+    from sglang_crashkit.kernel.server_address import Address
     from sglang_crashkit.replay.server import MAX_GAP_SECS, send_all
 
     if args.bisect and (args.url is not None or args.only):
@@ -80,8 +79,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     chosen = _chosen(read_requests(incident), args.only)
     if args.url is None:
         return _serve(args, incident, chosen)
-    key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
-    answers = send_all(Address.parse(args.url), chosen, args.request_secs, api_key=key, max_gap_secs=MAX_GAP_SECS)
+    answers = send_all(Address.parse(args.url), chosen, args.request_secs, max_gap_secs=MAX_GAP_SECS)
     _tell(answers, args)
     return ExitCode.DONE if len(answers) == len(chosen) and _all_taken(answers) else ExitCode.PARTIAL
 
