@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError
 from sglang_crashkit.capture.debugger import find_debugger
 from sglang_crashkit.capture.environment import read_place
 from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, find_library
@@ -29,7 +28,6 @@ from sglang_crashkit.incident.retention import limits_on, size_of
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.discovery import FoundProcess, value_of
 from sglang_crashkit.kernel.forked import call_within
-from sglang_crashkit.kernel.private_files import FolderLock
 from sglang_crashkit.settings import VARIABLES, DiskLimits, Settings, fallback_folder, unknown_variables
 
 _MB = 1 << 20
@@ -59,24 +57,16 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """What is checked: the servers that run, or one that is about to be started.
+    """What is checked: the servers that run, or one that is about to be started."""
 
-    Attributes:
-        pid: the first server's main process, or this one, whose surroundings count.
-        servers: the processes of each by its main process.
-        handlers: the crash handler of a server, None where it has none, and why it has none, by a pid of the server's.
-        environ, arguments: those of the first server; this shell's if there is no server.
-        crash_folder: where incidents go; None where no folder was given.
-        python: the interpreter or environment whose SGLang is meant; None for this one.
-    """
-
-    pid: int
-    servers: Mapping[int, Sequence[FoundProcess]]
+    pid: int  # the first server's main process, or this one, whose surroundings count
+    servers: Mapping[int, Sequence[FoundProcess]]  # the processes of each by its main process
+    #: By a pid of the server's: its crash handler, None where it has none, and why it has none.
     handlers: Mapping[int, tuple[int | None, str]]
-    environ: Mapping[str, str]
-    arguments: Sequence[str] = ()
-    crash_folder: Path | None = None
-    python: str | None = None
+    environ: Mapping[str, str]  # the first server's; this shell's if there is no server
+    arguments: Sequence[str] = ()  # of the first server
+    crash_folder: Path | None = None  # where incidents go; None where no folder was given
+    python: str | None = None  # the interpreter or environment whose SGLang is meant; None for this one
 
     @property
     def settings(self) -> Settings:
@@ -183,15 +173,7 @@ def check_cores(target: Target) -> Iterator[Result]:
         if (given := target.environ.get(name, value)) != value:
             lost = "no such core is written" if value == "1" else "the driver aborts a rank before it says what failed"
             wrong.append(Result(None, f"{name}={given} was set: {lost}", f"unset {name}"))
-    if "%t" in target.environ.get("CUDA_COREDUMP_PIPE", ""):
-        wrong.append(Result(None, "CUDA_COREDUMP_PIPE holds %t: no pipe is found by it", "unset CUDA_COREDUMP_PIPE"))
-    for rank in (one for members in target.servers.values() for one in members if one.role == "scheduler"):
-        try:
-            CoreRequest(rank.pid, {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}).find_pipes()
-        except NoCoreError as error:
-            words = f"{rank.title} (pid {rank.pid}): no core can be asked for while it hangs: {error}"
-            wrong.append(Result(None, words, "restart the server"))
-    yield from wrong or [Result(True, "the driver is told to write GPU cores, and takes requests")]
+    yield from wrong or [Result(True, "the driver is told to write GPU cores")]
 
 
 def _crash_folder(target: Target) -> Iterator[Result]:
@@ -218,9 +200,6 @@ def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as trial:
         # More than a block: a full disk takes an empty file.
         (Path(trial) / "trial").write_bytes(bytes(1 << 16))
-        lock = FolderLock(Path(trial))
-        has_locks = lock.acquire() == "held"
-        lock.release()
     kind = "".join(run_tool(["df", "--output=fstype", str(there)], _TOOL_SECS).text.split()[-1:])
     space, (max_use, keep_free) = os.statvfs(there), limits_on(there, limits)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
@@ -236,9 +215,6 @@ def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
         yield Result(True, f"{words}; incidents take {_size(used)} of {_size(max_use)}")
     if kind in ("tmpfs", "ramfs", "overlay", "aufs") and path != fallback_folder():
         yield Result(None, f"it is on {kind}: incidents are gone with the container or the machine", _ON_DISK)
-    if not has_locks:
-        words = f"flock(2) does not work on {kind or 'it'}: repeats of a fault are not counted, each is kept in full"
-        yield Result(None, words, f"{_OPTION}, on a file system with locks")
 
 
 def _shared_memory(_target: Target) -> Iterator[Result]:

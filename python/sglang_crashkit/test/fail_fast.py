@@ -35,7 +35,6 @@ from sglang_crashkit.kernel import procfs, signals, titles
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 from sglang_crashkit.model.sample import format_threads, main_thread
 from sglang_crashkit.settings import Settings, fallback_folder, socket_of
-from sglang_crashkit.view.model import headline
 from sglang_crashkit.visible import visible
 
 if TYPE_CHECKING:
@@ -65,17 +64,6 @@ class Held:
     since: float  # when it was seen first, in seconds since the epoch
 
 
-@dataclass(frozen=True)
-class Survivor:
-    """One process of the surviving side, as it was when the death was noticed."""
-
-    name: str  # what the watched process is called that it belongs to
-    pid: int  # its process id
-    title: str  # its title
-    doing: tuple[str, ...] = ()  # innermost frames of its main thread, innermost first; empty where there is no stack
-    reason: str = ""  # why there is no stack; empty otherwise
-
-
 @dataclass
 class Death:
     """An unexpected exit."""
@@ -87,18 +75,14 @@ class Death:
     #: Further watched processes that had ended unexpectedly by then, each as ``name (pid=…) exited rc=…``.
     others: tuple[str, ...] = ()
     folder: Path | None = None  # where the survivors' stacks are; None where nothing could be written
-    survivors: list[Survivor] = field(default_factory=list)  # the processes of the surviving side
+    survivors: list[str] = field(default_factory=list)  # what each process of the surviving side did meanwhile
     #: The incident that the process's own crash handler wrote; None if absent.
     incident: StoredIncident | None = None
 
     @property
     def headline(self) -> str:
-        """Who ended, and how; and who failed first in it, once its incident is known."""
-        who = f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
-        if self.incident is None or (verdict := self.incident.incident.verdict) is None:
-            return who
-        first = verdict.first_failure
-        return f"{who}; {headline(self.incident.incident)}" if first and first.pid != self.pid else who
+        """Who ended, and how."""
+        return f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
 
     @property
     def verdict(self) -> str:
@@ -116,10 +100,7 @@ class Death:
             yield f"incident: {self.verdict}"
         if self.folder is not None:
             yield f"stacks of the survivors: {self.folder}"
-        # JUnit's reports keep the first lines only.
-        for survivor in sorted(self.survivors, key=lambda one: not one.title.startswith("sglang::scheduler")):
-            what = " < ".join(survivor.doing) if survivor.doing else f"no stack: {survivor.reason}"
-            yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}): {what}"
+        yield from (f"meanwhile: {survivor}" for survivor in self.survivors)
 
 
 NamedProcesses = Iterable[tuple[str, "subprocess.Popen[Any] | None"]]
@@ -281,12 +262,14 @@ def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, de
     roles = {pid: procfs.read_title(pid) for pid in owners if procfs.is_python(pid)}
     moment = datetime.fromtimestamp(death.noticed, timezone.utc).strftime("%Y%m%dT%H%M%S")
     own = folder / f"{moment}-{titles.label_of(death.name, death.pid)}-{os.urandom(4).hex()}"
-    for result in sample_all(roles, deadline_secs):
+    taken = sample_all(roles, deadline_secs)
+    # JUnit's reports keep the first lines only.
+    for result in sorted(taken, key=lambda one: titles.role_of(roles[one.pid]) != "scheduler"):
         name, title = owners[result.pid], roles[result.pid]
-        doing: tuple[str, ...] = ()
+        doing = f"no stack: {result.problem}"
         if result.threads:
             thread = main_thread(result.threads, result.pid)
-            doing = tuple(str(frame) for frame in (thread.frames if thread else ())[:_FRAMES])
+            doing = " < ".join(str(frame) for frame in (thread.frames if thread else ())[:_FRAMES])
             file = f"{name}-{titles.label_of(title, result.pid)}.txt".replace("/", "_")
             text = "\n".join(format_threads(title, result.pid, result.threads)) + "\n"
             with contextlib.suppress(OSError, CrashkitError):
@@ -294,7 +277,7 @@ def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, de
                 write_private(death.folder / file, text.encode(errors="replace"))
         if titles.role_of(title) != "helper" or "multiprocessing" not in title:
             # multiprocessing's own helpers only wait.
-            death.survivors.append(Survivor(name, result.pid, title, doing, result.problem))
+            death.survivors.append(f"{name}: {title} (pid {result.pid}): {doing}")
 
 
 def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:

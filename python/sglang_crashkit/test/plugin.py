@@ -46,6 +46,9 @@ class ProcessDiedDuringTestError(BaseException):
     """
 
 
+_DEATHS = (ProcessDiedError, ProcessDiedDuringTestError)
+
+
 @dataclass(eq=False)
 class Guard:
     """A watch, and which tests depend on it."""
@@ -135,8 +138,17 @@ class FailByName:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Name the dead process as the cause where the test failed of its consequences first."""
         report = yield
-        if self._guards and report.failed and report.when != "teardown":
-            self._explain(item, call, report)
+        cause = call.excinfo.value if call.excinfo is not None else None
+        if not report.failed or report.when == "teardown" or isinstance(cause, _DEATHS):
+            return report
+        for guard in self._guards:
+            guard.watcher.settle()
+            if guard.concerns(item):
+                try:
+                    raise guard.report() from cause
+                except ProcessDiedError:
+                    report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_current())
+                break
         return report
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -168,19 +180,6 @@ class FailByName:
         for guard in self._guards:
             if guard.concerns(item) and not guard.watcher.stopped.is_set():
                 raise guard.report()
-
-    def _explain(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        cause = call.excinfo.value if call.excinfo is not None else None
-        if isinstance(cause, (ProcessDiedError, ProcessDiedDuringTestError)):
-            return
-        for guard in self._guards:
-            guard.watcher.settle()
-            if guard.concerns(item):
-                try:
-                    raise guard.report() from cause
-                except ProcessDiedError:
-                    report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_current())
-                return
 
     # -- the interruption
 

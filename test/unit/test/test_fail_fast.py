@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.test.fail_fast import Death, Survivor, Watcher
+from sglang_crashkit.test.fail_fast import Death, Watcher
 from sglang_crashkit.test.server_fixtures import disaggregation_fixture
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
 from unit.support.server_driver import Server
@@ -182,9 +183,8 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
             assert survivor.wait(LONG) == -9
         wait_until(lambda: procfs.is_dead(grandchild), "its child is killed, too")
         assert unwatched.poll() is None
-    doing = {entry.pid: entry.doing for entry in death.survivors}
+    doing = {int(re.search(r"\(pid (\d+)\)", one)[1]): one for one in death.survivors}
     assert {survivor.pid, grandchild} == set(doing)
-    assert doing[survivor.pid][0].startswith("serve_requests (")
     assert death.folder.parent == tmp_path / "evidence"
     assert death.folder.stat().st_mode & 0o077 == 0
     texts = [path.read_text() for path in death.folder.glob("*.txt")]
@@ -206,7 +206,7 @@ def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeyp
     watcher = watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
     victim.kill()
     death = death_of(watcher)
-    assert "did not end within" in death.survivors[0].reason
+    assert "did not end within" in death.survivors[0]
 
 
 def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypatch, capsys):
@@ -223,13 +223,6 @@ def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypa
     assert death.incident.path == incident.path
     assert "scheduler_TP1" in death.verdict
     assert f"[FIXTURE FAIL-FAST] incident: {death.verdict}" in capsys.readouterr().err
-
-
-def test_schedulers_are_named_first():
-    titles = [("a", "python -m x"), ("a", "sglang::scheduler_TP0")]
-    survivors = [Survivor(name, pid, title, ("f (x:1)", "g (x:2)")) for pid, (name, title) in enumerate(titles)]
-    lines = list(Death("c", 9, -9, 0.0, survivors=survivors).lines())
-    assert lines[1] == "meanwhile: a: sglang::scheduler_TP0 (pid 1): f (x:1) < g (x:2)"
 
 
 # -- the fixture of a pair
