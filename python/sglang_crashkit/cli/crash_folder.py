@@ -36,14 +36,9 @@ def known_folders() -> list[Path]:
 
 
 def find_incident(text: str, folder: Path | None) -> StoredIncident:
-    """Return the incident that is meant by an id, ``latest`` or a path; see `find_one`.
+    """Return the incident that is meant by an id, ``latest`` or a path; see `find_one`, which raises the same.
 
     Of the latest it is told which folders cannot be read, where a later one may be.
-
-    Raises:
-        NothingToDoError: there is no such incident.
-        UsageError: there are several.
-        CrashkitError: it cannot be read.
     """
     found, unreadable = [], list[OSError]()
     if folder is not None or "/" in text or Path(text).exists():

@@ -55,8 +55,7 @@ def load_command(name: str) -> ModuleType:
     """Return the module of the command called `name`.
 
     It has ``configure(parser)``, which adds its arguments, and ``run(args)``, which returns an `ExitCode`, or raises a
-    `CrashkitError` for `main` to print. What it needs is imported when it runs, so that every command starts without
-    what the others need.
+    `CrashkitError` for `main` to print.
     """
     return importlib.import_module(f"sglang_crashkit.cli.commands.{_MODULES.get(name, name)}")
 
@@ -83,11 +82,7 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, the process's own by default.
-
-    Returns:
-        The exit status, one of `ExitCode`.
-    """
+    """Run the command line, the process's own by default, and return the exit status."""
     sys.stdout, sys.stderr = guarded(sys.stdout), guarded(sys.stderr)
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
@@ -103,11 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Run one command; what it raises that is not its own word of a failure ends it.
-
-    Raises:
-        SystemExit: the arguments make no sense, or help was asked for and is given.
-    """
+    """Run one command; SystemExit: the arguments make no sense, or help was asked for and is given."""
     parser = build_parser(next((word for word in argv if word in COMMANDS), None))
     if not argv:
         parser.print_help(sys.stderr)

@@ -20,12 +20,7 @@ _BOLD, _NORMAL = "\033[1m", "\033[0m"
 
 
 def say(*lines: object, error: bool = False) -> None:
-    """Print lines; each stays one line, whatever is in it.
-
-    Args:
-        lines: what is printed as `str` has it.
-        error: to the standard error.
-    """
+    """Print lines as `str` has them, each on one line whatever is in it; an `error` goes to the standard error."""
     stream = sys.stderr if error else sys.stdout
     stream.write("".join(f"{visible(str(line), keep='')}\n" for line in lines))
     stream.flush()

@@ -1,9 +1,7 @@
 """Collect and judge what the servers on this host do: a few rounds of stacks, and a debugger on request.
 
-Rounds neither stop nor signal a process; several tell one that stands still from one that goes on. The debugger, which
-stops its target for seconds, comes last, so that what it changes is in no round, and only where the rounds leave a
-question: not of a server that does not hang, nor where they show for certain who it is that does. Files are written as
-soon as there is something for them, whole at every moment.
+Rounds neither stop nor signal a process. The debugger, which stops its target for seconds, comes last, and only where
+the rounds leave a question. Files are written as soon as there is something for them, whole at every moment.
 """
 
 from __future__ import annotations
@@ -203,13 +201,9 @@ class Collection:
         self.divergence = find_divergence(noted, Moment(read_at, "it was looked at", read_at))
 
     def debug(self, within_secs: float | None = None) -> None:
-        """Run the debugger, if that is planned, once there are snapshots; of it the same holds.
+        """Run the debugger, if that is planned, all together within `within_secs` seconds; see `take_snapshots`.
 
         It is run on no process of a server of which the snapshots say for certain what is wrong, or that nothing is.
-        All together may take `within_secs` seconds.
-
-        Raises:
-            OSError: see `take_snapshots`.
         """
         if not self._plan.native:
             return

@@ -1,16 +1,13 @@
 """Reach hosts through a command that a user names, such as ``kubectl exec {host} -c sglang --`` or ``ssh {host}``.
 
 No shell runs here: the template is split into words as a shell would do, and ``{host}`` is replaced in each. What is to
-be run there follows as further words, which kubectl and docker hand on as they are. Where the template says
-``{command}``, it stands there instead, as one word that a shell on the other side takes apart. ssh joins its words with
-blanks and has a shell take them apart, so that for ssh the command is always one such word. Where ssh is called by
-another command, the template says ``{command}``.
+be run there follows as further words, which kubectl and docker hand on as they are, or stands as one word, for a shell
+on the other side, where the template says ``{command}``. ssh always has a shell there, so that for a template that
+begins with it the command is always one such word.
 
-Killing such a command does not end what it runs there: the collector ends by itself with its reader.
-
-The nodes of a Slurm job are reached by one more template, ``srun --overlap``. Slurm itself says which nodes there are,
-and ends the step of a node that is given up. Only options and formats that squeue(1), scontrol(1) and srun(1) have had
-since ``srun --overlap`` came (20.11) are used: ``--json`` has another form in every release.
+Killing such a command does not end what it runs there: the collector ends by itself with its reader. The nodes of a
+Slurm job are reached by ``srun --overlap``; Slurm itself says which there are, and ends the step of one that is given
+up. Only options and formats are used that its commands have had since that came (20.11).
 """
 
 from __future__ import annotations
@@ -79,9 +76,7 @@ def hosts_via(template: str, hosts: Sequence[str]) -> Transport:
 def job_via(name: str, container: str | None = None) -> Transport:
     """Return the nodes of the running Slurm job with the id `name`, each to be reached by a step of its own.
 
-    Args:
-        name: the job's id, such as ``12`` or ``12_3``.
-        container: a pattern of the name of the pyxis container to run in, with ``{job_id}`` and ``{node}``.
+    `container` is a pattern of the name of the pyxis container to run in, with ``{job_id}`` and ``{node}``.
 
     Raises:
         UsageError: that is no id, or the id of several jobs, or the pattern has other braces.
@@ -177,11 +172,7 @@ def _cancel(number: str, step: str) -> None:
 
 
 def _ask_slurm(*argv: str) -> ToolRun:
-    """Run one of Slurm's clients and return what it printed.
-
-    Raises:
-        CrashkitError: it is not here, or did not answer in time.
-    """
+    """Run one of Slurm's clients and return what it printed; CrashkitError: it did not answer in time."""
     done = run_tool(argv, _ASK_SECS, environ=client_environ(os.environ), apart=True)
     if done.status is None:
         next_step = "scontrol ping" if shutil.which(argv[0]) else "run it where Slurm's commands are on PATH"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -199,13 +198,8 @@ class _Trials:
         self._known: dict[str, bool] = {}
 
     def fails(self, group: Sequence[StoredRequest]) -> bool:
-        """Say whether a group brings the fault back; a group that was tried is not tried again.
-
-        Raises:
-            BudgetSpentError: it would take one more server than the plan allows.
-            CrashkitError: a server cannot be started.
-        """
-        key = hashlib.sha256(json.dumps([dict(one.body) for one in group], sort_keys=True).encode()).hexdigest()
+        """Say whether a group brings the fault back; one that was tried is not tried again; see `_start`."""
+        key = json.dumps([dict(one.body) for one in group], sort_keys=True)
         if key not in self._known:
             self._known[key] = self.brings_back(group)
         return self._known[key]
@@ -234,6 +228,7 @@ class _Trials:
         return tried.is_same
 
     def _start(self) -> OwnServer:
+        """Start one more server; BudgetSpentError: the plan allows no more; CrashkitError: it cannot be started."""
         if self.starts >= self._plan.max_starts:
             raise BudgetSpentError(f"{self.starts} servers were started, and --starts allows no more")
         self.starts += 1

@@ -5,9 +5,8 @@
     with watch(lambda: [("prefill", cls.prefill), ("decode", cls.decode)]):
         ...
 
-The callable is asked every 0.1 s: a process that it names no more is watched no more, one that it names anew is
-watched from then on. Ending one on purpose is announced: by ending the watch, or by naming the process no more. What
-the survivors are doing is captured before they are killed.
+The callable is asked every 0.1 s. Ending a process on purpose is announced: by ending the watch, or by naming the
+process no more. What the survivors are doing is captured before they are killed.
 """
 
 from __future__ import annotations

@@ -8,12 +8,9 @@
             yield pair
 
 In unittest's ``setUpClass`` the same is `sglang_crashkit.test.fail_fast.watch`; the watch is ended before the processes
-are. The report says who ended and how, where its incident is, and what the survivors were doing.
-
-A test that depends on the fixture, or the part of its setup that runs, is interrupted by an exception in the main
+are. A test that depends on the fixture, or the part of its setup that runs, is interrupted by an exception in the main
 thread, which a signal raises there even while it waits for an answer. The tests after it that depend on the same
-fixture fail before they begin. Everything else goes on: other tests, teardown, reports, coverage. Code that does not
-return to Python is interrupted when it does; the survivors are killed meanwhile, so that a call to one of them ends.
+fixture fail before they begin. Everything else goes on: other tests, teardown, reports, coverage.
 """
 
 from __future__ import annotations

@@ -15,12 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading.Event:
-    """End this process as soon as one of some subprocesses exits with another status than 0.
+    """End this process, with the same status, as soon as one of some subprocesses exits with another status than 0.
 
-    Its name, pid and status are written to stderr, the others are captured and killed with their descendants, and
-    this process ends with the same status (128 + N for signal N).
-
-    The event that is returned is to be set before the subprocesses are ended on purpose.
+    The others are captured, and killed with their descendants. The event that is returned is to be set before the
+    subprocesses are ended on purpose.
     """
     processes = list(named_procs)
     watcher = Watcher.covering(process for _, process in processes if process is not None)

@@ -62,11 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Send them.
-
-    Returns:
-        DONE where all were answered, or found; PARTIAL where not, or where the server of --serve failed.
-    """
+    """Send them; PARTIAL where not all were answered or found, or where the server of --serve failed."""
     from sglang_crashkit.incident.requests import read_requests
     from sglang_crashkit.kernel.server_address import Address
     from sglang_crashkit.replay.server import MAX_GAP_SECS, send_all

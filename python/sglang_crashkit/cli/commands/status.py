@@ -66,13 +66,11 @@ class RunningServer:
 
 
 def find_running_servers() -> list[RunningServer]:
-    """Return the servers of this user, or of all where this is root: one for each crash handler that was started.
+    """Return the servers of this user, or of all where this is root; those that never had a crash handler come last.
 
-    Those that never had one come last.
-
-    A worker holds a file open in the runtime folder of its crash handler, which names that folder even when it was
-    removed. Its environment would too, but setproctitle writes over what the kernel shows of it. A server whose runtime
-    folder was removed, or whose handler was killed, serves on; but a crash of it leaves no incident.
+    A server whose runtime folder was removed, or whose handler was killed, serves on; but a crash of it leaves no
+    incident. setproctitle writes over what the kernel shows of the environment, so that a file that a worker holds open
+    names the folder.
     """
     servers: dict[int, list[FoundProcess]] = {}
     for one in find_processes(user=os.geteuid() or None, everything=True).processes:
