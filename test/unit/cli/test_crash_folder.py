@@ -39,22 +39,6 @@ def test_a_running_servers_folder_is_known_by_its_handlers_log(
         assert crash_folder.known_folders() == [tmp_path / "crash", nothing_known]
 
 
-def test_the_newest_incident_of_all_known_folders_is_the_latest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = [tmp_path / name for name in ("a", "b", "c")]
-    old = make_incident(folders[0] / "host" / "incidents", seconds=NOON - 60)
-    new = make_incident(folders[1] / "host" / "incidents")
-    folders[2].mkdir()
-    monkeypatch.setattr(crash_folder, "known_folders", lambda: folders)
-    assert crash_folder.find_incident("latest", None).path == new
-    assert crash_folder.find_incident(old.name[-8:], None).path == old
-    assert crash_folder.find_incident(str(old), None).path == old
-    assert crash_folder.find_incident("latest", folders[0]).path == old
-    with pytest.raises(NothingToDoError, match="no incident 00000000"):
-        crash_folder.find_incident("00000000", None)
-
-
 def test_several_known_folders_are_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / name for name in ("a", "b", "c")]
     ids = iter(("12345678", "12ab5678", "77777777"))
@@ -64,6 +48,9 @@ def test_several_known_folders_are_as_one(tmp_path: Path, monkeypatch: pytest.Mo
     make_incident(hosts[2], seconds=NOON + 60, publish=False)
     monkeypatch.setattr(crash_folder, "known_folders", lambda: folders)
     assert crash_folder.find_incident("latest", None).path == new
-    assert crash_folder.find_incident("123", None).path == old
+    for text, folder in (("123", None), (str(old), None), ("latest", folders[0])):
+        assert crash_folder.find_incident(text, folder).path == old
     with pytest.raises(UsageError, match="the ids of 2 incidents begin with 12: "):
         crash_folder.find_incident("12", None)
+    with pytest.raises(NothingToDoError, match="no incident 00000000"):
+        crash_folder.find_incident("00000000", None)

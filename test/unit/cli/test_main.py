@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -22,7 +22,6 @@ from sglang_crashkit.errors import (
     UsageError,
 )
 from unit.support.command import Cli
-from unit.support.stored import make_incident
 from unit.support.waiting import LONG
 
 
@@ -105,76 +104,22 @@ def test_what_the_system_refuses_is_one_error_that_names_the_thing(command: str,
     assert "Traceback" not in said
 
 
-def test_sigterm_ends_every_command_with_143(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    def end(_args: object) -> ExitCode:
-        os.kill(os.getpid(), signal.SIGTERM)
-        signal.pause()
-        return ExitCode.DONE
-
-    monkeypatch.setattr(incidents, "run", end)
-    assert "interrupted" in cli("incidents", "x", status=143).err
+def end_by_sigterm(_args: object) -> ExitCode:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+    return ExitCode.DONE
 
 
-def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    def interrupt(_args: object) -> ExitCode:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(incidents, "run", interrupt)
-    assert "interrupted" in cli("incidents", "x", status=130).err
+def interrupt(_args: object) -> ExitCode:
+    raise KeyboardInterrupt
 
 
-#: More than the kernel gives: what else runs on this machine is no business of a test.
-NOBODY = str(1 << 30)
-#: Arguments with which each command has something to print; a new command is to be added.
-ARGUMENTS = {
-    "apply": ["--python", "/absent", "--json"],
-    "revert": ["--python", "/absent", "--json"],
-    "status": ["--python", "/absent", "--json"],
-    "doctor": ["--pid", NOBODY, "--json"],
-    "wheel": ["absent.whl", "-o", "/absent", "--json"],
-    "explain": ["CRASH", "--json"],
-    "incidents": ["CRASH", "--json"],
-    "show": ["CRASH", "--json"],
-    "bundle": ["CRASH", "--report", "--json"],
-    "replay": ["CRASH", "--url", "http://127.0.0.1:9", "--json"],
-    "steps": ["CRASH", "--json"],
-    "core": ["/absent", "--json"],
-    "collect": ["--pid", NOBODY, "--json"],
-}
-#: Each command in a process of its own, whose output no one reads.
-UNREAD = """
-import json, os, sys
-from sglang_crashkit.cli import main
-for arguments in json.loads(sys.argv[1]):
-    if not (pid := os.fork()):
-        status = main.main(arguments)
-        sys.stdout.flush()
-        os._exit(status)
-    _pid, status = os.waitpid(pid, 0)
-    print(arguments[0], os.waitstatus_to_exitcode(status), file=sys.stderr, flush=True)
-"""
-
-
-@pytest.mark.wide
-def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
-    assert ARGUMENTS.keys() == COMMANDS.keys()
-    make_incident(tmp_path / "incidents", pieces={"ranks/scheduler_TP0-7.steps.jsonl": ""})
-    commands = [["--help"], ["show", "--help"], ["status"], ["incidents", str(tmp_path)], ["show", str(tmp_path)]]
-    for name, arguments in ARGUMENTS.items():
-        commands.append([name, *(str(tmp_path) if one == "CRASH" else one for one in arguments)])
-    reads, writes = os.pipe()
-    os.close(reads)
-    done = subprocess.run(
-        [sys.executable, "-c", UNREAD, json.dumps(commands)],
-        cwd=tmp_path, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    os.close(writes)
-    assert "Traceback" not in done.stderr
-    assert "Broken" not in done.stderr
-    known = {int(status) for status in ExitCode}
-    ended = dict(line.split() for line in done.stderr.splitlines() if re.fullmatch(r"\S+ -?\d+", line))
-    assert ended.keys() == {*COMMANDS, "--help"}
-    assert {name: status for name, status in ended.items() if int(status) not in known} == {}
+@pytest.mark.parametrize(("run", "status"), [(end_by_sigterm, 143), (interrupt, 130)])
+def test_a_signal_ends_every_command(
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, run: Callable[[object], ExitCode], status: int
+) -> None:
+    monkeypatch.setattr(incidents, "run", run)
+    assert "interrupted" in cli("incidents", "x", status=status).err
 
 
 def test_the_module_is_the_command() -> None:

@@ -93,24 +93,6 @@ def test_why_a_node_is_silent_is_told_with_what_helps(
     assert following in problem.next
 
 
-@pytest.mark.parametrize(
-    ("container", "expected"),
-    [
-        (None, []),
-        ("sglang_{job_id}_{node}", ["--container-name=sglang_7_n2"]),
-        ("sglang:exec", ["--container-name=sglang:exec"]),
-    ],
-)
-def test_a_step_runs_once_on_the_one_node(slurm: Path, container: str | None, expected: list[str]) -> None:
-    job = job_via("7", container)
-    argv = job.argv("n2", ["python3", "collect"])
-    assert (job.nodes, job.identity) == (("n1", "n2"), {"job": "7"})
-    assert argv[:6] == ["srun", "--overlap", "--jobid=7", "--nodelist=n2", "--nodes=1", "--ntasks=1"]
-    (step,) = [word for word in argv if word.startswith("--job-name=crashkit-")]
-    assert step.endswith("-n2")
-    assert [word for word in argv[6:] if word != step] == [*expected, "python3", "collect"]
-
-
 @pytest.mark.parametrize("pattern", ["{rank}", "{}", "{0}", "{node", "node}", "{node.__class__}", "{job_id[0]}"])
 def test_a_container_pattern_with_other_braces_is_refused(slurm: Path, pattern: str) -> None:
     with pytest.raises(UsageError, match="is not a pattern of a container's name"):

@@ -70,15 +70,3 @@ def test_what_users_see_has_none_of_them(texts: dict[Path, str]) -> None:
 def test_the_rest_has_few_of_them(texts: dict[Path, str]) -> None:
     counted = {path.relative_to(ROOT).as_posix(): len(found_in(text)) for path, text in texts.items()}
     assert sum(counted.values()) <= MOST, {name: number for name, number in counted.items() if number}
-
-
-@pytest.mark.parametrize(
-    ("source", "seen"),
-    [
-        ('"""nobody"""\nprint("nobody knows")', "nobody knows"),
-        ('def f():\n    """nobody"""\n    return f"whoever {1}"', "whoever "),
-    ],
-)
-def test_messages_are_told_from_docstrings(source: str, seen: str) -> None:
-    assert "".join(strings_of(source)) == seen
-    assert found_in(seen) != []

@@ -269,22 +269,6 @@ def test_only_what_depends_on_the_dead_fails_whenever_they_die(run):
     assert "cleaned up" in result.output
 
 
-ABORT = """
-def test_upstreams_watcher():
-    from sglang_crashkit.test.test_utils import start_subprocess_fail_fast_watcher
-    process = start()
-    stop = start_subprocess_fail_fast_watcher([("server", process)])
-    kill_later(process)
-    read_from_nobody()
-"""
-
-
-@pytest.mark.wide
-def test_upstreams_watcher_ends_the_run(run):
-    result = run(ABORT)
-    assert (result.status, result.outcomes) == (137, {})
-
-
 @pytest.mark.wide
 def test_the_stacks_of_the_survivors_go_where_they_are_wanted(run, tmp_path):
     run(CLASS, "--crashkit-evidence", str(tmp_path / "evidence"), "-k", "victim")
