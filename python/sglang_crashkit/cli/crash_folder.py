@@ -11,6 +11,7 @@ from sglang_crashkit import settings
 from sglang_crashkit.cli.output import say
 from sglang_crashkit.errors import WHAT_DIR_IS, NothingToDoError, UsageError
 from sglang_crashkit.incident.store import StoredIncident, find_one, why_unreadable
+from sglang_crashkit.kernel import procfs
 
 _HANDLER_LOG = "crash_handler.log"
 
@@ -25,7 +26,10 @@ def known_folders() -> list[Path]:
     """
     from sglang_crashkit.cli.commands.status import find_running_servers
 
-    found = [folder for server in find_running_servers() if (folder := _folder_of(server.handler)) is not None]
+    handlers = (server.handler for server in find_running_servers() if server.handler is not None)
+    files = (path for handler in handlers for _link, path in procfs.open_files(handler))
+    # As the handler sees it: another root has another tree.
+    found = [path.parent.parent for path in files if path.name == _HANDLER_LOG]
     folders = [folder for folder in dict.fromkeys([*found, settings.fallback_folder()]) if folder.is_dir()]
     if not folders:
         raise NothingToDoError(
@@ -77,14 +81,3 @@ def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:
         f"no {what} in {incident.path}" + (f": {why}" if why else ""),
         next_step=f"sglang-crashkit show {shlex.quote(str(incident.path))}{'' if what == 'events' else ' --timeline'}",
     )
-
-
-def _folder_of(handler: int | None) -> Path | None:
-    with contextlib.suppress(OSError):
-        for entry in Path("/proc", str(handler), "fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = entry.readlink()
-                if target.name == _HANDLER_LOG:
-                    # As the handler sees it: another root has another tree.
-                    return target.parent.parent
-    return None

@@ -28,7 +28,7 @@ from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.kernel import clock, procfs
 from sglang_crashkit.kernel.discovery import Discovery, FoundProcess
-from sglang_crashkit.kernel.private_files import make_private_folder, read_regular, write_json, write_private
+from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.kernel.titles import NEEDED
 from sglang_crashkit.memory.steps import NAME, NotStepsError, StepReader
 from sglang_crashkit.model.case import Case, case_of
@@ -47,8 +47,6 @@ from sglang_crashkit.view.markdown import section_lines
 
 SUMMARY, VERDICT = "summary.md", "verdict.json"
 SCHEMA_VERSION = 2
-#: What the text files that are printed may take together, in bytes: the snapshots beside them count for more.
-_MAX_TEXTS = 32 << 20
 #: The longest that one tool may take, in seconds: in each round, and the debugger for each process.
 TOOL_SECS = 60.0
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
@@ -175,14 +173,12 @@ class Collection:
         }
 
     def _texts(self) -> dict[str, str]:
-        """Return what is in each text file, by its name; one that is too long is left out."""
-        texts, left = dict[str, str](), _MAX_TEXTS
+        """Return what is in each text file, by its name."""
+        texts = dict[str, str]()
         for name in [SUMMARY, VERDICT, *(name for one in self.collected for name in one.files)]:
             # One that was interrupted has not all of them.
             with contextlib.suppress(OSError):
-                text = read_regular(self._plan.output / name, left + 1)
-                if len(text) <= left:
-                    texts[name], left = text.decode(errors="replace"), left - len(text)
+                texts[name] = (self._plan.output / name).read_text(errors="replace")
         return texts
 
     def _read_steps(self) -> None:

@@ -239,17 +239,12 @@ def _ask(
 
 def find_answer(output: str) -> dict[str, Any] | None:
     """Return the JSON object of a collector on the last line of `output` that is one; containers print around it."""
-    end = len(output)
-    for _ in range(_MAX_LINES):
-        start = output.rfind("\n", 0, end) + 1
-        if output.startswith("{", start):
+    for line in reversed(output.rsplit("\n", _MAX_LINES)):
+        if line.startswith("{"):
             with contextlib.suppress(ValueError, RecursionError):
-                document: dict[str, Any] = json.loads(output[start:end])
+                document: dict[str, Any] = json.loads(line)
                 if "exit_code" in document:
                     return document
-        if start == 0:
-            break
-        end = start - 1
     return None
 
 

@@ -79,15 +79,10 @@ def job_via(name: str, container: str | None = None) -> Transport:
     `container` is a pattern of the name of the pyxis container to run in, with ``{job_id}`` and ``{node}``.
 
     Raises:
-        UsageError: that is no id, or the id of several jobs, or the pattern has other braces.
+        UsageError: that is no id, or the id of several jobs.
         NothingToDoError: there is no such job, or it does not run.
         CrashkitError: Slurm is not here or does not answer.
     """
-    if container is not None and set("{}") & set(container.replace("{job_id}", "").replace("{node}", "")):
-        raise UsageError(
-            f"{container} is not a pattern of a container's name",
-            next_step="use {job_id} and {node} in it, such as sglang_{job_id}_{node}",
-        )
     number, nodes = _find_job(name)
     words = ["srun", "--overlap", f"--jobid={number}", f"--nodelist={_HOST}", "--nodes=1", "--ntasks=1"]
     if container is not None:

@@ -112,8 +112,6 @@ def _servers(target: Target) -> Iterator[Result]:
         else:
             words = f"server {pid} has no crash handler, so that a crash of it leaves no incident: {problem}"
             yield Result(False, words, "restart the server, with the kit applied")
-        if any(one.user != os.geteuid() for one in members):
-            yield Result(True, f"server {pid} runs as another user, for whom disks and permissions may differ")
         with contextlib.suppress(OSError):
             own, its = ([os.stat(f"/proc/{one}/ns/{ns}").st_ino for ns in ("mnt", "pid")] for one in ("self", pid))  # noqa: PTH116
             if own != its:

@@ -155,7 +155,7 @@ class Tried:
     serves_on: bool
 
 
-class OwnServer:
+class OwnServer(contextlib.AbstractContextManager["OwnServer"]):
     """Runs a server from `start` to `end`.
 
     It listens at a free port of the loopback address, and has a crash folder of its own and no API key, whatever the
@@ -310,9 +310,6 @@ class OwnServer:
                 watcher.communicate(timeout=_END_SECS)
         popen.wait(_END_SECS)
         self._popen = self._watcher = None
-
-    def __enter__(self) -> OwnServer:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.end()

@@ -115,10 +115,6 @@ class Watcher:
             this process ends after that, with its status: 128 + N for signal N, 1 for a status of 0.
         any_status: an exit with status 0 is unexpected too.
         folder: where the survivors' stacks go; below the fallback folder when None.
-
-    Attributes:
-        stopped: ends the watch when it is set.
-        death: the unexpected exit, once its evidence is whole.
     """
 
     _active: ClassVar[weakref.WeakSet[Watcher]] = weakref.WeakSet()
@@ -137,8 +133,8 @@ class Watcher:
         self._folder = folder
         self._held: dict[int, Held] = {}
         self._ended = threading.Event()
-        self.stopped = threading.Event()
-        self.death: Death | None = None
+        self.stopped = threading.Event()  # ends the watch when it is set
+        self.death: Death | None = None  # the unexpected exit, once its evidence is whole
         self._thread = threading.Thread(target=self._run, name="sglang-crashkit-fail-fast", daemon=True)
 
     @classmethod

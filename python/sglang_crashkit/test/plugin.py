@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from sglang_crashkit.test.fail_fast import Source, Watcher
 
-_NAME = "sglang_crashkit_runner"
-
 
 class ProcessDiedError(Exception):
     """A process that the test depends on has ended."""
@@ -227,15 +225,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put the runner in place."""
     global runner
     runner = FailByName(config)
-    config.pluginmanager.register(runner, _NAME)
+    config.pluginmanager.register(runner)
 
 
 @pytest.fixture(scope="session")
-def crashkit_watch(pytestconfig: pytest.Config) -> Any:
-    """Watch processes until the end of a ``with`` block, failing whatever depends on the fixture that calls it.
+def crashkit_watch() -> Any:
+    """Watch processes until the end of a ``with`` block: `sglang_crashkit.test.fail_fast.watch`."""
+    from sglang_crashkit.test.fail_fast import watch
 
-    ``crashkit_watch(source, folder=None)``; see `sglang_crashkit.test.fail_fast.watch`.
-    """
-    found = pytestconfig.pluginmanager.get_plugin(_NAME)
-    assert isinstance(found, FailByName)
-    return found.watch
+    return watch

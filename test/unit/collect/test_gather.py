@@ -93,12 +93,6 @@ def test_why_a_node_is_silent_is_told_with_what_helps(
     assert following in problem.next
 
 
-@pytest.mark.parametrize("pattern", ["{rank}", "{}", "{0}", "{node", "node}", "{node.__class__}", "{job_id[0]}"])
-def test_a_container_pattern_with_other_braces_is_refused(slurm: Path, pattern: str) -> None:
-    with pytest.raises(UsageError, match="is not a pattern of a container's name"):
-        job_via("7", pattern)
-
-
 @pytest.mark.parametrize("name", ["", "x", "-1", "12;reboot", "12_", "12 13", "12,13", "--help"])
 def test_what_is_no_job_id_is_never_given_to_slurm(name: str) -> None:
     with pytest.raises(UsageError, match="is not the id of a Slurm job"):

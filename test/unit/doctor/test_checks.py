@@ -59,7 +59,6 @@ def test_a_process_of_no_server_is_nothing_to_look_at(cli: Cli) -> None:
         ({9: (12, "its crash handler has ended")}, {}, False, "its crash handler has ended"),
         ({}, {}, False, "without the kit"),
         ({}, {"way": "command line"}, True, "is still starting"),
-        ({9: (12, "")}, {"user": 65534}, True, "runs as another user"),
     ],
 )
 def test_each_server_is_told_with_its_crash_handler(

@@ -10,8 +10,8 @@ from sglang_crashkit.errors import ExitCode
 
 #: What the installation was → what it is now.
 _DONE = {
-    "outdated": "patched anew, over an earlier kit's patches",
-    "interrupted": "patched; a change that was cut off is finished",
+    "outdated": "is patched anew, over an earlier kit's patches",
+    "interrupted": "is patched; a change that was cut off is finished",
 }
 _EXAMPLES = {
     "apply": """\
@@ -52,15 +52,14 @@ def run(args: argparse.Namespace) -> ExitCode:
         return ExitCode.DONE
     name = f"SGLang {session.environment.version} in {session.environment.package}"
     goals = (State.PATCHED,) if is_apply else (State.PRISTINE, State.UNSUPPORTED)
+    done = _DONE.get(before, "is patched") if is_apply else "has upstream's bytes again"
     if not outcome.changed and outcome.before in goals:
         say(f"{name} is {'already' if is_apply else 'not'} patched")
     elif args.dry_run:
         goal = "be patched" if is_apply else "get upstream's bytes back"
         say(f"{name} would {goal} (it is {before}):")
-    elif is_apply:
-        say(f"{name} is {_DONE.get(before, 'patched')}:")
     else:
-        say(f"{name} has upstream's bytes again:")
+        say(f"{name} {done}:")
     for path in outcome.changed:
         say(f"  {path}")
     return ExitCode.DONE

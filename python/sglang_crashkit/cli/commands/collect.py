@@ -295,10 +295,7 @@ def _transport(args: argparse.Namespace) -> Transport:
         )
     if args.container_name is not None:
         raise UsageError("--container-name is for a Slurm job", next_step="say it in --via, or name --slurm-job")
-    transport = hosts_via(args.via, args.hosts)
-    if len(transport.nodes) < len(args.hosts):
-        _say(f"{len(args.hosts) - len(transport.nodes)} of the hosts are named more than once; each is asked once")
-    return transport
+    return hosts_via(args.via, args.hosts)
 
 
 def _remote_command(args: argparse.Namespace) -> list[str]:

@@ -64,7 +64,11 @@ def run(args: argparse.Namespace) -> ExitCode:
         found = [one for folder in folders for one in find_incidents(folder, unreadable, keep)]
     except OSError as error:
         raise unreadable_error(error, folders[0]) from error
-    incidents = _chosen(sorted(found, key=lambda one: one.name, reverse=True), args)
+    found.sort(key=lambda one: one.name, reverse=True)
+    since = time.time() - args.since if args.since is not None else 0.0
+    named = ((one, parse_name(one.path.absolute().name)) for one in found)
+    chosen = [one for one, name in named if name and name.seconds >= since and args.kind in (None, name.kind)]
+    incidents = chosen[: args.last]
     faults = {folder: read_faults(folder) for folder in {incident.path.parent for incident in incidents}}
     status = ExitCode.PARTIAL if unreadable else ExitCode.DONE
     tell_unreadable(unreadable)
@@ -92,14 +96,6 @@ def _kept(document: Mapping[str, Any]) -> dict[str, Any]:
     # Any other one is named by its title, which stands in the verdict.
     main = [one for one in mappings_of(document.get("processes")) if one.get("role") == "server"]
     return kept | {"processes": [{name: process.get(name) for name in _KEPT_OF_MAIN} for process in main]}
-
-
-def _chosen(incidents: Sequence[StoredIncident], args: argparse.Namespace) -> list[StoredIncident]:
-    """Return those that are asked for, newest first as they came."""
-    since = time.time() - args.since if args.since is not None else 0.0
-    named = ((one, parse_name(one.path.absolute().name)) for one in incidents)
-    chosen = [one for one, name in named if name and name.seconds >= since and args.kind in (None, name.kind)]
-    return chosen[: args.last]
 
 
 def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None:

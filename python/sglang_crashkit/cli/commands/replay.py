@@ -134,8 +134,6 @@ def _chosen(requests: list[StoredRequest], wanted: list[str] | None) -> list[Sto
     for one in found:
         if not one.is_complete:
             say(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", error=True)
-        elif one.body.get("session_params"):
-            say(f"request {one.rid}: it goes on with a session, which another server does not have", error=True)
     found = [one for one in found if one.is_complete]
     if not found:
         raise NothingToDoError("none of the requests that were asked for can be sent", next_step="leave out --only")

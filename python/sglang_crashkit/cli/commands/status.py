@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,13 +114,8 @@ def _runtime_of(pid: int) -> str:
         return ""
     # The pid in its name is another one outside a container.
     ending = HookFiles.of(Path(), pid, stat.start_ticks).fault.name.removeprefix(str(pid))
-    with contextlib.suppress(OSError):
-        for entry in (_PROC / str(pid) / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = Path(str(entry.readlink()).removesuffix(_DELETED))
-                if target.name.endswith(ending):
-                    return str(target.parent)
-    return ""
+    paths = (Path(str(path).removesuffix(_DELETED)) for _link, path in procfs.open_files(pid))
+    return next((str(path.parent) for path in paths if path.name.endswith(ending)), "")
 
 
 def format_server(server: RunningServer) -> str:

@@ -125,17 +125,6 @@ def test_a_missing_job_is_told_before_the_wait(slurm: Slurm) -> None:
     assert "Slurm knows no job 12, or no longer" in said.err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--pid=1"], ["--container-name={rank}"]],
-    ids=["pid", "pattern"],
-)
-def test_nonsense_for_a_job_is_refused_before_asking_any_node(slurm: Slurm, arguments: list[str]) -> None:
-    slurm.collect(*arguments, status=ExitCode.USAGE)
-    with pytest.raises(FileNotFoundError):
-        slurm.asked("n1")
-
-
 POD_RANK = replace(RANK, host="pod", pid=17)
 #: Its ``asked.txt`` gets the words that it was given; what it does is in a file of the host's name.
 CARRIER = """
@@ -214,7 +203,7 @@ def test_the_ranks_of_all_hosts_are_one_result(hosts: Hosts) -> None:
 
 
 def test_each_host_is_asked_for_files_by_the_users_command(hosts: Hosts) -> None:
-    hosts.collect(ANSWERS, "--all-servers", "--any-user", "--snapshots=2", "--remote-command=env 'X=a b' kit")
+    hosts.collect(ANSWERS, "--all-servers", "--any-user", "--snapshots=2", "--remote-command=X='a b' kit")
     for host in ANSWERS:
         assert hosts.asked(host) == [
             *("env", "X=a b", "kit", "collect", "--json", "--gathered-within=300"),
@@ -275,9 +264,8 @@ def test_a_host_writes_nothing_but_files_of_its_own_folder(hosts: Hosts, fields:
 @pytest.mark.parametrize("listed", ["h0\n\n# spare: h9\nh1 # new\n", "h0, h1", "h0\th1,\r\nh0\n"])
 def test_hosts_may_be_the_lines_of_a_file(hosts: Hosts, cli: Cli, listed: str) -> None:
     hosts.collect(ANSWERS)
-    captured = cli("collect", f"--via={hosts.via}", f"--hosts={listed}", f"-o{hosts.output}")
-    assert captured.out.startswith("2 hosts by python\n")
-    assert ("named more than once" in captured.err) == (listed.count("h0") == 2)
+    said = cli("collect", f"--via={hosts.via}", f"--hosts={listed}", f"-o{hosts.output}")
+    assert said.out.startswith("2 hosts by python\n")
 
 
 @pytest.mark.parametrize(
@@ -290,6 +278,7 @@ def test_hosts_may_be_the_lines_of_a_file(hosts: Hosts, cli: Cli, listed: str) -
         (["--via=/no/such {host}", "--hosts=a"], "there is no command /no/such here"),
         (["--via=sh {host}", "--hosts=a", "--pid=1"], "--pid names a process of one machine"),
         (["--via=sh {host}", "--hosts=a", "--container-name=x"], "is for a Slurm job"),
+        (["--slurm-job=1", "--pid=1"], "--pid names a process of one machine"),
         (["--slurm-job=1", "--hosts=a"], "a Slurm job has its own hosts"),
         (["--via=sh {host}", "--hosts=a", "--slurm-job=1"], "not allowed with argument"),
         (["--via=sh {host}", "--remote-command="], "--remote-command: a command is missing"),
