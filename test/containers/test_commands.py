@@ -35,31 +35,18 @@ COLLECT = ("collect", "--json", "--snapshots=2", "--interval=0.2")
 
 @dataclass(frozen=True)
 class Story:
-    """A server with two ranks, of which one is stopped, and a server beside it, each in a container.
+    """A server with two ranks, of which one is stopped, and a server beside it, each in a container."""
 
-    Attributes:
-        names: of the containers.
-        pids: of the ranks, as they are called outside.
-        inside: what ``collect`` printed in the first container.
-        outside: what it printed on the host, of that container's server.
-        both: what it printed of both containers.
-        answers: the first server's to the same request before and after.
-        status: how the first container ended, once a rank had aborted in C++.
-        incident: what that left, by itself.
-        log: what Docker has of the first container's output.
-        explained: what ``explain`` prints of the incident and of that log.
-    """
-
-    names: tuple[str, str]
-    pids: dict[str, int]
-    inside: dict[str, Any]
-    outside: dict[str, Any]
-    both: dict[str, Any]
-    answers: tuple[list[int], list[int]]
-    status: int
-    incident: dict[str, Any]
-    log: str
-    explained: dict[str, Any]
+    names: tuple[str, str]  # of the containers
+    pids: dict[str, int]  # of the ranks, as they are called outside
+    inside: dict[str, Any]  # what ``collect`` printed in the first container
+    outside: dict[str, Any]  # what it printed on the host, of that container's server
+    both: dict[str, Any]  # what it printed of both containers
+    answers: tuple[list[int], list[int]]  # the first server's to the same request before and after
+    status: int  # how the first container ended, once a rank had aborted in C++
+    incident: dict[str, Any]  # what that left, by itself
+    log: str  # what Docker has of the first container's output
+    explained: dict[str, Any]  # what ``explain`` prints of the incident and of that log
 
 
 def run_kit(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:

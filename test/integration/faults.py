@@ -81,39 +81,24 @@ signal.signal(signal.SIGRTMIN + 14, abort_in_cpp)
 
 @dataclass(frozen=True)
 class Fault:
-    """One way to break a server.
+    """One way to break a server."""
 
-    Attributes:
-        name: what it is called.
-        strike: breaks the server, which is ready and works on requests.
-        first: how the title of the process begins that the incident must name first; None where no one failed alone.
-        status: the exit status that the server must end with, negative for a signal.
-        kinds: the kinds of incident that may come of it.
-        end: the cause and the signal of the end of `first`; None where it lives, or may be ended by another.
-        stopped: the titles of those that are stopped and must stay so until they are killed.
-        dp: data-parallel ranks; 1 for `tp` tensor-parallel ranks instead.
-        tp: tensor-parallel ranks.
-        env: more environment for the server.
-        args: more arguments for the server.
-        requests: how many requests are in flight; 0 for a server that was never asked anything.
-        most_s: from what ends the server to its exit, in seconds, with a margin for a busy machine.
-        rare: whether it belongs to the full matrix on every release.
-    """
-
-    name: str
-    strike: Callable[[Server], None]
+    name: str  # what it is called
+    strike: Callable[[Server], None]  # breaks the server, which is ready and works on requests
+    #: how the title of the process begins that the incident must name first; None where no one failed alone
     first: str | None
-    status: int
-    kinds: tuple[str, ...] = ("killed",)
+    status: int  # the exit status that the server must end with, negative for a signal
+    kinds: tuple[str, ...] = ("killed",)  # the kinds of incident that may come of it
+    #: the cause and the signal of the end of `first`; None where it lives, or may be ended by another
     end: tuple[str, str | None] | None = None
-    stopped: tuple[str, ...] = ()
-    dp: int = 1
-    tp: int = 2
-    env: Mapping[str, str] = field(default_factory=dict)
-    args: tuple[str, ...] = ()
-    requests: int = 3
-    most_s: float = 60.0
-    rare: bool = False
+    stopped: tuple[str, ...] = ()  # the titles of those that are stopped and must stay so until they are killed
+    dp: int = 1  # data-parallel ranks; 1 for `tp` tensor-parallel ranks instead
+    tp: int = 2  # tensor-parallel ranks
+    env: Mapping[str, str] = field(default_factory=dict)  # more environment for the server
+    args: tuple[str, ...] = ()  # more arguments for the server
+    requests: int = 3  # how many requests are in flight; 0 for a server that was never asked anything
+    most_s: float = 60.0  # from what ends the server to its exit, in seconds, with a margin for a busy machine
+    rare: bool = False  # whether it belongs to the full matrix on every release
 
     def __str__(self) -> str:
         return self.name

@@ -19,17 +19,11 @@ class NoMemoryGroupError(Exception):
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A memory cgroup.
+    """A memory cgroup."""
 
-    Attributes:
-        path: its folder.
-        limit: the file that holds its limit in bytes.
-        usage: the file that holds its use in bytes.
-    """
-
-    path: Path
-    limit: Path
-    usage: Path
+    path: Path  # its folder
+    limit: Path  # the file that holds its limit in bytes
+    usage: Path  # the file that holds its use in bytes
 
     def add(self, pid: int) -> None:
         """Move a process into it; what that process starts from now on is born in it."""

@@ -52,17 +52,11 @@ REQUESTS_IN_IT = re.compile(r"#(?:new-seq|running-req|queue-req): (\d+)")
 
 @dataclass(frozen=True)
 class Member:
-    """A process of a server before it was broken.
+    """A process of a server before it was broken."""
 
-    Attributes:
-        process: its pid and start time.
-        title: as incidents name it.
-        is_fork: it has the title of its parent, and is about to become something else.
-    """
-
-    process: Process
-    title: str
-    is_fork: bool = False
+    process: Process  # its pid and start time
+    title: str  # as incidents name it
+    is_fork: bool = False  # it has the title of its parent, and is about to become something else
 
     @property
     def pid(self) -> int:
@@ -85,29 +79,18 @@ class Sent:
 
 @dataclass(frozen=True)
 class Wreck:
-    """What was left of a server.
+    """What was left of a server."""
 
-    Attributes:
-        crash_folder: what the server was given as ``--crash-dump-folder``.
-        incidents: every incident folder below it, with what its ``incident.json`` holds.
-        members: each process that the server had before.
-        pids: pid of each of them that SGLang has titled, by title.
-        sent: the requests that were in flight.
-        status: the main process's exit status, negative for a signal, as subprocess tells it.
-        left: processes that were still there after the main process had gone and `GONE_S` had passed.
-        log: what the server printed.
-        seconds_to_exit: from the fault to the main process's exit.
-    """
-
-    crash_folder: Path
+    crash_folder: Path  # what the server was given as ``--crash-dump-folder``
+    #: every incident folder below it, with what its ``incident.json`` holds
     incidents: list[tuple[Path, dict[str, Any]]]
-    members: list[Member]
-    pids: dict[str, int]
-    sent: list[Sent]
-    status: int
-    left: list[str]
-    log: str
-    seconds_to_exit: float
+    members: list[Member]  # each process that the server had before
+    pids: dict[str, int]  # pid of each of them that SGLang has titled, by title
+    sent: list[Sent]  # the requests that were in flight
+    status: int  # the main process's exit status, negative for a signal, as subprocess tells it
+    left: list[str]  # processes that were still there after the main process had gone and `GONE_S` had passed
+    log: str  # what the server printed
+    seconds_to_exit: float  # from the fault to the main process's exit
 
     @property
     def incident(self) -> dict[str, Any]:

@@ -50,33 +50,21 @@ PROMPT = "Once upon a time"
 
 @dataclass(frozen=True)
 class Parting:
-    """What a lost server left of a pair.
+    """What a lost server left of a pair."""
 
-    Attributes:
-        victim: which server was killed.
-        lost: the incidents in which the other one tells of it.
-        other: all other incidents.
-        members: each process that the lost server had, and each that the other one had, before.
-        killed: when it was killed, in seconds since the epoch.
-        dead_rank: the scheduler of the lost server.
-        addresses: where the lost server was reached.
-        serves: whether the other server still answered after it.
-        stopped: what ``collect`` said of both while the lost server's scheduler was stopped.
-        gone: what it said where the server was killed between its looks.
-    """
-
-    victim: str
-    lost: list[StoredIncident]
-    other: list[StoredIncident]
+    victim: str  # which server was killed
+    lost: list[StoredIncident]  # the incidents in which the other one tells of it
+    other: list[StoredIncident]  # all other incidents
+    #: each process that the lost server had, and each that the other one had, before
     members: tuple[list[Member], list[Member]]
-    killed: float
+    killed: float  # when it was killed, in seconds since the epoch
     dead_pid: int
-    dead_rank: int
+    dead_rank: int  # the scheduler of the lost server
     survivor_pid: int
-    addresses: set[str]
-    serves: bool
-    stopped: dict[str, Any]
-    gone: dict[str, Any]
+    addresses: set[str]  # where the lost server was reached
+    serves: bool  # whether the other server still answered after it
+    stopped: dict[str, Any]  # what ``collect`` said of both while the lost server's scheduler was stopped
+    gone: dict[str, Any]  # what it said where the server was killed between its looks
 
 
 def addresses_of(server: Server) -> set[str]:

@@ -58,15 +58,10 @@ def workers(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Crowd:
-    """A job with a rank on each node.
+    """A job with a rank on each node."""
 
-    Attributes:
-        job: its id.
-        ranks: the pid of the rank on each node.
-    """
-
-    job: str
-    ranks: dict[str, int]
+    job: str  # its id
+    ranks: dict[str, int]  # the pid of the rank on each node
 
 
 def wait_for_ranks(cluster: Cluster, job: str, folder: Path) -> Crowd:

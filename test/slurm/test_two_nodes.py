@@ -38,21 +38,13 @@ COLLECT_TIMEOUT_S = 300.0
 
 @dataclass
 class Story:
-    """A server whose rank on the second node was stopped with a request in flight.
+    """A server whose rank on the second node was stopped with a request in flight."""
 
-    Attributes:
-        output: what was given as ``--output-dir``.
-        pids: the pid of the rank on each node.
-        status: the command's exit status.
-        document: what it printed.
-        answer: the tokens of the request, once the rank went on.
-    """
-
-    output: Path
-    pids: dict[str, int] = field(default_factory=dict)
-    status: int = -1
-    document: dict[str, Any] = field(default_factory=dict)
-    answer: list[int] = field(default_factory=list)
+    output: Path  # what was given as ``--output-dir``
+    pids: dict[str, int] = field(default_factory=dict)  # the pid of the rank on each node
+    status: int = -1  # the command's exit status
+    document: dict[str, Any] = field(default_factory=dict)  # what it printed
+    answer: list[int] = field(default_factory=list)  # the tokens of the request, once the rank went on
 
     def node(self, name: str) -> dict[str, Any]:
         (found,) = [node for node in self.document["nodes"] if node["node"] == name]

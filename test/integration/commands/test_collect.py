@@ -35,17 +35,11 @@ COLLECT_TIMEOUT_S = 400.0
 
 @dataclass(frozen=True)
 class Collected:
-    """What one run of the command left.
+    """What one run of the command left."""
 
-    Attributes:
-        status: its exit status.
-        document: what it printed.
-        folder: its files.
-    """
-
-    status: int
-    document: dict[str, Any]
-    folder: Path
+    status: int  # its exit status
+    document: dict[str, Any]  # what it printed
+    folder: Path  # its files
 
     def process(self, title: str) -> dict[str, Any]:
         """Return what it printed of the process with that title."""
@@ -65,16 +59,11 @@ class Collected:
 
 @dataclass(frozen=True)
 class Story:
-    """One server: collected while it is idle, under load, then with one rank stopped and a request that waits for it.
-
-    Attributes:
-        secs: how long each answer took before, and while it was collected.
-        debuggers: the calls of a debugger, one of the same name first on PATH, in each of these.
-    """
+    """One server: collected while idle, under load, then with one rank stopped and a request that waits for it."""
 
     answers: tuple[Any, Any]
-    secs: tuple[list[float], list[float]]
-    debuggers: list[str]
+    secs: tuple[list[float], list[float]]  # how long each answer took before, and while it was collected
+    debuggers: list[str]  # the calls of a debugger, one of the same name first on PATH, in each of these
     well: Collected
     hung: Collected
     state: str
@@ -83,17 +72,11 @@ class Story:
 
 @dataclass(frozen=True)
 class Beside:
-    """Two servers.
+    """Two servers."""
 
-    Attributes:
-        refused: what the command said where it was not told which: its status and its words.
-        both: what it collected of all servers.
-        servers: pids of both.
-    """
-
-    refused: tuple[int, str]
-    both: Collected
-    servers: tuple[int, int]
+    refused: tuple[int, str]  # what the command said where it was not told which: its status and its words
+    both: Collected  # what it collected of all servers
+    servers: tuple[int, int]  # pids of both
 
 
 def collect(server: Server, folder: Path, *arguments: str, path: str | None = None) -> Collected:

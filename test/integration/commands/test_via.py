@@ -54,19 +54,12 @@ class Collected(OfOneServer):
 
 @dataclass(frozen=True)
 class Story:
-    """A server of which one rank is stopped, collected by both names of this machine.
+    """A server of which one rank is stopped, collected by both names of this machine."""
 
-    Attributes:
-        ranks: pids of the ranks, by the name of their host.
-        both: what was collected of these.
-        more: what was collected of three hosts that do not answer as well.
-        answers: the server's to the same request before and after.
-    """
-
-    ranks: dict[str, int]
-    both: Collected
-    more: Collected
-    answers: tuple[list[int], list[int]]
+    ranks: dict[str, int]  # pids of the ranks, by the name of their host
+    both: Collected  # what was collected of these
+    more: Collected  # what was collected of three hosts that do not answer as well
+    answers: tuple[list[int], list[int]]  # the server's to the same request before and after
 
 
 def collect(sshd: Sshd, kit: Path, output: Path, *hosts: str) -> Collected:

@@ -30,17 +30,11 @@ ENVIRONMENT = {"SGLANG_CRASHKIT_KEEP_FREE_MB": "0"}
 
 @dataclass(frozen=True)
 class Left:
-    """What a server left, whose crash folder took no more.
+    """What a server left, whose crash folder took no more."""
 
-    Attributes:
-        wreck: the server.
-        inside: the incidents in its crash folder.
-        outside: those in the temporary folder.
-    """
-
-    wreck: Wreck
-    inside: list[StoredIncident]
-    outside: list[StoredIncident]
+    wreck: Wreck  # the server
+    inside: list[StoredIncident]  # the incidents in its crash folder
+    outside: list[StoredIncident]  # those in the temporary folder
 
 
 @pytest.fixture(params=RELEASES)

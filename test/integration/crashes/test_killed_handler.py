@@ -36,19 +36,12 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(ATTEMPTS
 
 @dataclass(frozen=True)
 class Stage:
-    """How far the handler got.
+    """How far the handler got."""
 
-    Attributes:
-        name: what the test calls it.
-        reached: an event that the incident has by then.
-        not_yet: one that it must not have.
-        is_published: the incident has its final name by then.
-    """
-
-    name: str
-    reached: str
-    not_yet: str
-    is_published: bool = False
+    name: str  # what the test calls it
+    reached: str  # an event that the incident has by then
+    not_yet: str  # one that it must not have
+    is_published: bool = False  # the incident has its final name by then
 
     def is_hit_by(self, found: StoredIncident) -> bool:
         """Say whether the handler that left this was at this stage."""

@@ -27,17 +27,11 @@ LONG = 300.0
 
 @dataclass(frozen=True)
 class Case:
-    """How the scheduler ends.
+    """How the scheduler ends."""
 
-    Attributes:
-        env: more environment for the server.
-        signum: the signal that it gets; None where it ends by itself.
-        status: the server's exit status.
-    """
-
-    env: Mapping[str, str]
-    signum: signal.Signals | None
-    status: ServerExit
+    env: Mapping[str, str]  # more environment for the server
+    signum: signal.Signals | None  # the signal that it gets; None where it ends by itself
+    status: ServerExit  # the server's exit status
 
 
 #: uvicorn kills a worker that does not answer within so many seconds, which one that imports SGLang cannot.

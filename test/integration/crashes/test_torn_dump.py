@@ -54,23 +54,14 @@ sys.exit(0 if server.wait() == -9 else 1)
 
 @dataclass(frozen=True)
 class Left:
-    """What was left of a server.
+    """What was left of a server."""
 
-    Attributes:
-        status: of the program that captured the output: 0 when that had its end and the server was killed.
-        handler_state: of the crash handler when the output had its end.
-        folder: the crash folder.
-        incident_folder: the incident's.
-        incident: what it holds.
-        answered: how many requests were answered before.
-    """
-
-    status: int
-    handler_state: str
-    folder: Path
-    incident_folder: Path
-    incident: dict[str, Any]
-    answered: int
+    status: int  # of the program that captured the output: 0 when that had its end and the server was killed
+    handler_state: str  # of the crash handler when the output had its end
+    folder: Path  # the crash folder
+    incident_folder: Path  # the incident's
+    incident: dict[str, Any]  # what it holds
+    answered: int  # how many requests were answered before
 
 
 @pytest.fixture(scope="module", params=RELEASES)

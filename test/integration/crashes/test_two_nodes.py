@@ -34,27 +34,16 @@ AT_ONCE_S = 20.0
 
 @dataclass(frozen=True)
 class Node:
-    """What is left of one node.
+    """What is left of one node."""
 
-    Attributes:
-        status: its main process's exit status, negative for a signal.
-        seconds: from the fault to its exit.
-        incidents: each incident below its crash folder.
-        members: each process that it had before.
-        sent: the requests that it worked on.
-        rank: pid of its scheduler.
-        left: its processes that were still there 5 s after its main process had gone.
-        log: what it printed.
-    """
-
-    status: int
-    seconds: float
-    incidents: list[StoredIncident]
-    members: list[Member]
-    sent: list[Sent]
-    rank: int
-    left: list[str]
-    log: str
+    status: int  # its main process's exit status, negative for a signal
+    seconds: float  # from the fault to its exit
+    incidents: list[StoredIncident]  # each incident below its crash folder
+    members: list[Member]  # each process that it had before
+    sent: list[Sent]  # the requests that it worked on
+    rank: int  # pid of its scheduler
+    left: list[str]  # its processes that were still there 5 s after its main process had gone
+    log: str  # what it printed
 
     @property
     def incident(self) -> dict[str, Any]:

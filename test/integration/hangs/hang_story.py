@@ -41,48 +41,29 @@ WAYS = ("spin", "hold_gil", "sleep_in_kernel", "collect")
 
 @dataclass
 class Hung:
-    """One hang that ended well.
+    """One hang that ended well."""
 
-    Attributes:
-        document: the incident, as it was when it was finished.
-        folder: its folder.
-        secs: from when the rank was made to hang to the whole incident, in seconds.
-        state: state of the rank when the incident was whole.
-        late_answer: what the request that waited was answered in the end.
-        over: the incident as it was when the rank had gone on.
-    """
-
-    document: dict[str, Any]
-    folder: Path
-    secs: float
-    state: str
-    late_answer: list[int] = field(default_factory=list)
-    over: dict[str, Any] = field(default_factory=dict)
+    document: dict[str, Any]  # the incident, as it was when it was finished
+    folder: Path  # its folder
+    secs: float  # from when the rank was made to hang to the whole incident, in seconds
+    state: str  # state of the rank when the incident was whole
+    late_answer: list[int] = field(default_factory=list)  # what the request that waited was answered in the end
+    over: dict[str, Any] = field(default_factory=dict)  # the incident as it was when the rank had gone on
 
 
 @dataclass
 class Story:
-    """What happened to one server, in order.
+    """What happened to one server, in order."""
 
-    Attributes:
-        folder: its crash folder.
-        pids: of the ranks, by title.
-        quiet: incidents after each of the things that are no hang.
-        answers: what the server answered before and after.
-        hung: what came of each way to hang.
-        second: the incident of the rank stopped in the middle of a batch.
-        killed: the incident of that rank killed then.
-        log: what the server printed.
-    """
-
-    folder: Path
-    pids: dict[str, int] = field(default_factory=dict)
+    folder: Path  # its crash folder
+    pids: dict[str, int] = field(default_factory=dict)  # of the ranks, by title
+    #: incidents after each of the things that are no hang
     quiet: dict[str, list[StoredIncident]] = field(default_factory=dict)
-    answers: list[list[list[int]]] = field(default_factory=list)
-    hung: dict[str, Hung] = field(default_factory=dict)
-    second: dict[str, Any] = field(default_factory=dict)
-    killed: dict[str, Any] = field(default_factory=dict)
-    log: str = ""
+    answers: list[list[list[int]]] = field(default_factory=list)  # what the server answered before and after
+    hung: dict[str, Hung] = field(default_factory=dict)  # what came of each way to hang
+    second: dict[str, Any] = field(default_factory=dict)  # the incident of the rank stopped in the middle of a batch
+    killed: dict[str, Any] = field(default_factory=dict)  # the incident of that rank killed then
+    log: str = ""  # what the server printed
 
     def report_on(self, title: str, document: dict[str, Any]) -> dict[str, Any]:
         (found,) = [process for process in document["processes"] if process["pid"] == self.pids[title]]

@@ -40,21 +40,14 @@ HICACHE = (
 
 @dataclass
 class Story:
-    """What became of one server.
+    """What became of one server."""
 
-    Attributes:
-        well: what ``collect`` said of the steps while it served, and once it was idle.
-        rids: of the requests that it worked at when one of its ranks went astray.
-        document: the incident of that.
-        folder: its folder.
-        steps: what ``sglang-crashkit steps`` prints of it.
-    """
-
+    #: what ``collect`` said of the steps while it served, and once it was idle
     well: list[dict[str, Any]] = field(default_factory=list)
-    rids: tuple[str, str] = ("", "")
-    document: dict[str, Any] = field(default_factory=dict)
-    folder: Path = Path()
-    steps: str = ""
+    rids: tuple[str, str] = ("", "")  # of the requests that it worked at when one of its ranks went astray
+    document: dict[str, Any] = field(default_factory=dict)  # the incident of that
+    folder: Path = Path()  # its folder
+    steps: str = ""  # what ``sglang-crashkit steps`` prints of it
 
 
 def kit(*arguments: str) -> str:

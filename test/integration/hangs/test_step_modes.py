@@ -33,23 +33,15 @@ AT_WORK = 10
 
 @dataclass(frozen=True)
 class Way:
-    """How a server is started, and what its steps are.
+    """How a server is started, and what its steps are."""
 
-    Attributes:
-        arguments: of the server.
-        tp: tensor-parallel ranks.
-        victim: the rank that is killed.
-        modes: mode of a batch, and of the model's pass in it, of steps that there are.
-        compared: two ranks run the same steps.
-        model: class of the model; the lane's own where it is empty.
-    """
-
-    arguments: tuple[str, ...]
-    tp: int
-    victim: str
+    arguments: tuple[str, ...]  # of the server
+    tp: int  # tensor-parallel ranks
+    victim: str  # the rank that is killed
+    #: mode of a batch, and of the model's pass in it, of steps that there are
     modes: frozenset[tuple[str, str]] = frozenset({("extend", "extend"), ("decode", "decode")})
-    compared: bool = False
-    model: str = ""
+    compared: bool = False  # two ranks run the same steps
+    model: str = ""  # class of the model; the lane's own where it is empty
 
 
 WAYS = {

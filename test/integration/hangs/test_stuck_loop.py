@@ -32,36 +32,24 @@ HOW = {TOKENIZER: "did not come back to its event loop for ", DETOKENIZER: "work
 
 @dataclass
 class Hung:
-    """One hang that ended well.
+    """One hang that ended well."""
 
-    Attributes:
-        secs: from the request that does it to the whole incident, in seconds.
-        document: the incident, as it was then; `over`: when the process had gone on.
-        answer: what the request was answered in the end.
-    """
-
-    secs: float
-    document: dict[str, Any]
+    secs: float  # from the request that does it to the whole incident, in seconds
+    document: dict[str, Any]  # the incident, as it was then; `over`: when the process had gone on
     over: dict[str, Any]
-    answer: list[int]
+    answer: list[int]  # what the request was answered in the end
 
 
 @dataclass
 class Told:
-    """What happened to a server, in order.
-
-    Attributes:
-        titles: of its processes, by pid; the main process's own is not SGLang's.
-        main: the pid of the main process.
-        quiet: the incidents of what is no hang.
-        hung: what came of each way to hang.
-    """
+    """What happened to a server, in order."""
 
     folder: Path
-    main: int = 0
+    main: int = 0  # the pid of the main process
+    #: of its processes, by pid; the main process's own is not SGLang's
     titles: dict[int, str] = field(default_factory=dict)
-    quiet: list[StoredIncident] = field(default_factory=list)
-    hung: dict[tuple[str, Way], Hung] = field(default_factory=dict)
+    quiet: list[StoredIncident] = field(default_factory=list)  # the incidents of what is no hang
+    hung: dict[tuple[str, Way], Hung] = field(default_factory=dict)  # what came of each way to hang
 
     def whole(self) -> list[StoredIncident]:
         """Return the whole incidents, the newest first."""

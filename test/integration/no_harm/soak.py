@@ -75,25 +75,16 @@ MEASURES = (("memory, MB", 12.0), ("descriptors", 6.0), ("threads", 3.0), ("zomb
 
 @dataclass
 class Side:
-    """One of the two servers.
+    """One of the two servers."""
 
-    Attributes:
-        name: ``patched`` or ``unpatched``.
-        server: the server.
-        members: its processes when it was at rest.
-        answers: the tokens of each request, in order.
-        seconds: how long each of them took.
-        samples: what its processes held every `SAMPLE_EVERY_S`, in the order of `MEASURES`.
-        error: why its client stopped early; empty where it did not.
-    """
-
-    name: str
-    server: Server
-    members: list[Process] = field(default_factory=list)
-    answers: list[list[int]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    name: str  # ``patched`` or ``unpatched``
+    server: Server  # the server
+    members: list[Process] = field(default_factory=list)  # its processes when it was at rest
+    answers: list[list[int]] = field(default_factory=list)  # the tokens of each request, in order
+    seconds: list[float] = field(default_factory=list)  # how long each of them took
+    #: what its processes held every `SAMPLE_EVERY_S`, in the order of `MEASURES`
     samples: list[tuple[float, ...]] = field(default_factory=list)
-    error: str = ""
+    error: str = ""  # why its client stopped early; empty where it did not
 
     def growth(self, measure: int) -> float:
         """Return by how much the median of the last third is above that of the first; 0 for too few samples."""
@@ -104,19 +95,12 @@ class Side:
 
 @dataclass
 class Outcome:
-    """How a soak went.
+    """How a soak went."""
 
-    Attributes:
-        problems: what must not be, a line each.
-        table: the figures, for a person.
-        actions: how often each thing was done.
-        kinds: of the incidents, in no order.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    table: str = ""
-    actions: Counter[str] = field(default_factory=Counter)
-    kinds: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # what must not be, a line each
+    table: str = ""  # the figures, for a person
+    actions: Counter[str] = field(default_factory=Counter)  # how often each thing was done
+    kinds: list[str] = field(default_factory=list)  # of the incidents, in no order
 
 
 def soak(

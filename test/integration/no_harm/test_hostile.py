@@ -62,39 +62,25 @@ signal.signal(signal.SIGUSR1, ask_for_stacks)
 
 @dataclass
 class Story:
-    """What happened to one server, in order.
+    """What happened to one server, in order."""
 
-    Attributes:
-        theirs: the folder of somebody else's that the crash folder has a link to.
-        fallback: where its incidents went instead.
-        answers: what it answered before, and after the flood.
-        after_flood: incidents after the flood.
-        observed: the incident of the rank that slept in the kernel, while the server went on.
-        tracers: who traced the detokenizer before and after its capture.
-        slept: state of the rank when it had been captured.
-        health: each health check meanwhile: when it was asked and answered, and the status.
-        late_answer: what the request that waited for the rank was answered.
-        open_files: what the crash handler had open, by inode.
-        shared_memory: what the server had in /dev/shm before it ended.
-        left: what was left in the end.
-        decoy: its pid, and whether it lived when all was over.
-    """
-
-    theirs: Path
-    fallback: Path
+    theirs: Path  # the folder of somebody else's that the crash folder has a link to
+    fallback: Path  # where its incidents went instead
     log_inode: int = 0
-    answers: list[list[list[int]]] = field(default_factory=list)
-    after_flood: list[StoredIncident] = field(default_factory=list)
+    answers: list[list[list[int]]] = field(default_factory=list)  # what it answered before, and after the flood
+    after_flood: list[StoredIncident] = field(default_factory=list)  # incidents after the flood
+    #: the incident of the rank that slept in the kernel, while the server went on
     observed: dict[str, Any] = field(default_factory=dict)
     observed_folder: Path = Path()
-    tracers: list[int | None] = field(default_factory=list)
-    slept: str = ""
+    tracers: list[int | None] = field(default_factory=list)  # who traced the detokenizer before and after its capture
+    slept: str = ""  # state of the rank when it had been captured
+    #: each health check meanwhile: when it was asked and answered, and the status
     health: list[tuple[float, float, int]] = field(default_factory=list)
-    late_answer: list[int] = field(default_factory=list)
-    open_files: set[int] = field(default_factory=set)
-    shared_memory: list[str] = field(default_factory=list)
-    left: Wreck | None = None
-    decoy: tuple[int, bool] = (0, False)
+    late_answer: list[int] = field(default_factory=list)  # what the request that waited for the rank was answered
+    open_files: set[int] = field(default_factory=set)  # what the crash handler had open, by inode
+    shared_memory: list[str] = field(default_factory=list)  # what the server had in /dev/shm before it ended
+    left: Wreck | None = None  # what was left in the end
+    decoy: tuple[int, bool] = (0, False)  # its pid, and whether it lived when all was over
 
     @property
     def end(self) -> Wreck:

@@ -120,19 +120,12 @@ def test_an_elastic_server_serves_on_when_a_rank_dies(release: str, tmp_path: Pa
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A server that a program started.
+    """A server that a program started."""
 
-    Attributes:
-        pid: its main process.
-        url: where it answers.
-        crash: its crash folder.
-        processes: all its processes when it was ready.
-    """
-
-    pid: int
-    url: str
-    crash: Path
-    processes: list[Process]
+    pid: int  # its main process
+    url: str  # where it answers
+    crash: Path  # its crash folder
+    processes: list[Process]  # all its processes when it was ready
 
     def has_lost(self) -> list[str]:
         """Return which of its processes have ended."""

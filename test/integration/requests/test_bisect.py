@@ -213,19 +213,12 @@ def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that one request brings about.
+    """A fault that one request brings about."""
 
-    Attributes:
-        name: the hook's.
-        body: the request.
-        kind: the verdict's.
-        takes_memory: more than there is in a small memory cgroup.
-    """
-
-    name: str
-    body: dict[str, Any]
-    kind: str
-    takes_memory: bool = False
+    name: str  # the hook's
+    body: dict[str, Any]  # the request
+    kind: str  # the verdict's
+    takes_memory: bool = False  # more than there is in a small memory cgroup
 
     def __str__(self) -> str:
         return self.name

@@ -43,29 +43,17 @@ pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(300 + 12
 
 @dataclass(frozen=True)
 class Crash:
-    """One crash of the loop.
+    """One crash of the loop."""
 
-    Attributes:
-        number: how many there were, this one included.
-        serves: the server was up.
-        pid: the rank's that was killed.
-        status: the main process's exit status, negative for a signal.
-        seconds: from the rank's death to the server's end.
-        left: processes of the server, and its crash handler, that were still there 5 s later.
-        incident: the newest incident.
-        found: the incidents that are on disk by then, the newest first.
-        use: what all incidents take, in bytes.
-    """
-
-    number: int
-    serves: bool
-    pid: int
-    status: int
-    seconds: float
-    left: list[str]
-    incident: StoredIncident
-    found: list[Path]
-    use: int
+    number: int  # how many there were, this one included
+    serves: bool  # the server was up
+    pid: int  # the rank's that was killed
+    status: int  # the main process's exit status, negative for a signal
+    seconds: float  # from the rank's death to the server's end
+    left: list[str]  # processes of the server, and its crash handler, that were still there 5 s later
+    incident: StoredIncident  # the newest incident
+    found: list[Path]  # the incidents that are on disk by then, the newest first
+    use: int  # what all incidents take, in bytes
 
     @property
     def is_full(self) -> bool:

@@ -42,17 +42,11 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Left:
-    """What a crashed server left.
+    """What a crashed server left."""
 
-    Attributes:
-        lane: which SGLang.
-        folder: the crash folder.
-        incident: the one incident in it.
-    """
-
-    lane: Lane
-    folder: Path
-    incident: dict[str, Any]
+    lane: Lane  # which SGLang
+    folder: Path  # the crash folder
+    incident: dict[str, Any]  # the one incident in it
 
     def holding(self, text: str) -> list[str]:
         """Return the files below the crash folder that hold `text`."""

@@ -48,25 +48,15 @@ NO_REQUEST = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 @dataclass(frozen=True)
 class Death:
-    """What a server left whose rank was killed while it started.
+    """What a server left whose rank was killed while it started."""
 
-    Attributes:
-        pid: the rank's.
-        status: the main process's exit status, negative for a signal.
-        log: what the server printed.
-        incident: what ``incident.json`` holds.
-        folder: where it lies.
-        members: each process that the server had before.
-        left: processes of the server that were still there 5 s after its end.
-    """
-
-    pid: int
-    status: int
-    log: str
-    incident: dict[str, Any]
-    folder: Path
-    members: list[Member]
-    left: list[str]
+    pid: int  # the rank's
+    status: int  # the main process's exit status, negative for a signal
+    log: str  # what the server printed
+    incident: dict[str, Any]  # what ``incident.json`` holds
+    folder: Path  # where it lies
+    members: list[Member]  # each process that the server had before
+    left: list[str]  # processes of the server that were still there 5 s after its end
 
 
 @dataclass(frozen=True)

@@ -57,17 +57,11 @@ def change(c10d):
 
 @dataclass(frozen=True)
 class Story:
-    """A server that does not get ready.
+    """A server that does not get ready."""
 
-    Attributes:
-        pids: of the ranks, by title.
-        held: what ``collect`` says while the second rank has not come to the store.
-        apart: what it says when both are there and look for each other in different places.
-    """
-
-    pids: dict[str, int]
-    held: dict[str, Any]
-    apart: dict[str, Any]
+    pids: dict[str, int]  # of the ranks, by title
+    held: dict[str, Any]  # what ``collect`` says while the second rank has not come to the store
+    apart: dict[str, Any]  # what it says when both are there and look for each other in different places
 
 
 def pid_of(server: Server, rank: str) -> int:
