@@ -106,17 +106,10 @@ class DockerHost:
         image: str = EMPTY,
         python: str = "",
     ) -> Container:
-        """Start a server in a container, whose incidents go to `volume`.
+        """Start a server of a lane in a container, whose incidents go to `volume`.
 
-        Args:
-            lane: whose SGLang it is.
-            volume: where its incidents go.
-            options: more of ``docker run``.
-            env: more environment for the server.
-            tp: tensor-parallel ranks.
-            prefix: a command in the container that runs the server's.
-            image: what is in the container beside this machine's own and the lane.
-            python: the interpreter; by default the lane's, or that of an image with a Python of its own.
+        `prefix` is a command in the container that runs the server's, `options` are more of ``docker run``, `python` is
+        by default the lane's, or that of an image with a Python of its own.
         """
         argv = self.command("run", "--rm=false", "--network=host", *options)
         argv += read_only([*_SYSTEM, str(ROOT), *([str(base_of(lane))] if image == EMPTY else [])])

@@ -18,8 +18,6 @@ LONGEST = (
     "test_kit_breaks",
     "test_faults",
     "test_startup_death",
-    "test_watch_crash",
-    "test_watch",
     "test_capture_ladder",
     "test_divergence",
     "test_journal",

@@ -38,10 +38,8 @@ sys.meta_path.insert(0, _Finder(change, {modules!r}))
 def write_site(folder: Path, code: str, *modules: str) -> dict[str, str]:
     """Write a ``sitecustomize.py`` into a folder, and return the environment that brings it into a server.
 
-    Args:
-        folder: has none yet, or one that this wrote for other modules.
-        code: runs as each Python process begins; its function ``change`` takes a module that has just been loaded.
-        modules: full names of those that are to be changed.
+    `code` runs as each Python process begins; its function ``change`` takes each of `modules`, full names, that has
+    just been loaded. The folder has none yet, or one that this wrote for other modules.
     """
     with (folder / "sitecustomize.py").open("a") as file:
         file.write(code + _HOOK.replace("{modules!r}", repr(modules)))

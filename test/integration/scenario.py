@@ -21,7 +21,7 @@ from incident_schema import assert_fits
 from lanelib.lanes import Lane
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
 from lanelib.servers import ManagedProcess, Server, greedy
-from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME as JOURNAL
@@ -129,14 +129,9 @@ def wreck(
     requests: int = 3,
     breaks_by_itself: bool = False,
 ) -> Wreck:
-    """Break a ready server while `requests` long requests are under way, and gather what is left.
+    """Break a ready server while long requests are under way, and gather what is left.
 
-    Args:
-        server: ready.
-        crash_folder: where its incidents are expected.
-        fault: what breaks it; called once the requests are in flight.
-        requests: how many requests are in flight.
-        breaks_by_itself: it breaks once it works on them, so its schedulers are held until all have arrived.
+    Where it breaks by itself once it works on them, its schedulers are held until all have arrived.
     """
     members = members_of(server)
     handlers = handlers_of(server)
@@ -161,9 +156,13 @@ def wreck(
     left = left_of([server], known)
     for thread in threads:
         thread.join(timeout=10)
+    found = incidents_of(crash_folder)
+    for stored in found:
+        if stored.finished:
+            assert_fits(stored.document)
     return Wreck(
         crash_folder=crash_folder,
-        incidents=[(stored.path, stored.document or {}) for stored in _incidents(crash_folder)],
+        incidents=[(stored.path, stored.document or {}) for stored in found],
         members=members,
         pids=pids,
         sent=sent,
@@ -226,9 +225,7 @@ def journaled_rids(pid: int) -> set[str]:
 def worked_on(server: ManagedProcess, log_from: int = 0) -> int:
     """Return how many requests a server said to have at once in a batch or behind it, of any release, patched or not.
 
-    Args:
-        server: which prints what it runs, as by default.
-        log_from: what it said later counts, in bytes of its log.
+    Of its log, what it said after `log_from` bytes counts.
     """
     log = server.log_path.read_bytes()[log_from:].decode(errors="replace")
     most: dict[str, int] = {}
@@ -292,12 +289,9 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _incidents(crash_folder: Path) -> list[Any]:
-    found = find_incidents(crash_folder) if crash_folder.is_dir() else []
-    for one in found:
-        if one.finished:
-            assert_fits(one.document)
-    return found
+def incidents_of(folder: Path) -> list[StoredIncident]:
+    """Return the incidents below a crash folder, which the server may not have made."""
+    return find_incidents(folder) if folder.is_dir() else []
 
 
 def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> threading.Thread:

@@ -21,12 +21,12 @@ import psutil
 import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
-from integration.scenario import IN_FLIGHT_S, Member, Sent, journaled_rids, members_of
+from integration.scenario import IN_FLIGHT_S, Member, Sent, incidents_of, journaled_rids, members_of
 from lanelib.lanes import ensure_lane
 from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of
 from lanelib.servers import Server, greedy
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.store import StoredIncident
 from unit.support.waiting import wait_until
 
 MISSING = missing_libraries()
@@ -75,7 +75,7 @@ def addresses_of(server: Server) -> set[str]:
 
 
 def incidents_below(folder: Path) -> list[StoredIncident]:
-    found = find_incidents(folder) if folder.is_dir() else []
+    found = incidents_of(folder)
     return [stored for stored in found if stored.finished and stored.document]
 
 

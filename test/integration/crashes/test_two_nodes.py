@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from integration.crashes.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
-from integration.scenario import PATIENCE, RELEASES, Member, Sent, ask_in_flight, left_of, members_of
+from integration.scenario import PATIENCE, RELEASES, Member, Sent, ask_in_flight, incidents_of, left_of, members_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.store import StoredIncident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -83,7 +83,7 @@ def end_of(
         Node(
             status=node.popen.wait(timeout=1),
             seconds=seconds[number],
-            incidents=incidents_of(folder / str(number)),
+            incidents=finished_of(folder / str(number)),
             members=members[number],
             sent=[] if number else list(sent),
             rank=ranks[number],
@@ -95,14 +95,12 @@ def end_of(
     return first, second
 
 
-def incidents_of(folder: Path) -> list[StoredIncident]:
+def finished_of(folder: Path) -> list[StoredIncident]:
     """Return the incidents of a node, once its crash handler has finished them."""
     deadline = time.monotonic() + EXIT_TIMEOUT_S
-    while True:
-        found = find_incidents(folder) if folder.is_dir() else []
-        if all(one.finished for one in found) or time.monotonic() > deadline:
-            return found
+    while any(not one.finished for one in incidents_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return incidents_of(folder)
 
 
 def assert_whole(node: Node, ends: Mapping[int, End]) -> None:
@@ -204,7 +202,7 @@ def test_a_rank_killed_on_node_1_while_loading_ends_it(release: str, tmp_path: P
         left = left_of([nodes[1]], [member.process for member in members])
     assert "Rank 0 scheduler died during initialization (exit code: -9)." in log
     assert left == []
-    (stored,) = incidents_of(tmp_path / "1")
+    (stored,) = finished_of(tmp_path / "1")
     incident = stored.document or {}
     assert incident["verdict"]["first_failure"]["pid"] == pid
     assert_present(incident, members)

@@ -5,24 +5,19 @@ from __future__ import annotations
 import json
 import pickletools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from integration.scenario import Member, Sent, Wreck
 from sglang_crashkit.incident.exit_status import ServerExit, reports_crash
+from sglang_crashkit.model.checked_json import seconds_of
 
 #: The cause of an end, and its signal.
 End = tuple[str, str | None]
 
 
 def assert_whole(left: Wreck, ends: Mapping[str, End] | None = None) -> None:
-    """The only incident is complete, and misses no process, no stack, no end and no request.
-
-    Args:
-        left: what was left of a server.
-        ends: how those ended that the fault killed, by title.
-    """
+    """The only incident is complete, and misses no process, no stack, no end (`ends`: by title) and no request."""
     struck = {pid_of(left.members, title): end for title, end in (ends or {}).items()}
     assert left.incident["complete"] is True
     assert_present(left.incident, left.members)
@@ -52,13 +47,7 @@ def assert_titled(incident: dict[str, Any], members: Iterable[Member]) -> None:
 
 
 def assert_told(incident: dict[str, Any], folder: Path, struck: Collection[int] = ()) -> None:
-    """Each process that lived on after the trigger has a stack or its exception, which is there to be read.
-
-    Args:
-        incident: what ``incident.json`` holds.
-        folder: where it lies.
-        struck: whom the fault killed.
-    """
+    """Each process that lived on, so none that the fault struck, has a stack or its exception."""
     main = next((process["pid"] for process in incident["processes"] if process["role"] == "server"), None)
     for process in incident["processes"]:
         captured = [piece for piece in process["evidence"] if piece["status"] == "captured"]
@@ -92,12 +81,7 @@ def _comes_and_goes(process: dict[str, Any]) -> bool:
 
 
 def assert_ends(incident: dict[str, Any], struck: Mapping[int, End]) -> None:
-    """Whom the fault killed ended as it says; who else is dead, in consequence.
-
-    Args:
-        incident: what ``incident.json`` holds.
-        struck: the cause and the signal of their ends, by pid.
-    """
+    """Whom the fault killed ended as `struck` says, by pid: cause and signal; who else is dead, in consequence."""
     ended = {process["pid"]: process for process in incident["processes"] if process["exit"] is not None}
     assert struck.keys() <= ended.keys(), ended.keys()
     for pid, process in ended.items():
@@ -129,13 +113,7 @@ def _is_consequence(process: dict[str, Any], end: dict[str, Any], *, raised: boo
 
 
 def assert_requests(incident: dict[str, Any], folder: Path, sent: Sequence[Sent]) -> None:
-    """The requests in flight are those that were sent, in the journal, and in the server's own file where there is one.
-
-    Args:
-        incident: what ``incident.json`` holds.
-        folder: where it lies.
-        sent: what was in flight; empty for a server that was asked nothing.
-    """
+    """The requests in flight are those sent, in the journal, and in the server's own file where there is one."""
     requests = incident["requests"]
     if not sent:
         assert requests["reason"], requests
@@ -166,7 +144,7 @@ def journaled(incident: dict[str, Any], folder: Path, *states: str) -> dict[str,
 
 def times_of(incident: dict[str, Any]) -> dict[str, float]:
     """Return when each event of the timeline was first, in seconds since the epoch."""
-    return {entry["event"]: seconds_of(entry["time"]) for entry in reversed(incident["timeline"])}
+    return {entry["event"]: seconds_of(entry["time"]) or 0.0 for entry in reversed(incident["timeline"])}
 
 
 def assert_before_the_end(incident: dict[str, Any]) -> None:
@@ -174,8 +152,3 @@ def assert_before_the_end(incident: dict[str, Any]) -> None:
     times = times_of(incident)
     assert times["stacks_captured"] <= times["incident_finished"] <= times["process_exited"], incident["timeline"]
     assert times["incident_finished"] <= times["server_exited"], incident["timeline"]
-
-
-def seconds_of(text: str) -> float:
-    """Return a time of the incident in seconds since the epoch."""
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()

@@ -66,11 +66,6 @@ def retract_once(batches):
 
 
 def write_site(folder: Path, victim: str = "TP1") -> dict[str, str]:
-    """Write it into an empty folder, and return the environment that brings it into a server.
-
-    Args:
-        folder: see above.
-        victim: the rank, as the title of its process has it.
-    """
+    """Write it into an empty folder, and return the environment that brings it into a server; `victim` as in titles."""
     environ = import_hook.write_site(folder, _SITECUSTOMIZE, "sglang.srt.managers.scheduler")
     return environ | {"CRASHKIT_TEST_ASTRAY": f"sglang::scheduler_{victim}"}

@@ -175,13 +175,9 @@ def hang_in_a_batch_and_die(server: Server, told: Story) -> None:
 
 
 def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
-    """Let everything happen to a server that starts.
+    """Let everything happen to a server that starts with the environment of `stuck`.
 
-    Args:
-        server: started with the environment of `stuck`.
-        told: where it is told.
-        stuck: what makes a rank stuck.
-        full: do all that is no hang, also what is the same in all releases.
+    With `full` do all that is no hang, also what is the same in all releases.
     """
     if full:
         load_slowly(server, told)

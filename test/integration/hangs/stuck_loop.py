@@ -67,11 +67,7 @@ def change(module):
 
 
 class StuckLoop:
-    """Makes processes of servers stuck that were started with its environment.
-
-    Args:
-        folder: an empty folder of its own.
-    """
+    """Makes processes of servers stuck that were started with its environment; it has a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -73,11 +73,7 @@ signal.signal(signal.SIGUSR2, on_release)
 
 
 class StuckRank:
-    """Makes ranks of servers stuck that were started with its environment.
-
-    Args:
-        folder: an empty folder of its own.
-    """
+    """Makes ranks of servers stuck that were started with its environment; it has a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -69,19 +69,7 @@ def collect(server: Server, folder: Path) -> dict[str, Any]:
 
 
 class Asked(threading.Thread):
-    """A request, sent, and its answer as it comes.
-
-    Args:
-        server: which is asked.
-        rid: the request's id.
-        tokens: of its answer.
-        prompt: what it asks.
-
-    Attributes:
-        rid: the request's id.
-        chunks: how many pieces of the answer there were; the first is of the prompt's own step.
-        is_whole: the server ended the answer, which it also does to one that is aborted.
-    """
+    """A request, sent, and its answer as it comes."""
 
     def __init__(self, server: Server, rid: str, tokens: int, prompt: str = "Hello") -> None:
         super().__init__(daemon=True)
@@ -155,18 +143,9 @@ def tell(
     tokens: int = 4000,
     prompt: str = "1 2 3",
 ) -> Story:
-    """Have a server go astray, and return what became of it.
+    """Have a server go astray in a way of `astray_rank`, and return what became of it.
 
-    Args:
-        way: in which; see `astray_rank`.
-        factory: of folders.
-        tp: ranks.
-        victim: the one that goes astray.
-        load_secs: so long it is under mixed load before, in seconds.
-        more: arguments of the server.
-        env: more of its environment.
-        tokens: of the answer beside the outlier.
-        prompt: of the outlier.
+    `tokens` is of the answer beside the outlier, `prompt` of the outlier.
     """
     told, crash = Story(), factory.mktemp("crash")
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}

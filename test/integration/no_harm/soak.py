@@ -113,17 +113,7 @@ def soak(
     tp: int = 2,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Serve with both for a while, and compare.
-
-    Args:
-        patched: the lane with the kit.
-        unpatched: the same release without it.
-        folder: for the crash folder and what the servers import; there and empty.
-        seconds: how long the servers are asked, from when both are at rest.
-        seed: of all that is random.
-        tp: tensor-parallel ranks of each.
-        say: takes a line for each thing that is done.
-    """
+    """Serve with a patched and an unpatched lane for so many seconds, from when both are at rest, and compare."""
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE_CODE)
     options = ["--crash-dump-folder", str(folder / "crash"), "--max-total-tokens", str(POOL)]

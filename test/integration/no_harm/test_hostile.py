@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.checked_json import seconds_of
 from sglang_crashkit.settings import socket_path
 from unit.support.targets import make_tool, state_of, traced
 from unit.support.waiting import child, wait_until
@@ -234,10 +234,6 @@ def evidence_of(document: dict[str, Any], title: str, kind: str) -> dict[str, An
     (piece,) = [piece for piece in process["evidence"] if piece["kind"] == kind]
     found: dict[str, Any] = piece
     return found
-
-
-def seconds_of(moment: str) -> float:
-    return datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()
 
 
 def test_a_flood_on_the_handlers_socket_changes_nothing(story: Story) -> None:

@@ -41,13 +41,7 @@ def log_of_import(lane: Lane, *, crashkit: bool) -> str:
 
 
 def log_of_server(lane: Lane, folder: Path, *, crashkit: bool) -> list[str]:
-    """Serve, answer and end in order; return the server's log.
-
-    Args:
-        lane: which SGLang.
-        folder: the crash folder.
-        crashkit: whether the crash handler runs.
-    """
+    """Serve, answer and end in order; return the server's log."""
     with Server.start(lane, extra_args=["--crash-dump-folder", str(folder)]) as server:
         server.wait_ready()
         assert answers_of(server)

@@ -18,11 +18,19 @@ import pytest
 
 from integration.faults import DP1
 from integration.no_harm.programs import Program
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Sent, ask_in_flight, handlers_of, left_of, members_of
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    RELEASES,
+    Sent,
+    ask_in_flight,
+    handlers_of,
+    incidents_of,
+    left_of,
+    members_of,
+)
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, command_of, free_port, opener
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.support.stored import wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3000)]
@@ -41,11 +49,6 @@ from sglang_crashkit import policy
 
 policy.mode_of = lambda *args, **kwargs: policy.Mode.ELASTIC
 """
-
-
-def incidents_of(folder: Path) -> list[StoredIncident]:
-    """Return the incidents below a crash folder, which the server may not have made."""
-    return find_incidents(folder) if folder.is_dir() else []
 
 
 def kinds_of(folder: Path) -> list[str]:
@@ -142,13 +145,9 @@ class Neighbour:
 
 @contextlib.contextmanager
 def neighbour_of(program: Program, lane: Lane, folder: Path, *, detached: bool = False) -> Iterator[Neighbour]:
-    """Let a program start a server of its own with a crash folder of its own.
+    """Let a program start a server of its own in a new folder.
 
-    Args:
-        program: whose child it is.
-        lane: which SGLang.
-        folder: for its log and crash folder; created.
-        detached: it is started by way of a process that ends at once, and has a session of its own.
+    `detached`: it is started by way of a process that ends at once, and has a session of its own.
     """
     folder.mkdir()
     port, crash = free_port(), folder / "crash"

@@ -16,10 +16,11 @@ import pytest
 
 from integration.memory_group import NoMemoryGroupError, memory_group
 from integration.requests.poison import MARK, poisoned
+from integration.scenario import incidents_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
 from sglang_crashkit.incident.requests import read_requests
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.model import ABORTED
 from sglang_crashkit.replay.server import Answer, send
@@ -65,17 +66,17 @@ def crash(
     folder: Path, env: Mapping[str, str], bodies: Sequence[Mapping[str, Any]], at_once: str = "8"
 ) -> StoredIncident:
     """Break a server by requests, and return its newest incident."""
-    known = {one.path for one in find_incidents(folder)} if folder.is_dir() else set()
+    known = {one.path for one in incidents_of(folder)}
     options = ["--crash-dump-folder", str(folder), "--max-running-requests", at_once]
     with Server.start(ensure_lane(RELEASE), extra_args=options, env=env) as server:
         server.wait_ready()
         ask(server, bodies)
         wait_until(
-            lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder) if one.path not in known),
+            lambda: any(one.finished for one in incidents_of(folder) if one.path not in known),
             "it broke",
         )
         server.popen.wait(timeout=END_S)
-    newest = next(one for one in find_incidents(folder) if one.path not in known)
+    newest = next(one for one in incidents_of(folder) if one.path not in known)
     assert newest.document is not None
     return newest
 
@@ -161,9 +162,9 @@ def test_the_last_of_a_large_batch_is_suspected(tmp_path: Path) -> None:
     with Server.start(lane, extra_args=options) as server:
         server.wait_ready()
         assert send(Address("http", "127.0.0.1", server.port), asked, ANSWER_S).status is None
-        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it broke")
+        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it broke")
         server.popen.wait(timeout=END_S)
-    (incident,) = find_incidents(folder)
+    (incident,) = incidents_of(folder)
     document = incident.document or {}
     suspects = document["suspects"]
     assert (len(suspects), document["suspects_left_out"]) == (16, 9)
@@ -183,9 +184,9 @@ def test_a_control_request_that_kills_is_named_and_no_prompt(tmp_path: Path) -> 
         lasting = {"rid": "lasting", "text": "a", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
         threading.Thread(target=send, args=(address, lasting, ANSWER_S), daemon=True).start()
         assert send(address, model, ANSWER_S, path="/update_weights_from_disk").status is None
-        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it broke")
+        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it broke")
         server.popen.wait(timeout=END_S)
-    incident = find_incidents(folder)[0].incident
+    incident = incidents_of(folder)[0].incident
     assert incident.suspects == []
     assert ", while it worked on update_weights_from_disk" in " ".join(line.strip() for line in first_screen(incident))
     assert any("worked on update_weights_from_disk, a control request" in one for one in incident.cause.reasons)
@@ -200,8 +201,8 @@ def test_a_request_that_hangs_a_rank_is_found_by_itself(tmp_path: Path) -> None:
         threading.Thread(target=ask, args=(server, ordinary(6)), daemon=True).start()
         gone = send(Address("http", "127.0.0.1", server.port), guilty("poison", 12), 1.0)
         assert gone.status is None
-        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it hangs")
-    incident = find_incidents(folder)[-1]
+        wait_until(lambda: any(one.finished for one in incidents_of(folder)), "it hangs")
+    incident = incidents_of(folder)[-1]
     assert incident.document["kind"] == "hang"
     suspects = {one["rid"]: one for one in incident.document["suspects"]}
     # Its client left because of the hang, which tells nothing of it.
