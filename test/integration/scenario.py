@@ -256,6 +256,16 @@ def left_of(servers: Sequence[ManagedProcess], known: Iterable[Process], timeout
         time.sleep(0.05)
 
 
+def rank_that_starts(server: ManagedProcess, title: str, timeout_s: float) -> int:
+    """Wait until a process of a server that starts has a title, and return its pid."""
+
+    def find() -> int:
+        assert server.popen.poll() is None, server.log_tail()
+        return next((pid for pid, its in server.processes() if its.split(" ")[0] == title), 0)
+
+    return wait_until(find, title, timeout_s)
+
+
 def handler_pid(server: ManagedProcess) -> int:
     """Return the pid of the crash handler that watches `server`."""
     pids = handlers_of(server)

@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 
 from integration.crashes.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
-from integration.scenario import PATIENCE, RELEASES, Member, Sent, ask_in_flight, incidents_of, left_of, members_of
+from integration.scenario import (
+    PATIENCE,
+    RELEASES,
+    Member,
+    Sent,
+    ask_in_flight,
+    incidents_of,
+    left_of,
+    members_of,
+    rank_that_starts,
+)
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.cli.main import main
@@ -190,11 +200,7 @@ def test_an_orderly_shutdown_is_no_failure_of_any_node(release: str, tmp_path: P
 @pytest.mark.matrix
 def test_a_rank_killed_on_node_1_while_loading_ends_it(release: str, tmp_path: Path) -> None:
     with two_nodes(release, tmp_path) as nodes:
-        deadline = time.monotonic() + TITLE_TIMEOUT_S
-        while (pid := titled(nodes[1], RANKS[1])) is None:
-            assert nodes[1].popen.poll() is None, nodes[1].log_tail()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        pid = rank_that_starts(nodes[1], RANKS[1], TITLE_TIMEOUT_S)
         members = members_of(nodes[1])
         os.kill(pid, signal.SIGKILL)
         assert nodes[1].popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.KILLED
@@ -208,7 +214,3 @@ def test_a_rank_killed_on_node_1_while_loading_ends_it(release: str, tmp_path: P
     assert_present(incident, members)
     assert_told(incident, stored.path, [pid])
     assert_ends(incident, {pid: ("signal", "SIGKILL")})
-
-
-def titled(server: Server, title: str) -> int | None:
-    return next((pid for pid, its in server.processes() if its.split(" ")[0] == title), None)

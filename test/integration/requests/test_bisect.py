@@ -19,11 +19,11 @@ from integration.requests.poison import MARK, poisoned
 from integration.scenario import incidents_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
-from sglang_crashkit.incident.requests import read_requests
+from sglang_crashkit.incident.requests import StoredRequest, read_requests
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel.server_address import Address
 from sglang_crashkit.model import ABORTED
-from sglang_crashkit.replay.server import Answer, send
+from sglang_crashkit.replay.server import Answer, send, send_all
 from sglang_crashkit.view.first_screen import first_screen
 from unit.support.waiting import wait_until
 
@@ -49,17 +49,9 @@ def guilty(rid: str, *ids: int) -> dict[str, Any]:
 
 def ask(server: Server, bodies: Sequence[Mapping[str, Any]], within_s: float = ANSWER_S) -> list[Answer]:
     """Send requests at once, and return the answers of those that the server lives to answer."""
-    address, answers = Address("http", "127.0.0.1", server.port), list[Answer]()
-    threads = [
-        threading.Thread(target=lambda body=body: answers.append(send(address, body, within_s)), daemon=True)
-        for body in bodies
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive() and server.popen.poll() is None:
-            thread.join(0.1)
-    return answers
+    stored = [StoredRequest(str(body.get("rid")), 0.0, False, body) for body in bodies]
+    address = Address("http", "127.0.0.1", server.port)
+    return send_all(address, stored, within_s, is_over=lambda: server.popen.poll() is not None)
 
 
 def crash(
@@ -85,17 +77,7 @@ def bisect(crash_folder: Path, out: Path, env: Mapping[str, str], *more: str) ->
     """Run `replay --bisect` with servers that break alike, and return what it found."""
     lane = ensure_lane(RELEASE)
     serve = " ".join(str(word) for word in command_of(lane, 0))
-    words = [
-        sys.executable,
-        "-m",
-        "sglang_crashkit",
-        "replay",
-        str(crash_folder),
-        "--bisect",
-        "--serve",
-        serve,
-        "--json",
-    ]
+    words = [sys.executable, "-m", "sglang_crashkit", "replay", str(crash_folder), "--bisect"]
     path = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [*words, "--serve", serve, "--json", "-o", str(out), *more],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from integration.crashes.whole import assert_ends, assert_present, assert_told
-from integration.scenario import PATIENCE, RELEASES, Member, left_of, members_of
+from integration.scenario import PATIENCE, RELEASES, Member, left_of, members_of, rank_that_starts
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -98,7 +97,7 @@ def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deat
     folder = tmp_path_factory.mktemp("crash")
     arguments = ["--crash-dump-folder", str(folder)]
     with Server.start(ensure_lane(case.release), extra_args=arguments, env=PATIENCE, **case.parallel) as server:  # type: ignore[arg-type]
-        pid = wait_for(lambda: find(server, case.victim), TITLE_TIMEOUT_S)
+        pid = rank_that_starts(server, case.victim, TITLE_TIMEOUT_S)
         members = members_of(server)
         os.kill(pid, signal.SIGKILL)
         status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
@@ -106,19 +105,6 @@ def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deat
         log = server.log_path.read_text(errors="replace")
         (stored,) = find_incidents(folder)
         yield Death(pid, status, log, only_incident(folder), stored.path, members, left)
-
-
-def find(server: Server, title: str) -> int | None:
-    assert server.popen.poll() is None, server.log_tail()
-    return next((pid for pid, its in server.processes() if its.split(" ")[0] == title), None)
-
-
-def wait_for(condition: Callable[[], int | None], timeout_s: float) -> int:
-    deadline = time.monotonic() + timeout_s
-    while (found := condition()) is None:
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.1)
-    return found
 
 
 def only_incident(folder: Path) -> dict[str, Any]:
