@@ -17,6 +17,7 @@ from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot
 from unit.support.command import Cli, Said
+from unit.support.targets import make_tool
 from unit.support.waiting import LONG
 
 RANK = Sample("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
@@ -31,63 +32,30 @@ NOTHING = {"error": "there is no SGLang process on this host", "next": "x", "exi
 REFUSED = {"error": "cannot write to /x", "next": "name another", "exit_code": 1}
 
 
-class Slurm:
-    """Stand-ins for Slurm's commands.
-
-    Args:
-        folder: where they are, and what they were asked is noted.
-        cli: see the fixture.
-    """
-
-    def __init__(self, folder: Path, cli: Cli) -> None:
-        self._folder, self._cli = folder, cli
-        self._write("squeue", "echo '12|12|RUNNING|n[1-2]'")
-        self._write("scontrol", "echo n1; echo n2")
-        self.answer(n1=FOUND, n2=FOUND)
-
-    def collect(self, *arguments: str, status: int = 0) -> Said:
-        output = f"--output-dir={self._folder.parent / 'out'}"
-        return self._cli("collect", "--slurm-job=12", output, *arguments, status=status)
-
-    def forget_the_job(self) -> None:
-        self._write("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-
-    def answer(self, **documents: object) -> None:
-        for node, document in documents.items():
-            (self._folder / f"{node}.json").write_text(json.dumps(document))
-        find_node = "for a; do case $a in --nodelist=*) n=${a#*=};; esac; done"
-        self._write("srun", f"cd {self._folder}; {find_node}; printf '%s\\n' \"$@\" >$n.asked; cat $n.json")
-
-    def asked(self, node: str) -> list[str]:
-        return (self._folder / f"{node}.asked").read_text().splitlines()
-
-    def _write(self, name: str, script: str) -> None:
-        path = self._folder / name
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
+#: Notes what it is asked for each node, and answers for it.
+SRUN = f"""for a; do case $a in --nodelist=*) n=${{a#*=}};; esac; done
+printf '%s\\n' "$@" >$0.$n; echo {shlex.quote(json.dumps(FOUND))}"""
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Slurm:
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    return Slurm(folder, cli)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder ahead of all others on PATH, with a Slurm that knows one job."""
+    tools = {"squeue": "echo '12|12|RUNNING|n[1-2]'", "scontrol": "echo n1; echo n2", "srun": SRUN}
+    for name, script in tools.items():
+        make_tool(tmp_path / "slurm", script, name)
+    monkeypatch.setenv("PATH", str(tmp_path / "slurm"), prepend=os.pathsep)
+    return tmp_path / "slurm"
 
 
-def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_path: Path) -> None:
+def test_each_node_runs_the_collector_in_its_own_container(slurm: Path, tmp_path: Path, cli: Cli) -> None:
     arguments = ["--container-name=sglang_{job_id}_{node}", "--snapshots=2", "--interval=0.5", "--all"]
-    slurm.collect(*arguments)
+    cli("collect", "--slurm-job=12", f"--output-dir={tmp_path}/out", *arguments)
     for node in ("n1", "n2"):
-        asked = slurm.asked(node)
+        asked = (slurm / f"srun.{node}").read_text().splitlines()
         (step,) = [word for word in asked if word.startswith("--job-name=crashkit-")]
         assert step.endswith(f"-{node}")
         assert [word for word in asked if word != step] == [
-            "--overlap",
-            "--jobid=12",
-            f"--nodelist={node}",
-            "--nodes=1",
-            "--ntasks=1",
+            *("--overlap", "--jobid=12", f"--nodelist={node}", "--nodes=1", "--ntasks=1"),
             f"--container-name=sglang_12_{node}",
             *("python3", "-m", "sglang_crashkit", "collect", "--json", "--gathered-within=300"),
             *("--snapshots=2", "--interval=0.5", "--all", "--no-native"),
@@ -95,33 +63,9 @@ def test_each_node_runs_the_collector_in_its_own_container(slurm: Slurm, tmp_pat
         ]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "status"),
-    [
-        (FOUND, FOUND, ExitCode.DONE),
-        (FOUND, NOTHING, ExitCode.DONE),
-        (FOUND, FOUND | {"exit_code": 5}, ExitCode.PARTIAL),
-        (FOUND, REFUSED, ExitCode.PARTIAL),
-        (FOUND, "no object", ExitCode.PARTIAL),
-        (FOUND, FOUND | {"snapshots": ["one-of-two.json"]}, ExitCode.PARTIAL),
-        (NOTHING, NOTHING, ExitCode.NOTHING),
-        (NOTHING, REFUSED, ExitCode.FAILED),
-        (NOTHING, "no object", ExitCode.FAILED),
-        ("no object", "no object", ExitCode.FAILED),
-    ],
-)
-def test_the_status_says_whether_all_nodes_gave_what_they_have(
-    slurm: Slurm, first: object, second: object, status: ExitCode
-) -> None:
-    slurm.answer(n1=first, n2=second)
-    document = slurm.collect("--json", status=status).json
-    assert_fits(document, "collect_hosts")
-    assert document["exit_code"] == status
-
-
-def test_a_missing_job_is_told_before_the_wait(slurm: Slurm) -> None:
-    slurm.forget_the_job()
-    said = slurm.collect("--wait-seconds=3600", status=ExitCode.NOTHING)
+def test_a_missing_job_is_told_before_the_wait(slurm: Path, cli: Cli) -> None:
+    make_tool(slurm, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", "squeue")
+    said = cli("collect", "--slurm-job=12", "--wait-seconds=3600", status=ExitCode.NOTHING)
     assert "Slurm knows no job 12, or no longer" in said.err
 
 
@@ -185,6 +129,29 @@ class Hosts:
 @pytest.fixture
 def hosts(tmp_path: Path, cli: Cli) -> Hosts:
     return Hosts(tmp_path, cli)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"),
+    [
+        (FOUND, FOUND, ExitCode.DONE),
+        (FOUND, NOTHING, ExitCode.DONE),
+        (FOUND, FOUND | {"exit_code": 5}, ExitCode.PARTIAL),
+        (FOUND, REFUSED, ExitCode.PARTIAL),
+        (FOUND, "no object", ExitCode.PARTIAL),
+        (FOUND, FOUND | {"snapshots": ["one-of-two.json"]}, ExitCode.PARTIAL),
+        (NOTHING, NOTHING, ExitCode.NOTHING),
+        (NOTHING, REFUSED, ExitCode.FAILED),
+        (NOTHING, "no object", ExitCode.FAILED),
+        ("no object", "no object", ExitCode.FAILED),
+    ],
+)
+def test_the_status_says_whether_all_nodes_gave_what_they_have(
+    hosts: Hosts, first: object, second: object, status: ExitCode
+) -> None:
+    document = hosts.collect({"a": does_print(first), "b": does_print(second)}, "--json", status=status).json
+    assert_fits(document, "collect_hosts")
+    assert document["exit_code"] == status
 
 
 def test_the_ranks_of_all_hosts_are_one_result(hosts: Hosts) -> None:

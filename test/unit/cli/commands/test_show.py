@@ -203,27 +203,15 @@ def test_what_a_newer_kit_wrote_is_shown_with_a_warning(tmp_path: Path, cli: Cli
     assert "schema_version 99" in cli("show", make_incident(tmp_path, schema_version=99)).err
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "environ", "is_bold"),
-    [
-        (True, {}, True),
-        (False, {}, False),
-        (True, {"NO_COLOR": "1"}, False),
-        (True, {"TERM": "dumb"}, False),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [(None, ""), ("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_colour_is_for_terminals_that_want_it(
-    crash_dir: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-    is_terminal: bool,
-    environ: dict[str, str],
-    is_bold: bool,
+    crash_dir: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str | None, value: str
 ) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
     head = first_screen(Incident.of(GOLDEN))[0]
-    assert cli("show", crash_dir).out.splitlines()[0] == (f"\033[1m{head}\033[0m" if is_bold else head)
+    assert cli("show", crash_dir).out.splitlines()[0] == head
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for each in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(each, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, value)
+    assert cli("show", crash_dir).out.splitlines()[0] == (head if name else f"\033[1m{head}\033[0m")
