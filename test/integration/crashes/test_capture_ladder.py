@@ -120,10 +120,11 @@ def test_a_stopped_rank_stays_stopped_and_has_a_stack(tmp_path: Path) -> None:
     assert left.left == []
 
 
-def test_without_permission_to_trace_every_rung_below_py_spy_delivers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", RELEASES)
+def test_without_permission_to_trace_every_rung_below_py_spy_delivers(release: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(UNTRACEABLE)
     folder = tmp_path / "crash"
-    lane = ensure_lane("0.5.23")
+    lane = ensure_lane(release)
 
     def fault(server: Server) -> None:
         # A rank that serves a request runs Python, which takes the signal.

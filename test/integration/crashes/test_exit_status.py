@@ -1,4 +1,4 @@
-"""What a real server's exit status says after a crash: as process 1 of a container, and as a program with an Engine."""
+"""What the exit status says after a crash: of a program with an Engine, and of a server where upstream's is wanted."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import PATIENCE, RELEASES, Wreck, journaled_rids, wreck
+from integration.scenario import journaled_rids, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.procs import send, title_of, tree_of
 from lanelib.servers import Server
-from sglang_crashkit.incident.exit_status import TERMINATION_LOG as VARIABLE
-from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
-#: The main process is process 1 of a PID namespace, which is deaf to signals that it does not handle, SIGKILL included.
-CONTAINER = ("unshare", "-pf", "--mount-proc", "--kill-child")
-CRASH = {"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50"}
 SCHEDULER = "sglang::scheduler"
 PROGRAM_TIMEOUT_S = 400.0
 PROGRAM = """
@@ -40,36 +35,6 @@ if __name__ == "__main__":
     engine.generate("Once upon a time", {"max_new_tokens": 4000, "ignore_eos": True})
     print("answered", flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def message(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that Kubernetes makes for a container's termination message."""
-    path = tmp_path_factory.mktemp("container") / "termination-log"
-    path.touch()
-    return path
-
-
-@pytest.fixture(scope="module", params=RELEASES)
-def contained(request: pytest.FixtureRequest, message: Path, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
-    folder = tmp_path_factory.mktemp("crash")
-    message.write_text("")
-    arguments, env = ["--crash-dump-folder", str(folder)], PATIENCE | CRASH | {VARIABLE: str(message)}
-    with Server.start(ensure_lane(request.param), extra_args=arguments, env=env, prefix=CONTAINER) as server:
-        server.wait_ready()
-        return wreck(server, folder, lambda _server: None, breaks_by_itself=True)
-
-
-def test_a_crash_of_process_1_does_not_end_with_success(contained: Wreck) -> None:
-    assert contained.status == ServerExit.RAISED
-    assert contained.left == []
-    assert contained.incident["verdict"]["kind"] == "exception"
-    assert contained.incident["requests"]["unfinished"] == 3
-
-
-def test_the_containers_status_has_the_verdict(contained: Wreck, message: Path) -> None:
-    assert contained.incident["verdict"]["text"] in message.read_text()
-    assert str(contained.folder) in message.read_text()
 
 
 def test_an_engines_program_ends_as_upstreams_after_its_incident(tmp_path: Path) -> None:

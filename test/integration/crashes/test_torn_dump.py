@@ -105,13 +105,6 @@ def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:
     assert [json.loads(line)["state"] for line in lines].count("unfinished") == REQUESTS
 
 
-def test_every_process_that_lived_has_a_stack(left: Left) -> None:
-    for process in left.incident["processes"]:
-        if process["title"] != SCHEDULER and process["role"] != "helper":
-            (stack,) = [piece["status"] for piece in process["evidence"] if piece["kind"] == "stack"]
-            assert stack == "captured", process
-
-
 def test_nothing_torn_is_left(left: Left) -> None:
     assert [path for path in left.folder.rglob("*crash_dump_*") if path.is_file()] == []
 
