@@ -71,11 +71,6 @@ class Collected:
     debugged: Debugged | None = None  # what came of the debugger, None where it has not run
     files: list[str] = field(default_factory=list)  # names of its files in the output folder
 
-    @property
-    def has_stacks(self) -> bool:
-        """Whether there is any stack of it."""
-        return any(moment.threads or moment.native for moment in self.moments)
-
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, without its stacks."""
         process, debugged = self.process, self.debugged

@@ -189,11 +189,7 @@ def _crash_folder(target: Target) -> Iterator[Result]:
 
 
 def look_at_folder(path: Path, limits: DiskLimits) -> Iterator[Result]:
-    """Yield what is found of a crash folder, or of the nearest folder above it that is there.
-
-    Raises:
-        OSError: it cannot be written to.
-    """
+    """Yield what is found of a crash folder, or of the one above it that is there; OSError: it cannot be written to."""
     there, quoted = next(folder for folder in (path, *path.parents) if folder.exists()), shlex.quote(str(path))
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as trial:
         # More than a block: a full disk takes an empty file.

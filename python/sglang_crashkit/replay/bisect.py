@@ -205,7 +205,7 @@ class _Trials:
         return self._known[key]
 
     def renew(self) -> None:
-        """Have another server, and those tried again that did not fail: a fault may not come every time."""
+        """Have another server, and try those again that did not fail: a fault may not come every time."""
         self._known = {key: True for key, fails in self._known.items() if fails}
         self.close()
 

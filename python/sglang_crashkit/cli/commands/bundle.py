@@ -103,9 +103,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _write(path: Path, incident: StoredIncident, report: str, document: dict[str, Any] | None) -> tuple[int, list[str]]:
-    """Write the file in one step; return how many files it holds, and which are left out.
+    """Write the file in one step, without prompts where a `document` takes the place of ``incident.json``.
 
-    With `document`, which takes the place of ``incident.json``, what may hold prompts is left out.
+    Return how many files it holds, and which are left out.
     """
     import zstandard
 

@@ -185,8 +185,8 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     except KeyboardInterrupt as error:
         interrupt = error
         _say("interrupted; what was collected until then is kept")
-    gave = {ExitCode.DONE if one.has_stacks else ExitCode.FAILED for one in collection.collected}
-    status = _status_of(gave, interrupt)
+    has_stacks = [any(each.threads or each.native for each in one.moments) for one in collection.collected]
+    status = _status_of({ExitCode.DONE if its else ExitCode.FAILED for its in has_stacks}, interrupt)
     if args.json:
         is_far = args.gathered_within is not None
         say_json(collection.to_json(status, found, whole=is_far), indent=None if is_far else 2)
@@ -365,11 +365,7 @@ def _wait(seconds: float, overview: Callable[[], str]) -> None:
 
 
 def _wait_until_unhealthy(args: argparse.Namespace, wait_secs: float, *, is_one: bool) -> int | None:
-    """Wait until the server of ``--when-unhealthy`` is.
-
-    Returns:
-        The process that listens there, where the server that it belongs to is the only one that `is_one` asks for.
-    """
+    """Wait until it is, and return the process that listens there where `is_one` asks for its server alone."""
     from sglang_crashkit.collect.unhealthy import process_at, wait_until_unhealthy
     from sglang_crashkit.kernel.server_address import Address
 
