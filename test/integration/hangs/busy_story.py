@@ -7,14 +7,12 @@ import os
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from integration.scenario import worked_on
-from lanelib.servers import Server, opener
+from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
 from unit.support.waiting import wait_until
 
@@ -105,51 +103,25 @@ def unrolled(pointer, COUNT: tl.constexpr):
 
 @dataclass
 class Busy:
-    """What came of one way to be busy.
+    """What came of one way to be busy."""
 
-    Attributes:
-        secs: how long no answer came.
-        verdicts: what incidents said of it meanwhile, as far as a poll saw.
-        left: the incidents that were still there afterwards.
-    problem: what went wrong with the work itself; empty where nothing did.
-    """
-
-    secs: float = 0.0
-    verdicts: list[tuple[str, str]] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    problem: str = ""
-
-
-def ask(server: Server, path: str, **body: Any) -> Any:
-    """Post to a server and return its answer."""
-    request = urllib.request.Request(
-        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with opener.open(request, timeout=LONG) as response:
-        text = response.read()
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text.decode()
+    secs: float = 0.0  # how long no answer came
+    verdicts: list[tuple[str, str]] = field(default_factory=list)  # what incidents said meanwhile, as a poll saw it
+    left: list[str] = field(default_factory=list)  # the incidents that were still there afterwards
+    problem: str = ""  # what went wrong with the work itself; empty where nothing did
 
 
 def generate(server: Server, tokens: list[int], new: int) -> int:
     """Have tokens generated after `tokens`, and return how many came."""
     sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
-    return len(ask(server, "/generate", input_ids=tokens, sampling_params=sampling)["output_ids"])
+    answer = server.ask("generate", {"input_ids": tokens, "sampling_params": sampling}, LONG)
+    return len(json.loads(answer)["output_ids"])
 
 
 def profile(server: Server, folder: Path) -> None:
     """Export a trace in the middle of a batch, as a profile of so many steps does."""
-    ask(
-        server,
-        "/start_profile",
-        num_steps=PROFILED_STEPS,
-        with_stack=True,
-        record_shapes=True,
-        output_dir=str(folder),
-        activities=["CPU"],
-    )
+    wanted = {"num_steps": PROFILED_STEPS, "with_stack": True, "record_shapes": True, "activities": ["CPU"]}
+    server.ask("start_profile", wanted | {"output_dir": str(folder)}, LONG)
     assert generate(server, [1, 2, 3], PROFILED_STEPS + 10) == PROFILED_STEPS + 10
 
 
@@ -191,7 +163,8 @@ def update_weights(server: Server, model: Path) -> None:
     sender = threading.Thread(target=send)
     sender.start()
     time.sleep(0.5)
-    done = ask(server, "/update_weights_from_disk", model_path=str(model), load_format="auto")
+    answer = server.ask("update_weights_from_disk", {"model_path": str(model), "load_format": "auto"}, LONG)
+    done = json.loads(answer)
     sender.join()
     for thread in threads:
         thread.join()

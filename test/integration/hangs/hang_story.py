@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from integration.hangs.stuck_rank import StuckRank
 from integration.scenario import answers_of, handler_pid, worked_on
-from lanelib.servers import Server, opener
+from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.judge.activity import bare
@@ -94,11 +93,11 @@ def be_idle(told: Story) -> None:
 
 def prefill_slowly(server: Server, told: Story) -> None:
     """Take in a prompt whose chunks together, but not one by one, take longer than a hang would."""
-    post(server, "/slow_down", forward_sleep_time=HANG_SECS / 3)
+    server.ask("slow_down", {"forward_sleep_time": HANG_SECS / 3}, LONG)
     began = time.monotonic()
     answer = server.generate("1 " * (3 * CHUNK), max_new_tokens=1, timeout_s=LONG)
     secs = time.monotonic() - began
-    post(server, "/slow_down", forward_sleep_time=0)
+    server.ask("slow_down", {"forward_sleep_time": 0}, LONG)
     assert answer["meta_info"]["prompt_tokens"] > 5 * CHUNK
     assert secs > 1.5 * HANG_SECS
     told.quiet["long prefill"] = find_incidents(told.folder)
@@ -107,10 +106,10 @@ def prefill_slowly(server: Server, told: Story) -> None:
 def pause(server: Server, told: Story, *, in_request: bool) -> None:
     """Pause the server, in the middle of a request or before it, and let it go on."""
     answer = ask_later(server, max_new_tokens=50) if in_request else None
-    post(server, "/pause_generation", mode="in_place")
+    server.ask("pause_generation", {"mode": "in_place"}, LONG)
     answer = answer or ask_later(server, max_new_tokens=50)
     time.sleep(QUIET_SECS)
-    post(server, "/continue_generation")
+    server.ask("continue_generation", {}, LONG)
     assert len(answer()) == 50
     told.quiet["paused"] = find_incidents(told.folder)
 
@@ -258,14 +257,6 @@ def have_answered(server: Server, max_new_tokens: int) -> Callable[[], list[int]
     answer = ask_later(server, max_new_tokens)
     wait_until(lambda: worked_on(server, log_from), "the ranks work on the request", LONG)
     return answer
-
-
-def post(server: Server, path: str, key: str = "", **body: Any) -> None:
-    """Ask the server, whose API key may be `key`, to do something else than to answer a prompt."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
-    with opener.open(request, timeout=LONG) as response:
-        response.read()
 
 
 def events_of(document: dict[str, Any]) -> list[str]:

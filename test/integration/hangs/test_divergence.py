@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from integration.hangs import astray_rank, cpu_kernels
-from integration.hangs.hang_story import LONG, post
+from integration.hangs.hang_story import LONG
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, opener
 from unit.support.stored import wait_for_incident
@@ -105,7 +105,7 @@ def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
             asked = Asked(server, f"load-{number}-{count}", chance.randint(1, 60), "1 " * chance.randint(1, 200))
             if chance.random() < 0.2:
                 time.sleep(chance.random() / 4)
-                post(server, "/abort_request", rid=asked.rid)
+                server.ask("abort_request", {"rid": asked.rid}, LONG)
             asked.join(LONG)
             assert asked.is_whole, f"{asked.rid} was not answered after {asked.chunks} pieces"
 
@@ -117,7 +117,7 @@ def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
             looks.append(collect(server, folder))
         # Where a step takes long, no one waits for what is left.
         while wait(clients, timeout=1.0).not_done:
-            post(server, "/abort_request", abort_all=True)
+            server.ask("abort_request", {"abort_all": True}, LONG)
         for client in clients:
             client.result()
     return [*looks, collect(server, folder)]

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lanelib.lanes import Lane
@@ -51,18 +50,9 @@ if __name__ == "__main__":
 class Program:
     """A program that runs the Python source that it is sent, one piece after the other.
 
-    ``launch(**options)`` makes an ``Engine`` on the lane's tiny model, which sleeps when it is idle. ``note`` is a
-    signal handler that records.
-
-    Args:
-        lane: whose python runs it.
-        folder: for its source, log and record of signals; created.
-        crash_folder: given to each engine as ``crash_dump_folder``; None for none.
-        env: more environment; it wins over the lane's.
-
-    Attributes:
-        popen: its process.
-        log: what it printed.
+    ``launch(**options)`` makes an ``Engine`` on the lane's tiny model, which sleeps when it is idle; `crash_folder` is
+    given to it. ``note`` is a signal handler that records. Its source, its log and its record of signals are in
+    `folder`, which is created.
     """
 
     def __init__(
@@ -104,9 +94,7 @@ class Program:
     def __enter__(self) -> Program:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.note_processes()
         handlers = [one for one in watchers_of(pid for pid, _ in self._known) if title_of(one.pid) == HANDLER]
         for process in [*self._known.values(), *tree_of(self.popen.pid)]:

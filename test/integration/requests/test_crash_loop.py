@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import handlers_of, left_of, members_of
+from integration.scenario import handlers_of, left_of, members_of, rank_that_starts
 from lanelib.lanes import ensure_lane
 from lanelib.procs import read_process, tree_of
 from lanelib.servers import Server
@@ -92,8 +92,8 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
             server.generate(max_new_tokens=2, timeout_s=120)
             pid = server.pid_of(RANK)
         else:
-            find = titled_rank if number % IS_TITLED_EVERY == 0 else started_rank
-            pid = wait_for(server, find)
+            is_titled = number % IS_TITLED_EVERY == 0
+            pid = rank_that_starts(server, RANK, START_S) if is_titled else wait_for(server, started_rank)
         known = [member.process for member in members_of(server)]
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -139,10 +139,6 @@ def watching_handler(server: Server) -> int | None:
     """Return the crash handler, which is there before the first rank, but may have to wait for a processor."""
     pids = handlers_of(server)
     return pids[0] if pids else None
-
-
-def titled_rank(server: Server) -> int | None:
-    return next((pid for pid, title in server.processes() if title.split(" ")[0] == RANK), None)
 
 
 def test_each_crash_ends_with_the_same_status_and_leaves_nothing(crashes: list[Crash], temporary: Path) -> None:

@@ -76,8 +76,8 @@ def find_running_servers() -> list[RunningServer]:
         servers.setdefault(one.server or one.pid, []).append(one)
     found: dict[str, RunningServer] = {}
     for main, members in servers.items():
-        worker = members[0]
-        pids = dict.fromkeys((*(one.pid for one in members if one.pid != main), main))
+        worker = next((one for one in members if one.role == "scheduler"), members[0])
+        pids = dict.fromkeys([worker.pid, *(one.pid for one in members if one.pid != main), main])
         hooked = next(((pid, folder) for pid in pids if (folder := _runtime_of(pid))), None)
         if hooked is not None:
             pid, folder = hooked
