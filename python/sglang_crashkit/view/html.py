@@ -1,8 +1,8 @@
-"""One incident as a page of HTML: one file, which loads nothing and in which nothing runs but its own script.
+"""One incident as a page of HTML: one file, which loads nothing and in which nothing runs.
 
 Texts of stacks, logs and requests are not trusted. Each is escaped by the template engine, and shown with what is not
-seen, or turns text around, spelled out. The page allows its own script and its own style by their hashes; a script that
-got in nevertheless would not run, and nothing may be fetched or sent.
+seen, or turns text around, spelled out. The page allows its own style by its hash; a script that got in nevertheless
+would not run, and nothing may be fetched or sent.
 
 ``python -m sglang_crashkit.view.html FOLDER FILE`` writes it by itself, as a crash handler has it do.
 """
@@ -15,8 +15,7 @@ import hashlib
 import os
 import resource
 import sys
-from collections.abc import Callable
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +23,41 @@ import jinja2
 from markupsafe import Markup
 
 from sglang_crashkit import __version__
+from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at, scope_of
+from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.judging import read_log
 from sglang_crashkit.incident.names import Names, natural_order
-from sglang_crashkit.incident.store import STEPS_SUFFIX, read_steps
+from sglang_crashkit.incident.store import read_steps
 from sglang_crashkit.kernel.private_files import write_named
 from sglang_crashkit.model.checked_json import seconds_of
-from sglang_crashkit.model.incident import Incident, ProcessReport
+from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.view import model, words
-from sglang_crashkit.view.evidence import ENVIRONMENT, IncidentFiles, cut, flat, requests_of
+from sglang_crashkit.view.evidence import IncidentFiles, cut, requests_of, stacks_of
 from sglang_crashkit.view.first_screen import first_screen
-from sglang_crashkit.view.icicle import merge
-from sglang_crashkit.view.markdown import format_summary
 from sglang_crashkit.view.steps import LAST, tables_of
 from sglang_crashkit.visible import visible
 
 #: What a file may be to be shown in the page, and what all of them may be together, in bytes.
 _MAX_FILE, _MAX_FILES = 64 << 10, 3 << 19
-_MAX_LINE, _MAX_MARKDOWN, _MAX_DETAILS = 2000, 200_000, 400
-_MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_VALUES = 100, 1000, 24, 500, 2000
-#: Of more files the names are folded, too.
-_MAX_OPEN = 60
+_MAX_LINE, _MAX_DETAILS = 2000, 400
+_MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS = 100, 1000, 24, 500
+#: A tree of stacks with more calls is cut at the deepest ones, and at those that are thinner, in percent.
+_MAX_CALLS, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12
+#: Characters of an enumeration of ranks, and how many sets of ranks of a tree are told.
+_MAX_NAMES, _MAX_SETS = 60, 24
 #: As long as a crash handler makes room for.
 _MAX_BYTES = 8 << 20
 #: A child of a crash handler that takes more memory has gone astray.
 _MAX_MEMORY = 1 << 30
 #: What a part of an incident raises that has another form than any kit version wrote.
 _ODD = (ArithmeticError, AttributeError, CrashkitError, LookupError, RecursionError, TypeError, ValueError)
-#: Events that tell of a failure, and of the crash handler's own work.
-_BAD = frozenset({"process_exited", "exception", "watchdog_timeout", "no_progress", "peer_lost", "server_exited"})
-_OWN = frozenset({"stacks_captured", "flight_recorders_asked", "native_stacks", "journal_read", "incident_finished"})
+#: The tone of events that tell of a failure, and of the crash handler's own work.
+_TONES = dict.fromkeys(
+    ("process_exited", "exception", "watchdog_timeout", "no_progress", "peer_lost", "server_exited"), "bad"
+) | dict.fromkeys(
+    ("stacks_captured", "flight_recorders_asked", "native_stacks", "journal_read", "incident_finished"), "own"
+)
 _HERE = Path(__file__).parent
 
 
@@ -76,42 +80,41 @@ def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
 def render(folder: Path, *, prompts: bool = False) -> str:
     """Return the page of the incident in a folder; see `write_html`. It does not raise for what lies in there."""
     files = IncidentFiles(folder)
-    problem, document = "", None
     try:
-        document = files.read_json("incident.json")
-        problem = "" if isinstance(document, dict) else "incident.json is no object"
+        document, problem = files.read_json("incident.json"), ""
     except ValueError as error:
-        problem = str(error)
+        document, problem = None, str(error)
     incident = Incident.of(document)
     if problem and (logged := read_log(folder)) is not None:
         incident, problem = logged, ""
     basis = incident.verdict.basis or [incident.verdict.text] if incident.verdict is not None else []
     marked = incident.divergence.step if incident.divergence is not None else None
-    css, script = ((_HERE / name).read_text() for name in ("page.css", "page.js"))
+    css = (_HERE / "page.css").read_text()
+    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     makers: dict[str, Callable[[], Any]] = {
         "ranks": lambda: _processes(incident),
         "timeline": lambda: _timeline(incident),
         "steps": lambda: {"shown": [*tables_of(read_steps(folder, marked, LAST), marked)][:_MAX_GROUPS]},
-        "stacks": lambda: _pair(merge(incident, files)),
-        "requests": lambda: _pair(requests_of(incident, files, _MAX_REQUESTS, prompts=prompts)),
+        "stacks": lambda: {"shown": [*_trees(incident, files)]},
+        "requests": lambda: dict(
+            zip(("shown", "left_out"), requests_of(incident, files, _MAX_REQUESTS, prompts=prompts), strict=True)
+        ),
         "findings": lambda: {"shown": [*model.findings_of(incident)]},
-        "environment": lambda: _environment(files),
+        "files": lambda: {"shown": _inlined(files, incident, prompts=prompts), "left_out": files.left_out},
     }
     parts = {name: _part(make) for name, make in makers.items()}
-    markdown = _part(lambda: format_summary(incident))
     template = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
         autoescape=True,
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,
-        finalize=_finalize,
+        finalize=lambda value: value if isinstance(value, Markup) else "" if value is None else visible(str(value)),
     ).get_template("page.html.j2")
     return template.render(
         **parts,
-        csp=_policy(css, script),
-        # The kit's own files, to the byte that the policy names.
+        csp=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
+        # The kit's own file, to the byte that the policy names.
         css=Markup(css),  # noqa: S704
-        js=Markup(script),  # noqa: S704
         incident=incident,
         folder=str(folder),
         headline=cut(first_screen(incident, wraps=False)[0], 300),
@@ -120,30 +123,9 @@ def render(folder: Path, *, prompts: bool = False) -> str:
         prompts=prompts,
         facts=[*model.facts(incident), ("reported by", f"{incident.trigger.event} of {incident.trigger.title}")],
         problem=problem,
-        nav=[*(name for name, part in parts.items() if part.get("shown") or part.get("problem")), "files"],
+        nav=[name for name, part in parts.items() if part.get("shown") or part.get("problem")],
         state_words=model.STATES,
-        files=_inlined(files, incident.first_failure, prompts=prompts),
-        max_open=_MAX_OPEN,
-        files_left_out=files.left_out,
         kit=__version__,
-        markdown=visible(cut(markdown if isinstance(markdown, str) else str(markdown), _MAX_MARKDOWN)),
-    )
-
-
-def _finalize(value: object) -> object:
-    """Make what the template shows harmless to look at; it is escaped after that."""
-    if isinstance(value, Markup):
-        return value
-    return "" if value is None else visible(str(value))
-
-
-def _policy(style: str, script: str) -> str:
-    """Return the content security policy: nothing but these."""
-    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
-    ours = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*hashes)
-    return (
-        f"default-src 'none'; {ours}; base-uri 'none'; form-action 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
     )
 
 
@@ -155,38 +137,19 @@ def _part(make: Callable[[], Any]) -> Any:
         return {"problem": cut(f"{type(error).__name__}: {error}", 300)}
 
 
-def _pair(made: tuple[Any, Any]) -> dict[str, Any]:
-    return {"shown": made[0], "left_out": made[1]}
-
-
 # -- the parts, each with what is ``shown``, and how much is ``left_out``
 
 
 def _processes(incident: Incident) -> dict[str, Any]:
-    """Return the groups, with what there is of each process alone, and a tile for each process."""
-    names, groups, tiles = Names(incident), model.groups_of(incident), []
-    details: dict[int, Any] = {}
-    for group in groups:
-        for one in group.members:
-            tiles.append((one.is_rank, names.short(one), group))
-            proc = ", ".join(f"{key} {value}" for key, value in (one.state or {}).items() if key != "SigCgt")
-            sign = f"last sign: {words.last_sign(one.last_sign)}" if one.last_sign is not None else ""
-            looks = (
-                f"{look.time[11:23]} {look.state} {look.cpu_secs} s of CPU time: {' < '.join(look.doing[:3])}"
-                for look in one.looks
-            )
-            told = [("", text) for text in (proc, sign, *looks) if text]
-            details[one.pid] = [*told, *model.evidence_of([one], names)]
-    tiles.sort(key=lambda tile: natural_order(tile[1]))
-    states = {group.state for group in groups}
+    """Return the groups, and the name and the group of each rank and of each other process."""
+    names, groups = Names(incident), model.groups_of(incident)
+    tiles = [(names.short(one), group, one.is_rank) for group in groups for one in group.members]
+    tiles.sort(key=lambda tile: natural_order(tile[0]))
     return {
         "shown": groups[:_MAX_GROUPS],
         "left_out": max(0, len(groups) - _MAX_GROUPS),
-        "tiles": [tile for tile in tiles if tile[0]],
-        "others": [tile for tile in tiles if not tile[0]],
-        "states": [state for state in model.STATES if state in states],
-        "names": names,
-        "details": details,
+        "tiles": [[(name, group) for name, group, is_rank in tiles if is_rank is wanted] for wanted in (True, False)],
+        "states": [state for state in model.STATES if any(group.state == state for group in groups)],
     }
 
 
@@ -198,44 +161,102 @@ def _timeline(incident: Incident) -> dict[str, Any]:
     zero = trigger if trigger is not None else timed[0][0] if timed else 0.0
     times = [*(seconds for seconds, _run in timed), zero]
     begin, secs = min(times), max(times) - min(times)
-    events: list[dict[str, Any]] = [
-        {
+    events, lanes = [], dict[str, list[dict[str, Any]]]()
+    for seconds, run in timed[:_MAX_EVENTS]:
+        lane = who = run.who or run.first.title or "crash handler"
+        if who not in lanes and len(lanes) >= _MAX_LANES:
+            lane = "others"
+        event = {
             "after": seconds - zero,
             "place": round(100 * (seconds - begin) / secs, 3) if secs else 0,
-            "tone": "bad" if run.first.event in _BAD else "own" if run.first.event in _OWN else "other",
+            "tone": _TONES.get(run.first.event, "other"),
             "event": run.first.event.replace("_", " "),
-            "who": run.who or run.first.title or "crash handler",
+            "who": who,
             "words": cut(run.details, _MAX_DETAILS),
         }
-        for seconds, run in timed[:_MAX_EVENTS]
-    ]
-    lanes: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        lane = event["who"]
-        lanes.setdefault(lane if lane in lanes or len(lanes) < _MAX_LANES else "others", []).append(event)
-    left_out = len(runs) - len(events)
-    return {"shown": events, "lanes": lanes, "seconds": secs, "begin": begin - zero, "left_out": left_out}
+        events.append(event)
+        lanes.setdefault(lane, []).append(event)
+    return {
+        "shown": events,
+        "lanes": lanes,
+        "scale": f"{secs:.3f} s to scale",
+        "axis": [begin - zero + secs * part / 4 for part in range(4)],
+        "left_out": len(runs) - len(events),
+    }
 
 
-def _environment(files: IncidentFiles) -> dict[str, Any]:
-    """Return the values of the environment by the first part of their names."""
-    parts = []
-    for name, inside in groupby(flat(files.read_object(ENVIRONMENT)), lambda pair: pair[0].partition(".")[0]):
-        values = [(full.removeprefix(f"{name}."), value) for full, value in inside]
-        parts.append((name, values[:_MAX_VALUES], max(0, len(values) - _MAX_VALUES)))
-    return {"shown": parts}
-
-
-# -- files
-
-
-def _inlined(files: IncidentFiles, first: ProcessReport | None, *, prompts: bool) -> list[dict[str, Any]]:
-    """Return the files with the text of those that are small, those of the first failure before others."""
-    own = f"-{first.pid}." if first is not None else ""
-    left, shown = _MAX_FILES, {}
-    for name, size in sorted(
-        files.listed.items(), key=lambda file: (own not in file[0], file[0].endswith(STEPS_SUFFIX), file[1])
+def _trees(incident: Incident, files: IncidentFiles) -> Iterator[dict[str, Any]]:
+    """Yield the merged stacks of the main threads of the ranks, of all processes and of all threads."""
+    names, first = Names(incident), incident.first_failure
+    ranks = {
+        one.pid: rank_at({axis: number for axis, number in one.rank.items() if 0 <= number < 1 << 20})
+        if one.is_rank
+        else Rank(scope_of({"role": names.short(one)}), "", 0)
+        for one in incident.processes
+    }
+    known = [(one, stack) for one in incident.processes for stack in stacks_of(one, files)]
+    alone = str(RankSet([ranks[first.pid]])) if first is not None else ""
+    main = [(one, stack) for one, stack in known if stack.main]
+    before = 0
+    for name, chosen in (
+        ("ranks", [(one, stack) for one, stack in main if one.is_rank]),
+        ("all processes", main),
+        ("all threads", known),
     ):
+        if len(chosen) == before:
+            continue
+        before, tree = len(chosen), PrefixTree()
+        for process, stack in chosen:
+            tree.add(ranks[process.pid], stack.frames)
+        sets = tree.sets()
+        sizes = {str(one): len(one) for one in sets.values()}
+        whole = str(sets[id(tree.root)])
+        in_order = sorted(sizes.keys() - {whole}, key=lambda one: (one != alone, sizes[one], one))
+        # Where all are grey, the failure alone is red.
+        colours = {one: f"c{2 + place % 7}" for place, one in enumerate(in_order)} | {whole: "c0", alone: "c1"}
+        boxes = list(_boxes(tree, {key: str(one) for key, one in sets.items()}, colours))
+        yield {
+            "name": name,
+            "text": "\n".join(cut(line, _MAX_LINE) for line in format_tree(tree)),
+            "sets": [(colours[one], words.cut(one, _MAX_NAMES), sizes[one]) for one in [whole, *in_order][:_MAX_SETS]],
+            "boxes": boxes,
+            "height": 1 + max(depth for _left, _width, depth, *_told in boxes),
+        }
+
+
+def _boxes(tree: PrefixTree, sets: Mapping[int, str], colours: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the calls from the outermost on: left edge and width in percent, depth, name, words, and colour."""
+    values = _values(tree)
+    waiting = [(tree.root, 0.0, 100.0, 0)]
+    for node, left, width, depth in waiting:
+        ranks, name = sets[id(node)], cut(node.function or "all stacks", 400)
+        told = (
+            f"{name} {cut(node.place, 300)}, {words.count(values[id(node)], 'stack')} of {words.cut(ranks, _MAX_NAMES)}"
+        )
+        yield round(left, 3), round(width, 3), depth, name, told, colours[ranks]
+        for child in sorted(node.in_order(), key=lambda child: -values[id(child)]):
+            share = width * values[id(child)] / values[id(node)]
+            if share >= _THINNEST and len(waiting) < _MAX_CALLS and depth < _MAX_DEPTH:
+                waiting.append((child, left, share, depth + 1))
+            left += share
+
+
+def _values(tree: PrefixTree) -> dict[int, int]:
+    """Return how many stacks are in each node, alike ones of a rank as one, by the node's `id`."""
+    order = [tree.root]
+    for node in order:
+        order += node.children.values()
+    values: dict[int, int] = {}
+    for node in reversed(order):
+        values[id(node)] = len(node.ranks) + sum(values[id(child)] for child in node.children.values())
+    return values
+
+
+def _inlined(files: IncidentFiles, incident: Incident, *, prompts: bool) -> list[dict[str, Any]]:
+    """Return the files with the text of those that are small, those of the first failure before others."""
+    own = f"-{incident.first_failure.pid}." if incident.first_failure is not None else ""
+    left, shown = _MAX_FILES, {}
+    for name, size in sorted(files.listed.items(), key=lambda file: (own not in file[0], file[1])):
         text = None
         if name.startswith("requests/") and not prompts:
             why = "not shown: it may hold prompts"
@@ -245,15 +266,12 @@ def _inlined(files: IncidentFiles, first: ProcessReport | None, *, prompts: bool
             why = "see its .txt"
         elif min(size, _MAX_FILE) > left:
             why = "not shown: the page would be too long"
+        elif b"\0" in (data := files.read(name, _MAX_FILE, from_end=(is_log := name.startswith("logs/"))))[:8192]:
+            why = "not shown: it is binary"
         else:
-            from_end = name.startswith("logs/")
-            data = files.read(name, _MAX_FILE, from_end=from_end)
-            why = f"{'its end' if from_end else 'its beginning'} only" if size > len(data) else ""
-            if b"\0" in data[:8192]:
-                why = "not shown: it is binary"
-            else:
-                text = "\n".join(cut(line, _MAX_LINE) for line in data.decode(errors="replace").split("\n"))
-                left -= len(text)
+            why = f"{'its end' if is_log else 'its beginning'} only" if size > len(data) else ""
+            text = "\n".join(cut(line, _MAX_LINE) for line in data.decode(errors="replace").split("\n"))
+            left -= len(text)
         shown[name] = {"name": name, "folder": name.rpartition("/")[0], "size": size, "text": text, "why": why}
     return [shown[name] for name in files.listed]
 

@@ -12,8 +12,6 @@ from typing import Any
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from unit.support.waiting import wait_until
-
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 #: Why a test is skipped; empty where there is a browser.
 NO_BROWSER = "" if BROWSER and DRIVER else "there is no chromium and chromium-driver"
@@ -32,13 +30,9 @@ class Browser:
     def open(self, path: Path) -> None:
         self.log()
         self.driver.get(path.as_uri())
-        wait_until(lambda: self.js("return document.documentElement.dataset.ready"), "the page is ready")
 
     def js(self, code: str, *arguments: Any) -> Any:
         return self.driver.execute_script(code, *arguments)
-
-    def press(self, *keys: str) -> None:
-        self.driver.switch_to.active_element.send_keys(*keys)
 
     def log(self) -> list[str]:
         """Return what was said on the console since the last time: errors, and what the policy forbade."""
@@ -48,18 +42,6 @@ class Browser:
         """Return what was asked for since the last time."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         return [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
-
-    def visible(self, selector: str) -> int:
-        code = "return [...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility()).length"
-        return int(self.js(code, selector))
-
-    def copied(self) -> str:
-        """Return what is in the clipboard."""
-        self.driver.execute_cdp_cmd(
-            "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
-        )
-        code = "const done = arguments[0]; navigator.clipboard.readText().then(done, (error) => done(String(error)))"
-        return str(self.driver.execute_async_script(code))
 
 
 @contextlib.contextmanager

@@ -25,8 +25,7 @@ from unit.view.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_
 ELEMENTS = frozenset(
     {"html", "head", "meta", "title", "style", "body", "header", "main", "footer", "nav", "section", "div", "span", "p"}
     | {"h1", "h2", "h3", "a", "b", "i", "small", "code", "pre", "ul", "ol", "li", "dl", "dt", "dd", "table", "thead"}
-    | {"tbody", "tr", "th", "td", "details", "summary", "button", "label", "input", "output"}
-    | {"svg", "line", "circle", "rect", "text", "script"}
+    | {"tbody", "tr", "th", "td", "details", "summary", "svg", "line", "circle", "rect", "text"}
 )
 
 
@@ -45,7 +44,7 @@ class Page(HTMLParser):
         self._inside = tag
 
     def handle_data(self, data: str) -> None:
-        if self._inside not in ("script", "style"):
+        if self._inside != "style":
             self.texts.append(data)
 
     @property
@@ -97,8 +96,7 @@ def test_what_others_wrote_becomes_text_and_nothing_else(tmp_path: Path) -> None
         assert not [name for name in attrs if name.startswith("on") or name in ("style", "src", "srcdoc", "action")]
         href = attrs.get("href")
         assert href is None or href.startswith("#"), (tag, href)
-    # The page's own scripts, and its data.
-    assert len(re.findall("<script", text)) == 2
+    assert "<script" not in text
     assert "670592745" not in page.text
     assert "javascript:window.ran" in ALL_HOSTILE
     assert "javascript:window.ran" in page.text
@@ -117,11 +115,9 @@ def test_the_policy_names_what_the_page_has_by_its_hash(ranks: Path) -> None:
     parts = dict(part.strip().split(" ", 1) for part in str(policy).split(";"))
     assert (parts["default-src"], parts["base-uri"], parts["form-action"]) == ("'none'",) * 3
     assert "unsafe" not in str(policy)
-    own = re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
-    assert len(own) == 2
-    for kind, content in own:
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in parts[f"{kind}-src"]
+    (own,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+    assert (parts["style-src"], "script-src" in parts) == (f"'sha256-{digest}'", False)
 
 
 def test_a_link_or_a_pipe_is_never_opened(ranks: Path, tmp_path: Path) -> None:
@@ -150,11 +146,10 @@ def test_a_link_or_a_pipe_is_never_opened(ranks: Path, tmp_path: Path) -> None:
         (None, "incident.json cannot be read"),
         ("", "incident.json cannot be read"),
         ("{", "Expecting property name"),
-        ("[]", "incident.json is no object"),
         ("[" * 100_000, "incident.json is nested too deeply"),
         ('{"processes": 7, "verdict": [], "cause": "x", "timeline": {}, "requests": 1e999}', "incident: who failed"),
     ],
-    ids=["missing", "empty", "cut off", "no object", "deep", "odd"],
+    ids=["missing", "empty", "cut off", "deep", "odd"],
 )
 def test_of_a_broken_folder_the_rest_is_shown(tmp_path: Path, content: str | None, words: str) -> None:
     path = make_incident(tmp_path, pieces={"logs/x.log": "the last words"})
