@@ -24,7 +24,6 @@ import setproctitle
 from sglang_crashkit.handler.folders import Place, left_by_others, make_place
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.handler.unfinished import finish_abandoned, remove_runtime_folders
-from sglang_crashkit.incident.fingerprint import recent_crashes
 from sglang_crashkit.incident.marker import VANISHED
 from sglang_crashkit.incident.store import parse_name
 from sglang_crashkit.kernel import procfs
@@ -117,9 +116,7 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
             # Whatever another handler left, this server is watched.
             logger.exception("what earlier crash handlers left in %s stays as it is", folder)
     remove_runtime_folders(args.runtime.parent)
-    handler.history = [
-        line for line in (vanished, recent_crashes(place.host_folder / "incidents"), left_by_others()) if line
-    ]
+    handler.history = [line for line in (vanished, left_by_others()) if line]
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
     undo.pop_all()
     handler.run()

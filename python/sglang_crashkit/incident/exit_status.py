@@ -2,21 +2,7 @@
 
 Upstream's servers end by a SIGKILL of themselves, 137, which reads as out of memory, or, as process 1 of a container,
 with 0. Here 137 is said of an out-of-memory kill alone, and 128 + N where a process of the server was killed by signal
-N; what no signal caused has a status of its own, above those of ``sysexits.h`` and below those of a shell.
-
-====== =============================================================================================================
-status what came first
-====== =============================================================================================================
-81     it crashed, and the cause is not known, for example because there was no crash handler
-82     a process was killed by SIGKILL, and its memory cgroup counts no out-of-memory kill
-83     a process raised a Python exception
-84     a process ended by itself: with a status, 0 included, or by a signal that asks for an orderly end
-85     no progress: a watchdog timed out, or SIGTERM came while the health check failed
-86     the ranks did not get ready: one raised an exception or ended by itself, or they took too long
-87     a rank lost its connection to a rank of another node, where the cause is to be looked for
-134    a process was killed by SIGABRT; 135 SIGBUS, 136 SIGFPE, 139 SIGSEGV, and so on: 128 + the signal's number
-137    a process was killed by the kernel for lack of memory
-====== =============================================================================================================
+N (134 SIGABRT, 135 SIGBUS, 136 SIGFPE, 139 SIGSEGV); what no signal caused has a status of its own, a `ServerExit`.
 
 The status is 1 where a main process that stands still has to end itself, as process 1 of a container must: Python's own
 timer knows no other. A server that was asked to end by SIGTERM ends as upstream's does, and so does one whose kit is
@@ -25,6 +11,7 @@ switched off.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -49,15 +36,15 @@ _ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 
 
 class ServerExit(IntEnum):
-    """The statuses that no signal stands for; see the table above."""
+    """The statuses that no signal stands for, above those of ``sysexits.h`` and below those of a shell."""
 
-    CRASHED = 81
-    KILLED = 82
-    RAISED = 83
-    EXITED = 84
-    HUNG = 85
-    FAILED_START = 86
-    LOST_PEER = 87
+    CRASHED = 81  # the cause is not known, for example because there was no crash handler
+    KILLED = 82  # a process was killed by SIGKILL, and its memory cgroup counts no out-of-memory kill
+    RAISED = 83  # a process raised a Python exception
+    EXITED = 84  # a process ended by itself: with a status, 0 included, or by a signal that asks for an orderly end
+    HUNG = 85  # no progress: a watchdog timed out, or SIGTERM came while the health check failed
+    FAILED_START = 86  # the ranks did not get ready: one raised an exception or ended by itself, or they took too long
+    LOST_PEER = 87  # a rank lost its connection to a rank of another node, where the cause is to be looked for
 
 
 _BY_KIND = {
@@ -122,28 +109,20 @@ def termination_log(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def write_termination_message(text: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Write `text` into the container's termination message, in place of what is there.
+    """Write `text` in place of the container's termination message, and return whether it was written.
 
-    The kubelet creates the file in the container (``terminationMessagePath``), reads at most 4,096 bytes of it when the
-    container has ended, and shows them in the pod's status; what is beyond is left away. It is never created here:
-    outside a container there is no such file. Returns whether it was written.
+    The kubelet makes the file (``terminationMessagePath``) and shows 4,096 bytes of it in the status of a pod that has
+    ended. It is never made here: outside a container there is none.
     """
-    path = termination_log(environ)
-    if not path:
-        return False
     data, mark = text.encode(errors="backslashreplace"), b" ..."
     if len(data) > MAX_MESSAGE_BYTES:
         data = data[: MAX_MESSAGE_BYTES - len(mark)].decode(errors="ignore").encode() + mark
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return False
-        os.ftruncate(descriptor, 0)
-        return os.write(descriptor, data) == len(data)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError), open(termination_log(environ), "wb", opener=_open_what_is_there) as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.truncate(0)
+            return file.write(data) == len(data)
+    return False
+
+
+def _open_what_is_there(path: str, _flags: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -11,15 +11,14 @@ import json
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.incident.store import PARTIAL, parse_name
+from sglang_crashkit.incident.store import PARTIAL
 from sglang_crashkit.kernel.private_files import FolderLock, read_json, write_json
-from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of, texts_of
+from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, texts_of
 
 if TYPE_CHECKING:
     from sglang_crashkit.model.incident import Incident, Occurrence, ProcessReport
@@ -48,10 +47,6 @@ _FAILED_STARTS = ("launch_failed", "startup_timeout")
 _STARTING = "(the server was starting)"
 #: Of a rank that hangs, so many of the innermost functions tell where it does.
 _HUNG_FRAMES = 2
-#: How far a server that starts looks back, in seconds.
-RECENT_SECS = 3600.0
-#: Kinds of incidents of servers that went on.
-_OBSERVED = frozenset({"hang", "peer_lost", "snapshot", "thread_died"})
 
 
 @dataclass(frozen=True)
@@ -213,36 +208,6 @@ def incident_with_core(incidents: Path, fault: Fault) -> str | None:
     """Return the id of an incident of the same fault, of this day, that has a GPU core; None if absent."""
     core = mapping_of(mapping_of(read_faults(incidents).get(fault.key)).get("core"))
     return str(core.get("id")) if _counts(core, incidents, time.time()) else None
-
-
-def recent_crashes(incidents: Path, now: float | None = None) -> str:
-    """Return in one line what crashed within `RECENT_SECS`, as in a crash loop; empty where nothing did.
-
-    Only names and the index of faults are read, however many incidents there are.
-
-    Args:
-        incidents: the folder of all incidents of this host.
-        now: the time, in seconds since the epoch; by default that of the call.
-    """
-    now = time.time() if now is None else now
-    try:
-        names = [parse_name(path.name) for path in incidents.iterdir()]
-    except OSError:
-        # It is absent, or may not be read.
-        return ""
-    kinds = Counter(
-        name.kind for name in names if name and name.kind not in _OBSERVED and 0 <= now - name.seconds < RECENT_SECS
-    )
-    if not kinds:
-        return ""
-    count = kinds.total()
-    told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
-    text = f"{count} crash{'es' if count > 1 else ''} on this host in the last hour ({told})"
-    latest = max(read_faults(incidents).values(), key=lambda entry: str(entry.get("last")), default={})
-    fault = mapping_of(latest.get("fault"))
-    if fault and now - (seconds_of(latest.get("last")) or 0.0) < RECENT_SECS:
-        text += f"; the latest: {fault.get('what')} of {fault.get('who')}, seen {latest.get('count')} times in all"
-    return f"{text}; next: sglang-crashkit incidents {incidents.parent.parent}"
 
 
 def words_of(incident: Incident) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_crashkit.model.incident import Incident
+    from sglang_crashkit.model.incident import Entry, Failure, Incident, ProcessReport, Trigger
 
 _TITLE = re.compile(r"\bsglang::(?:scheduler_(?=\w))?")
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})")
@@ -50,18 +50,6 @@ def natural_order(name: str) -> tuple[str, int]:
     return (found[1], int(found[2])) if found else (name, -1)
 
 
-class Titled(Protocol):
-    """A process, or what tells of one."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id; None where that is not known."""
-
-    @property
-    def title(self) -> str:
-        """Its title."""
-
-
 class Names:
     """The short names of the processes of an incident."""
 
@@ -70,7 +58,7 @@ class Names:
         self._long = {f"{one.title} (pid {one.pid})": names[one.pid] for one in incident.processes}
         self._by_pid = {incident.server.pid: "the main process", **names}
 
-    def short(self, process: Titled) -> str:
+    def short(self, process: ProcessReport | Trigger | Failure | Entry) -> str:
         """Return the name of a process."""
         known = self._by_pid.get(process.pid) if process.pid is not None else None
         return known or short_name(process.title)

@@ -13,7 +13,7 @@ import shlex
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -41,8 +41,6 @@ STEPS_SUFFIX = ".steps.jsonl"
 
 #: Incidents of one host this close to each other are about one failure, and those of several hosts. Seconds.
 _SAME_HOST_SECS, _OTHER_HOST_SECS = 60.0, 900.0
-#: An incident gets another name when it is finished, and is gone when it is removed; such a reader looks again.
-_LOOKS = 5
 #: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
 MAX_JSON = 64 << 20
 #: Of one step, with the requests in it.
@@ -129,10 +127,13 @@ def find_incidents(
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     if not is_folder:
         raise NothingToDoError(f"{folder} is not a folder", next_step=f"sglang-crashkit incidents DIR{WHAT_DIR_IS}")
-    for _ in range(_LOOKS):
-        incidents, closed, is_whole = _look(folder, keep)
-        if is_whole:
-            break
+    closed: list[OSError] = []
+    found = [folder]
+    if not parse_name(folder.absolute().name):
+        found = list_entries(folder, closed)
+        hosts = [path for path in found if not parse_name(path.name)]
+        found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", closed)]
+    incidents = [one for path in found if parse_name(path.absolute().name) for one in _read(path, keep)]
     if closed and not incidents:
         raise closed[0]
     if unreadable is not None:
@@ -160,20 +161,6 @@ def incidents_below(folders: Iterable[Path]) -> tuple[list[Path], int]:
         if newest[host] - seconds <= _SAME_HOST_SECS and last - newest[host] <= _OTHER_HOST_SECS
     ]
     return together, sum(map(len, hosts.values())) - len(together)
-
-
-def _look(folder: Path, keep: Keep | None) -> tuple[list[StoredIncident], list[OSError], bool]:
-    """Return what `find_incidents` sees at once, what cannot be read, and whether all of it has its name to the end."""
-    closed: list[OSError] = []
-    if parse_name(folder.absolute().name):
-        found = [folder]
-    else:
-        found = list_entries(folder, closed)
-        hosts = [path for path in found if not parse_name(path.name)]
-        found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", closed)]
-    named = [path for path in found if parse_name(path.absolute().name)]
-    incidents = [_read(path, keep) for path in named if path.is_dir()]
-    return incidents, closed, all(map(os.path.lexists, named))
 
 
 def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
@@ -252,25 +239,29 @@ def _is_meant(name: str, wanted: str) -> bool:
     return wanted == "" or name.endswith(f"-{wanted}") or name[-8:].startswith(wanted) or name == wanted
 
 
-def _read(path: Path, keep: Keep | None) -> StoredIncident:
+def _read(path: Path, keep: Keep | None = None) -> Iterator[StoredIncident]:
+    """Yield the incident in a folder; none where it is no folder."""
     finished = not path.absolute().name.startswith(PARTIAL)
+    document, problem = None, "has no incident.json"
     try:
         document = json.loads(read_regular(path / "incident.json", MAX_JSON))
-    except FileNotFoundError:
+        problem = "" if isinstance(document, dict) else "incident.json is not an object"
+    except (FileNotFoundError, NotADirectoryError):
         # Until it is whole there is its log alone.
         from sglang_crashkit.incident.judging import read_log
 
-        incident = read_log(path)
-        if incident is None:
-            return StoredIncident(path, finished, None, "has no incident.json")
-        document = incident.to_json()
+        if (incident := read_log(path)) is not None:
+            document, problem = incident.to_json(), ""
     except (OSError, ValueError, RecursionError) as error:
         # The words alone: the path stands beside them.
-        why = getattr(error, "strerror", None) or error
-        return StoredIncident(path, finished, None, f"incident.json cannot be read: {why}")
-    if not isinstance(document, dict):
-        return StoredIncident(path, finished, None, "incident.json is not an object")
-    return StoredIncident(path, finished, keep(document) if keep is not None else document)
+        problem = f"incident.json cannot be read: {getattr(error, 'strerror', None) or error}"
+    if path.is_dir():
+        if problem:
+            document = None
+        yield StoredIncident(path, finished, keep(document) if keep and document else document, problem)
+    elif not finished:
+        # It got its name meanwhile; one that was removed is gone.
+        yield from _read(path.with_name(path.name.removeprefix(PARTIAL)), keep)
 
 
 def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
@@ -289,7 +280,7 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
     while True:
         # Asked first: what the handler writes last is there once it has left.
         at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
-        found = [_read(path, None) for folder in folders for path in _finished_since(folder, since)]
+        found = [one for folder in folders for path in _finished_since(folder, since) for one in _read(path)]
         of_server = [one for one in found if one.incident.server.pid == pid]
         if of_server:
             return max(of_server, key=lambda one: one.name)
@@ -309,11 +300,8 @@ def _finished_since(folder: Path, since: float) -> Iterator[Path]:
 
 def _crash_folder(command: object) -> Path | None:
     words: list[str] = []
-    if isinstance(command, str):
-        with contextlib.suppress(ValueError):
-            words = shlex.split(command)
-    elif isinstance(command, Sequence):
-        words = [os.fsdecode(word) for word in command if isinstance(word, (str, bytes, os.PathLike))]
+    with contextlib.suppress(TypeError, ValueError):
+        words = shlex.split(command) if isinstance(command, str) else list(map(os.fsdecode, command))  # type: ignore[call-overload]
     folder = value_of(words, _CRASH_FOLDER)
     return Path(folder) if folder else None
 

@@ -11,16 +11,14 @@ import pytest
 
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import (
-    INDEX,
     Fault,
     count_fault,
     fault_of,
     is_same_fault,
     read_faults,
-    recent_crashes,
 )
 from sglang_crashkit.kernel.private_files import FolderLock
-from sglang_crashkit.model.incident import Incident, iso_time
+from sglang_crashkit.model.incident import Incident
 from unit.support.stored import NOON, make_incident
 from unit.support.waiting import LONG
 
@@ -221,29 +219,6 @@ for number in range(25):
 
 
 SEEN = {"fault": {"what": "IndexError", "who": "scheduler tp=1"}, "count": 3}
-
-
-def index(folder: Path, last: float) -> None:
-    told = {"schema_version": 1, "faults": {"a": SEEN | {"last": iso_time(last)}}}
-    (folder / INDEX).write_text(json.dumps(told))
-
-
-def test_the_last_hours_crashes_are_told_in_one_line(tmp_path: Path) -> None:
-    folder = tmp_path / "host" / "incidents"
-    for kind, age in (("exception", 10), ("exception", 20), ("killed", 30), ("hang", 5), ("killed", 4000)):
-        make_incident(folder, kind=kind, seconds=NOON - age)
-    index(folder, NOON - 10)
-    assert recent_crashes(folder, NOON) == (
-        "3 crashes on this host in the last hour (2 exception, 1 killed); the latest: IndexError of scheduler tp=1, "
-        f"seen 3 times in all; next: sglang-crashkit incidents {tmp_path}"
-    )
-    index(folder, NOON - 4000)
-    assert "the latest" not in recent_crashes(folder, NOON)
-
-
-def test_a_folder_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert [recent_crashes(tmp_path / name) for name in ("none", "file")] == ["", ""]
 
 
 LOOP = ["spin (model.py:7)", "forward (model.py:3)", "run_batch (scheduler.py:2)", "event_loop (scheduler.py:1)"]
