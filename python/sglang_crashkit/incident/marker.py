@@ -10,7 +10,6 @@ The file has a JSON object a line. It is empty until it is known that the server
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -47,8 +46,8 @@ VANISHED = "vanished"
 TOUCH_SECS = 30.0
 #: Whether a child that has not ended yet has, is looked at this often, in seconds.
 _LOOK_SECS = 0.5
-#: What a child answers where there is no marker, and where its folder is gone, too, as somebody's who removed it all.
-_GONE, _WITH_ITS_FOLDER = -1, -2
+#: What a child answers where there is no marker.
+_GONE = -1
 _MAX_BYTES, _MAX_WORDS, _MAX_KERNEL_LINES = 1 << 16, 200, 3
 #: What the kernel says of processes that it ends, and of a machine that fails; of so many lines at most.
 _TELLING = re.compile(
@@ -148,14 +147,12 @@ class ServerMarker:
             except OSError as error:
                 self._fail(error)
             else:
-                if written == _GONE and self._written:
-                    # The server's end is known.
+                if written == _GONE:
+                    # The server's end is known, or somebody removed it.
                     logger.info("the marker %s is gone", self._path)
                     self._due = float("inf")
                     return
-                if written in (_GONE, _WITH_ITS_FOLDER):
-                    self._fail(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-                self._written = max(written, self._written)
+                self._written = written
         # One that not even SIGKILL ends stands still on that disk, as the next one would.
         if self._pid and not is_reaped(self._pid):
             return
@@ -184,7 +181,7 @@ def _touch(path: Path, lines: list[Any], written: int) -> bytes:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return str(_GONE if path.parent.exists() else _WITH_ITS_FOLDER).encode()
+        return str(_GONE).encode()
     # What is cut off spoils its own line only.
     data = "".join(f"\n{json.dumps(line)}\n" for line in lines).encode()
     if os.write(descriptor, data) < len(data):

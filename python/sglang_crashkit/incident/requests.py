@@ -12,7 +12,6 @@ import shlex
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +127,7 @@ def _lines_of(path: Path) -> Iterator[StoredRequest]:
             # With the journal's flag for prompts off there may be neither text nor ids.
             if not lacks and fields.get("text") is None and fields.get("input_ids") is None:
                 lacks.append("its prompt")
-            try:
-                arrived = datetime.fromisoformat(str(fields.get("arrived")).replace("Z", "+00:00")).timestamp()
-            except ValueError:
-                arrived = 0.0
+            arrived = seconds_of(fields.get("arrived")) or 0.0
             path_sent = "/encode" if fields.get("kind") == "EmbeddingReqInput" else "/generate"
             was_running = fields.get("state") == "unfinished"
             yield StoredRequest(str(fields.get("rid")), arrived, was_running, _body(fields), tuple(lacks), path_sent)

@@ -18,28 +18,28 @@ import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from sglang_crashkit.model.checked_json import writable
 from sglang_crashkit.model.sample import Frame
 
 #: 2,000 entries with their stacks take a megabyte.
 MAX_BYTES = 16 << 20
-MAX_ENTRIES = 100_000
 #: Counted are the bytes that may make one; an empty one takes 64 bytes of memory.
 MAX_CONTAINERS = 2_000_000
-#: A value may stand in many places of a pickle: of all of a dump, so many numbers, names and frames are looked at.
+#: A value may stand in many places of a pickle, each of which counts.
 MAX_PARTS = 5_000_000
 MAX_FRAMES = 16
 #: PyTorch allows no more.
 MAX_DIMENSIONS = 64
 MAX_TEXT = 500
 _VERSION = re.compile(r"2\.\d{1,9}")
-_STATES = ("scheduled", "started", "completed")
 #: The instructions of protocol 2 that build plain data, and those of them that make a container or a mark.
 _PLAIN, _CONTAINERS = b"\x80.(1}])tNaesu\x85\x86\x87\x88\x89\x8aKMJGXqrhj", b"(}])t\x85\x86\x87"
 
-_Kind = TypeVar("_Kind")
 Sizes = tuple[tuple[int, ...], ...]
 
 
@@ -174,6 +174,37 @@ def parse_dump(data: bytes) -> FlightDump:
         raise FlightDumpError(f"no dump: {error}", is_cut_off=error.is_cut_off) from None
 
 
+class _Frame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+
+
+class _Entry(msgspec.Struct):
+    record_id: int
+    process_group: tuple[str, str]
+    collective_seq_id: int
+    profiling_name: str
+    state: Literal["scheduled", "started", "completed"]
+    # So that the numbers of elements can be calculated in no time.
+    input_sizes: list[Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]], Meta(max_length=MAX_DIMENSIONS)]]
+    time_created_ns: int
+    input_dtypes: list[str] = []
+    frames: list[_Frame] = []
+    retired: bool = False
+    is_p2p: bool = False
+
+
+class _Group(msgspec.Struct):
+    ranks: str = ""
+    desc: str = ""
+
+
+class _Document(msgspec.Struct):
+    pg_config: dict[str, _Group]
+    entries: list[_Entry] = []  # left out where nothing was recorded at all
+
+
 def parse_document(document: Any) -> FlightDump:
     """Return what the value of a dump says.
 
@@ -181,82 +212,58 @@ def parse_document(document: Any) -> FlightDump:
         FlightDumpError: this is not a dump.
     """
     try:
-        return _Parser().dump(document)
-    except (KeyError, ValueError) as error:
-        words = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise FlightDumpError(f"no dump of a flight recorder: {words}") from None
-
-
-class _Parser:
-    """Takes over what is of interest, and counts what it looks at."""
-
-    def __init__(self) -> None:
-        self._left = MAX_PARTS
-
-    def dump(self, document: Any) -> FlightDump:
-        if not _VERSION.fullmatch(version := _text(_typed(document, dict)["version"])):
+        if not isinstance(document, dict):
+            raise ValueError(f"a {type(document).__name__} stands in it where a dict belongs")
+        version = document.get("version")
+        if not isinstance(version, str) or not _VERSION.fullmatch(version):
             raise ValueError(f"it is of version {version!r:.20}, of which nothing is known")
-        # Where nothing was recorded at all, it is left out.
-        entries = self._list(document.get("entries", []))
-        if len(entries) > MAX_ENTRIES:
-            raise ValueError(f"it has more than {MAX_ENTRIES} entries")
-        configured = self._list(list(_typed(document["pg_config"], dict).items()))
-        groups = {name: self._group(name, config) for name, config in configured if name}
-        is_from_the_start = not entries or _typed(_typed(entries[0], dict)["record_id"], int) == 0
-        # A message goes from one rank to another, and the others of the group have no part in it.
-        own = [entry for entry in entries if _typed(entry, dict).get("is_p2p") is not True]
-        return FlightDump(groups, tuple([self._entry(entry) for entry in own]), is_from_the_start)
-
-    def _entry(self, entry: dict[str, Any]) -> Entry:
-        self._left -= 1
-        group, state = _typed(entry["process_group"], tuple), _text(entry["state"])
-        backend, colon, operation = _text(entry["profiling_name"]).partition(":")
-        if len(group) != 2 or state not in _STATES:
-            raise ValueError("an entry in it has no state that is known, or its process group is no pair")
-        # Of a CPU backend, which has no events to look at, all there is is that it is not followed any more.
-        is_retired = backend == "gloo" and entry.get("retired") is True
-        return Entry(
-            group=_text(group[0]),
-            operation=operation if colon else backend,
-            sequence=_typed(entry["collective_seq_id"], int),
-            is_done=state == "completed" or is_retired,
-            input_sizes=self._sizes(entry["input_sizes"]),
-            dtypes=tuple([_text(name) for name in self._list(entry.get("input_dtypes", []))]),
-            created=_typed(entry["time_created_ns"], int) / 1e9,
-            frames=tuple([_frame(_typed(frame, dict)) for frame in self._list(entry.get("frames", []))[:MAX_FRAMES]]),
-        )
-
-    def _group(self, name: str, config: Any) -> Group:
-        ranks = re.findall(r"\d{1,9}", _text(_typed(config, dict).get("ranks", ""), most=1 << 20))
-        self._left -= len(ranks)
-        description = _text(config.get("desc", "")).removeprefix("undefined")
-        return Group(_text(name), description, tuple(sorted(set(map(int, ranks)))))
-
-    def _sizes(self, value: Any) -> Sizes:
-        shapes = [self._list(shape) for shape in self._list(value)]
-        # So that the numbers of elements can be calculated in no time.
-        if any(
-            len(shape) > MAX_DIMENSIONS or not all(0 <= _typed(n, int) < 1 << 63 for n in shape) for shape in shapes
-        ):
-            raise ValueError("a tensor in it has a size that none has")
-        return tuple([tuple(shape) for shape in shapes])
-
-    def _list(self, value: Any) -> list[Any]:
-        self._left -= len(_typed(value, list))
-        if self._left < 0:
-            raise ValueError(f"it has more than {MAX_PARTS} parts")
-        return value  # type: ignore[no-any-return]
+        _count_parts(document)
+        told = msgspec.convert(document, _Document)
+    except ValueError as error:
+        raise FlightDumpError(f"no dump of a flight recorder: {error}") from None
+    # One text may be that of many groups.
+    ranks = {text: _numbers(text) for text in {group.ranks for group in told.pg_config.values()}}
+    groups = {
+        name: Group(_text(name), _text(group.desc).removeprefix("undefined"), ranks[group.ranks])
+        for name, group in told.pg_config.items()
+        if name
+    }
+    is_from_the_start = not told.entries or told.entries[0].record_id == 0
+    # A message goes from one rank to another, and the others of the group have no part in it.
+    return FlightDump(groups, tuple([_entry(one) for one in told.entries if not one.is_p2p]), is_from_the_start)
 
 
-def _frame(frame: dict[str, Any]) -> Frame:
-    return Frame(_text(frame["name"]), _text(frame["filename"]), _typed(frame["line"], int))
+def _count_parts(document: Any) -> None:
+    """Refuse a value that is larger than any recorder writes, or stands in itself."""
+    waiting, count = [document], 0
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list | tuple | dict):
+            count += len(value)
+            if count > MAX_PARTS:
+                raise ValueError(f"it has more than {MAX_PARTS} parts")
+            waiting += value.values() if isinstance(value, dict) else value
 
 
-def _typed(value: Any, kind: type[_Kind]) -> _Kind:
-    if type(value) is not kind:
-        raise ValueError(f"a {type(value).__name__} stands in it where a {kind.__name__} belongs")
-    return value
+def _entry(told: _Entry) -> Entry:
+    backend, colon, operation = told.profiling_name.partition(":")
+    # Of a CPU backend, which has no events to look at, all there is is that it is not followed any more.
+    is_retired = backend == "gloo" and told.retired
+    return Entry(
+        group=_text(told.process_group[0]),
+        operation=_text(operation if colon else backend),
+        sequence=told.collective_seq_id,
+        is_done=told.state == "completed" or is_retired,
+        input_sizes=tuple(map(tuple, told.input_sizes)),
+        dtypes=tuple(map(_text, told.input_dtypes)),
+        created=told.time_created_ns / 1e9,
+        frames=tuple([Frame(_text(one.name), _text(one.filename), one.line) for one in told.frames[:MAX_FRAMES]]),
+    )
 
 
-def _text(value: Any, most: int = MAX_TEXT) -> str:
-    return writable(_typed(value, str)[:most])
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(sorted(set(map(int, re.findall(r"\d{1,9}", text)))))
+
+
+def _text(value: str) -> str:
+    return writable(value[:MAX_TEXT])

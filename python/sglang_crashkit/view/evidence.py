@@ -10,6 +10,7 @@ import contextlib
 import heapq
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class IncidentFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        found = sorted(_walk(folder, "", 0))
+        found = sorted(_walk(folder))
         self.left_out = max(0, len(found) - _MAX_FILES)
         self.listed = dict(found[:_MAX_FILES])
 
@@ -94,20 +95,14 @@ class IncidentFiles:
             return {}
 
 
-def _walk(folder: Path, lead: str, depth: int) -> Iterator[tuple[str, int]]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        name = f"{lead}{entry.name}"
-        try:
-            if entry.is_file(follow_symlinks=False):
-                yield name, entry.stat(follow_symlinks=False).st_size
-            elif depth < _MAX_DEPTH and entry.is_dir(follow_symlinks=False):
-                yield from _walk(folder / entry.name, f"{name}/", depth + 1)
-        except OSError:
-            continue
+def _walk(folder: Path) -> Iterator[tuple[str, int]]:
+    for path, folders, names in os.walk(folder):
+        if len(Path(path).relative_to(folder).parts) >= _MAX_DEPTH:
+            folders.clear()
+        for file in (Path(path, name) for name in names):
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG((status := file.lstat()).st_mode):
+                    yield str(file.relative_to(folder)), status.st_size
 
 
 def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-import unicodedata
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from sglang_crashkit.incident.names import Names, join_some_names, without_own_n
 from sglang_crashkit.model.incident import SERVER_WENT_ON, Incident, ProcessReport
 from sglang_crashkit.view import words
 
-#: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
+#: Characters of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
 WIDTH, MAX_LINES = 80, 17
 #: So much of it stands in the server's own log.
 LOG_LINES = 5
@@ -23,8 +22,6 @@ _LABEL = 8
 _MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
 #: So much of a line may be names, and what a user may choose: the id of a request, the name of a model.
 _MAX_NAMES, _MAX_RID, _MAX_MODEL = 36, 40, 40
-#: Behind a character that takes two columns.
-_SECOND_COLUMN = "\0"
 #: Where a container's counter lies, of which the last part tells.
 _COUNTER_FOLDER = re.compile(r"/\S{1,200}/(?=memory\.)")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
@@ -48,7 +45,7 @@ class Row(NamedTuple):
 
 
 def first_screen(incident: Incident, *, ends_with: int | None = None, where: str = "", wraps: bool = True) -> list[str]:
-    """Return at most `MAX_LINES` lines of `WIDTH` columns.
+    """Return at most `MAX_LINES` lines of `WIDTH` characters.
 
     Args:
         incident: as it is shown; see `Incident.shown`.
@@ -94,13 +91,13 @@ class _Screen:
             most: how many lines the first of these may take where it is alone in its line.
         """
         what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
-        if self._kind in _BY_DEATH and _columns_of(f"{what}; {behind}") > WIDTH:
+        if self._kind in _BY_DEATH and len(f"{what}; {behind}") > WIDTH:
             what = what.partition(":")[0]
         told = "; ".join(filter(None, (what, behind)))
-        if _columns_of(told) <= WIDTH:
+        if len(told) <= WIDTH:
             return [told]
-        whole = _wrapped(what, WIDTH, most) if most > 1 else [_cut_columns(what, WIDTH)]
-        return [*whole, *([_cut_columns(behind, WIDTH)] if behind else [])]
+        whole = _wrapped(what, WIDTH, most) if most > 1 else [words.cut(what, WIDTH)]
+        return [*whole, *([words.cut(behind, WIDTH)] if behind else [])]
 
     def rows(self) -> Iterator[Row]:
         """Yield the rest; a row without a text is not shown."""
@@ -325,28 +322,9 @@ def _lines(row: Row) -> Iterator[str]:
 
 def _wrapped(text: str, columns: int, most: int) -> list[str]:
     """Return a text in at most so many lines; the last one ends with an ellipsis where there is more."""
-    padded = _padded(text)
-    # A character of two columns may stand where a line is broken.
-    width = columns - (len(padded) > len(text))
-    every = textwrap.wrap(padded, width)
-    lines = textwrap.wrap(padded, width, max_lines=most, placeholder="...")
+    every = textwrap.wrap(text, columns)
+    lines = textwrap.wrap(text, columns, max_lines=most, placeholder="...")
     if len(every) > most and len(lines[-1]) < columns // 2:
         # The next word is as long as a line.
-        lines = [*every[: most - 1], every[most - 1][: width - 3].rstrip() + "..."]
-    return [line.replace(_SECOND_COLUMN, "") for line in lines]
-
-
-def _padded(text: str) -> str:
-    """Return a text in which there is a character for each column that a terminal shows it in."""
-    if text.isascii():
-        return text
-    wide = ("W", "F")
-    return "".join(char + _SECOND_COLUMN * (unicodedata.east_asian_width(char) in wide) for char in text)
-
-
-def _columns_of(text: str) -> int:
-    return len(_padded(text))
-
-
-def _cut_columns(text: str, most: int) -> str:
-    return words.cut(_padded(text), most).replace(_SECOND_COLUMN, "")
+        lines = [*every[: most - 1], every[most - 1][: columns - 3].rstrip() + "..."]
+    return lines
