@@ -1,12 +1,10 @@
 """What an orchestrator learns of a crash: the exit status of the server, and the termination message of its container.
 
-Upstream's servers end by a SIGKILL of themselves, 137, which reads as out of memory, or, as process 1 of a container,
-with 0. Here 137 is said of an out-of-memory kill alone, and 128 + N where a process of the server was killed by signal
-N (134 SIGABRT, 135 SIGBUS, 136 SIGFPE, 139 SIGSEGV); what no signal caused has a status of its own, a `ServerExit`.
-
-The status is 1 where a main process that stands still has to end itself, as process 1 of a container must: Python's own
-timer knows no other. A server that was asked to end by SIGTERM ends as upstream's does, and so does one whose kit is
-switched off.
+Upstream's servers end by SIGKILL, 137, which reads as out of memory, or, as process 1 of a container, with 0. Here 137
+is an out-of-memory kill alone, 128 + N a process that signal N killed (134 SIGABRT, 135 SIGBUS, 136 SIGFPE, 139
+SIGSEGV), and what no signal caused a `ServerExit`. It is 1 where a main process that stands still has to end itself, as
+process 1 of a container must: Python's own timer knows no other. Who is asked to end by SIGTERM ends as upstream's
+does.
 """
 
 from __future__ import annotations

@@ -123,12 +123,10 @@ def count_fault(
     has_core: bool = False,
     suspects: Mapping[str, str] | None = None,
 ) -> Occurrence | None:
-    """Count a fault in the index, and say whether its incident is one more of the same.
+    """Count a fault in the index of folder `incidents`; None, to keep it in full, where that cannot be written.
 
-    The index is in `incidents`, the folder of all incidents of this host, and `name` is what the folder of this one is
-    called when it is finished. Of a fault `keep` incidents a day are kept in full, all where it is 0. `suspects` has
-    the fingerprints of the suspected requests by their ids, the most suspicious last, which is known the longest.
-    None where the index could not be had or written; then the incident is to be kept in full.
+    `name` is that of the incident's finished folder. Of a fault `keep` incidents a day are kept in full, all where it
+    is 0. `suspects` has the fingerprints of the suspected requests by their ids, the most suspicious last.
     """
     # A command that only reads the index starts without the whole model.
     from sglang_crashkit.model.incident import Occurrence
@@ -156,10 +154,9 @@ def count_fault(
 
 
 def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
-    """Return what the index in folder `incidents` has of each fault, by its key.
+    """Return what the index in a folder has of each fault, by its key: ``fault``, ``count``, ``first`` and ``last``.
 
-    ``fault`` is the fault, ``count`` how often it was seen, ``first`` and ``last`` when. It is empty where there is no
-    index or it cannot be read; then counting begins anew.
+    It is empty where there is no index or it cannot be read; then counting begins anew.
     """
     path = incidents / INDEX
     try:
@@ -216,10 +213,9 @@ def words_of(incident: Incident) -> str:
 
 
 def is_same_fault(some: Incident, other: Incident) -> bool:
-    """Say whether two incidents are of one fault.
+    """Say whether two incidents are of one fault: by the fingerprint, but for what depends on the moment.
 
-    The fingerprint, but for what depends on the moment: which of several ranks that do the same was first, and, where
-    the one that failed left no frames, where the others stood. Of a hang also the line, and what was called just then.
+    That is which of several ranks that do the same was first, where the others stood, and of a hang the line.
     """
     if all(one.verdict is not None and one.verdict.kind == "hang" for one in (some, other)):
         return _is_same_hang(_hung(some), _hung(other))

@@ -64,20 +64,10 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class IncidentFolder:
-    """The folder of one incident while it is written.
+    """The folder of one incident while it is written, opened at `seconds` since the epoch, for the server of that pid.
 
-    Args:
-        incidents: the folder of all incidents of this host.
-        kind: the incident's kind.
-        incident_id: its id.
-        seconds: when it was opened, since the epoch.
-        limits: what it may take of the disk; the oldest incidents make room for it.
-        server: the pid of the server that it happened to.
-
-    Raises:
-        NoRoomError: there is no room even for what is essential.
-        OSError: it cannot be created.
-        CrashkitError: a folder on the way is not this user's.
+    Raises NoRoomError where there is no room even for what is essential, another OSError where it cannot be created,
+    and CrashkitError where a folder on the way is not this user's.
     """
 
     problem = ""  # why what is written to it goes nowhere; empty where it does not
@@ -123,13 +113,10 @@ class IncidentFolder:
         self.final_path = self.final_path.with_name(str(replace(name, kind=kind)))
 
     def write_text(self, name: str, text: str) -> str:
-        """Write a file below the folder, without secrets, and return its name relative to it.
+        """Write a file below the folder, without secrets, and return its name.
 
-        What cannot be searched for secrets is withheld.
-
-        Raises:
-            NoRoomError: there is no room for it.
-            OSError: the folder is gone.
+        What cannot be searched for secrets is withheld. Raises NoRoomError where there is no room for it, another
+        OSError where the folder is gone.
         """
         try:
             searched = _searched(len(text), lambda: redact_text(text))
@@ -162,11 +149,7 @@ class IncidentFolder:
         return name
 
     def remove(self, name: str) -> None:
-        """Remove a file below the folder where it is there.
-
-        Raises:
-            OSError: the folder may not be written any more.
-        """
+        """Remove a file below the folder where it is there; OSError where that may not be written any more."""
         size = self._size_of(name)
         (self.opened / name).unlink(missing_ok=True)
         self._retention.take(-size)
@@ -193,16 +176,10 @@ class IncidentFolder:
             return f"{folder} cannot be written to: {error.strerror}"
 
     def save(self, document: Mapping[str, Any], summary: str, *, is_redacted: bool = False, sync: bool = False) -> None:
-        """Write ``incident.json`` and ``summary.md`` as they are now, for which room is kept.
+        """Write ``incident.json`` and ``summary.md`` as they are now, without secrets, for which room is kept.
 
-        Args:
-            document: what is known by now; see `Incident.to_json`.
-            summary: the same for a person.
-            is_redacted: both were searched for secrets already.
-            sync: reach the disk before returning.
-
-        Raises:
-            OSError: there is no room even so, or the folder is gone; what was there before is still there.
+        With `sync` they are on the disk before it returns. Raises OSError where there is no room even so, or the folder
+        is gone; what was there before is still there.
         """
         data = encode_json(document)
         if not is_redacted:
@@ -212,11 +189,7 @@ class IncidentFolder:
         self._write_essential(SUMMARY, summary.encode(errors="backslashreplace"))
 
     def append(self, name: str, lines: Sequence[str]) -> None:
-        """Add lines, without secrets, to a file below the folder, for which room is kept.
-
-        Raises:
-            OSError: there is no room even so, or the folder is gone; what was there before is still there.
-        """
+        """Add lines, without secrets, to a file below the folder; see `save`."""
         told = "".join(f"{line}\n" for line in lines)
         text = _searched(len(told), lambda: "".join(f"{json.dumps(redact_json(json.loads(line)))}\n" for line in lines))
         data, path = text.encode(), self.opened / name
@@ -286,10 +259,7 @@ class IncidentFolder:
             self._hold_reserve()
 
     def _hold_reserve(self) -> bool:
-        """Take disk space that the essential files get when there is no other, and say whether there is as much.
-
-        It is less where there is not enough for all of it, and none where the limits do not allow it.
-        """
+        """Hold as much disk space for the essential files as there may be; say whether it is enough."""
         size = min(_RESERVE_BYTES, self._retention.share)
         if size < _LEAST_RESERVE_BYTES:
             return True
@@ -316,10 +286,7 @@ class IncidentFolder:
 
 
 class NullFolder(IncidentFolder):
-    """Takes the place of an `IncidentFolder` that cannot be written anywhere, and nothing on disk.
-
-    The incident is gathered, judged and reported nonetheless; each piece of evidence is refused for the same `reason`.
-    """
+    """Takes the place of a folder that cannot be written anywhere: each piece of evidence is refused for `reason`."""
 
     def __init__(self, reason: str) -> None:
         self.id = new_id()
@@ -348,11 +315,7 @@ class NullFolder(IncidentFolder):
 
 
 def _searched(size: int, search: Callable[[], str]) -> str:
-    """Return the text that `search` makes of one of `size` characters, a long one in a child, within a deadline.
-
-    Raises:
-        OSError: it came to no end.
-    """
+    """Return what `search` makes of a text, a long one in a child; OSError where that comes to no end."""
     if size <= _AT_ONCE:
         try:
             return search()

@@ -1,10 +1,8 @@
 """The marker of a server program: a file in its spool, which its crash handler touches, and removes at its end.
 
-Where all processes of a server are killed at once, the handler among them, nothing else is left of it: with a
-container, by a cgroup's kill, or with its node. `handler.unfinished` makes an incident of such a marker at the next
-start. Whose handler is alive is told by the lock on the spool.
-
-The file has a JSON object a line. It is empty until it is known that the server is a program of its own.
+Where all processes of a server are killed at once, as with a container or its node, nothing else is left of it.
+`handler.unfinished` makes an incident of it at the next start. Whose handler is alive is told by the lock on the spool.
+The file has a JSON object a line, and is empty until it is known that the server is a program of its own.
 """
 
 from __future__ import annotations
@@ -88,15 +86,10 @@ def server_info(pid: int, start_ticks: int) -> ServerInfo:
 
 
 class ServerMarker:
-    """Keeps the marker of one server.
+    """Keeps the marker of one server in its spool; `say` writes to the server's own log, `now` is a monotonic clock.
 
     The crash folder may be on a disk that does not answer, so that a child touches it, one at a time. It never makes
     the file: one that comes late must not bring it back.
-
-    Args:
-        spool: the server's.
-        say: writes a line to the server's own log.
-        now: a monotonic clock, in seconds.
     """
 
     def __init__(self, spool: Path, say: Callable[[str], object], now: Callable[[], float] = time.monotonic) -> None:
@@ -210,11 +203,7 @@ def _counts(pid: int) -> Iterator[Count]:
 
 
 def read_marker(spool: Path) -> Marker | None:
-    """Return what the marker in a spool says; None without one, or where it is empty.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return what the marker in a spool says; None where it is absent or empty, OSError where it cannot be read."""
     try:
         data, touched = read_regular(spool / MARKER, _MAX_BYTES), (spool / MARKER).lstat().st_mtime
     except FileNotFoundError:

@@ -84,10 +84,9 @@ _NUMBER = r"""
 
 
 def without_own_numbers(text: str, mark: str = "") -> str:
-    """Return a text, such as the reason of a failure, without the numbers that differ with each process and moment.
+    """Return a text without the numbers that differ with each process and moment, a `mark` in place of each.
 
-    Exit codes, signals, numbers of errors, counts of ranks and whatever else is a small number are left as they are. A
-    `mark` stands in place of each of the others.
+    Exit codes, signals, numbers of errors, counts of ranks and whatever else is a small number are left as they are.
     """
     return re.sub(_NUMBER, partial(_marked, mark), text, flags=re.IGNORECASE | re.VERBOSE)
 

@@ -88,9 +88,7 @@ class StoredRequest:
 def read_requests(incident: StoredIncident) -> list[StoredRequest]:
     """Return the requests of an incident in the order in which they arrived.
 
-    Raises:
-        NothingToDoError: it holds none.
-        CrashkitError: they cannot be read.
+    Raises NothingToDoError where it holds none, CrashkitError where they cannot be read.
     """
     path, found = incident.path / REQUESTS, dict[str, StoredRequest]()
     try:
@@ -204,14 +202,10 @@ def _prompt_of(fields: Mapping[str, Any]) -> bytes:
 
 
 def was_aborted_before(fields: Mapping[str, Any], incident: Incident) -> bool:
-    """Say whether a request was aborted before anything failed.
+    """Say whether a request, by its line of ``requests/requests.jsonl``, was aborted before anything failed.
 
     A client that does not wait for a server that hangs tells nothing of the hang, nor of a crash that ends it: a rank
     has taken in nothing since its last step began. Nor does one of a hang of which it is not known when it began.
-
-    Args:
-        fields: a line of ``requests/requests.jsonl``.
-        incident: whose request it is.
     """
     aborted = seconds_of(fields.get("aborted"))
     if aborted is None:

@@ -55,14 +55,10 @@ def status_of(error: Exception) -> EvidenceStatus:
 
 
 class Retention:
-    """Makes room for one incident and counts what it takes.
+    """Makes room for the incident `incident_id` in the folder `incidents`, beside which `host` has the crash files.
 
-    `incident_id` is that of the new one, in the folder `incidents`, beside which `host` has the crash files. What a
-    living server other than `server`, a pid, has left is never removed. `own` is how many bytes the new one takes, and
-    `share` how many may be kept for its essential files, so that there is room for the others.
-
-    Raises:
-        OSError: the folder cannot be read.
+    What a living server other than `server`, a pid, has left is never removed. `own` is how many bytes the incident
+    takes, `share` how many may be kept for its essential files. Raises OSError where a folder cannot be read.
     """
 
     def __init__(self, incidents: Path, host: Path, incident_id: str, limits: DiskLimits, server: int = 0) -> None:
@@ -76,11 +72,7 @@ class Retention:
         self.share = min(self._max_use, limits.max_incident) // 4
 
     def take(self, growth: int, *, essential: bool = False) -> None:
-        """Make room for so many more bytes and count them; what is `essential` is written whatever the limits say.
-
-        Raises:
-            NoRoomError: the limits do not allow it; they are not counted.
-        """
+        """Make room for more bytes and count them; NoRoomError where limits forbid what is not `essential`."""
         growth = -(-growth // BLOCK) * BLOCK
         if not essential and growth > 0:
             if self.own + growth > self._limits.max_incident:
@@ -97,13 +89,8 @@ class Retention:
         """Remove the oldest finished incidents until `growth` more bytes fit, and no incident is too old or too many.
 
         `beside` is another folder, to which somebody else, such as the CUDA driver, is about to write them; cores and
-        dumps that no incident names count then, too.
-
-        Returns:
-            Why there is no room; empty where there is.
-
-        Raises:
-            OSError: a folder is gone.
+        dumps that no incident names count then, too. Returns why there is no room, or an empty text; OSError where a
+        folder is gone.
         """
         unnamed, found = self._crash_files(), {}
         # What several name is the last one's, which may be unfinished.
@@ -204,11 +191,7 @@ def size_of(folder: Path) -> int:
 
 
 def limits_on(folder: Path, limits: DiskLimits) -> tuple[int, int]:
-    """Return what all incidents may take of the file system that `folder` is on, and what they leave free, in bytes.
-
-    Raises:
-        OSError: there is no such folder.
-    """
+    """Return the bytes that all incidents may take of the file system of a folder, and those that they leave free."""
     total = _space_of(folder)[0]
     max_use, keep_free = limits.max_use, limits.keep_free
     return (

@@ -111,16 +111,11 @@ class StoredIncident:
 def find_incidents(
     folder: Path, unreadable: list[OSError] | None = None, keep: Keep | None = None
 ) -> list[StoredIncident]:
-    """Return the incidents below `folder`, newest first.
+    """Return the incidents below a crash folder, a host's, its ``incidents``, or one incident's, newest first.
 
-    Args:
-        folder: a crash folder, a host's folder in it, its ``incidents`` folder, or one incident's folder.
-        unreadable: gets why some of the folders in it cannot be read, where others can.
-        keep: of ten thousand incidents, what is kept takes more time and memory than to read them; all by default.
-
-    Raises:
-        NothingToDoError: there is no such folder.
-        OSError: no incident was found, and a folder cannot be read.
+    `unreadable` gets why some folders in it cannot be read, where others can. Of ten thousand incidents, what `keep`
+    returns takes less time and memory than all. Raises NothingToDoError where there is no such folder, OSError where no
+    incident was found and a folder cannot be read.
     """
     is_folder = False  # a folder above it that cannot be read is an error of its own
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -164,10 +159,7 @@ def incidents_below(folders: Iterable[Path]) -> tuple[list[Path], int]:
 
 
 def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
-    """Return what is in a folder; nothing if absent. Where it cannot be read, `unreadable` gets why.
-
-    `Path.glob` would pass over what may not be read.
-    """
+    """Return what is in a folder, nothing if absent; where it cannot be read, `unreadable` gets why."""
     try:
         # That of a file system is root's alone.
         return [path for path in folder.iterdir() if path.name != "lost+found"]
@@ -194,16 +186,9 @@ def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
 def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | None = None) -> StoredIncident:
     """Return the one incident that is meant; one that was left unfinished only where no finished one is.
 
-    Args:
-        text: an incident's folder, a crash folder, of which the newest one is taken, or one in `folder`: ``latest``,
-            its id, or how that begins.
-        folder: a crash folder; by default the one of servers that were given none.
-        unreadable: see `find_incidents`; what is meant by an id needs no other folder.
-
-    Raises:
-        NothingToDoError: there is no such incident.
-        UsageError: there are several whose ids begin so.
-        CrashkitError: its ``incident.json`` cannot be read, or the folder cannot.
+    `text` is an incident's folder, a crash folder, of which the newest is taken, or one in `folder`: ``latest``, its
+    id, or how that begins. Raises NothingToDoError where there is none, UsageError where there are several, and
+    CrashkitError where it cannot be read.
     """
     is_name = "/" not in text and not Path(text).exists()
     place = (folder or settings.fallback_folder()) if is_name else Path(text)
@@ -265,15 +250,9 @@ def _read(path: Path, keep: Keep | None = None) -> Iterator[StoredIncident]:
 
 
 def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
-    """Return the newest incident that the crash handler of server `pid` wrote, None if absent.
+    """Return the newest incident that the crash handler of server `pid` wrote, after a wait for it; None if absent.
 
-    Waits while the handler is still at work.
-
-    Args:
-        pid: the server's main process.
-        since: when it was seen first, in seconds since the epoch.
-        command: its command, as words or as one text, which tells its crash folder.
-        deadline_secs: the longest to wait, in seconds.
+    `command` is the server's, as words or as one text, which tells its crash folder.
     """
     deadline = time.monotonic() + deadline_secs
     folders = [folder for folder in (_crash_folder(command), settings.fallback_folder()) if folder is not None]
@@ -321,15 +300,9 @@ class StoredSteps:
 
 
 def read_steps(incident: Path, number: int | None = None, last: int | None = None) -> list[StoredSteps]:
-    """Return the steps in an incident's folder, in the order of the ranks' titles.
+    """Return the steps in an incident's folder by the ranks' titles; CrashkitError where a file cannot be read.
 
-    Args:
-        incident: the folder.
-        number: of the only step that is wanted; all when None.
-        last: so many of the last ones of each rank, and those around `number`.
-
-    Raises:
-        CrashkitError: a file cannot be read.
+    All, or those of `number` alone; with `last` so many of the last ones of each rank, and those around `number`.
     """
     try:
         return [_read_steps(path, number, last) for path in sorted(incident.glob(f"ranks/*{STEPS_SUFFIX}"))]

@@ -118,13 +118,9 @@ class Case(msgspec.Struct, kw_only=True):
         return last.text if last is not None and last.kind == "prefill" and last.last_order < event.order else ""
 
     def said_before(self, place: tuple[float, int], who: str | None, besides: str, secs: float) -> list[str]:
-        """Return the two lines that a process, or one without a name, said last before a place, the last one first.
+        """Return the two lines that a process, or one without a name, said last within so many seconds before a place.
 
-        Args:
-            place: in the evidence.
-            who: short name of the process.
-            besides: a text that says the same: such lines are left out.
-            secs: how long before.
+        Those that `besides` has already are left out.
         """
         lines = (one for one in reversed(self.events) if isinstance(one, Line) and one.place < place)
         near = (one.text for one in lines if one.who in ("", who) and place[0] - one.at <= secs)

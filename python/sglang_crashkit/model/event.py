@@ -31,10 +31,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
     @property
     def place(self) -> tuple[float, int]:
-        """Where it stands among others, by time and then by order.
-
-        What has no time at all comes first: its source gives each fact the time of the line before, where there is one.
-        """
+        """Where it stands among others, by time and then by order; what has no time at all comes first."""
         return self.at, self.order
 
     @property

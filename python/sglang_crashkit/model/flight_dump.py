@@ -86,11 +86,7 @@ class FlightDump:
 
 
 def read_bytes(path: Path, owner: int) -> bytes:
-    """Return the content of a dump: of the file `path`, which must be a regular one of user `owner`.
-
-    Raises:
-        FlightDumpError: it is not, or is too large.
-    """
+    """Return the content of a dump, a regular file of user `owner`; FlightDumpError where it is none or too large."""
     # Not blocking, and not through a link: in a shared folder anybody may have put something else there.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -109,8 +105,7 @@ def read_bytes(path: Path, owner: int) -> bytes:
 class _PlainUnpickler(pickle._Unpickler):
     """Carries out what builds plain data, and refuses everything else.
 
-    It is the one that is written in Python: that in C clears 34 GB of memory for five bytes that name a far place of
-    its memo.
+    That in C clears 34 GB of memory for five bytes that name a far place of its memo.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -129,12 +124,9 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def load_plain(data: bytes) -> Any:
-    """Return the value of a pickle of protocol 2 that holds nothing but plain data, in bounded time and memory.
+    """Return the plain data in a pickle of protocol 2, in bounded time and memory; FlightDumpError of another one.
 
     One value may stand in several places of it, also within itself: a reader that walks it counts the steps.
-
-    Raises:
-        FlightDumpError: it is no such pickle, is cut off, or is larger than a reader would bear.
     """
     if len(data) > MAX_BYTES or sum(data.count(code) for code in _CONTAINERS) > MAX_CONTAINERS:
         raise FlightDumpError(f"it has more than {MAX_BYTES >> 20} MB or {MAX_CONTAINERS} containers")
@@ -163,11 +155,7 @@ def load_plain(data: bytes) -> Any:
 
 
 def parse_dump(data: bytes) -> FlightDump:
-    """Return what the content of a dump says.
-
-    Raises:
-        FlightDumpError: this is not a dump.
-    """
+    """Return what the content of a dump says; FlightDumpError where it is none."""
     try:
         return parse_document(load_plain(data))
     except FlightDumpError as error:
@@ -206,11 +194,7 @@ class _Document(msgspec.Struct):
 
 
 def parse_document(document: Any) -> FlightDump:
-    """Return what the value of a dump says.
-
-    Raises:
-        FlightDumpError: this is not a dump.
-    """
+    """Return what the value of a dump says; FlightDumpError where it is none."""
     try:
         if not isinstance(document, dict):
             raise ValueError(f"a {type(document).__name__} stands in it where a dict belongs")

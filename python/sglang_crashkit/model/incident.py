@@ -238,11 +238,7 @@ class Requests(msgspec.Struct):
 
     @property
     def counts(self) -> Counts | None:
-        """How many there were; None where they were not counted.
-
-        The journal leaves health checks out, which the server saves like any other request. So it counts where it is
-        whole.
-        """
+        """How many there were, by the journal where it is whole, as it leaves health checks out; None if not known."""
         if self.finished is None or self.unfinished is None:
             return None
         journal, saved = self.journal, Counts(self.finished, self.unfinished)

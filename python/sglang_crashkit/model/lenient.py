@@ -29,11 +29,7 @@ def read(value: object, kind: type[_Kind]) -> _Kind:
 
 
 def read_whole(value: object, kind: type[_Kind], name: str) -> _Kind:
-    """Return a document as a class of data; lone surrogates in it, which no file takes, are escaped.
-
-    Raises:
-        ValueError: it is no `name`, or a part of it has another form.
-    """
+    """Return a document as a class of data, lone surrogates escaped; ValueError where a part has another form."""
     try:
         try:
             # Looked for in C: there may be millions of values.
@@ -71,11 +67,7 @@ def _required(value: object, kind: Any) -> Any:
 
 
 def _convert(value: object, kind: Any) -> Any:
-    """Return a value as `kind`, without the parts of it that have another form.
-
-    Raises:
-        msgspec.ValidationError: all of it has.
-    """
+    """Return a value as `kind`, without the parts of another form; ValidationError where all of it has."""
     with suppress(msgspec.ValidationError):
         return msgspec.convert(value, kind, dec_hook=_own)
     origin, arguments = get_origin(kind) or kind, get_args(kind)

@@ -103,10 +103,9 @@ class Sample:
 
 
 def parse_pyspy(text: str) -> tuple[Thread, ...]:
-    """Parse the output of ``py-spy dump --json``, which is also the form in which a process speaks of itself.
+    """Return the threads in the output of ``py-spy dump --json``, in which form a process speaks of itself, too.
 
-    Raises:
-        ValueError: it is not such an output, or has no frame.
+    Raises ValueError where it is not such an output, or has no frame.
     """
     try:
         document = json.loads(text)
@@ -123,10 +122,10 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
 
 
 def short_path(path: str) -> str:
-    """Return the path of a module's file from its package on, such as ``sglang/srt/managers/scheduler.py``.
+    """Return the path of a module's file from its package on, such as ``sglang/srt/server.py``, or as it is.
 
-    Where modules are installed is told by names of folders: a process that is looked at from outside does not tell its
-    ``sys.path``. SGLang itself may also lie in a checkout. Any other path is returned as it is.
+    Names of folders tell where modules are installed: a process does not tell its ``sys.path`` to who looks from
+    outside.
     """
     return _ROOT.sub("", path)
 
@@ -167,10 +166,7 @@ def are_whole(frames: Sequence[Frame]) -> bool:
 
 
 def format_threads(title: str, pid: int, threads: Iterable[Thread], doing: Iterable[str] = ()) -> Iterator[str]:
-    """Yield the lines of a stack file: the process, then thread by thread, the main thread first.
-
-    The frames that a summary shows of it, `doing`, innermost first, come before all else.
-    """
+    """Yield the lines of a stack file: the process, what it was `doing`, then its threads, the main one first."""
     yield f"Process {pid}: {title}"
     if frames := list(doing):
         yield ""

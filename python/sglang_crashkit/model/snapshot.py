@@ -1,9 +1,8 @@
 """What one round saw of the processes on one host: the data that is collected, gathered from hosts and analysed.
 
 As JSON each frame (function, file, line) and each stack (numbers of frames, innermost first) stands once, in a table:
-the stacks of a server's ranks are mostly the same, and read back they are the same objects. A thread is a list as well:
-name, native id, whether active, whether it owns the GIL, number of its stack. `SCHEMA_VERSION` grows when
-a reader of the older form would misread it.
+those of a server's ranks are mostly the same, and read back they are the same objects. `SCHEMA_VERSION` grows when a
+reader of the older form would misread it.
 """
 
 from __future__ import annotations
@@ -76,11 +75,7 @@ class _Document(msgspec.Struct):
 
 
 def parse(text: str | bytes) -> NodeSnapshot:
-    """Read a snapshot from the text of its JSON.
-
-    Raises:
-        ValueError: it is not one, or of a newer kit.
-    """
+    """Return the snapshot in a text of JSON; ValueError where it is none, or of a newer kit."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -89,11 +84,7 @@ def parse(text: str | bytes) -> NodeSnapshot:
 
 
 def from_json(document: Any) -> NodeSnapshot:
-    """Return the snapshot of which `document` holds the JSON values.
-
-    Raises:
-        ValueError: it is not one, or of a newer kit.
-    """
+    """Return the snapshot in JSON values; ValueError where it is none, or of a newer kit."""
     version = document.get("schema_version") if isinstance(document, dict) else None
     if type(version) is int and version > SCHEMA_VERSION:
         raise ValueError(f"the snapshot has schema_version {version}, this kit reads up to {SCHEMA_VERSION}")
@@ -133,11 +124,7 @@ def _threads(rows: object, stacks: Sequence[tuple[Frame, ...]]) -> tuple[Thread,
 
 
 def _pick(table: Sequence[_Entry], numbers: Sequence[int]) -> list[_Entry]:
-    """Return the entries of a table that have these numbers.
-
-    Raises:
-        LookupError: the table has no entry with one of the numbers.
-    """
+    """Return the entries of a table that have these numbers; LookupError where it has no such entry."""
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(table):
         raise LookupError(f"there are numbers from {min(numbers)} to {max(numbers)} in a table of {len(table)}")
     return [table[place] for place in numbers]

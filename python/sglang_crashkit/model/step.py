@@ -77,9 +77,5 @@ class Step:
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Step:
-        """Return the step that `to_json` wrote.
-
-        Raises:
-            ValueError: it is not a step.
-        """
+        """Return the step that `to_json` wrote; ValueError where it is none."""
         return lenient.read_whole(document, Step, "step")

@@ -49,10 +49,7 @@ _MAX_STRING, _MAX_ENTRIES, _MAX_LEVELS = 4000, 2000, 12
 class IncidentFiles:
     """The regular files below an incident's folder; no other is ever opened, whatever names one.
 
-    Attributes:
-        folder: the incident's.
-        listed: the size of each file in bytes, by its name relative to the folder, in order of the names.
-        left_out: how many entries there were beyond `_MAX_FILES`.
+    `listed` has the size of each in bytes, by its name relative to the folder; `left_out` is how many more there were.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,11 +69,7 @@ class IncidentFiles:
             return b""
 
     def read_json(self, name: str | None) -> Any:
-        """Return what a file holds, within bounds; see `bounded`.
-
-        Raises:
-            ValueError: it is missing, too long, or no JSON.
-        """
+        """Return what a file holds, `bounded`; ValueError where it is missing, too long, or no JSON."""
         data = self.read(name, _MAX_JSON + 1)
         if not data:
             raise ValueError(f"{name} cannot be read")
@@ -182,12 +175,8 @@ def requests_of(
 ) -> tuple[list[Request], int]:
     """Return at most so many requests, the suspects first, and how many more there are.
 
-    Args:
-        incident: whose they are.
-        files: its files.
-        most: how many at most.
-        shortens: show a parameter that is a text cut off; by default its length alone is shown.
-        prompts: with what users of the server wrote.
+    With `shortens` a parameter that is a text is cut off, else its length alone is told; with `prompts` there is what
+    users of the server wrote.
     """
     # The likeliest first, as the incident lists them.
     places = {rid: place for place, rid in enumerate(dict.fromkeys(one.rid for one in incident.suspects))}

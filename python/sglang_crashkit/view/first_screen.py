@@ -45,13 +45,10 @@ class Row(NamedTuple):
 
 
 def first_screen(incident: Incident, *, ends_with: int | None = None, where: str = "", wraps: bool = True) -> list[str]:
-    """Return at most `MAX_LINES` lines of `WIDTH` characters.
+    """Return at most `MAX_LINES` lines of `WIDTH` characters; a text takes a second line where it `wraps`.
 
-    Args:
-        incident: as it is shown; see `Incident.shown`.
-        ends_with: the exit status that the server is about to end with; None where it is not, or has ended.
-        where: what the commands of the last lines name the incident by; its id by default.
-        wraps: a text may take a second line.
+    `ends_with` is the exit status that the server is about to end with, None where it is not, or has ended. `where` is
+    what the commands of the last lines name the incident by, its id by default.
     """
     screen = _Screen(incident, ends_with, where or incident.id or "latest")
     head, rows = screen.headline(2 if wraps else 1), list(screen.rows())
@@ -85,11 +82,7 @@ class _Screen:
         self._kind = verdict.kind if verdict is not None else ""
 
     def headline(self, most: int) -> list[str]:
-        """Return who failed of what, what became of the server, and how many requests it cost, in one line or two.
-
-        Args:
-            most: how many lines the first of these may take where it is alone in its line.
-        """
+        """Return who failed of what, in `most` lines at most, what became of the server, and what it cost."""
         what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
         if self._kind in _BY_DEATH and len(f"{what}; {behind}") > WIDTH:
             what = what.partition(":")[0]

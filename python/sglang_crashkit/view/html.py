@@ -62,12 +62,9 @@ _HERE = Path(__file__).parent
 
 
 def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
-    """Write the page of an incident, readable by its owner alone, to a file.
+    """Write the page of an incident to a file of its owner alone, with `prompts` with what users of the server wrote.
 
-    With `prompts` it shows what users of the server wrote.
-
-    Raises:
-        CrashkitError: it cannot be written.
+    Raises CrashkitError where it cannot be written.
     """
     page = render(folder, prompts=prompts).encode(errors="backslashreplace")
     try:

@@ -22,11 +22,9 @@ _MAX_FOLDED = 12_000
 
 
 def format_summary(incident: Incident, folder: Path | None = None) -> str:
-    """Return ``summary.md``: the first screen, and below it the whole of each text.
+    """Return ``summary.md`` of an incident as it is `shown`: the first screen, and below it the whole of each text.
 
-    Args:
-        incident: as it is shown; see `Incident.shown`.
-        folder: its finished folder, by which commands name it: its id alone is found nowhere but where the server runs.
+    Commands name it by its finished `folder`: its id alone is found nowhere but where the server runs.
     """
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
     # A fence keeps the columns where it is rendered.

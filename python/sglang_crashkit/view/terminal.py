@@ -26,10 +26,7 @@ _FRAME = re.compile(r' +File "[^"]+", line \d+, in [\w<>.]+')
 
 
 def stack_lines(incident: Incident, files: IncidentFiles, *, messages: bool = True) -> Iterator[str]:
-    """Yield the exception of the first failure, and the main threads, those that agree once; innermost frame first.
-
-    Without `messages` of the exception only its frames.
-    """
+    """Yield the exception of the first failure, with `messages` or its frames only, and the main threads."""
     names, first = Names(incident), incident.first_failure
     for path in files.listed if first is not None else ():
         if first is not None and path.startswith("ranks/") and path.endswith(f"-{first.pid}.exception.txt"):

@@ -135,13 +135,9 @@ def _plain(text: str) -> str:
 
 
 def incident_of(verdict: Verdict, case: Case, *, now: float, kit: str) -> incident.Incident:
-    """Return the incident of a case that was judged from plain evidence.
+    """Return the incident of a case that was judged from plain evidence; `kit` is the kit's version.
 
-    Args:
-        verdict: what the judge says of it.
-        case: the evidence.
-        now: seconds since the epoch, for what has no time of its own.
-        kit: the kit's version.
+    What has no time of its own is of `now`, in seconds since the epoch.
     """
     known = [one for one in case.processes.values() if one.who][:_MAX_KEPT]
     # A pid may stand in no evidence: then a number that no process has, by which the parts refer to it.

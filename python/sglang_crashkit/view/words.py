@@ -125,12 +125,7 @@ def last_sign(*signs: LastSign) -> str:
 
 
 def evidence(*pieces: Evidence, of: str = "") -> str:
-    """Return a piece of evidence, which several processes may have, and what became of it.
-
-    Args:
-        pieces: alike but for their files, times, and the numbers in their reasons.
-        of: whose they are, where not all of a group have one.
-    """
+    """Return what became of a piece of evidence that several processes may have, and whose it is where not of all."""
     one = pieces[0]
     paths = list(dict.fromkeys(piece.path for piece in pieces if piece.path))
     reasons = list(dict.fromkeys(piece.reason for piece in pieces if piece.reason))
