@@ -109,13 +109,13 @@ class StoredIncident:
 
 
 def find_incidents(
-    folder: Path, unreadable: list[OSError] | None = None, keep: Keep | None = None
+    folder: Path, unreadable: list[OSError] | None = None, keep: Keep | None = None, since: float = 0.0
 ) -> list[StoredIncident]:
     """Return the incidents below a crash folder, a host's, its ``incidents``, or one incident's, newest first.
 
     `unreadable` gets why some folders in it cannot be read, where others can. Of ten thousand incidents, what `keep`
-    returns takes less time and memory than all. Raises NothingToDoError where there is no such folder, OSError where no
-    incident was found and a folder cannot be read.
+    returns takes less time and memory than all. Those before `since`, in seconds since the epoch, are left out. Raises
+    NothingToDoError where there is no such folder, OSError where no incident was found and a folder cannot be read.
     """
     is_folder = False  # a folder above it that cannot be read is an error of its own
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -128,7 +128,8 @@ def find_incidents(
         found = list_entries(folder, closed)
         hosts = [path for path in found if not parse_name(path.name)]
         found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", closed)]
-    incidents = [one for path in found if parse_name(path.absolute().name) for one in _read(path, keep)]
+    named = [path for path in found if (name := parse_name(path.absolute().name)) and name.seconds >= since]
+    incidents = [one for path in named for one in _read(path, keep)]
     if closed and not incidents:
         raise closed[0]
     if unreadable is not None:
@@ -255,34 +256,21 @@ def find_incident_of(pid: int, since: float, command: object, deadline_secs: flo
     `command` is the server's, as words or as one text, which tells its crash folder.
     """
     deadline = time.monotonic() + deadline_secs
-    folders = [folder for folder in (_crash_folder(command), settings.fallback_folder()) if folder is not None]
-    while True:
-        # Asked first: what the handler writes last is there once it has left.
-        at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
-        found = [one for folder in folders for path in _finished_since(folder, since) for one in _read(path)]
-        of_server = [one for one in found if one.incident.server.pid == pid]
-        if of_server:
-            return max(of_server, key=lambda one: one.name)
-        if not at_work or time.monotonic() >= deadline:
-            return None
-        time.sleep(0.02)
-
-
-def _finished_since(folder: Path, since: float) -> Iterator[Path]:
-    # A folder that has served many runs holds many incidents; most need not be read.
-    for pattern in ("incidents/*", "*/incidents/*"):
-        for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):
-                if is_finished(path.name) and path.is_dir() and path.stat().st_mtime >= since:
-                    yield path
-
-
-def _crash_folder(command: object) -> Path | None:
     words: list[str] = []
     with contextlib.suppress(TypeError, ValueError):
         words = shlex.split(command) if isinstance(command, str) else list(map(os.fsdecode, command))  # type: ignore[call-overload]
-    folder = value_of(words, _CRASH_FOLDER)
-    return Path(folder) if folder else None
+    crash_folder = value_of(words, _CRASH_FOLDER)
+    folders = [*([Path(crash_folder)] if crash_folder else []), settings.fallback_folder()]
+    while True:
+        # Asked first: what the handler writes last is there once it has left.
+        at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
+        for folder in filter(Path.is_dir, folders):
+            for one in find_incidents(folder, since=since):
+                if one.finished and one.incident.server.pid == pid:
+                    return one
+        if not at_work or time.monotonic() >= deadline:
+            return None
+        time.sleep(0.02)
 
 
 # -- the last steps of the ranks: ``ranks/<rank>.steps.jsonl``, a step a line

@@ -221,7 +221,6 @@ class Counts(msgspec.Struct, frozen=True):
 
     finished: int  # those that were answered within the last five minutes
     unfinished: int  # those in flight
-    others: int = 0  # how many more the saved file has: health checks, and what takes no metrics
 
 
 class Requests(msgspec.Struct):
@@ -244,9 +243,7 @@ class Requests(msgspec.Struct):
         journal, saved = self.journal, Counts(self.finished, self.unfinished)
         if self.source != "pickle" or journal is None or not journal.path or journal.left_out or journal.lost:
             return saved
-        others = saved.finished + saved.unfinished - journal.finished - journal.unfinished
-        is_part = others >= 0 and journal.unfinished <= saved.unfinished
-        return Counts(journal.finished, journal.unfinished, others) if is_part else saved
+        return Counts(journal.finished, journal.unfinished) if journal.unfinished <= saved.unfinished else saved
 
 
 class Failure(msgspec.Struct):

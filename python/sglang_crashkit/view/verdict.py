@@ -147,6 +147,13 @@ def incident_of(verdict: Verdict, case: Case, *, now: float, kit: str) -> incide
     at = iso_time(case.last_at or now)
     sizes = {name: case.arguments.get(f"{name}_size") for name in ("tp", "pp", "dp", "ep")}
     key = repr((msgspec.to_builtins(verdict), case.first_at, case.last_at))
+    timeline = [
+        incident.Entry(
+            time=iso_time(one.at or now), event=type(one).__name__.lower(), who=one.who, message=text[:_MAX_TEXT]
+        )
+        for one in case.events
+        if (text := _words(one))
+    ]
     return incident.Incident(
         id=hashlib.sha256(key.encode()).hexdigest()[:8],
         kind=KIND,
@@ -163,7 +170,7 @@ def incident_of(verdict: Verdict, case: Case, *, now: float, kit: str) -> incide
             model=str(case.arguments.get("model_path") or ""),
             parallel={name: size for name, size in sizes.items() if isinstance(size, int)},
         ),
-        timeline=list(_timeline(case, now))[-_MAX_EVENTS:],
+        timeline=timeline[-_MAX_EVENTS:],
         verdict=incident.Verdict(
             verdict.kind, failure, verdict.level, verdict.headline, [verdict.headline, *verdict.because]
         ),
@@ -192,27 +199,17 @@ def _innermost(process: Process) -> tuple[Any, ...]:
     return thread.frames[:4] if thread is not None else ()
 
 
-def _timeline(case: Case, now: float) -> Iterator[incident.Entry]:
-    for event in case.events:
-        text, name = _words(event), type(event).__name__.lower()
-        if text:
-            yield incident.Entry(time=iso_time(event.at or now), event=name, who=event.who, message=text[:_MAX_TEXT])
-
-
 def _words(event: AnyEvent) -> str:
     match event:
         case Raised():
             return f"{event.error.type}: {event.error.text.partition(chr(10))[0]}"
-        case Line():
-            return event.text if event.level in ("warning", "error", "critical") else ""
+        case Line(level="warning" | "error" | "critical") | Kernel() | Stop():
+            return event.text
         case Exit():
             return event.text or event.signal or f"status {event.code}"
-        case Kernel() | Stop():
-            return event.text
         case Stage():
             return event.name
-        case _:
-            return ""
+    return ""
 
 
 # -- what the classes mean

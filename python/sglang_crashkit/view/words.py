@@ -175,8 +175,7 @@ def requests(requests: Requests) -> str:
     finished, unfinished = (number.finished, number.unfinished) if number is not None else (None, None)
     counts = f"{finished} finished and {unfinished} unfinished"
     if requests.path is not None:
-        others = f", with {number.others} health checks and the like" if number is not None and number.others else ""
-        return f"{counts} in {requests.path}{others}"
+        return f"{counts} in {requests.path}"
     if requests.source != "journal" or journal is None:
         return f"not saved: {requests.reason}"
     lost = f", {journal.lost} more found no room in it" if journal.lost else ""
