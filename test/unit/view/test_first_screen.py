@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -263,27 +262,3 @@ def test_what_was_cut_short_is_said_to_be_so(killed: dict[str, Any]) -> None:
     assert "not complete" not in "\n".join(first_screen(killed))
     killed["complete"] = False
     assert "up 113 s, first time, not complete" in "\n".join(first_screen(killed))
-
-
-def mangled(value: object, wrong: object) -> list[Any]:
-    """Each form of a document in which one value is of another type."""
-    if isinstance(value, list):
-        # The first process is no rank, the second is one.
-        places = enumerate(value[:2])
-        return [[*value[:at], form, *value[at + 1 :]] for at, one in places for form in mangled(one, wrong)]
-    if not isinstance(value, dict):
-        return []
-    forms = []
-    for key in value:
-        forms.append(value | {key: wrong})
-        forms += [value | {key: inner} for inner in mangled(value[key], wrong)]
-    return forms
-
-
-@pytest.mark.parametrize(
-    "wrong", [None, "text", [{}], *(pytest.param(one, marks=pytest.mark.wide) for one in (5, [], [None], {}))]
-)
-def test_a_document_of_another_shape_has_a_screen_and_a_summary(killed: dict[str, Any], wrong: object) -> None:
-    for document in [{}, *mangled(deepcopy(killed), wrong)]:
-        assert first_screen(document)
-        assert format_summary(Incident.of(document)).startswith("# ")

@@ -16,7 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.view.html import render, write_html
+from sglang_crashkit.view.markdown import format_summary
 from unit.support.stored import make_incident
 from unit.support.waiting import LONG
 from unit.view.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
@@ -212,6 +215,8 @@ def test_no_document_whatever_its_form_is_too_odd(scratch: Path, data: st.DataOb
     folder.mkdir(exist_ok=True)
     (folder / "incident.json").write_text(json.dumps(document))
     assert Page(render(folder)).text
+    assert first_screen(Incident.of(document))
+    assert format_summary(Incident.of(document)).startswith("# ")
 
 
 def test_the_file_is_for_its_owner_alone(ranks: Path, tmp_path: Path) -> None:
