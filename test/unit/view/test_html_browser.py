@@ -25,7 +25,7 @@ def test_nothing_runs_fails_or_leaves_even_where_a_script_got_in(tmp_path: Path)
         assert browser.js("return window.ran") is None
         assert browser.js("return getComputedStyle(document.querySelector('header')).position") == "sticky"
         assert browser.js("return document.querySelectorAll('img, iframe, script').length") == 0
+        assert {url.partition(":")[0] for url in browser.requests()} == {"file"}
         browser.open(broken)
         assert browser.js("return window.ran") is None
         assert sum("Content Security Policy" in line for line in browser.log()) >= 2
-        assert {url.partition(":")[0] for url in browser.requests()} == {"file"}

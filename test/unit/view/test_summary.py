@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -7,53 +8,44 @@ import pytest
 
 from sglang_crashkit.incident.names import without_own_numbers
 from sglang_crashkit.model import UNANSWERED
-from sglang_crashkit.model.incident import (
-    CollectiveFinding,
-    Collectives,
-    Entry,
-    Evidence,
-    Exit,
-    Failure,
-    Incident,
-    ProcessReport,
-    Requests,
-    ServerInfo,
-    Trigger,
-    Verdict,
-)
-from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, WaitingRequest
+from sglang_crashkit.model.incident import Entry, Incident
 from sglang_crashkit.view.markdown import format_summary, format_termination_message
 from sglang_crashkit.view.model import headline, runs_of, surroundings
 from sglang_crashkit.view.words import details
 
+RANK = {"role": "scheduler", "title": "sglang::scheduler_TP1", "pid": 8}
+STACK = {"kind": "stack", "status": "captured", "path": "stacks/x.txt", "seconds": 0.1234}
+DOCUMENT: dict[str, Any] = {
+    "id": "0123abcd",
+    "kind": "killed",
+    "trigger": {"event": "process_exited", "time": "2023-11-14T22:13:20.000000Z", "pid": 8, "title": RANK["title"]},
+    "server": {"pid": 7, "sglang_version": "0.5.23", "kit_version": "0.1.0", "hostname": "host"},
+    "processes": [
+        RANK
+        | {"exit": {"signal": "SIGKILL", "cause": "oom_kill", "detail": "3 more"}}
+        | {"evidence": [{"kind": "stack", "status": "skipped", "reason": "it was dead"}]},
+        RANK
+        | {"pid": 9, "title": "sglang::scheduler_TP0", "doing": ["wait (x.py:1)"]}
+        | {"evidence": [STACK, {"kind": "exit", "status": "captured"}]},
+        {"pid": 10, "title": "sglang::detokenizer", "role": "detokenizer"}
+        | {"exit": {"code": 3, "cause": "exit_status", "detail": "no exception"}},
+    ],
+    "timeline": [
+        {"time": "1970-01-01T00:00:02.000000Z", "event": "second", "pid": 8, "seconds": 1},
+        {"time": "1970-01-01T00:00:01.000000Z", "event": "first"},
+    ],
+}
 
-def make_incident() -> Incident:
-    incident = Incident(
-        "0123abcd",
-        "killed",
-        Trigger("process_exited", "2023-11-14T22:13:20.000000Z", 8, "sglang::scheduler_TP1"),
-        ServerInfo(7, "0.5.23", "0.1.0", "host"),
-    )
-    dead = ProcessReport(8, "sglang::scheduler_TP1", "scheduler", {"tp": 1})
-    dead.exit = Exit(None, "SIGKILL", "oom_kill", "3 more", "later")
-    dead.evidence = [Evidence("stack", "skipped", reason="it was dead")]
-    alive = ProcessReport(9, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, doing=["wait (x.py:1)"])
-    alive.evidence = [Evidence("stack", "captured", path="stacks/x.txt", seconds=0.1234), Evidence("exit", "captured")]
-    failed = ProcessReport(10, "sglang::detokenizer", "detokenizer", {})
-    failed.exit = Exit(3, None, "exit_status", "no exception", "later")
-    incident.processes = [dead, alive, failed]
-    incident.note(2.0, "second", pid=8, seconds=1)
-    incident.note(1.0, "first")
-    return incident
+
+def summary_of(**fields: Any) -> str:
+    return format_summary(Incident.of(DOCUMENT | fields).shown())
 
 
 def test_a_summary_says_everything_once() -> None:
-    incident = make_incident()
-    incident.complete = True
-    incident.verdict = Verdict("oom_kill", None, "established", "It was killed.")
-    incident.requests = Requests(3, 1, "/crash/x.pkl", None)
+    verdict = {"kind": "oom_kill", "level": "established", "text": "It was killed."}
+    requests = {"finished": 3, "unfinished": 1, "path": "/crash/x.pkl"}
     assert (
-        format_summary(incident.shown())
+        summary_of(complete=True, verdict=verdict, requests=requests)
         == """\
 # killed: who failed first is not known (reported by sglang::scheduler_TP1)
 
@@ -98,56 +90,48 @@ next    sglang-crashkit bundle 0123abcd --no-prompts   # for a bug report
 )
 def test_the_suspect_is_the_same_above_and_below(left_out: int, count: str, listed: str, not_listed: str) -> None:
     suspects = [{"rid": rid, "level": "unknown", "reasons": [UNANSWERED]} for rid in ("r1", "r2")]
-    document = make_incident().to_json() | {"suspects": suspects, "suspects_left_out": left_out}
     words = f"none of the {count} requests under way is likelier than the others"
-    assert f"\nsuspect {words}\n" in format_summary(Incident.of(document))
-    assert f"\n- suspect: {words}; {listed} in incident.json\n" in format_summary(Incident.of(document))
+    text = summary_of(suspects=suspects, suspects_left_out=left_out)
+    assert f"\nsuspect {words}\n" in text
+    assert f"\n- suspect: {words}; {listed} in incident.json\n" in text
     suspects[0]["level"] = "supported"
     found = f"\n- suspect: request r1 (supported): {UNANSWERED}; 1 more in incident.json{not_listed}\n"
-    assert found in format_summary(Incident.of(document))
+    assert found in summary_of(suspects=suspects, suspects_left_out=left_out)
 
 
 def test_the_verdict_is_told_without_the_builders_path() -> None:
-    incident = make_incident()
-    incident.verdict = Verdict("exception", None, "established", "TP1 raised: [/__w/gloo/pair.cc:561] Closed.")
-    document = incident.to_json()
-    assert "\n**TP1 raised: Closed.** (established)\n" in format_summary(Incident.of(document))
-    assert "pair.cc" in document["verdict"]["text"]
+    verdict = {"level": "established", "text": "TP1 raised: [/__w/gloo/pair.cc:561] Closed."}
+    assert "\n**TP1 raised: Closed.** (established)\n" in summary_of(verdict=verdict)
 
 
 def test_a_summary_names_lost_servers_and_who_waits_for_them() -> None:
-    incident = make_incident()
-    waiting = [WaitingRequest(str(number), number) for number in range(MAX_NAMED + 5)]
-    waiting[0] = WaitingRequest("first", 0, "this morning")
-    named, why = waiting[:MAX_NAMED], "Failed to send"
-    incident.peers = [LostPeer("10.0.0.2:41", "decode", "failed_transfer", "now", why, named, len(waiting))]
-    lines = format_summary(incident.shown()).splitlines()
-    assert "### decode server 10.0.0.2:41: failed_transfer, since now" in lines
-    assert "- SGLang says: Failed to send" in lines
-    assert "- waits for it: first (room 0, since this morning)" in lines
-    assert "- waits for it: 63 (room 63)" in lines
-    assert "- waits for it: 64 (room 64)" not in lines
-    assert "- waits for it: 5 more" in lines
+    requests = [{"rid": "first", "room": 0, "since": "this morning"}, {"rid": "1", "room": 1}]
+    peer = {"address": "10.0.0.2:41", "role": "decode", "sign": "failed_transfer", "since": "now"}
+    peer |= {"reason": "Failed to send", "requests": requests, "count": 7}
+    expected = """\
+### decode server 10.0.0.2:41: failed_transfer, since now
+- SGLang says: Failed to send
+- waits for it: first (room 0, since this morning)
+- waits for it: 1 (room 1)
+- waits for it: 5 more
+"""
+    assert expected in summary_of(peers=[peer])
 
 
 def test_the_headline_names_who_failed_and_not_who_told() -> None:
-    incident = make_incident()
-    incident.trigger = Trigger("exception", "t", 9, "sglang::scheduler_TP0")
-    before = headline(incident)
-    incident.verdict = Verdict("signal", Failure(8, "sglang::scheduler_TP1"), "established", "TP1 was killed.")
-    assert before == "killed: who failed first is not known (reported by sglang::scheduler_TP0)"
-    assert headline(incident) == "killed: sglang::scheduler_TP1 (pid 8)"
-    assert format_summary(incident.shown()).startswith(f"# {headline(incident)}\n")
-    assert format_termination_message(incident, "/x").startswith("TP1 was killed. (established)\n")
-    incident.verdict = None
-    assert format_termination_message(incident, "/x").startswith(f"{before}\n")
+    trigger = {"event": "exception", "time": "t", "pid": 9, "title": "sglang::scheduler_TP0"}
+    unknown = Incident.of(DOCUMENT | {"trigger": trigger})
+    verdict = {"text": "TP1 was killed.", "level": "established", "first_failure": RANK}
+    known = Incident.of(DOCUMENT | {"trigger": trigger, "verdict": verdict})
+    before = "killed: who failed first is not known (reported by sglang::scheduler_TP0)"
+    assert (headline(unknown), headline(known)) == (before, "killed: sglang::scheduler_TP1 (pid 8)")
+    assert format_summary(known).startswith(f"# {headline(known)}\n")
+    assert format_termination_message(known, "/x").startswith("TP1 was killed. (established)\n")
+    assert format_termination_message(unknown, "/x").startswith(f"{before}\n")
 
 
 def test_collectives_are_told_with_missing_ranks() -> None:
-    incident = make_incident()
-    told = CollectiveFinding("process group 0", "behind", [1], statement="One had not begun it.", level="established")
-    incident.collectives = Collectives([told], ["sglang::scheduler_TP1 (pid 8): it was dead."])
-    text = format_summary(incident.shown())
+    told = {"group": "process group 0", "kind": "behind", "statement": "One had not begun it.", "level": "established"}
     expected = """\
 ## Collectives
 
@@ -159,11 +143,12 @@ def test_collectives_are_told_with_missing_ranks() -> None:
 
 ## Processes
 """
-    assert expected in text
+    missing = ["sglang::scheduler_TP1 (pid 8): it was dead."]
+    assert expected in summary_of(collectives={"findings": [told], "missing": missing})
 
 
 def test_the_last_steps_of_the_first_failure_name_their_requests() -> None:
-    document = make_incident().to_json()
+    document = deepcopy(DOCUMENT)
     document["divergence"] = {"statement": "TP1 went another way.", "level": "established", "kind": "mode"}
     request = {"rid": "ab12", "id_hash": 1, "tokens": 37, "length": 37}
     done = {
@@ -235,7 +220,7 @@ def test_what_surrounded_the_server_is_said_first(environment: dict[str, Any], l
 
 def test_the_commands_of_a_summary_name_the_folder() -> None:
     path = Path("/crash/host")
-    text = format_summary(make_incident().shown(), path)
+    text = format_summary(Incident.of(DOCUMENT), path)
     assert f"next    sglang-crashkit show {path} --stacks\n" in text
     assert f"next    sglang-crashkit bundle {path} --no-prompts" in text
     assert "sglang-crashkit show '/a b' --stacks" in format_summary(Incident.of({}), Path("/a b"))
