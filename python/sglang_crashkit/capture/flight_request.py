@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_crashkit.capture.responder import COLLECTIVES, Conversation
-from sglang_crashkit.kernel.private_files import FifoError, read_json, write_private, write_to_fifo
+from sglang_crashkit.kernel.private_files import FifoError, open_regular, read_json, write_private, write_to_fifo
 from sglang_crashkit.kernel.procfs import open_files, owner_of
-from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_dump, read_bytes
+from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDump, FlightDumpError, parse_dump
 
 #: How many collectives a process keeps, of NCCL and of gloo alike; the second name counts where the first is not set,
 #: and from PyTorch 2.14 on a warning says that it is the old one.
@@ -141,7 +141,10 @@ class FlightRequest:
         if any(path == name for _link, name in open_files(self.pid)):
             return None
         owner, seconds = owner_of(self.pid), path.stat().st_mtime
-        data = read_bytes(path, os.geteuid() if owner is None else owner)
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_uid != (os.geteuid() if owner is None else owner):
+                raise FlightDumpError(f"{path} is another user's")
+            data = file.read(MAX_BYTES + 1)
         try:
             dump = parse_dump(data)
         except FlightDumpError as error:

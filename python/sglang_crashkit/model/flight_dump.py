@@ -11,13 +11,10 @@ What it does not see: collectives that are replayed from a CUDA graph, and those
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
-import stat
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -83,23 +80,6 @@ class FlightDump:
     groups: dict[str, Group]  # the rank's process groups by name
     entries: tuple[Entry, ...]  # the collectives that were begun, the oldest first; messages are left out
     is_from_the_start: bool  # nothing has fallen out of it yet
-
-
-def read_bytes(path: Path, owner: int) -> bytes:
-    """Return the content of a dump, a regular file of user `owner`; FlightDumpError where it is none or too large."""
-    # Not blocking, and not through a link: in a shared folder anybody may have put something else there.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(path, "rb", opener=lambda name, _flags: os.open(name, flags)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
-                raise FlightDumpError(f"{path} is not a file of user {owner}")
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise FlightDumpError(f"{path}: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise FlightDumpError(f"{path} has more than {MAX_BYTES >> 20} MB")
-    return data
 
 
 class _PlainUnpickler(pickle._Unpickler):

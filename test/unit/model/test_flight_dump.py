@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.model import flight_dump
-from sglang_crashkit.model.flight_dump import FlightDumpError, Group, load_plain, parse_dump, read_bytes
+from sglang_crashkit.model.flight_dump import FlightDumpError, Group, load_plain, parse_dump
 from sglang_crashkit.model.sample import Frame
 from unit.support.flight_dumps import BEGAN, document, entry, pickled
 
-ME = os.geteuid()
 FRAMES = [("all_reduce", "torch/distributed/distributed_c10d.py", 3906), ("forward", "sglang/srt/model.py", 7)]
 
 
@@ -187,34 +186,3 @@ def test_a_text_that_no_file_would_take_is_made_fit() -> None:
     (frame,) = parse_dump(pickled(value)).entries[0].frames
     assert frame.function == "f\\udc80"
     assert len(frame.file) == 500
-
-
-def test_a_regular_file_of_the_right_user_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "4711-0"
-    path.write_bytes(pickled(sample()))
-    assert len(parse_dump(read_bytes(path, ME)).entries) == 2
-    with pytest.raises(FlightDumpError, match=f"is not a file of user {ME + 1}"):
-        read_bytes(path, ME + 1)
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "nothing"])
-def test_anything_but_a_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "4711-0"
-    if kind == "link":
-        (tmp_path / "real").write_bytes(pickled(sample()))
-        path.symlink_to(tmp_path / "real")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    with pytest.raises(FlightDumpError, match=str(path)):
-        read_bytes(path, ME)
-
-
-def test_a_file_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_dump, "MAX_BYTES", 1 << 20)
-    path = tmp_path / "4711-0"
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(FlightDumpError, match="more than 1 MB"):
-        read_bytes(path, ME)

@@ -21,7 +21,7 @@ import pytest
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.procfs import is_host_namespace
-from sglang_crashkit.model.flight_dump import parse_dump, read_bytes
+from sglang_crashkit.model.flight_dump import parse_dump
 from unit.support.flight_dumps import document, entry, pickled
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
 from unit.support.server_driver import HOST, Server, crash, document_of, events_of, report_of
@@ -230,7 +230,7 @@ def test_the_dump_of_the_survivor_is_kept(start_recording: Start, record: Record
     told = crash(server, status=ServerExit.KILLED)
     piece = piece_of(told, "scheduler_TP0")
     assert (piece["status"], piece["path"]) == ("captured", "gpu/flight_recorder_0")
-    assert len(parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries) == 10
+    assert len(parse_dump((told["folder"] / piece["path"]).read_bytes()).entries) == 10
     assert (told["folder"] / piece["path"]).stat().st_mode & 0o077 == 0
     dead = f"sglang::scheduler_TP1 (pid {server.ranks['scheduler_TP1']}): it was dead before it could be asked."
     assert told["collectives"] == {"findings": [], "missing": [dead]}
@@ -280,7 +280,7 @@ def test_without_nccl_gloo_names_the_rank_that_is_behind(start_recording: Start,
     for rank in (0, 1):
         piece = piece_of(told, f"scheduler_TP{rank}", "gloo_flight_recorder")
         assert (piece["status"], piece["path"]) == ("captured", f"gpu/gloo_flight_recorder_{rank}")
-        assert parse_dump(read_bytes(told["folder"] / piece["path"], os.geteuid())).entries
+        assert parse_dump((told["folder"] / piece["path"]).read_bytes()).entries
 
 
 def test_a_rank_holding_the_gil_says_why_gloo_is_missing(start_recording: Start) -> None:
