@@ -148,9 +148,12 @@ def _detail(name: str, value: object) -> str:
     if name == "message":
         # The whole of it stands in the verdict, or in the process's own record.
         return message(str(value))
-    if isinstance(value, list):
-        value = some([one.get("name") if isinstance(one, dict) else one for one in value])
-    return f"{name} {value}"
+    if name == "segments" and isinstance(value, list):
+        segments = [one for one in value if isinstance(one, dict)]
+        size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
+        told = some([f"{one.get('name')} ({one.get('why')})" for one in segments])
+        return f"{count(len(segments), 'segment')} left, {size / 1e3:,.0f} kB: {told}"
+    return f"{name} {some(value) if isinstance(value, list) else value}"
 
 
 # -- requests
