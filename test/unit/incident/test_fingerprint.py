@@ -218,9 +218,6 @@ for number in range(25):
     assert (entry["count"], len(entry["full"])) == (100, 3)
 
 
-SEEN = {"fault": {"what": "IndexError", "who": "scheduler tp=1"}, "count": 3}
-
-
 LOOP = ["spin (model.py:7)", "forward (model.py:3)", "run_batch (scheduler.py:2)", "event_loop (scheduler.py:1)"]
 OUTER = ["main (scheduler.py:9)"]
 

@@ -12,29 +12,9 @@ import pytest
 from incident_schema import assert_fits, validator
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model import SCHEMA_VERSION
-from unit.support.stored import make_incident
 
 DATA = Path(__file__).parent / "data"
 SCHEMA: Any = validator().schema
-#: What the first kit that wrote schema version 1 did not write yet, of the document and of a process.
-LATER = ("peers", "collectives", "divergence", "suspects", "suspects_left_out", "environment", "gpus", "fault", "cause")
-LATER_OF_PROCESS = ("gpu", "looks", "last_sign", "steps")
-
-
-@pytest.fixture
-def oldest() -> dict[str, Any]:
-    """The document of a real incident as the first kit would have written it."""
-    document: dict[str, Any] = json.loads((DATA / "killed.json").read_text())
-    for name in (*LATER, "handler"):
-        document.pop(name, None)
-    for process in document["processes"]:
-        for name in LATER_OF_PROCESS:
-            del process[name]
-        for piece in process["evidence"]:
-            del piece["source"]
-    for name in ("source", "journal"):
-        del document["requests"][name]
-    return document
 
 
 def test_the_schema_is_one_and_of_this_version() -> None:
@@ -76,20 +56,6 @@ def test_what_has_another_form_does_not_fit(change: dict[str, Any], is_fit: bool
 def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(SCHEMA))
-
-
-def test_an_older_document_fits_and_is_read(
-    oldest: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_fits(oldest)
-    path = make_incident(tmp_path / "host" / "incidents")
-    (path / "incident.json").write_text(json.dumps(oldest))
-    for command in (["show"], ["show", "--timeline"], ["show", "--stacks"], ["incidents"], ["bundle", "--report"]):
-        assert main([command[0], str(path), *command[1:]]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("TP1 was killed by SIGKILL; exit status 82; 3 requests lost\n")
-    # Without a class of the cause, the verdict stands in the table.
-    assert " TP1 " in out
 
 
 def test_a_newer_kit_may_add_fields() -> None:

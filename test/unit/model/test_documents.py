@@ -108,16 +108,15 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from([*NODE.to_json()]), JSON)
-def test_any_value_in_any_place_is_read_or_refused(name: str, value: Any) -> None:
-    with contextlib.suppress(ValueError):
-        from_json({**NODE.to_json(), name: value})
+PLACES_IN_NODE = [(name,) for name in NODE.to_json()] + [
+    ("processes", 0, name) for name in NODE.to_json()["processes"][0]
+]
 
 
-@given(st.sampled_from([*NODE.to_json()["processes"][0]]), JSON)
-def test_any_value_of_a_process_is_read_or_refused(name: str, value: Any) -> None:
+@given(st.sampled_from(PLACES_IN_NODE), JSON)
+def test_any_value_in_any_place_is_read_or_refused(place: tuple[str | int, ...], value: Any) -> None:
     with contextlib.suppress(ValueError):
-        from_json(changed("processes", 0, name, to=value))
+        from_json(changed(*place, to=value))
 
 
 STEP = Step(
