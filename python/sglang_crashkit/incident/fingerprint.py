@@ -57,9 +57,7 @@ class Fault:
     kind: str  # the verdict's, such as ``oom_kill``
     who: str  # role and ranks above 0 of what failed first, such as ``scheduler tp=1``
     what: str  # its signal, exit status or type of exception; ``stopped (T)`` or ``alive`` of one that lived on
-    #: Where it failed, innermost first; where it could not say, where the other ranks were, or that the server was
-    #: starting.
-    frames: tuple[str, ...]
+    frames: tuple[str, ...]  # where it failed, innermost first, or where the others were, or that it was starting
 
     @property
     def key(self) -> str:

@@ -71,8 +71,7 @@ class StoredRequest:
     body: Mapping[str, Any]  # what is sent
     lacks: tuple[str, ...] = ()  # what was not kept of it, a phrase each
     path: str = "/generate"  # where it is sent
-    #: The ids of the requests that SGLang made of it, beside `rid`, where it wants several answers (``n``).
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # ids of the other requests that SGLang made of it for several answers (``n``)
 
     @property
     def rids(self) -> tuple[str, ...]:

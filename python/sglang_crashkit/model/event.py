@@ -21,9 +21,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
     order: int = 0  # place in the evidence; of two facts of one source without a time, the smaller one was first
     at: float = 0.0  # when, in seconds since the epoch, UTC where the source says so; 0.0 where it is not known
-    #: The process by its short name: ``TP3``, ``DP1 TP3``, ``scheduler``, ``detokenizer``, ``tokenizer``, ``router``,
-    #: ``pid 4711``; empty where the source does not say.
-    who: str = ""
+    who: str = ""  # the process by its short name: ``TP3``, ``DP1 TP3``, ``router``, ``pid 4711``; empty if not known
     node: str = ""  # the host, pod, container or file that the fact comes from, as far as it tells several apart
     side: str = ""  # ``prefill`` or ``decode`` where the source says so
     source: str = ""  # where it stands: ``server.log:120``

@@ -54,9 +54,7 @@ class Entry:
 
     group: str  # name of the process group, the same on all ranks of it
     operation: str  # what it is, such as ``all_reduce``
-    #: Its number among the collectives of the group, the same on all ranks; several that are carried out as one have
-    #: one.
-    sequence: int
+    sequence: int  # its number in the group, the same on all ranks; several that are carried out as one have one
     is_done: bool  # whether it is over on this rank
     input_sizes: Sizes  # the shape of each tensor that goes in
     dtypes: tuple[str, ...]  # the types of those that go in, by the names of PyTorch

@@ -50,10 +50,8 @@ class Evidence(msgspec.Struct):
 
     kind: EvidenceKind
     status: EvidenceStatus  # whether it was captured, could not be, or was not tried
-    #: The file, relative to the incident's folder; None where the piece stands in ``incident.json`` itself.
-    path: str | None = None
-    #: Why it is not there; of one that is there, why a better way to it failed, None where none did.
-    reason: str | None = None
+    path: str | None = None  # the file, relative to the incident's folder; None where it stands in ``incident.json``
+    reason: str | None = None  # why it is not there, or why a better way to it failed; None otherwise
     seconds: float | None = None  # what it took, from the trigger's handling; None when not tried
     source: str | None = None  # what took a stack; see `sample.Source`. None for other kinds, and without a stack
 
@@ -97,10 +95,8 @@ class LastSteps(msgspec.Struct):
 
     last: list[Step]  # the last few of its steps, with the first few of their requests
     in_step: InStep | None  # the step that it was in; None where it was in none
-    #: All requests of these steps, by number, of which the above have the first few. Not in the JSON.
-    rids: dict[int, list[str]] = {}
-    #: The ids of SGLang's own health checks among its requests, by the journals. Not in the JSON.
-    checks: frozenset[str] = frozenset()
+    rids: dict[int, list[str]] = {}  # all requests of these steps, by number; not in the JSON
+    checks: frozenset[str] = frozenset()  # ids of SGLang's own health checks among them; not in the JSON
 
 
 class Look(msgspec.Struct):
@@ -119,28 +115,21 @@ class ProcessReport(msgspec.Struct):
     pid: int
     title: str  # process title, without arguments that may be secret
     role: str  # ``server``, ``scheduler``, ``detokenizer``, ``helper``...
-    #: Ranks by lower-case name (``tp``, ``pp``, ``dp``, ``ep``...), empty where there is one rank only.
-    rank: dict[str, int]
+    rank: dict[str, int]  # ranks by lower-case name (``tp``, ``pp``, ``dp``, ``ep``...), empty where there is one only
     exit: Exit | None = None  # None while it lived when the incident was written
     state: dict[str, Any] | None = None  # what ``/proc`` said of it, None where it was gone
     #: The innermost Python frames that tell what it was doing, innermost first.
     doing: list[str] = []
-    #: What its GPU was doing, in lines: which kernels, and what failed; empty where no core tells of it.
-    gpu: list[str] = []
-    #: Where several were taken, each, the first one too. Not in the JSON, which has `looks` of them.
-    samples: list[Sample] = []
+    gpu: list[str] = []  # what its GPU was doing, in lines: kernels, and what failed; empty where no core tells of it
+    samples: list[Sample] = []  # each sample where several were taken; not in the JSON, which has `looks`
     evidence: list[Evidence] = []  # every expected piece
-    #: What the heartbeat of a scheduler that died or hangs said last; None where it was not followed.
-    last_sign: LastSign | None = None
+    last_sign: LastSign | None = None  # what the heartbeat of a scheduler that failed said last; None if unknown
     #: The control request that a scheduler worked on as it failed or hung, such as ``update_weights_from_disk``; empty,
     #: and not in the JSON, where it worked on none, or that is not known.
     control: str = ""
     steps: LastSteps | None = None  # what a scheduler's record of its steps says; None if absent
-    #: The frames of the exception that it raised, innermost first. Not in the JSON: `doing` has the innermost, and its
-    #: own record all.
-    raised_through: list[str] = []
-    #: Whether the fatal signal that ended it hit its main thread; None where that is not known. Not in the JSON.
-    hit_in_main: bool | None = None
+    raised_through: list[str] = []  # all frames of the exception that it raised, innermost first; not in the JSON
+    hit_in_main: bool | None = None  # whether the fatal signal hit its main thread; None if not known; not in the JSON
     looks: list[Look] = []  # its samples in short, of an incident that is shown
 
     @property
@@ -195,8 +184,7 @@ class ServerInfo(msgspec.Struct):
 class JournaledRequests(msgspec.Struct):
     """What the request journals of the server's processes told."""
 
-    #: The file with the requests, one JSON object a line, relative to the incident's folder; None without one.
-    path: str | None = None
+    path: str | None = None  # the file with the requests, one JSON object a line, as in `Evidence`; None without one
     finished: int = 0  # how many requests in it had finished within the last five minutes
     unfinished: int = 0  # how many were in flight
     lost: int = 0  # how many in flight had found no room in the journal any more
@@ -228,11 +216,9 @@ class Requests(msgspec.Struct):
 
     finished: int | None = None  # how many requests had finished within the last five minutes
     unfinished: int | None = None  # how many were in flight
-    #: The file with all of them that the server saved (a pickle), absolute; None if absent.
-    path: str | None = None
+    path: str | None = None  # the file with all of them that the server saved (a pickle), absolute; None if absent
     reason: str | None = "the server did not report its requests"  # why it is missing
-    #: Who counted: the server when it saved them (``pickle``), or the ``journal``; None if unknown.
-    source: Literal["pickle", "journal"] | None = None
+    source: Literal["pickle", "journal"] | None = None  # who counted: the server as it saved them, or the journal
     journal: JournaledRequests | None = None  # what the journals told; None where the server kept none
 
     @property
@@ -258,15 +244,12 @@ class FailureEvent(msgspec.Struct, frozen=True):
 
     pid: int
     seconds: float  # when, since the epoch, in the order of the monotonic clock
-    #: It exited, it reported an exception, a thread of it ended by one, or its watchdog saw no progress.
-    kind: Literal["exit", "exception", "thread", "hang"]
-    #: The exception, which thread raised which one, or what the watchdog saw, in one line; empty for an exit.
-    message: str = ""
+    kind: Literal["exit", "exception", "thread", "hang"]  # ``thread``: one of its threads ended by an exception
+    message: str = ""  # the exception, or what the watchdog saw, in one line; empty for an exit
     fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`
     before_capture: bool = True  # it was seen before the server's own clean-up could begin
     with_parent: bool = False  # the exit came of the end of the process that had started it
-    #: The main process ended with a status that reports the crash of another process.
-    is_answer: bool = False
+    is_answer: bool = False  # the main process ended with a status that reports the crash of another process
 
 
 class Verdict(msgspec.Struct):
@@ -314,11 +297,8 @@ class Occurrence(msgspec.Struct):
     key: str  # names the fault
     count: int  # how many times it was seen, this one included
     first: str  # when it was seen for the first time
-    #: The id of an earlier incident of the same fault, which is kept in full while this one is kept in short; None
-    #: where this one is kept in full, too.
-    repeats: str | None = None
-    #: In how many earlier incidents of it a request like a suspect of this one was suspected, by the suspect's id.
-    seen: dict[str, int] = {}
+    repeats: str | None = None  # id of an earlier incident of it that is kept in full, while this one is kept in short
+    seen: dict[str, int] = {}  # in how many earlier ones a request like a suspect was suspected, by the suspect's id
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -331,11 +311,9 @@ class Divergence(msgspec.Struct, frozen=True):
     ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
     pids: tuple[int, ...] = ()  # of those
     against: str = ""  # from whom, in words; empty where nothing tells who the outliers are
-    #: The request that one has and another has not, or has otherwise; None where it is not one.
-    request: str | None = None
+    request: str | None = None  # the request that one has and another has not, or otherwise; None where it is not one
     decision: str | None = None  # the name of the decision that differs, None where none does
-    #: How long before the moment that step began, in seconds; None where that is not known.
-    seconds_before: float | None = None
+    seconds_before: float | None = None  # how long before the moment that step began, in seconds; None if not known
     compared: int = 0  # how many steps of at least two ranks were compared
 
     @property
@@ -489,11 +467,8 @@ class Incident(msgspec.Struct):
     requests: Requests = msgspec.field(default_factory=Requests)
     peers: list[LostPeer] = []
     collectives: Collectives | None = None
-    #: Where the ranks that must agree went different ways, or that they did not. None where no rank has another one to
-    #: agree with, or none noted its steps.
-    divergence: Divergence | None = None
-    #: The requests that may have brought the failure about, most suspicious first.
-    suspects: list[Suspect] = []
+    divergence: Divergence | None = None  # how the ranks that must agree compare; None without such steps
+    suspects: list[Suspect] = []  # the requests that may have brought it about, most suspicious first
     suspects_left_out: int = 0  # how many more of the requests among which they were looked for are not listed
     environment: Surroundings | None = None  # None before it was gathered
     gpus: Gpus | None = None  # None where the driver was not asked

@@ -31,8 +31,7 @@ class LostPeer(msgspec.Struct):
 
     address: str  # where it was reached: a prefill server's bootstrap address, a decode rank's own
     role: Role  # what it did
-    #: How SGLang noticed: it missed the ``heartbeat`` of its decode server; a prefill server's ``failed_transfer``.
-    sign: Sign
+    sign: Sign  # how SGLang noticed: by its decode server's heartbeat, or a prefill server's failed transfer
     since: str  # when SGLang gave it up, UTC in ISO 8601
     reason: str = ""  # why, in SGLang's words; empty where it gives none
     requests: list[WaitingRequest] = []  # those that wait for it, `MAX_NAMED` at most

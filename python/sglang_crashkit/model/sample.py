@@ -71,30 +71,23 @@ class Sample:
     start_ticks: int = 0  # start time in clock ticks since boot; with host and pid it identifies a process
     title: str = ""  # process title, without arguments that may be secret
     role: str = ""  # as `titles.role_of` has it
-    #: As `titles.rank_of` has them, such as ``{"tp": 0, "pp": 1}``; empty where there is one rank only.
-    ranks: Mapping[str, int] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)  # ``{"tp": 0, "pp": 1}``; empty where there is one rank only
     time: float = 0.0  # when, in seconds since the epoch; 0 where it is not known
     server: int | None = None  # pid of the process on this host that launched its server, None where it is not known
-    #: The address (``--dist-init-addr``) that the processes of one server have in common on all its hosts, None where
-    #: its command line names none.
-    rendezvous: str | None = None
-    #: What its server does, by the server's command line; None where prefill and decode are not separate.
-    side: Side | None = None
+    rendezvous: str | None = None  # ``--dist-init-addr``, which a server's processes share on all hosts; None if absent
+    side: Side | None = None  # by its server's command line; None where prefill and decode are not separate
     state: str = ""  # the letter that ``/proc`` has for the state of its main thread; empty where it was gone
     wchan: str = ""  # the kernel function in which the main thread slept, empty where it did not or could not be read
     tracer: int = 0  # pid of the process that traced it, 0 if absent
     cpu_secs: float = 0.0  # CPU time that all its threads had used since its start, in seconds
     threads: tuple[Thread, ...] = ()  # its Python stacks, innermost frame first; empty if absent
-    #: Its stacks with native frames, of a debugger or py-spy, where they were taken; the file of a native frame is its
-    #: source or library, as far as it is known.
-    native: tuple[Thread, ...] = ()
+    native: tuple[Thread, ...] = ()  # stacks with native frames, whose file is a source or a library, if known
     kernels: tuple[str, ...] = ()  # names of the CUDA kernels that were running for it, as the debugger has them
     problem: str = ""  # why there are no Python stacks; where there are, why what was tried before gave none, or empty
     source: Source = "py-spy"  # what took the stacks, or was tried last
     seconds: float = 0.0  # from the start of the round to its stacks, in seconds
     gil: Gil = ""  # what was seen of its GIL
-    #: The innermost frames that tell what it was about, as an incident shows them; empty where it shows none.
-    doing: tuple[str, ...] = ()
+    doing: tuple[str, ...] = ()  # the innermost frames that tell what it was about, as an incident shows them
 
     @property
     def main_thread(self) -> Thread | None:

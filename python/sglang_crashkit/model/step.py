@@ -62,11 +62,8 @@ class Step:
     #: What must agree across ranks and was decided since the step before, by its name, such as ``retract``, ``abort``,
     #: ``prefetch``: a number that is the same on each rank that decided the same.
     decisions: Mapping[str, int] = field(default_factory=dict)
-    #: Rolling hash of all that must agree, of this step and of all before it; 0 before it is scheduled.
-    agreed_hash: int = 0
-    #: Forward mode of the model's pass that began last in it, such as ``target_verify``; empty where none did or it is
-    #: not known.
-    forward: str = ""
+    agreed_hash: int = 0  # rolling hash of all that must agree, up to this step; 0 before it is scheduled
+    forward: str = ""  # forward mode of the model's last pass in it, such as ``target_verify``; empty if not known
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""

@@ -23,8 +23,7 @@ class Table:
     """The steps of ranks that must agree."""
 
     columns: list[str]  # ranks that did the same, by name
-    #: Each step, whether it is the diverging one, and of each column how it looks and what it did.
-    rows: list[tuple[int, bool, list[tuple[str, str]]]]
+    rows: list[tuple[int, bool, list[tuple[str, str]]]]  # number, whether it diverges, and look and words by column
     about: int  # the step whose requests are told
     requests: list[tuple[str, StepRequest]]  # after the name of the column
 
