@@ -70,7 +70,6 @@ def changed(*path: str | int, to: Any) -> dict[str, Any]:
     ("document", "message"),
     [
         ({}, "missing required field `schema_version`"),
-        ({"schema_version": 1}, "missing required field `host`"),
         (changed("frames", 0, to=["f", "x.py"]), "Expected `array` of length 3, got 2"),
         (changed("processes", to={}), "Expected `array`, got `object`"),
         (changed("processes", 0, "pid", to=True), "Expected `int`, got `bool`"),
@@ -137,26 +136,10 @@ def test_a_step_is_read_as_it_was_written(step: Step) -> None:
     assert Step.from_json(json.loads(json.dumps(step.to_json()))) == step
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"number": "7"},
-        {"began": None},
-        {"ended": float("inf")},
-        {"requests": {}},
-        {"requests": [1]},
-        {"requests": [{"rid": "a"}]},
-        {"size": 1.5},
-        {"decisions": {"abort": None}},
-        {"phase": 1},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"number": "7"}, {"ended": float("inf")}, {"requests": [1]}, {"phase": 1}])
 def test_what_is_no_step_is_an_error(changes: dict[str, Any]) -> None:
-    document = json.loads(json.dumps(STEP.to_json())) | changes
-    with pytest.raises(ValueError, match=r"."):
-        Step.from_json(document)
     with pytest.raises(ValueError, match="not a step"):
-        Step.from_json({})
+        Step.from_json(json.loads(json.dumps(STEP.to_json())) | changes)
 
 
 # -- a document that is read in part
