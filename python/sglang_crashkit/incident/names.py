@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -88,10 +87,10 @@ def without_own_numbers(text: str, mark: str = "") -> str:
 
     Exit codes, signals, numbers of errors, counts of ranks and whatever else is a small number are left as they are.
     """
-    return re.sub(_NUMBER, partial(_marked, mark), text, flags=re.IGNORECASE | re.VERBOSE)
 
+    def marked(found: re.Match[str]) -> str:
+        if found["kept"]:
+            return found[0]
+        return mark if found["whole"] else _DIGITS.sub(mark, found[0])
 
-def _marked(mark: str, found: re.Match[str]) -> str:
-    if found["kept"]:
-        return found[0]
-    return mark if found["whole"] else _DIGITS.sub(mark, found[0])
+    return re.sub(_NUMBER, marked, text, flags=re.IGNORECASE | re.VERBOSE)

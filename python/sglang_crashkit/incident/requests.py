@@ -127,26 +127,16 @@ def _lines_of(path: Path) -> Iterator[StoredRequest]:
             arrived = seconds_of(fields.get("arrived")) or 0.0
             path_sent = "/encode" if fields.get("kind") == "EmbeddingReqInput" else "/generate"
             was_running = fields.get("state") == "unfinished"
-            yield StoredRequest(str(fields.get("rid")), arrived, was_running, _body(fields), tuple(lacks), path_sent)
+            body = {name: value for name, value in _kept(fields).items() if name not in _NOT_SENT and value is not None}
+            yield StoredRequest(str(fields.get("rid")), arrived, was_running, body, tuple(lacks), path_sent)
 
 
-def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
-    body = {name: _kept(value) for name, value in fields.items() if name not in _NOT_SENT}
-    body = {name: value for name, value in body.items() if value not in (None, REDACTED)}
-    if isinstance(sampling := body.get("sampling_params"), dict):
-        numbers = {name: _number(value) for name, value in sampling.items() if name in _NUMBERS}
-        body["sampling_params"] = sampling | numbers
-    return body
-
-
-def _kept(value: Any) -> Any:
-    return {name: _kept(one) for name, one in value.items() if one != REDACTED} if isinstance(value, dict) else value
-
-
-def _number(value: Any) -> Any:
+def _kept(value: Any, *, is_number: bool = False) -> Any:
+    """Return a value without what may be a secret, and the numbers in it that JSON has words for only."""
     if isinstance(value, dict):
-        return {name: _number(one) for name, one in value.items()}
-    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+        inner = {name: one for name, one in value.items() if one != REDACTED}
+        return {name: _kept(one, is_number=is_number or name in _NUMBERS) for name, one in inner.items()}
+    return float(value) if is_number and isinstance(value, str) and value in _NOT_FINITE else value
 
 
 def fingerprint_of(fields: Mapping[str, Any]) -> str:

@@ -184,9 +184,10 @@ def parse_document(document: Any) -> FlightDump:
     except ValueError as error:
         raise FlightDumpError(f"no dump of a flight recorder: {error}") from None
     # One text may be that of many groups.
-    ranks = {text: _numbers(text) for text in {group.ranks for group in told.pg_config.values()}}
+    texts = {group.ranks for group in told.pg_config.values()}
+    ranks = {text: sorted(set(map(int, re.findall(r"\d{1,9}", text)))) for text in texts}
     groups = {
-        name: Group(_text(name), _text(group.desc).removeprefix("undefined"), ranks[group.ranks])
+        name: Group(_text(name), _text(group.desc).removeprefix("undefined"), tuple(ranks[group.ranks]))
         for name, group in told.pg_config.items()
         if name
     }
@@ -221,10 +222,6 @@ def _entry(told: _Entry) -> Entry:
         created=told.time_created_ns / 1e9,
         frames=tuple([Frame(_text(one.name), _text(one.filename), one.line) for one in told.frames[:MAX_FRAMES]]),
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(sorted(set(map(int, re.findall(r"\d{1,9}", text)))))
 
 
 def _text(value: str) -> str:
