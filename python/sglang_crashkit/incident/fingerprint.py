@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,7 +216,9 @@ def is_same_fault(some: Incident, other: Incident) -> bool:
     That is which of several ranks that do the same was first, where the others stood, and of a hang the line.
     """
     if all(one.verdict is not None and one.verdict.kind == "hang" for one in (some, other)):
-        return _is_same_hang(_hung(some), _hung(other))
+        (who, where), (others, elsewhere) = _hang_of(some), _hang_of(other)
+        # Where no process was seen, that it hangs is all there is.
+        return bool(who & others) and (not where or not elsewhere or bool(where & elsewhere))
     one, two = fault_of(some), fault_of(other)
     if one is None or two is None:
         return False
@@ -226,17 +228,10 @@ def is_same_fault(some: Incident, other: Incident) -> bool:
     return one.frames == two.frames or not has_frames
 
 
-def _hung(incident: Incident) -> list[ProcessReport]:
-    """Return the process that hangs; where no single one is named, all ranks."""
+def _hang_of(incident: Incident) -> tuple[set[tuple[str, bool]], set[str]]:
+    """Return role and state of what hangs, of all ranks where no process is named, and the functions it hangs in."""
     first = incident.first_failure
-    return [first] if first is not None else [one for one in incident.processes if one.is_rank]
-
-
-def _is_same_hang(some: Sequence[ProcessReport], other: Sequence[ProcessReport]) -> bool:
-    one, two = ({(rank.role, rank.stopped != "") for rank in ranks} for ranks in (some, other))
+    ranks = [first] if first is not None else [one for one in incident.processes if one.is_rank]
     # What was called just then depends on the moment.
-    ones, twos = (
-        {_LINE.sub(")", frame) for rank in ranks for frame in rank.doing[:_HUNG_FRAMES]} for ranks in (some, other)
-    )
-    # Where no process was seen, that it hangs is all there is.
-    return bool(one & two) and (not ones or not twos or bool(ones & twos))
+    frames = {_LINE.sub(")", frame) for rank in ranks for frame in rank.doing[:_HUNG_FRAMES]}
+    return {(rank.role, rank.stopped != "") for rank in ranks}, frames

@@ -102,7 +102,7 @@ class _Screen:
         yield Row("steps", self._divergence())
         yield from (Row("ranks", text, 1) for text in self._ranks())
         yield from self._cause()
-        yield Row("suspect", self._suspect())
+        yield Row("suspect", words.suspect(self._incident, _MAX_RID))
         yield from self._next_steps()
 
     # -- the headline
@@ -261,12 +261,6 @@ class _Screen:
         for issue in cause.known_issues[:1]:
             fixed = f"fixed in {issue.fixed_in}" if issue.fixed_in else "no fix known"
             yield Row("known", f"sgl-project/sglang #{issue.issue} ({fixed}): {issue.title}")
-
-    def _suspect(self) -> str:
-        if (undecided := words.undecided(self._incident)) or not self._incident.suspects:
-            return undecided
-        first = self._incident.suspects[0]
-        return f"request {words.cut(first.rid, _MAX_RID)} ({first.level}): {'; '.join(first.reasons)}"
 
     def _next_steps(self) -> Iterator[Row]:
         """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""

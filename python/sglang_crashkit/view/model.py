@@ -105,12 +105,11 @@ def surroundings(known: Surroundings) -> Iterator[tuple[str, str]]:
 def _suspect(incident: Incident) -> str:
     """Return which of the suspects is suspected most, and why; or that nothing is between them."""
     suspects, left_out = incident.suspects, incident.suspects_left_out
-    if undecided := words.undecided(incident):
-        return f"{undecided}; {len(suspects) if left_out else 'all'} in incident.json"
-    first, more = suspects[0], len(suspects) - 1
-    others = f"; {more} more in incident.json" if more else ""
-    cut_off = f"; {left_out:,} more are not listed" if left_out else ""
-    return f"request {first.rid} ({first.level}): {'; '.join(first.reasons)}{others}{cut_off}"
+    told = words.suspect(incident, _MAX_NAMES)
+    if words.undecided(incident):
+        return f"{told}; {len(suspects) if left_out else 'all'} in incident.json"
+    others = f"; {len(suspects) - 1} more in incident.json" if suspects[1:] else ""
+    return f"{told}{others}" + (f"; {left_out:,} more are not listed" if left_out else "")
 
 
 # -- what was found

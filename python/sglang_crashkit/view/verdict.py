@@ -16,6 +16,7 @@ from sglang_crashkit.model import incident
 from sglang_crashkit.model.case import Case, Process
 from sglang_crashkit.model.checked_json import iso_time
 from sglang_crashkit.model.event import AnyEvent, Dumped, Exit, Kernel, Line, Raised, Stage, Stop
+from sglang_crashkit.model.sample import Frame, Sample
 from sglang_crashkit.model.verdict import Verdict
 from sglang_crashkit.view.markdown import section_lines
 from sglang_crashkit.view.model import Section
@@ -116,15 +117,10 @@ def _in_flight(dumped: Dumped) -> str:
 
 
 def _frames_of(process: Process) -> list[str]:
-    if process.raised:
-        error = process.raised[0].error
-        text = f"{error.type}: {error.text.splitlines()[0][:200]}" if error.text else error.type
-        return [_plain(text), *(f"  {frame}" for frame in error.frames[:_MAX_FRAMES])]
-    if process.stacks:
-        sample = process.stacks[-1].sample
-        thread = sample.main_thread or next(iter((*sample.threads, *sample.native)), None)
-        return [_plain(str(frame)) for frame in thread.frames[:_MAX_FRAMES]] if thread else []
-    return []
+    error = process.raised[0].error if process.raised else None
+    head = [f"{error.type}: {error.text.splitlines()[0][:200]}" if error.text else error.type] if error else []
+    lead = "  " if error else ""
+    return [_plain(line) for line in (*head, *(f"{lead}{frame}" for frame in _innermost(process, _MAX_FRAMES)))]
 
 
 def _plain(text: str) -> str:
@@ -161,7 +157,12 @@ def incident_of(verdict: Verdict, case: Case, *, now: float, kit: str) -> incide
         server=incident.ServerInfo(0, case.release, kit, ""),
         processes=[
             incident.ProcessReport(
-                pids[id(one)], _title(one), one.role, one.ranks, exit=_exit(one, at), doing=[*map(str, _innermost(one))]
+                pids[id(one)],
+                _title(one),
+                one.role,
+                one.ranks,
+                exit=_exit(one, at),
+                doing=[*map(str, _innermost(one))],
             )
             for one in known
         ],
@@ -192,11 +193,12 @@ def _exit(process: Process, at: str) -> incident.Exit | None:
     return incident.Exit(end.code, end.signal or None, cause, end.text, iso_time(end.at) if end.at else at)
 
 
-def _innermost(process: Process) -> tuple[Any, ...]:
+def _innermost(process: Process, most: int = 4) -> tuple[Frame, ...]:
     if process.raised:
-        return process.raised[0].error.frames[:4]
-    thread = process.stacks[-1].sample.main_thread if process.stacks else None
-    return thread.frames[:4] if thread is not None else ()
+        return process.raised[0].error.frames[:most]
+    sample = process.stacks[-1].sample if process.stacks else Sample()
+    thread = sample.main_thread or next(iter((*sample.threads, *sample.native)), None)
+    return thread.frames[:most] if thread is not None else ()
 
 
 def _words(event: AnyEvent) -> str:

@@ -169,6 +169,14 @@ def undecided(incident: Incident) -> str:
     return f"none of the {number:,} requests {where} is likelier than the others"
 
 
+def suspect(incident: Incident, most: int) -> str:
+    """Return which request is suspected most, its id in at most so many characters; or that none is."""
+    if (told := undecided(incident)) or not incident.suspects:
+        return told
+    first = incident.suspects[0]
+    return f"request {cut(first.rid, most)} ({first.level}): {'; '.join(first.reasons)}"
+
+
 def requests(requests: Requests) -> str:
     """Return what became of the requests."""
     number, journal = requests.counts, requests.journal
