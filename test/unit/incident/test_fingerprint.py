@@ -238,6 +238,7 @@ def hung(doing: list[str], *, kind: str = "hang", first: int | None = 8, **more:
         ["spin (model.py:8)", *LOOP[1:]],
         ["helper (model.py:30)", "spin (model.py:8)", *LOOP[1:3]],
         ["spin (model.py:8)"],
+        ["two (b.py:1)", *LOOP[:3]],
         [],
     ],
 )
@@ -245,10 +246,6 @@ def test_a_hang_is_the_same_whatever_line_it_is_on(doing: list[str]) -> None:
     assert same_fault(hung(LOOP), hung(doing))
     assert same_fault(hung(doing), hung(LOOP))
     assert same_fault(hung(LOOP, first=None), hung(doing, first=None))
-
-
-def test_two_calls_of_one_loop_are_the_same_hang() -> None:
-    assert same_fault(hung(["one (a.py:1)", *LOOP[:3]]), hung(["two (b.py:1)", *LOOP[:3]]))
 
 
 @pytest.mark.parametrize(

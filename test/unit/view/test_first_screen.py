@@ -220,7 +220,6 @@ EXTREMES: dict[str, Callable[[dict[str, Any]], object]] = {
     "controls": lambda document: long_words(document, "\x1b[31m\u202e\0\n"),
     "no cause": lambda document: document.update(cause=None, suspects=None),
     "no processes": lambda document: document.update(processes=[]),
-    "as it is": lambda document: None,
     "cut short": lambda document: [
         document.pop(name) for name in list(document) if name not in ("id", "kind", "trigger", "server", "timeline")
     ],
