@@ -15,14 +15,9 @@ from typing import Any
 from sglang_crashkit.model.event import AnyEvent, Arguments, Dumped
 from sglang_crashkit.sources.text import facts
 
-MAX_BYTES = 64 << 20
 _MAX_REQUESTS, _MAX_FIELDS, _MAX_VALUE, _MAX_TOLD = 100_000, 2000, 200, 3
 #: Instructions that take memory by a size that they name, reach outside the file, or build what needs a real class.
 _REFUSED = b"\x96\x97\x98\x82\x83\x84PQio"
-
-
-class CrashDumpError(Exception):
-    """A file is no such dump, or is cut off; the message says why in a few words."""
 
 
 class _Shell:
@@ -48,10 +43,9 @@ class _Shell:
             self.fields[str(name)] = value
 
     def append(self, _value: object) -> None:
-        """Take an item of a list of a class of its own."""
+        """Take an item, or several, of a list of a class of its own."""
 
-    def extend(self, _values: object) -> None:
-        """Take several."""
+    extend = append
 
 
 class _ShellUnpickler(pickle._Unpickler):
@@ -72,17 +66,15 @@ def events_of(data: bytes) -> Iterator[AnyEvent]:
     """Yield the arguments of the server, and how many requests it had not finished.
 
     Raises:
-        CrashDumpError: it is no such dump, is cut off, or is larger than 64 MiB.
+        ValueError: it is no such dump, or is cut off.
     """
-    if len(data) > MAX_BYTES:
-        raise CrashDumpError(f"it has more than {MAX_BYTES >> 20} MiB")
     try:
         document = _ShellUnpickler(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError,
             TypeError, ValueError) as error:  # fmt: skip
-        raise CrashDumpError(f"{type(error).__name__}: {str(error)[:100]}") from None
+        raise ValueError(f"{type(error).__name__}: {str(error)[:100]}") from None
     if not isinstance(document, dict) or not isinstance(document.get("requests"), list):
-        raise CrashDumpError("it has no list of requests")
+        raise ValueError("it has no list of requests")
     values = _fields(document.get("server_args"))
     command = document.get("launch_command")
     if not values and isinstance(command, list):

@@ -10,125 +10,71 @@ from typing import Any
 
 from sglang_crashkit.model.event import LineLevel
 
+#: Words by which a line is known, the first row that has any of them. A level may have several rows.
 _LEVELS: tuple[tuple[LineLevel, re.Pattern[str]], ...] = (
-    (
-        "critical",
-        re.compile(
-            r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Fatal Python error"
-            r"|\bF\d{4}(?:\d{4})? \d\d:"
-            r"|killed by the OOM killer|Memory access fault by GPU|Starting GPU coredump|\bcoredump: "
-            r"|Aborted \(|core dumped|\[PG ID \d.{0,200}(?:timeout|exception)"
-            r"|hit an exception"
-        ),
-    ),
+    ("critical", re.compile(r"\bCRITICAL\b|\bFATAL\b|terminate called|what\(\):|panicked at|Check failed:|Aborted \(")),
+    ("critical", re.compile(r"Fatal Python error|\bF\d{4}(?:\d{4})? \d\d:|killed by the OOM killer|core dumped")),
+    ("critical", re.compile(r"Memory access fault by GPU|Starting GPU coredump|\bcoredump: |hit an exception")),
+    ("critical", re.compile(r"\[PG ID \d.{0,200}(?:timeout|exception)")),
+    ("error", re.compile(r"^-- (?:Reboot|Boot [0-9a-f]{8,40}) --$|\bERROR\b|^ERR\b")),
+    ("error", re.compile(r'"[A-Z]{3,7} https?://\S{1,300} HTTP/[\d.]{1,3}" [45]\d\d\b')),
+    ("error", re.compile(r"^(?:\[rank\d{1,5}\]:\[)?E\d{3,4}(?:\d{4})? \d\d:|(?i:error|exception)[:( ]")),
+    ("error", re.compile(r"(?i)\b(?:error|out of bounds?|exception|fatal|aborted?|crash(?:ed)?)\b")),
     (
         "error",
         re.compile(
-            r"^-- (?:Reboot|Boot [0-9a-f]{8,40}) --$"
-            r'|"[A-Z]{3,7} https?://\S{1,300} HTTP/[\d.]{1,3}" [45]\d\d\b'
-            r"|\bERROR\b|^(?:\[rank\d{1,5}\]:\[)?E\d{3,4}(?:\d{4})? \d\d:|^ERR\b"
-            r"|(?i:\berror\b|\bout of bounds?\b|\bexception\b|\bfatal\b|\baborted?\b"
-            r"|\bcrash(?:ed)?\b)"
+            r"(?i)\b(?:failed|failure|refused|cannot|can't|could not|unable to|denied|timed? ?out|timeout|killed|lost"
+            r"|out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead"
+            r"|unsupported|not ready yet|invalid|HSA_STATUS_ERROR_\w+|not supported|profiled value -\d+"
+            r"|unbound variable|command not found|mismatch|unhealthy|stuck|divergence|defunct|system boot)\b"
         ),
     ),
-    (
-        "error",
-        re.compile(
-            r"(?i)\b(?:failed|failure|refused|cannot|can't|could not|unable to|denied|timed? ?out|timeout"
-            r"|killed|lost|"
-            r"out of memory|no space left|sigquit|sigterm|sigkill|unexpectedly|not enough|leak|died|is dead"
-            r"|unsupported|not ready yet|invalid|"
-            r"HSA_STATUS_ERROR_\w+|not supported|profiled value -\d+|unbound variable|command not found|"
-            r"mismatch|unhealthy|stuck|divergence|defunct|system boot)\b|(?:Error|Exception)[:( ]"
-        ),
-    ),
-    (
-        "warning",
-        re.compile(
-            r"\bWARN(?:ING)?\b|^W\d{4}(?:\d{4})? \d\d:|(?i:\bwarning\b|\bdeprecated\b|\bretry(?:ing)?\b"
-            r"|\bslow\b)|Warning:"
-        ),
-    ),
+    ("warning", re.compile(r"\bWARN(?:ING)?\b|^W\d{4}(?:\d{4})? \d\d:|Warning:")),
+    ("warning", re.compile(r"(?i)\b(?:warning|deprecated|retry(?:ing)?|slow)\b")),
 )
 #: How a person's sentence begins: the failure that it tells of is not in this log.
 _PROSE = re.compile(r"(?:I|We|My|Our|Still) [a-z]")
 _STATED = re.compile(r"(?:.{0,60}?[\s|\[(-])?(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?=[:\s\]|)-])")
+_BY_WORD: dict[str, LineLevel] = {"DEBUG": "debug", "INFO": "info", "WARN": "warning", "WARNING": "warning"}
 
 ACCESS = re.compile(r'"(GET|POST|PUT|DELETE|HEAD|OPTIONS|PATCH) (\S{1,300}) HTTP/[\d.]+" (\d{3})')
 
-_STAGES: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
-    (name, is_done, re.compile(pattern))
-    for name, is_done, pattern in (
-        (
-            "ready",
-            True,
-            r"(?<!['\"])(?:fired up and )?ready to roll\b(?!')|\b(?:healthy|ready) after \d+ ?s"
-            r"|Serving Benchmark Result",
-        ),
-        ("distributed", False, r"Init torch distributed begin|initializing distributed|rendezvous"),
-        ("distributed", True, r"Init torch distributed ends?\b"),
-        ("weights", True, r"Load(?:ing)? weights? (?:end|ends|finished|took)|Loading .{0,40}shards: +100%"),
-        (
-            "weights",
-            False,
-            r"Load(?:ing)? weights? begin|Loading required modules|Loading .{0,60}shards:|Loading weights|load_model",
-        ),
-        ("kv_cache", True, r"KV Cache is allocated|max_total_num_tokens=|Memory pool end"),
-        ("graphs", True, r"Capture (?:\w{1,30} ){0,4}(?:cuda |piecewise )?graph (?:end|ends)"),
-        (
-            "graphs",
-            False,
-            r"Capture (?:\w{1,30} ){0,4}(?:cuda |piecewise )?graph begin|Capturing (?:batches|num tokens)",
-        ),
-        (
-            "compile",
-            False,
-            r"(?i)\b(?:jit|pre-?)?-?compil(?:e|ing|ation)\b(?! tools)|DeepGEMM warm|ninja|nvcc(?!: Cuda)"
-            r"|autotun|tuning",
-        ),
-        ("warmup", False, r"(?i)\bwarm-?(?:ing )?up\b"),
-        ("router", False, r"Starting router|Router starting"),
-        ("http", True, r"Application startup complete|Uvicorn running on"),
-    )
+
+def _compiled(*rows: tuple[str, bool, str]) -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
+    return tuple((name, is_done, re.compile(pattern)) for name, is_done, pattern in rows)
+
+
+_GRAPHS = r"Capture (?:\w{1,30} ){0,4}(?:cuda |piecewise )?graph "
+_STAGES = _compiled(
+    ("ready", True, r"(?<!['\"])(?:fired up and )?ready to roll\b(?!')|\b(?:healthy|ready) after \d+ ?s"),
+    ("ready", True, r"Serving Benchmark Result"),
+    ("distributed", False, r"Init torch distributed begin|initializing distributed|rendezvous"),
+    ("distributed", True, r"Init torch distributed ends?\b"),
+    ("weights", True, r"Load(?:ing)? weights? (?:end|ends|finished|took)|Loading .{0,40}shards: +100%"),
+    ("weights", False, r"Load(?:ing)? weights? begin|Loading required modules|Loading .{0,60}shards:"),
+    ("weights", False, r"Loading weights|load_model"),
+    ("kv_cache", True, r"KV Cache is allocated|max_total_num_tokens=|Memory pool end"),
+    ("graphs", True, _GRAPHS + r"(?:end|ends)"),
+    ("graphs", False, _GRAPHS + r"begin|Capturing (?:batches|num tokens)"),
+    ("compile", False, r"(?i)\b(?:jit|pre-?)?-?compil(?:e|ing|ation)\b(?! tools)|DeepGEMM warm|ninja"),
+    ("compile", False, r"(?i)nvcc(?!: Cuda)|autotun|tuning"),
+    ("warmup", False, r"(?i)\bwarm-?(?:ing )?up\b"),
+    ("router", False, r"Starting router|Router starting"),
+    ("http", True, r"Application startup complete|Uvicorn running on"),
 )
-_STOPS: tuple[tuple[str, bool, re.Pattern[str]], ...] = tuple(
-    (by, is_end, re.compile(pattern))
-    for by, is_end, pattern in (
-        (
-            "signal",
-            True,
-            r"Finished server process|SIGTERM.{0,60}(?:exit|finished)"
-            r"|Gracefully exiting\.{3} Remaining number of requests 0\b|All requests (?:are )?drained",
-        ),
-        (
-            "signal",
-            False,
-            r"(?:received|got|caught|handling) (?:signal )?(?:SIGTERM|SIGINT|15\b)"
-            r"|SIGTERM received|SIGINT received"
-            r"|Gracefully exiting|Received sigterm|Signal SIGTERM received|\bKeyboardInterrupt\b|\^C$|Shutting down$"
-            r"|signal_handler",
-        ),
-        ("systemd", False, r"^Stopping |State 'stop-sigterm'|Scheduled restart job"),
-        ("systemd", True, r"^Stopped |Deactivated successfully|: Succeeded\."),
-        (
-            "kubernetes",
-            False,
-            r"Stopping container|\bPreempt(?:ed|ing)\b|\bEvicted\b(?! \d)|ScalingReplicaSet"
-            r"|Scaled down|DeletionTimestamp",
-        ),
-        (
-            "slurm",
-            False,
-            r"CANCELLED AT|DUE TO TIME LIMIT|DUE TO PREEMPTION|Job step aborted"
-            r"|forcing job termination",
-        ),
-        ("docker", False, r"docker (?:stop|compose down)|Container \S+ (?:Stopping|Stopped)"),
-        (
-            "a person",
-            False,
-            r"killall_sglang|^(?:\S{0,80}[$#] ?|\+ )(?:sudo )?(?:pkill|killall|kill (?:-\w+ )*\d)",
-        ),
-    )
+_STOPS = _compiled(
+    ("signal", True, r"Finished server process|SIGTERM.{0,60}(?:exit|finished)|All requests (?:are )?drained"),
+    ("signal", True, r"Gracefully exiting\.{3} Remaining number of requests 0\b"),
+    ("signal", False, r"(?:received|got|caught|handling) (?:signal )?(?:SIGTERM|SIGINT|15\b)|SIG(?:TERM|INT) received"),
+    ("signal", False, r"Gracefully exiting|Received sigterm|Signal SIGTERM received|signal_handler"),
+    ("signal", False, r"\bKeyboardInterrupt\b|\^C$|Shutting down$"),
+    ("systemd", False, r"^Stopping |State 'stop-sigterm'|Scheduled restart job"),
+    ("systemd", True, r"^Stopped |Deactivated successfully|: Succeeded\."),
+    ("kubernetes", False, r"Stopping container|\bPreempt(?:ed|ing)\b|\bEvicted\b(?! \d)|ScalingReplicaSet"),
+    ("kubernetes", False, r"Scaled down|DeletionTimestamp"),
+    ("slurm", False, r"CANCELLED AT|DUE TO (?:TIME LIMIT|PREEMPTION)|Job step aborted|forcing job termination"),
+    ("docker", False, r"docker (?:stop|compose down)|Container \S+ (?:Stopping|Stopped)"),
+    ("a person", False, r"killall_sglang|^(?:\S{0,80}[$#] ?|\+ )(?:sudo )?(?:pkill|killall|kill (?:-\w+ )*\d)"),
 )
 _CODE = re.compile(
     r"(?:[Ee]xit(?:ed)?(?: with)?(?: with)?(?: the)?[ _-]?(?:code|Code|status)?|exitcode|return(?:ed)? code|returncode)"
@@ -142,10 +88,10 @@ _CODE = re.compile(
     r"|(?P<segv>\bSegmentation fault\b)(?: \(core dumped\))?$|died (?:by|of|from|with) (?P<signal>SIG[A-Z]+)"
     r"|(?:killed|terminated) by (?:signal )?(?P<by>SIG[A-Z]+|\d{1,2}\b)"
 )
+_SIGNALS = {"Killed": "SIGKILL", "Aborted": "SIGABRT", "Bus error": "SIGBUS", "Segmentation fault": "SIGSEGV"}
 _SUBJECT = re.compile(
     r"(?i)scheduler_(?P<number>\d+)\b|scheduler_?(?P<ranks>(?:[_ ]?(?:DP|TP|PP|EP)_?\d+)*)"
-    r"|rank[ _=:]?(?P<rank>\d+)|(?P<detokenizer>detokenizer)"
-    r"|task (?P<task>\d+)"
+    r"|rank[ _=:]?(?P<rank>\d+)|(?P<detokenizer>detokenizer)|task (?P<task>\d+)"
 )
 _ARGUMENT = re.compile(r"(?:^|, )([a-z_]\w{1,60})=")
 _RELEASE = re.compile(
@@ -166,10 +112,9 @@ def level_of(text: str) -> LineLevel:
     if _PROSE.match(text):
         return "info"
     # A router only informs that it waits for its workers.
-    if "NCCL WARN" not in text and "not ready yet" not in text and (stated := _STATED.match(text)):
-        word = stated[1].upper()
-        if word in ("DEBUG", "INFO", "WARN", "WARNING"):
-            return "debug" if word == "DEBUG" else "info" if word == "INFO" else "warning"
+    is_by_words = "NCCL WARN" in text or "not ready yet" in text
+    if not is_by_words and (stated := _STATED.match(text)) and stated[1] in _BY_WORD:
+        return _BY_WORD[stated[1]]
     text = text[:1500]
     return next((level for level, pattern in _LEVELS if pattern.search(text)), "info")
 
@@ -191,10 +136,15 @@ def exit_of(text: str) -> tuple[int | None, str] | None:
     match = _CODE.search(text[:1000])
     if match is None:
         return None
-    by_words = {"Killed": 9, "Aborted": 6, "Bus error": 7, "Segmentation fault": 11}
-    for name in ("shell", "killed", "aborted", "bus", "caught", "segv"):
-        if match[name]:
-            return None, signal.Signals(by_words[match[name]]).name
+    if (
+        found := match["shell"]
+        or match["killed"]
+        or match["aborted"]
+        or match["bus"]
+        or match["caught"]
+        or match["segv"]
+    ):
+        return None, _SIGNALS[found]
     if named := match["signal"] or match["by"]:
         return (None, named) if named.startswith("SIG") else (None, signal_name(int(named)))
     if match["name"] and match["name"] != "FAILURE":

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import gzip
 import io
 import re
 import sys
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from sglang_crashkit.model.event import (
     Arguments,
     Collective,
     Error,
+    Event,
     Exit,
     GpuKernel,
     Kernel,
@@ -37,7 +38,7 @@ from sglang_crashkit.model.event import (
     Stop,
     Unread,
 )
-from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDumpError
+from sglang_crashkit.model.flight_dump import FlightDumpError
 from sglang_crashkit.model.sample import Sample, parse_pyspy
 from sglang_crashkit.redact import redact_json, redact_text
 from sglang_crashkit.sources.text import (
@@ -90,6 +91,8 @@ _PROCESS = re.compile(r"Process ([\w:.-]{1,120}):$")
 _THREAD = re.compile(r"Exception in thread ([^:]{1,120}):")
 _PREFIXED_FRAME = re.compile(r'([^|+]{1,160}?)(?=  File "[^"]{1,600}", line \d)')
 _BETWEEN_LINES = re.compile(r"\n|(?<=(?:it/s|s/it)\])(?=\[\d{4}-\d\d-\d\d )")
+#: How what ``py-spy dump --json`` prints begins.
+_PYSPY = re.compile(rb"\s*\[\s*\{")
 _FENCE = re.compile(r"\s*(?:```|~~~)")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _WORK = re.compile(
@@ -128,17 +131,21 @@ _LOGGERS = (
 #: What runs in one process alone whose lines have no name, which a rank's line may stand before.
 _WITHOUT_A_NAME = {"run_detokenizer_process": "detokenizer", "init_tokenizer_manager": "tokenizer"}
 #: Of one file: bytes that are held at once where it is no log; files in a folder; distinct lines of a level.
-_MAX_WHOLE, _MAX_FILES, _MAX_LINES = 8 << 20, 4096, 4000
+_MAX_WHOLE, _MAX_FILES, _MAX_LINES = 64 << 20, 4096, 4000
 #: Of a message, characters; lines after its first one, and characters of each.
 _MAX_MESSAGE, _MAX_MORE, _MAX_MORE_LINE = 2000, 12, 300
 #: Of each process, the last lines that say nothing bad, and the last batches.
 _LAST_LINES = _LAST_BATCHES = 100
 _HEAD = 400
-#: Of a line of the web server, so many bytes from the method on: more of it is a path of any length.
-_MAX_ANSWER = 400
-_BATCHES = (b"Decode batch", b"Prefill batch")
-#: What stands before a time is no carrier's.
-_NO_CARRIER = "\0"
+_Made = TypeVar("_Made", bound=Event)
+#: Of a line of a batch, or of the web server, so many bytes: more of it is a path of any length.
+_MAX_BATCH = 600
+#: A line of a batch, or of a request that was answered, behind SGLang's own time; and a carrier's time before that.
+_USUAL = re.compile(
+    rb"(?P<before>.{0,120}?)\[(?P<at>20\d\d-\d\d-\d\d \d\d:\d\d:\d\d)(?P<who>[^\]]{0,80})\] "
+    rb"(?:(?P<batch>Decode|Prefill) batch|INFO: [^\"]{1,72}(?P<answer>\".{1,400}))"
+)
+_CARRIER_TIME = re.compile(rb"20\d\d-\d\d-\d\dT\S{1,40} (?:std(?:out|err) [FP] )?")
 _ZIPPED = b"\x1f\x8b"
 
 
@@ -171,7 +178,7 @@ def read(
             met.append(error)
             continue
         for file, is_pipe in files:
-            reader = _File(file, order, functools.partial(progress, file), is_pipe, date=date)
+            reader = _File(file, order, partial(progress, file), is_pipe, date=date)
             try:
                 reader.read()
             except CrashkitError as error:
@@ -185,6 +192,12 @@ def read(
     if problems is not None:
         problems += met
     yield from _placed(readers)
+
+
+def _pyspy_stacks(data: bytes) -> Iterator[Stack]:
+    threads = parse_pyspy(data.decode(errors="replace"))
+    main = next((one for one in threads if one.name == "MainThread"), threads[0])
+    yield Stack(sample=Sample(pid=main.native_id or 0, threads=threads), by="py-spy")
 
 
 def _files(path: Path, met: list[CrashkitError], *, is_named: bool) -> Iterator[tuple[Path, bool]]:
@@ -232,20 +245,16 @@ class _Batches:
     last: bytes = b""
     last_order: int = 0
     last_at: float = 0.0
-    last_time: bytes = b""  # instead of `last_at`, as it is written
-    recent: deque[tuple[bytes | float, bytes]] = field(
-        default_factory=lambda: deque(maxlen=_LAST_BATCHES)
-    )  # time and text
+    recent: deque[tuple[float, bytes]] = field(default_factory=lambda: deque(maxlen=_LAST_BATCHES))  # time and line
 
     def transfers(self) -> tuple[int, float]:
         """Return how many requests a pair has under way, and since when that has not fallen."""
-        now = 0
-        since: bytes | float | None = None
-        for time, text in self.recent:
-            found = _TRANSFERS.search(text)
+        now, since = 0, 0.0
+        for at, line in self.recent:
+            found = _TRANSFERS.search(line)
             before, now = now, sum(int(one or 0) for one in found.groups()) if found else 0
-            since = time if now < before or not before or since is None else since
-        return now, (seconds(since.decode()) if isinstance(since, bytes) else since or 0.0) if now else 0.0
+            since = at if now < before or not before or not since else since
+        return now, since if now else 0.0
 
 
 @dataclass
@@ -256,20 +265,15 @@ class _File:
     is_pipe: bool
     has_own_clock: bool = False  # its lines have SGLang's own time, which the carrier's clock need not agree with
     events: list[tuple[str, AnyEvent]] = field(default_factory=list)  # with the key of its stream
-    streams: dict[str, _Stream] = field(default_factory=dict)
+    streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
     batches: dict[tuple[str, str, str, int], _Batches] = field(default_factory=dict)
     lines: dict[tuple[str, str, LineLevel, str], list[Any]] = field(default_factory=dict)
     last: dict[tuple[str, str], deque[Line]] = field(default_factory=dict)
-    names: dict[bytes, str] = field(default_factory=dict)  # short names by what stands behind a time
-    answered: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # kind and status by the end of a line
-    heads: dict[bytes, str] = field(default_factory=dict)  # streams by what stands before a time
-    #: By stream the time of the last batch that was passed by, until a line without a time wants it.
-    passed_at: dict[str, bytes] = field(default_factory=dict)
     #: Exceptions without a traceback, each with the lines after its own one: in SGLang's lines, and in those of others.
     raised: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
     bare: list[tuple[str, Raised, list[str]]] = field(default_factory=list)
     date: str = _NO_DATE  # the last whole time, or the first one that is to come; before it, the file's before
-    time: bytes | float = 0.0  # of the last line that has one
+    time: float = 0.0  # of the last line that has one
     sample: str = ""  # of what was not understood
     understood: bool = False
     broken: Exception | None = None  # why it cannot be read any further
@@ -328,42 +332,27 @@ class _File:
 
     def _special(self, head: bytes, opened: BinaryIO) -> bool:
         """Read a file that is no text by lines; return whether it was one."""
-        what = ""
-        try:
-            found: Iterator[AnyEvent] = iter(())
-            if recorders.is_dump(head):
-                what = "a dump of a flight recorder"
-                found = recorders.collectives_of(head + self._some(opened, MAX_BYTES), self.path)
-            elif crash_dumps.is_dump(head):
-                what = "a dump of requests"
-                found = crash_dumps.events_of(head + self._some(opened, crash_dumps.MAX_BYTES))
-            elif snapshots.is_snapshot(head):
-                what = "a snapshot of collect"
-                found = snapshots.stacks_of(head + self._some(opened, snapshots.MAX_BYTES))
-            elif cluster.is_inspection(head):
-                what = "what Docker says about a container"
-                found = cluster.inspected(head + self._some(opened, _MAX_WHOLE))
-            for event in found:
-                self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
-        except (FlightDumpError, crash_dumps.CrashDumpError, snapshots.SnapshotError, ValueError) as error:
-            text = f"{what} that cannot be read: {error}"
-            self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
-        if what:
-            return True
-        if b"\0" in head[:4096]:
-            kind = "a pickle" if head[:1] == b"\x80" else "binary data"
-            self.events.append(("", Unread(order=self.order, source=self.path.name, text=f"{kind}, which is not read")))
-            return True
-        if head.lstrip()[:1] == b"[" and b'"frames"' in head:
+        forms: tuple[tuple[bool, str, Callable[[bytes], Iterable[AnyEvent]]], ...] = (
+            (recorders.is_dump(head), "a dump of a flight recorder", partial(recorders.collectives_of, path=self.path)),
+            (crash_dumps.is_dump(head), "a dump of requests", crash_dumps.events_of),
+            (snapshots.is_snapshot(head), "a snapshot of collect", snapshots.stacks_of),
+            (cluster.is_inspection(head), "what Docker says about a container", cluster.inspected),
+            (bool(_PYSPY.match(head)) and b'"frames"' in head, "stacks of py-spy", _pyspy_stacks),
+        )
+        what, events_of = next(((what, read_it) for is_it, what, read_it in forms if is_it), ("", None))
+        text = ""
+        if events_of is not None:
             try:
-                threads = parse_pyspy((head + self._some(opened, _MAX_WHOLE)).decode(errors="replace"))
-            except ValueError:
-                return False
-            main = next((one for one in threads if one.name == "MainThread"), threads[0])
-            sample = Sample(pid=main.native_id or 0, threads=threads)
-            self._add("", Stack(order=self.order, sample=sample, by="py-spy", source=self.path.name))
-            return True
-        return False
+                for event in events_of(head + self._some(opened, _MAX_WHOLE)):
+                    self._add("", msgspec.structs.replace(event, order=self.order, source=self.path.name))
+            except (FlightDumpError, ValueError) as error:
+                text = f"{what} that cannot be read: {error}"
+        elif b"\0" in head[:4096]:
+            kind = "a pickle" if head[:1] == b"\x80" else "binary data"
+            text = f"{kind}, which is not read"
+        if text:
+            self.events.append(("", Unread(order=self.order, source=self.path.name, text=text)))
+        return events_of is not None or bool(text)
 
     def _read_lines(self, head: bytes, opened: BinaryIO) -> None:
         text = head.decode(errors="replace")
@@ -374,30 +363,33 @@ class _File:
         if dated := re.search(r"\[(20\d\d-\d\d-\d\d \d\d:\d\d:\d\d)", text):
             self.date = dated[1]
         self.has_own_clock = any(_OWN.match(line) for line in bare)
-        if cluster.is_description(bare):
-            self._add_all(
-                "", cluster.containers_of([*bare, *(carrier.strip(line).text for line in text.splitlines()[_HEAD:])])
-            )
-        if cluster.is_pod_table(bare):
-            self._add_all("", cluster.pods_of(bare))
-        if cluster.is_smi(bare):
-            self._add_all("", cluster.gpus_of(bare))
-        elif cluster.is_query(bare):
-            self._add_all("", cluster.queried_gpus_of(bare))
+        every = [*bare, *(carrier.strip(line).text for line in text.splitlines()[_HEAD:])]
+        for is_it, events_of, lines in (
+            (cluster.is_description, cluster.containers_of, every),
+            (cluster.is_pod_table, cluster.pods_of, bare),
+            (cluster.is_smi, cluster.gpus_of, bare),
+            (cluster.is_query, cluster.queried_gpus_of, bare),
+        ):
+            for event in events_of(lines) if is_it(bare) else ():
+                self._add("", msgspec.structs.replace(event, order=self.order, source=self._source()))
+
+        @lru_cache(maxsize=_MAX_LINES)
+        def stream_of(before: bytes) -> str | None:
+            """Return the stream of a line by what stands before SGLang's time; None where that is no carrier's."""
+            carried = carrier.strip(f"{before.decode(errors='replace')}[20")
+            return carried.stream if carried.text == "[20" and not carried.at else None
+
         for line in self._split(head, opened):
             self.order += 1
-            if self._is_usual(line, carrier):
+            if self._is_usual(line, stream_of):
                 continue
             decoded = line[:MAX_LINE].decode(errors="replace")
             if _FENCE.match(decoded):
                 continue
             carried = carrier.strip(decoded)
             # A logger that writes JSON has a whole traceback in one line; a bar of progress has no end of its own.
-            if len(parts := _BETWEEN_LINES.split(carried.text)) > 1:
-                for part in parts:
-                    self._take(replace(carried, text=part))
-            else:
-                self._take(carried)
+            for part in _BETWEEN_LINES.split(carried.text):
+                self._take(replace(carried, text=part))
             if not self.sample and carried.text.strip():
                 self.sample = carried.text.strip()[:200]
 
@@ -416,90 +408,39 @@ class _File:
             # A line without an end costs no more than its beginning.
             rest = rest[: 2 * MAX_LINE] + chunk
 
-    def _is_usual(self, line: bytes, carrier: Carrier) -> bool:
+    def _is_usual(self, line: bytes, stream_of: Callable[[bytes], str | None]) -> bool:
         """Take a line of a batch, or of a request that was answered, without looking at it any closer."""
-        place, stream_key = 0, ""
-        if line[:2] not in (b"20", b"[2"):
-            # Behind the name of a service, a pod or a task, which is the same in many lines.
-            place = line.find(b"[20", 1, 120)
-            if place < 0:
-                return False
-            told = self.heads.get(line[:place])
-            if told is None:
-                carried = carrier.strip(f"{line[:place].decode(errors='replace')}[20")
-                told = carried.stream if carried.text == "[20" and not carried.at else _NO_CARRIER
-                if len(self.heads) < _MAX_LINES:
-                    self.heads[line[:place]] = told
-            if told == _NO_CARRIER:
-                return False
-            stream_key = told
-        elif line[:2] == b"20" and line[10:11] == b"T":
-            # Behind a time of kubectl, or what a CRI runtime writes.
-            place = line.find(b" [20", 20, 60) + 1
-            before = line[:place].split()
-            if len(before) != 1 and before[1:2] not in ([b"stdout"], [b"stderr"]):
-                # Another carrier stands between: it says whose line it is.
-                return False
-        if line[place : place + 3] != b"[20":
+        match = _USUAL.match(line)
+        if match is None or (key := stream_of(_CARRIER_TIME.sub(b"", match["before"]))) is None:
             return False
-        end = line.find(b"]", place + 20, place + 100)
-        if end < 0:
-            return False
-        if line.startswith(_BATCHES, end + 2):
-            who = self.names.get(line[place + 20 : end])
-            if who is None:
-                who = _name(line[place + 20 : end].decode(errors="replace"))
-                if len(self.names) < _MAX_LINES:
-                    self.names[line[place + 20 : end]] = who
-            key = (stream_key, who, "decode" if line[end + 2 : end + 3] == b"D" else "prefill", 0)
-        elif line.startswith(b"INFO: ", end + 2) and (quote := line.find(b'"', end + 8, end + 80)) > 0:
-            rest = line[quote : quote + _MAX_ANSWER]
-            answered = self.answered.get(rest)
-            if answered is None:
-                access = facts.ACCESS.search(rest.decode(errors="replace"))
-                if access is None:
-                    return False
-                answered = _kind_of(access)
-                if len(self.answered) < _MAX_LINES:
-                    self.answered[rest] = answered
-            key = (stream_key, "", *answered)
+        if match["batch"]:
+            who, kind, status = _name(match["who"].decode(errors="replace")), match["batch"].decode().lower(), 0
         else:
-            return False
-        self.passed_at[stream_key] = self.time = at = line[place + 1 : place + 20]
-        entry = self.batches.get(key)
-        if entry is None:
-            entry = self.batches[key] = _Batches(seconds(at.decode(errors="replace")), self.order)
-        entry.count += 1
-        entry.last, entry.last_time, entry.last_order = line[place : place + 600], at, self.order
-        if key[2] in ("prefill", "decode"):
-            entry.recent.append((at, entry.last))
-        stream = self.streams.get(stream_key)
-        if stream is not None and (stream.traceback or stream.block):
-            self._close(stream, stream_key)
+            answer = _answer(match["answer"])
+            if answer is None:
+                return False
+            who, (kind, status) = "", answer
+        at = self.time = seconds(match["at"].decode())
+        self._count(key, who, kind, status, line[match.start("at") - 1 :][:_MAX_BATCH], at)
+        stream = self.streams[key]
+        stream.at, stream.has_own_time = at, True
+        if stream.traceback or stream.block:
+            self._close(stream, key)
         return True
 
     def _add(self, key: str, event: AnyEvent) -> None:
         self.understood = True
         self.events.append((key, event))
 
-    def _add_all(self, key: str, events: Iterator[AnyEvent]) -> None:
-        for event in events:
-            self._add(key, msgspec.structs.replace(event, order=self.order, source=self._source()))
-
     def _source(self, order: int | None = None) -> str:
         return f"{self.path.name}:{(self.order if order is None else order) - self.before}"
 
     def _take(self, carried: Carried) -> None:
         text, key = carried.text, carried.stream
-        stream = self.streams.get(key)
-        if stream is None:
-            stream = self.streams[key] = _Stream()
-        if passed := self.passed_at.pop(key, b""):
-            stream.at, stream.has_own_time = seconds(passed.decode(errors="replace")), True
-        elif not stream.has_own_time and not carried.at and self.time:
+        stream = self.streams[key]
+        if not stream.has_own_time and not carried.at and self.time:
             # A stream without times, such as what srun says of its tasks, is beside the others.
-            now = self.time
-            stream.at = self.time = seconds(now.decode(errors="replace")) if isinstance(now, bytes) else now
+            stream.at = self.time
         # What stands in a line of SGLang's own may be anybody's words.
         if carried.is_kernel or (kernel_lines.is_telling(text) and not _OWN.match(text.lstrip())):
             self._kernel(carried, key, stream)
@@ -613,47 +554,48 @@ class _File:
 
     def _kernel(self, carried: Carried, key: str, stream: _Stream) -> None:
         found = kernel_lines.parse(carried.text)
-        at = carried.at or stream.at
         if found is None:
             self.understood = self.understood or carried.is_kernel
             return
         kind, told = found
         name, pid, number = (told.pop(part, "") for part in ("name", "pid", "number"))
-        self._add(
-            key,
-            Kernel(
-                order=self.order, at=at, kind=kind, text=carried.text[:400], pid=int(pid or 0), name=name,
-                number=int(number or 0), facts=told, source=self._source(),
-            ),
+        event = Kernel(
+            order=self.order, at=carried.at or stream.at, kind=kind, text=carried.text[:400], pid=int(pid or 0),
+            name=name, number=int(number or 0), facts=told, source=self._source(),
         )  # fmt: skip
+        self._add(key, event)
 
     def _line(self, text: str, key: str, stream: _Stream, *, is_own: bool, program: str) -> None:
-        at, who, source = stream.at, stream.who if is_own else "", self._source()
+        at, who = stream.at, stream.who if is_own else ""
+
+        def make(event: type[_Made], /, **fields: Any) -> _Made:
+            place: dict[str, Any] = {"order": self.order, "at": at, "who": who, "source": self._source()}
+            return event(**place | fields)
+
+        def add(event: type[AnyEvent], /, **fields: Any) -> None:
+            self._add(key, make(event, **fields))
+
         if (is_own and text.startswith(("Decode batch", "Prefill batch"))) or _AT_WORK.match(text):
-            self._count(key, who, "prefill" if text[0] == "P" else "decode", 0, text, at)
+            self._count(key, who, "prefill" if text[0] == "P" else "decode", 0, text.encode()[:_MAX_BATCH], at)
             return
         if (access := facts.ACCESS.search(text)) and "://" not in access[2]:
-            self._count(key, "", *_kind_of(access), access.string, at)
+            self._count(key, "", *_kind_of(access), text.encode()[:_MAX_BATCH], at)
             return
         if load := _LOAD.search(text):
-            queued = int(load[1] or load[2])
-            self._add(
-                key, Progress(order=self.order, at=at, kind="load", queued=queued, text=text[:300], source=source)
-            )
+            add(Progress, who="", kind="load", queued=int(load[1] or load[2]), text=text[:300])
             return
-        if (arguments := facts.arguments_of(text)) is not None and arguments:
-            self._add(key, Arguments(order=self.order, at=at, values=arguments, source=source))
+        if arguments := facts.arguments_of(text):
+            add(Arguments, who="", values=arguments)
             return
         if release := facts.release_of(text):
-            self._add(key, Arguments(order=self.order, at=at, release=release, source=source))
+            add(Arguments, who="", release=release)
         if "sglang::" in text and (titled := _TITLED_FRAME.match(text)):
             stream.who = stacks.who_of(titled[1]) or stream.who
             stream.names = {stream.who}
         elif "sglang::" in text and (listed := _LISTED.match(text)):
             # A line of ps.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])
-            who = stacks.who_of(listed["title"])
-            self._add(key, Stack(order=self.order, at=at, who=who, sample=sample, by="ps", source=source))
+            add(Stack, who=stacks.who_of(listed["title"]), sample=sample, by="ps")
             return
         if match := _PROCESS.match(text):
             stream.who, stream.said = stacks.who_of(match[1]) or stream.who, text
@@ -665,69 +607,33 @@ class _File:
             who = f"TP{rank[1]}"
         level = facts.level_of(text)
         if (bare := tracebacks.bare_exception(text)) and level != "info":
-            error = Error(type=bare[0], text=bare[1][:_MAX_MESSAGE])
-            raised = Raised(order=self.order, at=at, who=who, chain=(error,), level=level, source=source)
+            raised = make(Raised, chain=(Error(type=bare[0], text=bare[1][:_MAX_MESSAGE]),), level=level)
             stream.more = stream.more if is_own else []
             (self.raised if is_own else self.bare).append((key, raised, stream.more))
         if work := _WORK.search(text):
             group = _GROUP.search(text)
-            number = who.removeprefix("TP") or (group[2] if group else "")
-            self._add(
-                key,
-                Collective(
-                    order=self.order, at=at, who=who, group=group[1] if group else "", number=int(work["number"]),
-                    operation=work["operation"], sizes=work["sizes"] or "", state="timeout",
-                    rank=int(number) if number and number.isdigit() else -1, source=source,
-                ),
+            number = who.removeprefix("TP") or (group[2] if group else "") or ""
+            add(
+                Collective, group=group[1] if group else "", number=int(work["number"]), state="timeout",
+                operation=work["operation"], sizes=work["sizes"] or "", rank=int(number) if number.isdigit() else -1,
             )  # fmt: skip
         if found := _CUDA_EXCEPTION.search(text):
-            self._add(
-                key,
-                GpuKernel(
-                    order=self.order,
-                    at=at,
-                    who=who,
-                    exception=": ".join(found.groups()),
-                    text=text[:400],
-                    source=source,
-                ),
-            )
+            add(GpuKernel, exception=": ".join(found.groups()), text=text[:400])
         elif kernel := _CUDA_KERNEL.match(text):
-            device = int(kernel[1])
-            self._add(
-                key,
-                GpuKernel(order=self.order, at=at, device=device, name=kernel[2][:400], text=text[:400], source=source),
-            )
+            add(GpuKernel, who="", device=int(kernel[1]), name=kernel[2][:400], text=text[:400])
         if (stop := facts.stop_of(text)) is not None and not (stop[0] == "systemd" and program not in ("systemd", "")):
-            self._add(
-                key, Stop(order=self.order, at=at, who=who, by=stop[0], is_end=stop[1], text=text[:400], source=source)
-            )
+            add(Stop, by=stop[0], is_end=stop[1], text=text[:400])
         # What failed, or what somebody is told to try, is no stage.
         if not bare and text[1:2] != "." and (stage := facts.stage_of(text)) is not None:
-            self._add(
-                key,
-                Stage(
-                    order=self.order, at=at, who=who, name=stage[0], is_done=stage[1], text=text[:200], source=source
-                ),
-            )
+            add(Stage, name=stage[0], is_done=stage[1], text=text[:200])
         if (ended := facts.exit_of(text)) is not None and ended != (0, ""):
-            subject = facts.subject_of(text)
-            if not subject and text.startswith("Exit code"):
-                subject = facts.subject_of(stream.said)  # the line before, which says whose it is
-            self._add(
-                key,
-                Exit(
-                    order=self.order, at=at, who=subject, code=ended[0], signal=ended[1], text=text[:400], source=source
-                ),
-            )
+            # The line before may say whose it is.
+            subject = facts.subject_of(text) or (facts.subject_of(stream.said) if text.startswith("Exit code") else "")
+            add(Exit, who=subject, code=ended[0], signal=ended[1], text=text[:400])
         logger = next((name for name, pattern in _LOGGERS if pattern.search(text[:600])), "")
         stream.said = text[:400]
-        self._keep(
-            text,
-            key,
-            Line(order=self.order, at=at, who=who, text=text[:_MAX_MESSAGE], level=level, logger=logger, source=source),
-            stream.more if is_own else [],
-        )
+        line = make(Line, text=text[:_MAX_MESSAGE], level=level, logger=logger)
+        self._keep(text, key, line, stream.more if is_own else [])
         if not is_own and not logger and len(stream.more) < _MAX_MORE:
             stream.more.append(text[:_MAX_MORE_LINE])
 
@@ -743,15 +649,14 @@ class _File:
         elif len(self.lines) < _MAX_LINES:
             self.lines[likeness] = [line, 1, line.at, more]
 
-    def _count(self, key: str, who: str, kind: str, status: int, text: str, at: float) -> None:
+    def _count(self, key: str, who: str, kind: str, status: int, line: bytes, at: float) -> None:
         """Count a batch, or an answer."""
-        entry = self.batches.get((key, who, kind, status))
-        if entry is None:
+        if (entry := self.batches.get((key, who, kind, status))) is None:
             entry = self.batches[key, who, kind, status] = _Batches(at, self.order)
         entry.count += 1
-        entry.last, entry.last_order, entry.last_at, entry.last_time = text[:600].encode(), self.order, at, b""
+        entry.last, entry.last_order, entry.last_at = line, self.order, at
         if kind in ("prefill", "decode"):
-            entry.recent.append((at, entry.last))
+            entry.recent.append((at, line))
         self.understood = True
 
     def _end(self) -> None:
@@ -767,13 +672,12 @@ class _File:
         for (key, who, kind, status), entry in self.batches.items():
             text = entry.last.decode(errors="replace")
             running, queued = _RUNNING.search(text), _QUEUED.search(text)
-            last_at = seconds(entry.last_time.decode(errors="replace")) if entry.last_time else entry.last_at
             transfers, since = entry.transfers()
             self._add(
                 key,
                 Progress(
                     order=entry.order, at=entry.at, who=who, kind="control" if kind.startswith("/") else kind,
-                    count=entry.count, status=status, last_at=last_at, last_order=entry.last_order,
+                    count=entry.count, status=status, last_at=entry.last_at, last_order=entry.last_order,
                     running=int(running[1]) if running else 0, queued=int(queued[1]) if queued else 0,
                     transfers=transfers, transfers_since=since,
                     text=kind if kind.startswith("/") else text[:300], source=self._source(entry.last_order),
@@ -804,6 +708,14 @@ def _kind_of(access: re.Match[str]) -> tuple[str, int]:
     return kind, status
 
 
+@lru_cache(maxsize=_MAX_LINES)
+def _answer(text: bytes) -> tuple[str, int] | None:
+    """Return what `_kind_of` says of the end of a line, from the method on; None where that is none of the server's."""
+    access = facts.ACCESS.search(text.decode(errors="replace"))
+    return _kind_of(access) if access else None
+
+
+@lru_cache(maxsize=_MAX_LINES)
 def _name(prefix: str) -> str:
     # What stands behind the time: ranks, and in some releases the module.
     return " ".join(word for word in prefix.split() if re.fullmatch(_RANKS, word))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.model.event import Collective
-from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_document, parse_dump
+from sglang_crashkit.model.flight_dump import Entry, FlightDumpError, parse_document, parse_dump
 
 #: Of each process group, so many of the last collectives.
 _LAST = 16
@@ -37,7 +37,21 @@ def collectives_of(data: bytes, path: Path) -> Iterator[Collective]:
         document = _document(data)
         rank = document["rank"] if isinstance(document.get("rank"), int) else rank
         dump = parse_document(document)
-    yield from _of(dump, rank)
+    by_group: dict[str, list[Entry]] = {}
+    for entry in dump.entries:
+        by_group.setdefault(entry.group, []).append(entry)
+    for entry in (entry for entries in by_group.values() for entry in entries[-_LAST:]):
+        group = dump.groups.get(entry.group)
+        yield Collective(
+            who=f"TP{rank}" if rank >= 0 else "",
+            at=entry.created,
+            group=(group.description if group else "") or entry.group,
+            number=entry.sequence,
+            operation=entry.operation,
+            state="completed" if entry.is_done else "started",
+            sizes=" ".join(str(list(shape)) for shape in entry.input_sizes[:4])[:120],
+            rank=rank,
+        )
 
 
 def _document(data: bytes) -> dict[str, Any]:
@@ -52,22 +66,3 @@ def _document(data: bytes) -> dict[str, Any]:
             # A pair in a pickle is a list in JSON.
             entry["process_group"] = tuple(entry["process_group"])
     return document
-
-
-def _of(dump: FlightDump, rank: int) -> Iterator[Collective]:
-    by_group: dict[str, list[Collective]] = {}
-    for entry in dump.entries:
-        group = dump.groups.get(entry.group)
-        found = Collective(
-            who=f"TP{rank}" if rank >= 0 else "",
-            at=entry.created,
-            group=(group.description if group else "") or entry.group,
-            number=entry.sequence,
-            operation=entry.operation,
-            state="completed" if entry.is_done else "started",
-            sizes=" ".join(str(list(shape)) for shape in entry.input_sizes[:4])[:120],
-            rank=rank,
-        )
-        by_group.setdefault(entry.group, []).append(found)
-    for collectives in by_group.values():
-        yield from collectives[-_LAST:]

@@ -10,7 +10,6 @@ from sglang_crashkit.model.event import Stack
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, parse
 
-MAX_BYTES = 64 << 20
 _HEAD = re.compile(rb'\s*\{\s*"schema_version": *\d+,\s*"host": .{1,300}?,\s*"time": *[\d.]+,\s*"processes":')
 _RANKS = ("pp", "dp", "tp", "ep")
 #: Roles of the kit's own names that the judge calls otherwise.
@@ -18,36 +17,22 @@ _ROLES = {"server": "tokenizer", "tokenizer_worker": "tokenizer", "detokenizer_r
 _ROLES |= {"data_parallel_controller": "controller", "starting": ""}
 
 
-class SnapshotError(Exception):
-    """A file is no such snapshot, or is cut off; the message says why."""
-
-
 def is_snapshot(head: bytes) -> bool:
     """Return whether a file begins as such a snapshot does."""
     return _HEAD.match(head) is not None
 
 
-def stacks_of(data: bytes, host: str = "") -> Iterator[Stack]:
+def stacks_of(data: bytes) -> Iterator[Stack]:
     """Yield the stacks of each process.
 
-    Args:
-        data: the content of the file.
-        host: instead of its own word, as containers may all have the same.
-
     Raises:
-        SnapshotError: it is no snapshot, is cut off, or is larger than 64 MiB.
+        ValueError: it is no snapshot, or is cut off.
     """
-    if len(data) > MAX_BYTES:
-        raise SnapshotError(f"it has more than {MAX_BYTES >> 20} MiB")
-    try:
-        snapshot = parse(data)
-    except ValueError as error:
-        raise SnapshotError(str(error)[:200]) from None
-    yield from stacks_in(snapshot, host)
+    yield from stacks_in(parse(data))
 
 
 def stacks_in(snapshot: NodeSnapshot, host: str = "") -> Iterator[Stack]:
-    """Yield the stacks of a snapshot that is read already; see `stacks_of`."""
+    """Yield the stacks of a snapshot, `host` instead of its own word, as containers may all have the same."""
     for one in snapshot.processes:
         # One that had ended by then has no state.
         sample = replace(one, host=host or one.host, state=one.state or "X")
