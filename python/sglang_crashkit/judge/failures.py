@@ -512,7 +512,7 @@ class _Failures:
         is_disk = event.kind == "hung_task" and any(one.kind == "disk" for one in self._case.kernel)
         yield finding_of(
             "disk" if is_disk else row["row"], because=[_quoted(event, event.text)], text=event.text[:_MAX_QUOTE],
-            who=who, victim=who or event.name, library=library, steps=self._memory_steps(),
+            who=who, victim=who or event.name, library=library,
             level=None if facts.get("is_first", True) else "supported", pid=f"{pid}{size}" if pid else None,
             component=part, number=event.number, gpu=gpu, fault=_known("xids").get(event.number),
         )  # fmt: skip
@@ -534,11 +534,6 @@ class _Failures:
         used = [one.used_mb > one.total_mb / 2 for one in self._case.gpus]
         fits = index < size if isinstance(size, int) and index is not None else all(used)
         return f"TP{index}" if index is not None and fits else None
-
-    def _memory_steps(self) -> list[str]:
-        names = ("hicache_size", "hicache_ratio", "cpu_offload_gb")
-        on = [(name.replace("_", "-"), self._case.arguments.get(name)) for name in names]
-        return [step for option, value in on if value for step in steps_of("memory", option=option, value=value)]
 
     def _exit(self, event: Exit) -> Iterator[Finding]:
         seen = self._case.watched
@@ -575,7 +570,7 @@ class _Failures:
             yield finding_of(
                 row["row"], because=[because, note] if note else [because], name=event.name, kind=known.kind,
                 component=known.part, state=event.state, restarts=event.restarts or None, note=note,
-                probe=note[:140], steps=known.steps, is_known=bool(found), memory_steps=self._memory_steps(),
+                probe=note[:140], steps=known.steps, is_known=bool(found),
             )  # fmt: skip
             return
 
@@ -616,7 +611,7 @@ class _Failures:
 
     def _vanished(self) -> Iterator[Finding]:
         """Yield that a server which worked starts again in the same log, and nothing says how it ended."""
-        for start in (one for one in self._case.events if isinstance(one, Arguments) and one.values):
+        for start in (one for one in self._case.servers if one.values):
             own = [one for one in self._case.events if one.file == start.file]
             is_again = any(isinstance(one, Progress) and one.order < start.order for one in own)
             if is_again and any(isinstance(one, Stage) and one.order > start.order for one in own):

@@ -40,9 +40,7 @@ _Key = TypeVar("_Key")
 _STARVED, _RESTS = 0.1, 0.05
 #: Seconds for one shard of the weights by which they come slowly.
 _SLOW = 30.0
-_MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE = 290, 3, 6
-#: Of a larger server most ranks may be without a stack.
-_SMALL = 64
+_MAX_HEADLINE, _MAX_TOLD, _MAX_BECAUSE, _SMALL = 290, 3, 6, 64
 _TELLING_ALONE = frozenset({"file", "compile", "build_lock", "driver", "collective"})
 _UPDATES = frozenset({"weights", "pause"})
 _HELD = frozenset({"stopped_process", "starved_process", "stuck_in_kernel", "slow_storage"})
@@ -305,23 +303,24 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
     kind, most = max(kinds.items(), key=lambda item: len(item[1]))
     if kind in ("unknown", "dead"):
         return None
-    if 2 * len(most) <= len(members) and len(members) > 1:
-        return _no_progress(scene, group)
-    if kind == "idle":
+    if 2 * len(most) > len(members) or len(members) == 1:
+        if kind == "idle":
+            return None
+        if kind == "driver":
+            is_lazy = bool(re.search("^_init|Module|Library|Kernel", most[0].last.operation))
+            pid = most[0].process.pid or None
+            return _finding(scene, "driver", most if len(group) == 1 else [], group, is_lazy=is_lazy, pid=pid)
+        if most[0].last.is_work:
+            return _at_work(scene, most, group)
+        if kind in ("transfer", "http", "storage"):
+            return _elsewhere(scene, most, group)
+        if kind == "build_lock":
+            return _finding(scene, "build_lock", [], group)
+        if kind == "own":
+            return _own_work(scene, most, group)
+    if not scene.signs.is_hang and (scene.signs.is_alive or any(one.is_moving for one in group)):
         return None
-    if kind == "driver":
-        is_lazy = bool(re.search("^_init|Module|Library|Kernel", most[0].last.operation))
-        pid = most[0].process.pid or None
-        return _finding(scene, "driver", most if len(group) == 1 else [], group, is_lazy=is_lazy, pid=pid)
-    if most[0].last.is_work:
-        return _at_work(scene, most, group)
-    if kind in ("transfer", "http", "storage"):
-        return _elsewhere(scene, most, group)
-    if kind == "build_lock":
-        return _finding(scene, "build_lock", [], group)
-    if kind == "own":
-        return _own_work(scene, most, group)
-    return _no_progress(scene, group)
+    return _finding(scene, "no_progress", [], group)
 
 
 def _own_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
@@ -370,7 +369,10 @@ def _all_wait(scene: Scene, layout: topology.Topology, group: Sequence[Member]) 
 def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member]) -> Finding | None:
     """Return what is said of a group all of which wait in the same call."""
     nodes = layout.unseen_nodes
-    missing = _unseen(layout, group, max(layout.ranks, len(group)))
+    # Of a larger server most ranks may be without a stack.
+    is_small = max(layout.ranks, len(group)) <= _SMALL
+    unseen = topology.unseen_ranks(layout, [one.process.ranks for one in group]) if is_small else []
+    missing = [" ".join(f"{axis.upper()}{number}" for axis, number in reversed(one.items())) for one in unseen]
     is_part = 0 < len(missing) < len(group) and not nodes
     first = group[0].last
     ranks = topology.name_ranks(missing) if is_part else ""
@@ -381,12 +383,6 @@ def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member])
         nodes=nodes and f"the other node{'s' * (len(nodes) > 1)}", is_whole=not nodes and not is_part,
         is_known=layout.is_known,
     )  # fmt: skip
-
-
-def _unseen(layout: topology.Topology, members: Sequence[Member], size: int) -> list[str]:
-    """Return the names of the ranks without a stack, of a server that is small enough to miss one."""
-    unseen = topology.unseen_ranks(layout, [one.process.ranks for one in members]) if size <= _SMALL else []
-    return [" ".join(f"{axis.upper()}{number}" for axis, number in reversed(one.items())) for one in unseen]
 
 
 def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
@@ -403,10 +399,6 @@ def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
 def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
     if not scene.signs.is_hang and scene.signs.is_alive:
         return None
-    layout = topology.topology_of(scene.case, group[0].process.side)
-    missing = _unseen(layout, scene.members, layout.ranks)
-    if len(missing) == 1 and len(group) > 1:
-        return _finding(scene, "gpu_unseen", [], group, who=missing[0])
     kernels = signs.kernels_of(scene.case)
     component = signs.kernel_of(kernels[0])[0] if kernels else None
     row, kernel = ("gpu_kernel", kernels[0][:90]) if kernels else ("gpu_stall", "")
@@ -480,12 +472,6 @@ def _side(scene: Scene, members: Sequence[Member]) -> str:
     known = members[0].process.side or topology.topology_of(scene.case).side
     functions = " ".join(frame.function for frame in members[0].frames[-1])
     return known or next((side for side in signs.OTHER_SIDE if f"disagg_{side}" in functions), "")
-
-
-def _no_progress(scene: Scene, group: Sequence[Member]) -> Finding | None:
-    if not scene.signs.is_hang and (scene.signs.is_alive or any(one.is_moving for one in group)):
-        return None
-    return _finding(scene, "no_progress", [], group)
 
 
 def _judge_beside(scene: Scene, members: Sequence[Member]) -> list[Finding]:
