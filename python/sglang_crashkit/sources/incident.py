@@ -95,15 +95,14 @@ def read_incident(folder: Path) -> Iterator[AnyEvent]:
         incident = Incident.of(_read_json(folder / DOCUMENT, is_needed=True))
     else:
         incident = incident_in_log(folder)
-    records, samples = {}, {}
+    records: dict[int, Mapping[str, Any]] = {}
+    samples: dict[int, list[Sample]] = {}
     for process in incident.processes:
         # A path is the document's word: a name in the folder, or nothing.
         if names := _names_of(process, "exception"):
             records[process.pid] = _read_json(folder / "ranks" / names[0])
-        stacks = [
-            _main_frames(_read_json((folder / "stacks" / name).with_suffix(".json")), process.pid)
-            for name in _names_of(process, "stack")
-        ]
+        files = ((folder / "stacks" / name).with_suffix(".json") for name in _names_of(process, "stack"))
+        stacks = [_main_frames(_read_json(file), process.pid) for file in files]
         samples[process.pid] = [
             replace(look, threads=_thread(process.pid, frames)) if frames else look
             for look, frames in zip_longest(_samples(process), stacks)
@@ -145,14 +144,10 @@ class _Incident:
         self._verdict = incident.verdict or Verdict("unknown", None, "unknown", "")
         self._opened = seconds_of(incident.trigger.time) or 0.0
         self._first = incident.first_failure
-        self._is_hang = self._verdict.kind == "hang" or (
-            not self._first and self._verdict.kind in ("", "unknown") and incident.trigger.event in _HANGS
-        )
-        self._errors = {
-            one.pid: self._exception(one.pid, one.message)
-            for one in reversed(incident.timeline)
-            if one.event == "exception" and one.pid is not None
-        }
+        is_open = not self._first and self._verdict.kind in ("", "unknown")
+        self._is_hang = self._verdict.kind == "hang" or (is_open and incident.trigger.event in _HANGS)
+        raised = [one for one in reversed(incident.timeline) if one.event == "exception"]
+        self._errors = {one.pid: self._exception(one.pid, one.message) for one in raised if one.pid is not None}
 
     @property
     def _error(self) -> Error | None:
@@ -173,24 +168,20 @@ class _Incident:
         yield from self._comparisons()
         yield from self._suspects()
         for one in self._incident.processes:
-            for line in one.gpu:
-                if line.startswith("exception: "):
-                    text = line.removeprefix("exception: ")
-                    yield GpuKernel(who=name_of(one), exception=text.partition(" in ")[0], text=text)
-            if one.role != "helper":
-                for sample in self._samples.get(one.pid) or _samples(one):
-                    if sample.role != "helper":
-                        # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
-                        wchan = sample.wchan or str((one.state or {}).get("wchan") or "")
-                        sample = replace(sample, wchan=wchan)
-                        yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample, by="crash handler")
+            for line in (line for line in one.gpu if line.startswith("exception: ")):
+                text = line.removeprefix("exception: ")
+                yield GpuKernel(who=name_of(one), exception=text.partition(" in ")[0], text=text)
+            for sample in self._samples.get(one.pid) or _samples(one):
+                if "helper" not in (one.role, sample.role):
+                    # A process that its cgroup freezes sleeps; the function of the kernel's tells it from others.
+                    sample = replace(sample, wchan=sample.wchan or str((one.state or {}).get("wchan") or ""))
+                    yield Stack(at=sample.time or self._opened, who=name_of(one), sample=sample, by="crash handler")
 
     def _arguments(self) -> Arguments:
         about = self._incident.surroundings
-        parallel = {f"{name}_size": size for name, size in about.parallel.items()}
-        for name in ("nnodes", "node_rank"):
-            if f"{name}_size" in parallel:
-                parallel[name] = parallel.pop(f"{name}_size")
+        parallel = {
+            name if name in ("nnodes", "node_rank") else f"{name}_size": size for name, size in about.parallel.items()
+        }
         values: dict[str, Any] = {**parallel, "model_path": about.model or None}
         if not (told := mapping_of(self._environment.get("arguments"))):
             values |= _options(str(self._environment.get("command_line") or ""))
@@ -225,35 +216,23 @@ class _Incident:
             is_starting=self._incident.kind == "failed_start"
             or any(one.event in _FAILED_STARTS for one in self._incident.timeline)
             or any(_STARTING.match(str(frame)) for one in self._errors.values() for frame in one.frames),
-            notes=(
-                *(self._incident.remarks if kind == "vanished" else ()),
-                *self._control(),
-                *self._step(),
-                *self._collecting(),
-            ),
+            notes=(*(self._incident.remarks if kind == "vanished" else ()), *self._notes()),
         )
 
-    def _control(self) -> Iterator[str]:
-        """Yield at what control request the first failure, or a rank that hangs, was."""
+    def _notes(self) -> Iterator[str]:
+        """Yield at what control request, and in which step, it was, and which ranks stood still in a collection."""
         ranks = [one for one in self._incident.processes if one.is_rank]
         some = [self._first] if self._first else ranks if self._is_hang else []
         for name, rank in {rank.control: rank for rank in reversed(some) if rank.control}.items():
             yield f"{rank.title} (pid {rank.pid}) worked on {name}, a control request."
-
-    def _collecting(self) -> Iterator[str]:
-        """Yield which ranks stood still as Python collected garbage."""
-        for rank in self._incident.processes:
-            secs = rank.last_sign.collecting_secs if rank.last_sign is not None else 0.0
-            if secs > 0:
-                yield f"{rank.title} (pid {rank.pid}) was in a garbage collection for {secs:.0f} s."
-
-    def _step(self) -> Iterator[str]:
-        """Yield in which step the first failure was, with which requests."""
-        step = self._first.in_step if self._first else None
-        if step is not None:
+        if self._first is not None and (step := self._first.in_step) is not None:
             who = f", with {', '.join(step.rids[:_MAX_RIDS])}" if step.rids else ""
             batch = f"{step.mode}, {step.size} requests" if step.mode else "not yet scheduled"
             yield f"It was in step {step.number} ({batch}{who})."
+        for rank in self._incident.processes:
+            if rank.last_sign is not None and rank.last_sign.collecting_secs > 0:
+                secs = rank.last_sign.collecting_secs
+                yield f"{rank.title} (pid {rank.pid}) was in a garbage collection for {secs:.0f} s."
 
     def _ends(self) -> Iterator[AnyEvent]:
         """Yield ends and exceptions; those of others than the first failure follow from it."""
@@ -318,30 +297,24 @@ class _Incident:
 
     def _host(self) -> Iterator[Kernel]:
         first, error = self._first, self._error
+        signal = first.exit.signal if first is not None and first.exit is not None else None
+        # By these ends, and with these exceptions, no GPU failed.
+        is_of_no_gpu = signal == "SIGKILL" or signal in _ORDERLY or (error and _OF_NO_GPU.fullmatch(error.type))
         for event in self._incident.gpus.xids if self._incident.gpus is not None else ():
-            is_old = self._opened and event.time < self._opened - _XID_SECS
             holders = [one for one in event.processes if first is not None and one.pid == first.pid]
-            if is_old or self._is_of_others(event) or not self._may_be_by(has_gpu=bool(holders)):
+            may_fail = first is None or first.role not in _WITHOUT_GPU or bool(holders)
+            is_old = self._opened and event.time < self._opened - _XID_SECS
+            if is_old or is_of_no_gpu or not may_fail or self._is_of_others(event):
                 continue
-            is_own = (error is None or _TELLS_OF_GPU.match(error.text)) and any(
-                one.level == "established" for one in holders
-            )
+            is_sure = any(one.level == "established" for one in holders)
+            is_own = first is not None and is_sure and (error is None or _TELLS_OF_GPU.match(error.text))
             text = event.text or f"the driver reported Xid {event.xid} of GPU {event.bus_id}"
-            pid = first.pid if first is not None and is_own else 0
-            yield Kernel(kind="xid", number=event.xid, pid=pid, who=name_of(first) if first is not None and pid else "",
-                         text=text, facts={"gpu": event.bus_id})  # fmt: skip
+            who, pid = (name_of(first), first.pid) if first is not None and is_own else ("", 0)
+            yield Kernel(kind="xid", number=event.xid, pid=pid, who=who, text=text, facts={"gpu": event.bus_id})
         memory = self._incident.surroundings.shared_memory
         used, total = memory.used_bytes, memory.total_bytes
         if used is not None and total and used / total >= _FULL:
             yield Kernel(kind="shm_full", text=f"the shared memory is {used / total:.0%} full")
-
-    def _may_be_by(self, *, has_gpu: bool) -> bool:
-        """Return whether a GPU that failed may be why the first failure failed."""
-        first = self._first
-        signal = first.exit.signal if first is not None and first.exit is not None else None
-        if signal == "SIGKILL" or signal in _ORDERLY or (self._error and _OF_NO_GPU.fullmatch(self._error.type)):
-            return False
-        return first is None or first.role not in _WITHOUT_GPU or has_gpu
 
     def _is_of_others(self, event: Xid) -> bool:
         """Return whether an Xid error is of a GPU that other programs have, while each rank is known on another.
@@ -368,22 +341,16 @@ class _Incident:
 
     def _suspects(self) -> Iterator[Suspect]:
         seen = self._incident.fault.seen if self._incident.fault is not None else {}
+        error = self._error
+        # Where it failed elsewhere, the request may not even have been received.
+        is_begun = error is None or any(_BEGINNING.match(str(frame)) for frame in error.frames)
+        by_place = _BY_PLACE if is_begun else _BY_PLACE | {ONLY}
         for place, one in enumerate(self._incident.suspects):
             is_repeated = bool(seen.get(one.rid))
-            if place and not is_repeated:
-                continue
-            error = self._error
-            by_place = _BY_PLACE
-            if error is not None and not any(_BEGINNING.match(str(frame)) for frame in error.frames):
-                # It may not even have been received.
-                by_place |= {ONLY}
-            yield Suspect(
-                rid=one.rid,
-                level=one.level,
-                reasons=tuple(one.reasons),
-                is_repeated=is_repeated,
-                is_alone=by_place.issuperset(one.reasons) and not self._is_beside_others(),
-            )
+            if is_repeated or not place:
+                is_alone = by_place.issuperset(one.reasons) and not self._is_beside_others()
+                yield Suspect(rid=one.rid, level=one.level, reasons=tuple(one.reasons), is_repeated=is_repeated,
+                              is_alone=is_alone)  # fmt: skip
 
     def _is_beside_others(self) -> bool:
         """Return whether more than one request was under way where each rank has all of them.
@@ -420,11 +387,10 @@ def _main_frames(stacks: Mapping[str, Any], pid: int) -> tuple[Frame, ...]:
     """Return the frames of the main thread in a file of stacks, below the kit's own; empty without such a thread."""
     threads = mappings_of(stacks.get("threads"))
     main = next((one for one in threads if one.get("native_id") == pid or one.get("name") == "MainThread"), {})
-    frames = mappings_of(main.get("frames"))
-    found = (
+    found = [
         Frame(str(one.get("function")), str(one.get("file")), line if isinstance(line := one.get("line"), int) else 0)
-        for one in frames
-    )
+        for one in mappings_of(main.get("frames"))
+    ]
     return tuple(dropwhile(lambda frame: "sglang_crashkit/" in frame.file, found))
 
 
@@ -439,7 +405,7 @@ def _options(command_line: str) -> dict[str, Any]:
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            found[name.replace("-", "_")] = value if equals else True if following.startswith("--") else following
+            found[name.replace("-", "_")] = value if equals else following.startswith("--") or following
     return found
 
 
@@ -452,22 +418,13 @@ def name_of(process: ProcessReport) -> str:
 def _samples(process: ProcessReport) -> Iterator[Sample]:
     state = process.state or {}
     sample = Sample(
-        pid=process.pid,
-        title=process.title,
-        role=process.role,
-        ranks=process.rank,
-        state=str(state.get("State") or "")[:1],
-        wchan=str(state.get("wchan") or ""),
-    )
-    looks = process.looks or ([Look("", sample.state)] if sample.state or process.doing else [])
-    for look in looks:
-        yield replace(
-            sample,
-            time=seconds_of(look.time) or 0.0,
-            state=look.state,
-            cpu_secs=look.cpu_secs,
-            threads=_thread(process.pid, frames_in(look.doing or process.doing)),
-        )
+        pid=process.pid, title=process.title, role=process.role, ranks=process.rank,
+        state=str(state.get("State") or "")[:1], wchan=str(state.get("wchan") or ""),
+    )  # fmt: skip
+    for look in process.looks or ([Look("", sample.state)] if sample.state or process.doing else []):
+        threads = _thread(process.pid, frames_in(look.doing or process.doing))
+        at = seconds_of(look.time) or 0.0
+        yield replace(sample, time=at, state=look.state, cpu_secs=look.cpu_secs, threads=threads)
 
 
 def frames_in(lines: Iterable[str]) -> tuple[Frame, ...]:
