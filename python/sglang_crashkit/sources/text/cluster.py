@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from sglang_crashkit.model.event import AnyEvent, Container, Gpu
 
 _POD_NAME = re.compile(r"Name: +(\S{1,200})$")
@@ -18,8 +20,9 @@ _EVENT = re.compile(
     r"|\S+(?P<seen> \(x\d+ over \S+\))? +\S+) +(?P<text>\S.{0,600})$"
 )
 _EVENTS = re.compile(r" *(?:LAST SEEN +TYPE +REASON|Type +Reason +Age)\b")
+_PODS = re.compile(r"NAME +READY +STATUS")
 _ROW = re.compile(r"(\S{1,200}) +\d+/\d+ +(\S{1,60}) +(\d{1,9})(?: \([^)]*\))? +\S+")
-_WHOLE = re.compile(r"-?\d{1,9}", re.ASCII)
+_WHOLE, _SIZE = re.compile(r"-?\d{1,9}", re.ASCII), re.compile(r"\d{1,9}(?:\.\d{1,4})?")
 _GPU_HEAD = re.compile(
     r"\| {1,8}(\d{1,3}) {1,8}(\S.{1,40}?) {1,40}(?:On|Off|N/A) {0,12}\|"
     r"(?: {0,8}(?:0000)?([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}))?"
@@ -46,41 +49,33 @@ def is_description(lines: Sequence[str]) -> bool:
 
 def containers_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
     """Yield what ``kubectl describe pod`` says of each pod: its last end, how often it was restarted, its events."""
-    name, state, reason, restarts = "", "", "", 0
-    code: int | None = None
-    notes: list[str] = []
-    section = ""
-
-    def found() -> Container:
-        return Container(name=name, state=state, reason=reason, code=code, restarts=restarts, notes=tuple(notes[:50]))
-
+    told, section = Container(), ""
     for line in lines:
         if match := _POD_NAME.match(line):
-            if name:
-                yield found()
-            name, state, reason, restarts, code, notes, section = match[1], "", "", 0, None, [], ""
+            if told.name:
+                yield told
+            told, section = Container(name=match[1]), ""
         elif match := _OF_POD.match(line):
-            notes.append(f"{match[1]}: {match[2].strip()}")
-            reason = match[2].strip() if match[1] == "Reason" else reason
+            told = _noted(told, f"{match[1]}: {match[2].strip()}")
+            told = replace(told, reason=match[2].strip()) if match[1] == "Reason" else told
         elif match := _FIELD.match(line):
             field, value = match[1], match[2].strip()
-            if field in ("State", "Last State"):
-                section = field
-                state = value if field == "State" else state
-            elif field == "Reason":
-                if section == "State" and value != "Error":
-                    state = value
-                is_telling = section == "Last State" or value in ("OOMKilled", "Error")
-                reason = value if is_telling and reason != "Evicted" else reason
-            elif field == "Exit Code" and _WHOLE.fullmatch(value):
-                code = int(value)
-            elif field == "Restart Count" and _WHOLE.fullmatch(value):
-                restarts = int(value)
+            section = field if field in ("State", "Last State") else section
+            if field == "State" or (field == "Reason" and section == "State" and value != "Error"):
+                told = replace(told, state=value)
+            if field == "Reason" and (section == "Last State" or value in ("OOMKilled", "Error")):
+                told = replace(told, reason=value if told.reason != "Evicted" else told.reason)
+            elif field in ("Exit Code", "Restart Count") and _WHOLE.fullmatch(value):
+                told = replace(told, **{"code" if field == "Exit Code" else "restarts": int(value)})
         elif match := _EVENT.match(line):
-            name = name or match["object"] or "a pod"
-            notes.append(f"{match['reason']}: {match['text'].rstrip()}{match['age'] or match['seen'] or ''}")
-    if name:
-        yield found()
+            told = replace(told, name=told.name or match["object"] or "a pod")
+            told = _noted(told, f"{match['reason']}: {match['text'].rstrip()}{match['age'] or match['seen'] or ''}")
+    if told.name:
+        yield told
+
+
+def _noted(told: Container, note: str) -> Container:
+    return replace(told, notes=(*told.notes, note)[:50])
 
 
 def pods_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
@@ -122,7 +117,7 @@ def inspected(data: bytes) -> Iterator[AnyEvent]:
 
 def is_pod_table(lines: Sequence[str]) -> bool:
     """Return whether lines are what ``kubectl get pods`` prints."""
-    return any(re.match(r"NAME +READY +STATUS", line) for line in lines[:20])
+    return any(_PODS.match(line) for line in lines[:20])
 
 
 def is_smi(lines: Sequence[str]) -> bool:
@@ -148,20 +143,20 @@ def queried_gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             if _WHOLE.fullmatch(index := told.get("index", str(len(found)))):
                 use = told.get("utilization.gpu", "").removesuffix("%").strip()
                 columns = ("memory.used", "memory.total", "power.draw", "power.limit")
-                cells = [told.get(name, "").partition(" ")[0] for name in columns]
-                sizes = [float(cell) if re.fullmatch(r"\d{1,9}(?:\.\d{1,4})?", cell) else 0.0 for cell in cells]
+                sizes = [told.get(name, "").partition(" ")[0] for name in columns]
+                used, total, watts, most = (float(size) if _SIZE.fullmatch(size) else 0.0 for size in sizes)
                 # The address is ``00000000:9C:00.0``.
                 found[int(index)] = Gpu(
                     index=int(index), bus=told.get("pci.bus_id", "").lower()[-12:-2], name=told.get("name", ""),
-                    used_mb=sizes[0], total_mb=sizes[1], use=float(use) if _WHOLE.fullmatch(use) else -1.0,
-                    watts=sizes[2] or -1.0, most_watts=sizes[3] or -1.0, driver=told.get("driver_version", ""),
+                    used_mb=used, total_mb=total, use=float(use) if _WHOLE.fullmatch(use) else -1.0,
+                    watts=watts or -1.0, most_watts=most or -1.0, driver=told.get("driver_version", ""),
                 )  # fmt: skip
     yield from found.values()
 
 
 def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
     """Yield the GPUs in a table of ``nvidia-smi``."""
-    driver, pending = "", None
+    driver, head = "", None
     for line in lines:
         if match := _DRIVER.search(line):
             driver = match[1]
@@ -170,17 +165,15 @@ def gpus_of(lines: Sequence[str]) -> Iterator[AnyEvent]:
             cell = line.rstrip(" |").rpartition("|")[2].strip()
             if _WHOLE.fullmatch(cell) and int(cell) > 0:
                 fault = f"{cell} uncorrectable errors"
-            pending = (int(match[1]), match[2].strip(), fault, (match[3] or "").lower())
-        elif pending is not None and (match := _GPU_USE.match(line)):
-            index, name, fault, bus = pending
-            use = float(match[5]) if _WHOLE.fullmatch(match[5]) else -1.0
-            yield Gpu(
-                index=index, bus=bus, name=name, used_mb=float(match[3]), total_mb=float(match[4]), use=use,
-                watts=float(match["watts"] or -1), most_watts=float(match["most"] or -1),
-                driver=driver, faults=fault or ("ERR!" if "ERR!" in line else ""),
+            bus = (match[3] or "").lower()
+            head = Gpu(index=int(match[1]), bus=bus, name=match[2].strip(), faults=fault, driver=driver)
+        elif head is not None and (match := _GPU_USE.match(line)):
+            yield replace(
+                head, used_mb=float(match[3]), total_mb=float(match[4]), watts=float(match["watts"] or -1),
+                most_watts=float(match["most"] or -1), use=float(match[5]) if _WHOLE.fullmatch(match[5]) else -1.0,
+                faults=head.faults or ("ERR!" if "ERR!" in line else ""),
             )  # fmt: skip
-            pending = None
-        elif pending is not None and "ERR!" in line:
-            index, name, _, bus = pending
-            yield Gpu(index=index, bus=bus, name=name, driver=driver, faults="ERR!")
-            pending = None
+            head = None
+        elif head is not None and "ERR!" in line:
+            yield replace(head, faults="ERR!")
+            head = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sglang_crashkit.model.sample import Frame, Sample, Thread, short_path
 
@@ -72,46 +73,37 @@ class StackBlock:
     fatal: str = ""
     is_cut: bool = False  # its head is not there
     is_bare: bool = False  # without any header; the title is what was said before it
-    threads: list[tuple[str, int | None, bool, bool, list[Frame]]] = field(default_factory=list)
+    threads: list[tuple[Thread, list[Frame]]] = field(default_factory=list)  # the frames of each grow
 
     def begin(self, name: str, native_id: int | None, *, active: bool = False, gil: bool = False) -> None:
         """Begin another thread."""
         if len(self.threads) < _MAX_THREADS:
-            self.threads.append((name, native_id, active, gil, []))
+            self.threads.append((Thread(name, native_id, active, gil, ()), []))
 
-    def add(self, frame: Frame) -> None:
+    def add(self, function: str, path: str, line: str | None) -> None:
         """Add the next outer frame to the last thread."""
         if not self.threads:
             self.begin("MainThread", self.pid or None)
-        if len(self.threads[-1][4]) < _MAX_FRAMES:
-            self.threads[-1][4].append(frame)
+        if len(self.threads[-1][1]) < _MAX_FRAMES:
+            self.threads[-1][1].append(Frame(function, short_path(path), int(line) if line and line.isdigit() else 0))
 
     def sample(self) -> Sample:
         """Return what was read of it."""
-        every = [
-            Thread(name, native_id, active=active, owns_gil=gil, frames=tuple(frames))
-            for name, native_id, active, gil, frames in self.threads
-            if frames
-        ]
-        python = tuple(
-            Thread(
-                one.name,
-                one.native_id,
-                one.active,
-                one.owns_gil,
-                tuple(frame for frame in one.frames if is_python(frame)),
-            )
-            for one in every
-        )
-        has_native = any(not is_python(frame) for one in every for frame in one.frames)
+        every = [replace(thread, frames=tuple(frames)) for thread, frames in self.threads if frames]
+        python = [replace(one, frames=tuple(filter(is_python, one.frames))) for one in every]
         # gdb names no process: its first thread, which it prints last, has the process's id and its name.
-        name, native_id = self.threads[-1][:2] if self.by == "gdb" and self.threads else ("", 0)
+        first = self.threads[-1][0] if self.by == "gdb" and self.threads else Thread("", 0, False, False, ())
         return Sample(
-            pid=self.pid or native_id or 0,
-            title=self.title or name,
+            pid=self.pid or first.native_id or 0,
+            title=self.title or first.name,
             threads=tuple(one for one in python if one.frames),
-            native=tuple(every) if has_native else (),
+            native=() if python == every else tuple(every),
         )
+
+
+def _begun(block: StackBlock | None, by: str, **fields: Any) -> StackBlock:
+    """Return the block that goes on where it is of the same tool, else a new one."""
+    return block if block is not None and block.by == by else StackBlock(by, **fields)
 
 
 def is_python(frame: Frame) -> bool:
@@ -124,15 +116,9 @@ def who_of(title: str) -> str:
     if ranks := _RANKS.findall(title):
         return " ".join(f"{name}{number}" for name, number in ranks)
     # The kernel keeps fifteen characters of a thread's name.
-    for word, role in (
-        ("schedul", "scheduler"),
-        ("detoken", "detokenizer"),
-        ("router", "router"),
-        ("trainer", "trainer"),
-    ):
-        if word in title:
-            return role
-    return "tokenizer" if "launch_server" in title or "sglang serve" in title or "tokenizer" in title else ""
+    named = {"schedul": "scheduler", "detoken": "detokenizer", "router": "router", "trainer": "trainer"}
+    named |= dict.fromkeys(("launch_server", "sglang serve", "tokenizer"), "tokenizer")
+    return next((role for word, role in named.items() if word in title), "")
 
 
 def begins(text: str) -> bool:
@@ -171,7 +157,7 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         return StackBlock("py-spy", int(match[1]), match[2].strip()), True
     if match := _FAULT.match(stripped):
         # faulthandler goes on where a library's handler of the same signal has ended.
-        block = block if block is not None and block.by == "native" else StackBlock("faulthandler")
+        block = _begun(block, "native")
         block.by = "faulthandler"
         block.fatal = next((words for words in _FATAL.values() if words in match[1]), match[1])
         return block, True
@@ -185,52 +171,48 @@ def parse(block: StackBlock | None, line: str) -> tuple[StackBlock | None, bool]
         return StackBlock(by if by == "gdb" else "native", pid, title, _FATAL.get(signal, signal)), True
     if block is not None and block.by == "native" and (match := _NATIVE_FRAME.match(stripped)):
         function = next((found for name, found in match.groupdict().items() if name != "file" and found), "")
-        block.add(Frame(function.strip() or "??", short_path(match["file"] or ""), 0))
+        block.add(function.strip() or "??", match["file"] or "", None)
         return block, True
     if match := _FAULT_THREAD.match(stripped):
-        if block is None or block.by != "faulthandler":
-            block = StackBlock("faulthandler", is_cut=match[1] == "Current thread")
         is_current = match[1] == "Current thread"
+        block = _begun(block, "faulthandler", is_cut=is_current)
         name = (match[3] or "").strip() or ("MainThread" if is_current and not block.threads else "")
         block.begin(name, None, active=is_current)
         return block, True
     if match := _GDB_THREAD.match(stripped):
-        if block is None or block.by != "gdb":
-            block = StackBlock("gdb")
+        block = _begun(block, "gdb")
         block.begin(match[3] or "", int(match[2]))
         return block, True
     if stripped.startswith("#") and (match := _GDB_FRAME.match(stripped)):
-        if block is None or block.by not in ("gdb",) or (match[1] == "0" and block.threads and block.threads[-1][4]):
-            block = StackBlock("gdb")
-        path = short_path(match[4] or "")
-        block.add(Frame(match[2].strip(), path, int(match[5] or 0)))
+        is_next = block is not None and match[1] == "0" and block.threads and block.threads[-1][1]
+        block = StackBlock("gdb") if is_next else _begun(block, "gdb")
+        block.add(match[2].strip(), match[4] or "", match[5])
         return block, True
     if match := _THREAD.match(stripped):
-        if block is None or block.by != "py-spy":
-            block = StackBlock("py-spy")
+        block = _begun(block, "py-spy")
         state, number = match[2] or "", match[1]
         native_id = int(number, 0) if number.isdigit() else None
         block.begin(match[3] or "", native_id, active="active" in state, gil="gil" in state)
         return block, True
     if (block is None or block.is_bare) and (match := _BARE_FRAME.match(line)):
         block = block or StackBlock("py-spy", is_bare=True)
-        block.add(Frame(match[1], short_path(match[2] or match[4]), int(match[3] or 0)))
+        block.add(match[1], match[2] or match[4], match[3])
         return block, True
     if match := _FAULT_FRAME.match(line) if block is None or block.by == "faulthandler" else None:
         block = block or StackBlock("faulthandler", is_cut=True)
-        block.add(Frame(match[3].strip(), short_path(match[1]), int(match[2]) if match[2].isdigit() else 0))
+        block.add(match[3].strip(), match[1], match[2])
         return block, True
     if block is None:
         return None, False
     if block.by == "py-spy" and (match := _PYSPY_FRAME.match(line)):
-        block.add(Frame(match[1].strip(), short_path(match[2]), int(match[3] or 0)))
+        block.add(match[1].strip(), match[2], match[3])
         return block, True
     if block.by == "native" and _SIGNAL_NOTE.match(stripped):
         return block, True
-    if not stripped or (_PYTHON.match(stripped) and not any(one[4] for one in block.threads)):
+    if not stripped or (_PYTHON.match(stripped) and not any(frames for _thread, frames in block.threads)):
         return block, True
     if block.by == "faulthandler" and not block.threads and (match := _MIXED_FRAME.search(line)):
-        block.add(Frame("", short_path(match[1]), 0))
+        block.add("", match[1], None)
         return block, True
     if block.by == "faulthandler" and (stripped.startswith(("<no Python frame>", "...")) or not block.threads):
         return block, not block.threads and not stripped.startswith("[")
