@@ -120,12 +120,10 @@ def frames_of(sample: Sample) -> tuple[Frame, ...]:
 
 
 def _main(threads: Sequence[Thread], pid: int) -> Thread | None:
-    found = main_thread(threads, pid)
-    if found is None and threads:
-        # A stack that was pasted alone, or a tool that names no thread: the one that runs SGLang's loop, else the last,
-        # which faulthandler and gdb print for the main thread.
-        found = next((one for one in threads if role_by(one.frames)), threads[-1])
-    return found
+    # Without a name, as of a stack that was pasted alone: the one that runs SGLang's loop, else the last, which
+    # faulthandler and gdb print for the main thread.
+    loops = (one for one in threads if role_by(one.frames))
+    return main_thread(threads, pid) or next(loops, threads[-1] if threads else None)
 
 
 def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
@@ -141,13 +139,9 @@ def of_state(state: str, wchan: str = "", tracer: int = 0) -> Activity | None:
 def of_frames(
     frames: tuple[Frame, ...], native: tuple[Frame, ...] = (), kernels: tuple[str, ...] = (), holds_gil: bool = False
 ) -> Activity:
-    """Return what the frames of a thread say.
+    """Return what the frames of a thread, Python's and those of a stack with native ones, innermost first, say.
 
-    Args:
-        frames: its Python frames, innermost first.
-        native: its stack with native frames, innermost first, where it is known.
-        kernels: the CUDA kernels that run for its process.
-        holds_gil: whether it held the GIL.
+    `kernels` are the CUDA kernels that run for its process.
     """
     python = frames or tuple(one for one in native if _is_python(one))
     above = _native_head(native)
@@ -201,22 +195,16 @@ def _native_head(native: Sequence[Frame]) -> tuple[Frame, ...]:
     interpreter = _pattern("interpreter")
     above = []
     for frame in native:
-        if _is_python(frame):
-            if is_own(frame):
-                break
-        elif interpreter.search(frame.function):
+        if is_own(frame) if _is_python(frame) else interpreter.search(frame.function):
             break
-        else:
-            above.append(frame)
+        above += [] if _is_python(frame) else [frame]
     return tuple(above)
 
 
 def _head(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the Python frames up to SGLang's own, that included; what only passes a call on does not end them."""
-    for index, frame in enumerate(frames):
-        if is_own(frame) and not _is_wrapper(frame):
-            return tuple(frames[: index + 1])
-    return tuple(frames)
+    ends = (index for index, frame in enumerate(frames, 1) if is_own(frame) and not _is_wrapper(frame))
+    return tuple(frames[: next(ends, len(frames))])
 
 
 def _is_wrapper(frame: Frame) -> bool:
@@ -247,11 +235,9 @@ def _by_python(frames: Sequence[Frame], head: Sequence[Frame]) -> tuple[dict[str
 def _is_idle(frames: Sequence[Frame]) -> bool:
     """Return whether a thread is in its loop: nothing that tells lies between its innermost frame and the loop."""
     caller = innermost(frames)
-    if caller is None:
-        return any(_pattern("serving").search(frame.file) for frame in frames)
-    if is_own(caller):
+    if caller is not None and is_own(caller):
         return _pattern("receiving").match(bare(caller.function)) is not None
-    return _pattern("serving").search(caller.file) is not None
+    return any(_pattern("serving").search(frame.file) for frame in ([caller] if caller is not None else frames))
 
 
 def innermost(frames: Sequence[Frame]) -> Frame | None:
@@ -267,7 +253,6 @@ def role_by(frames: Sequence[Frame]) -> str:
 
 def front_work(frames: Sequence[Frame]) -> tuple[str, str]:
     """Return what a front end does on its event loop and the component that it is of; empty where it is not known."""
-    for row in _rows("front"):
-        if any(row["pattern"].search(f"{frame.file} {frame.function}") for frame in frames[:40]):
-            return str(row["name"]), str(row["component"])
-    return "", ""
+    texts = [f"{frame.file} {frame.function}" for frame in frames[:40]]
+    found = (row for row in _rows("front") if any(map(row["pattern"].search, texts)))
+    return next(((str(row["name"]), str(row["component"])) for row in found), ("", ""))

@@ -33,24 +33,18 @@ def _patterns(column: str) -> dict[str, re.Pattern[str]]:
 def component_of(
     frames: Sequence[Frame] = (), words: str = "", *, arguments: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return the part that frames and words speak of; None where they speak of none that is known.
+    """Return the part that frames (innermost first) and words speak of; None where they speak of none that is known.
 
-    Args:
-        frames: of an exception or a stack, innermost first.
-        words: of its message.
-        arguments: the server's, by their Python names; they decide between parts that the words alone suggest.
+    A server's arguments, by their Python names, decide between parts that the words alone suggest.
     """
     # Importing a module tells nothing of what it is for.
     frames = [frame for frame in frames if frame.function != "<module>"]
     places = [f"{one.function} ({one.file})" for one in frames if not _NEUTRAL.search(f"{one.function} ({one.file})")]
-    by_frames = [(name, near) for near, place in enumerate(places[:_NEAR]) for name in _of_frame(place)]
-    words = words[:_MAX_WORDS]
-    by_words = [name for name, pattern in _patterns("words").items() if pattern.search(words)]
     scores: dict[str, float] = {}
-    for name, near in by_frames:
-        worth = (8.0 if is_telling(name) else 4.0) / (1 + near / 4)
-        scores[name] = max(scores.get(name, 0.0), worth)
-    for name in by_words:
+    for near, place in enumerate(places[:_NEAR]):
+        for name in _of_frame(place):
+            scores[name] = max(scores.get(name, 0.0), (8.0 if is_telling(name) else 4.0) / (1 + near / 4))
+    for name in (name for name, pattern in _patterns("words").items() if pattern.search(words[:_MAX_WORDS])):
         is_on = arguments is not None and is_switched_on(name, arguments)
         scores[name] = scores.get(name, 0.0) + (4.5 if is_telling(name) else 2.0) + (1.0 if is_on else 0.0)
     if not scores:
@@ -71,21 +65,12 @@ def _of_frame(place: str) -> Sequence[str]:
 def is_switched_on(component: str, arguments: Mapping[str, Any]) -> bool:
     """Return whether the arguments have a part on that is off by default."""
     row = load("components").get(component) or {"switch": ()}
-    switches = (switch.partition("=") for switch in row["switch"])
-    told = ((arguments.get(name), value) for name, _, value in switches)
+    switches = [(arguments.get(name), value) for name, _, value in (switch.partition("=") for switch in row["switch"])]
     off = (None, False, "", "none", "None")
-    return any(has not in off and (not value or re.fullmatch(value, str(has))) for has, value in told)
+    return any(has not in off and (not value or re.fullmatch(value, str(has))) for has, value in switches)
 
 
 def way_out(component: str | None, arguments: Mapping[str, Any], *, is_seen: bool) -> str:
-    """Return what takes a part out of the path; empty where it is not in it, or nothing does.
-
-    Args:
-        component: the part.
-        arguments: the server's.
-        is_seen: whether a stack or a message has the part.
-    """
-    row = load("components").get(component or "")
-    if row is None or not (is_seen or is_switched_on(component or "", arguments)):
-        return ""
-    return str(row["out"])
+    """Return what takes a part out of the path; empty where nothing does, or no stack, message or argument has it."""
+    row = load("components").get(component or "") or {"out": ""}
+    return str(row["out"]) if is_seen or is_switched_on(component or "", arguments) else ""

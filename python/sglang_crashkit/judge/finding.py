@@ -26,29 +26,21 @@ _IF = re.compile(r"(!?)(\w{1,30})\? ")
 
 
 class Finding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One explanation of the case, or of a part of it.
+    """One explanation of the case, or of a part of it."""
 
-    Attributes:
-        kind: the class, a key of ``classes.yaml``.
-        who: who failed, or is to be looked at; None if no process is to be named.
-        where: place in the evidence, as ``(at, order)`` of its event: the first failure has the smallest.
-        is_consequence: it follows from another failure, such as a connection that another rank's end closed.
-        weight: how telling it is; of two findings the one with more weight explains the other. 100: the kernel, the
-            driver or an exception's own class says so; 50: words that have a meaning of their own; 10: it is only known
-            that something failed.
-    """
-
-    kind: str
+    kind: str  # the class, a key of ``classes.yaml``
     level: Level = "supported"
-    who: str | None = None
+    who: str | None = None  # who failed, or is to be looked at; None if no process is to be named
     component: str | None = None
     restart: Helps | None = None  # None: as the class has it
     headline: str = ""
     cause: str = ""
     because: list[str] = []
     next: list[str] = []
-    where: Place = (0.0, 0)
-    is_consequence: bool = False
+    where: Place = (0.0, 0)  # of its event in the evidence: the first failure has the smallest
+    is_consequence: bool = False  # of another failure, such as a connection that another rank's end closed
+    #: How telling it is; the finding with more weight explains the other. 100: the kernel, the driver or an exception's
+    #: own class says so; 50: words that have a meaning of their own; 10: it is only known that something failed.
     weight: int = 50
 
     @property
@@ -70,14 +62,9 @@ def _tables() -> _Tables:
 def finding_of(
     row: str, /, where: Place = (0.0, 0), because: Iterable[str] = (), most: int = _MAX_HEADLINE, **values: Any
 ) -> Finding:
-    """Return the finding of a row of ``findings.yaml``.
+    """Return the finding of a row of ``findings.yaml``, with at most so many characters of its headline.
 
-    Args:
-        row: its name.
-        where: its place in the evidence.
-        because: what it is read from.
-        most: how many characters of the headline count.
-        values: fields of the templates; those with the name of a column take its place, but where they are empty.
+    `values` are fields of the templates; those with the name of a column take its place, but where they are empty.
     """
     form = _tables().findings[row]
     given = {key: value for key, value in values.items() if value and key in Finding.__struct_fields__}

@@ -13,6 +13,7 @@ A release from ``fixed_in`` on does not have the issue, nor one before ``since``
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
@@ -33,26 +34,20 @@ _WAITS = re.compile(r"all_reduce|all_gather|broadcast")
 def known_issues(case: Case, *, is_hang: bool, who: str | None = None) -> list[dict[str, Any]]:
     """Return the entries that a case shows, those with the most conditions first.
 
-    Args:
-        case: the evidence.
-        is_hang: whether it is judged to be a hang, for the entries that tell one.
-        who: the process that does not come back: the others show nothing but that they wait for it.
+    Where it is judged to be a hang, entries of hangs count, by the stacks of the process that does not come back, or of
+    all where none is named: the others show nothing but that they wait for it.
     """
     raised = [error for event in case.events if isinstance(event, Raised) for error in event.chain]
-    errors = [
-        (f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}", {*map(_place, error.frames)}) for error in raised
-    ]
+    named = [f"{error.type.rpartition('.')[2]}: {error.text[:_MAX_TEXT]}" for error in raised]
+    errors = [(name, {*map(_place, error.frames)}) for name, error in zip(named, raised, strict=True)]
     told = (event for event in case.events if isinstance(event, Line) and event.level not in ("debug", "info"))
     lines = [line.text[:_MAX_TEXT] for line in told]
-    # Of thousands of ranks most stand in the same places: those of a stack that several have are made once.
-    known: dict[int, frozenset[str]] = {}
+    # Of thousands of ranks most stand in the same places.
+    places_of = functools.lru_cache(maxsize=None)(lambda frames: frozenset(map(_place, frames)))
     stood: dict[str | None, set[frozenset[str]]] = {}
     for process in case.processes.values():
         threads = [one for stack in process.stacks for one in (*stack.sample.threads, *stack.sample.native)]
-        for thread in threads:
-            if id(thread.frames) not in known:
-                known[id(thread.frames)] = frozenset(map(_place, thread.frames))
-        if places := frozenset[str]().union(*(known[id(thread.frames)] for thread in threads)):
+        if places := frozenset[str]().union(*(places_of(thread.frames) for thread in threads)):
             stood.setdefault(short_name(process), set()).add(places)
     stacks = stood.get(who) or {places for some in stood.values() for places in some}
     is_alone = str(case.arguments.get("nnodes") or 1) == "1"

@@ -14,7 +14,7 @@ from sglang_crashkit.model.case import Case, Process
 _T = TypeVar("_T")
 _MAX_NAMED = 4
 _MAX_SIZE = 1 << 20
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class Topology(msgspec.Struct, kw_only=True):
@@ -48,16 +48,13 @@ class Topology(msgspec.Struct, kw_only=True):
 
 
 def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]] | None = None) -> Topology:
-    """Return the topology of the server of one side, by its arguments and by the ranks that are seen of it.
+    """Return the topology of the server of one side (empty where there is one), by its arguments and the ranks seen.
 
-    Args:
-        case: the case.
-        side: ``prefill`` or ``decode``, empty where there is one server.
-        members: the ranks of the schedulers that are seen; without them those of all.
+    `members` are the ranks of the schedulers that are seen; without them those of all.
     """
     all_arguments = [one for one in case.servers if one.values]
     own = [one for one in all_arguments if side and _side(one.values, one.side) == side]
-    values = (own or all_arguments)[0].values if (own or all_arguments) else case.arguments
+    values = next((one.values for one in own or all_arguments), case.arguments)
     long_names = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
     sizes = {axis: _size(values, f"{axis}_size", axis, f"{long}_parallel_size") for axis, long in long_names.items()}
     known = Topology(
@@ -84,12 +81,10 @@ def topology_of(case: Case, side: str = "", members: Iterable[Mapping[str, int]]
 
 
 def _size(values: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = values.get(name)
-        if isinstance(value, str) and _NUMBER.fullmatch(value):
-            value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE:
-            return max(1, value)
+    for value in map(values.get, names):
+        size = int(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+        if type(size) is int and 0 <= size <= _MAX_SIZE:
+            return max(1, size)
     return 1
 
 

@@ -75,9 +75,7 @@ _DATE = re.compile(
     r"\b((?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d)(?: [AP]M)?(?: [A-Z]{3,4})? (20\d\d)\b"
 )
 #: PyTorch's own form has no zero before a month.
-_GLOG = re.compile(r"(?:\[rank\d{1,5}\]:)?\[?[IWEF]\d{3,4}(?:\d{4})? (\d\d):(\d\d):(\d\d)")
-#: A frame of a C++ backtrace in the program of a process that has its title as its name.
-_TITLED_FRAME = re.compile(r"(?:frame )?#\d{1,3}:? .{0,300}?\b(sglang::[a-z]\w{1,60})(?:\(|\))")
+_GLOG = re.compile(r"(?:\[rank\d{1,5}\]:)?\[?[IWEF]\d{3,4}(?:\d{4})? (\d\d:\d\d:\d\d)")
 _AGREES_S = 900.0
 #: A process that is stopped, held, gone or in uninterruptible sleep; what others do no list of processes tells.
 _LISTED = re.compile(
@@ -474,8 +472,7 @@ class _File:
                 self.time = at
         elif glog := _GLOG.match(text):
             # It has no year, and may have another zone: it counts where it agrees with the lines around it.
-            hours, minutes, rest = (int(one) for one in glog.groups())
-            at = stream.at - stream.at % 86400 + 3600 * hours + 60 * minutes + rest
+            at = stream.at - stream.at % 86400 + seconds(f"1970-01-01 {glog[1]}")
             stream.at = at if abs(at - stream.at) < _AGREES_S else stream.at
         elif (date := _DATE.search(text[:200])) and (at := kernel_time(f"{date[1]} {date[2]}")):
             # What `date` printed: somebody looked at it then.
@@ -525,16 +522,13 @@ class _File:
             if not chain and stream.who and "hit an exception" in said:
                 chain = (Error(type=""),)  # the log ends there
             if chain:
-                who = facts.subject_of(said) if said.startswith("Process ") else stream.who
+                who = facts.subject_of(said) if said.startswith("Process ") else ""
                 alone = (_WITHOUT_A_NAME[one.function] for one in chain[0].frames if one.function in _WITHOUT_A_NAME)
-                who = next(alone, who)
-                self._add(
-                    key,
-                    Raised(
-                        order=order, at=at, who=who or stream.who, chain=chain, said=said, thread=stream.thread,
-                        level=stream.level, is_cut=stream.traceback.is_cut, source=source,
-                    ),
+                raised = Raised(
+                    order=order, at=at, who=next(alone, who) or stream.who, chain=chain, said=said, level=stream.level,
+                    thread=stream.thread, is_cut=stream.traceback.is_cut, source=source,
                 )  # fmt: skip
+                self._add(key, raised)
             stream.traceback, stream.prefix, stream.thread, stream.said = None, None, "", ""
         if stream.block is not None:
             block, stream.block = stream.block, None
@@ -546,11 +540,8 @@ class _File:
                 names = stream.names | {one[1] for one in self.batches if one[0] == key and one[1]}
                 near = "" if block.fatal and len(names) > 1 else stream.who
                 for who in told or [stacks.who_of(sample.title) or stream.headed or near]:
-                    found = Stack(
-                        order=order, at=at, who=who, sample=sample, by=block.by, fatal=block.fatal, is_cut=block.is_cut,
-                        source=source,
-                    )  # fmt: skip
-                    self._add(key, found)
+                    found = Stack(order=order, at=at, who=who, sample=sample, by=block.by, source=source)
+                    self._add(key, msgspec.structs.replace(found, fatal=block.fatal, is_cut=block.is_cut))
 
     def _kernel(self, carried: Carried, key: str, stream: _Stream) -> None:
         found = kernel_lines.parse(carried.text)
@@ -589,10 +580,7 @@ class _File:
             return
         if release := facts.release_of(text):
             add(Arguments, who="", release=release)
-        if "sglang::" in text and (titled := _TITLED_FRAME.match(text)):
-            stream.who = stacks.who_of(titled[1]) or stream.who
-            stream.names = {stream.who}
-        elif "sglang::" in text and (listed := _LISTED.match(text)):
+        if "sglang::" in text and (listed := _LISTED.match(text)):
             # A line of ps.
             sample = Sample(pid=int(listed["pid"]), title=listed["title"], state=listed["state"])
             add(Stack, who=stacks.who_of(listed["title"]), sample=sample, by="ps")
@@ -639,13 +627,11 @@ class _File:
 
     def _keep(self, text: str, key: str, line: Line, more: list[str]) -> None:
         if line.level in ("info", "debug"):
-            last = self.last.setdefault((key, line.who), deque(maxlen=_LAST_LINES))
-            last.append(line)
+            self.last.setdefault((key, line.who), deque(maxlen=_LAST_LINES)).append(line)
             return
         likeness = (key, line.who, line.level, _NUMBERS.sub("#", text[:240]))
         if (entry := self.lines.get(likeness)) is not None:
-            entry[1] += 1
-            entry[2] = line.at
+            entry[1:3] = entry[1] + 1, line.at
         elif len(self.lines) < _MAX_LINES:
             self.lines[likeness] = [line, 1, line.at, more]
 
@@ -666,9 +652,8 @@ class _File:
         is_whole = bool(self.events or self.batches or self.raised)
         for key, raised, more in self.raised if is_whole else self.bare:
             text = "\n".join([raised.error.text, *more])[:_MAX_MESSAGE]
-            self.events.append(
-                (key, msgspec.structs.replace(raised, chain=(Error(type=raised.error.type, text=text),)))
-            )
+            chain = (Error(type=raised.error.type, text=text),)
+            self.events.append((key, msgspec.structs.replace(raised, chain=chain)))
         for (key, who, kind, status), entry in self.batches.items():
             text = entry.last.decode(errors="replace")
             running, queued = _RUNNING.search(text), _QUEUED.search(text)
@@ -679,8 +664,8 @@ class _File:
                     order=entry.order, at=entry.at, who=who, kind="control" if kind.startswith("/") else kind,
                     count=entry.count, status=status, last_at=entry.last_at, last_order=entry.last_order,
                     running=int(running[1]) if running else 0, queued=int(queued[1]) if queued else 0,
-                    transfers=transfers, transfers_since=since,
-                    text=kind if kind.startswith("/") else text[:300], source=self._source(entry.last_order),
+                    transfers=transfers, transfers_since=since, source=self._source(entry.last_order),
+                    text=kind if kind.startswith("/") else text[:300],
                 ),
             )  # fmt: skip
         for (key, _who, _level, _text), (line, count, last_at, more) in self.lines.items():
@@ -696,16 +681,11 @@ def _kind_of(access: re.Match[str]) -> tuple[str, int]:
     """Return the kind of progress that a line of the web server tells, or the path of a control request; its status."""
     method, path, status = access[1], access[2], int(access[3])
     if path.startswith(("/health", "/ping", "/readyz", "/livez")):
-        kind = "health"
-    elif status < 400 and (control := _CONTROL.match(path)):
-        kind = control[0]
-    elif status >= 500:
-        kind = "failed"
-    elif status >= 400:
-        kind = "refused"
-    else:
-        kind = "answer" if method == "POST" else "health"
-    return kind, status
+        return "health", status
+    if status >= 400:
+        return "failed" if status >= 500 else "refused", status
+    control = _CONTROL.match(path)
+    return control[0] if control else "answer" if method == "POST" else "health", status
 
 
 @lru_cache(maxsize=_MAX_LINES)
@@ -723,43 +703,39 @@ def _name(prefix: str) -> str:
 
 def _placed(readers: Sequence[_File]) -> Iterator[AnyEvent]:
     """Yield the events of all files, with the node and the side that each came from."""
-    places: dict[tuple[int, str], tuple[str, str]] = {}
-    said: dict[tuple[int, str], str] = {}
-    serving = []
-    for number, reader in enumerate(readers):
-        for key in dict.fromkeys(key for key, _ in reader.events):
-            own = [event for its, event in reader.events if its == key]
-            arguments = next((event.values for event in own if isinstance(event, Arguments) and event.values), {})
-            side = str(arguments.get("disaggregation_mode") or "")
-            side = side if side in ("prefill", "decode") else _side_in(key or reader.path.stem)
-            nodes = arguments.get("nnodes")
-            node = f"node {arguments.get('node_rank') or 0}" if isinstance(nodes, int) and nodes > 1 else ""
-            if arguments or any(isinstance(event, Progress | Raised) for event in own):
-                serving.append((number, key))
-            places[number, key] = (node, side)
-            said[number, key] = side or _side_said(own)
-    if len({*said.values()} - {""}) > 1:
-        places = {place: (node, said[place]) for place, (node, _side) in places.items()}
-    told = {places[one] for one in serving}
+    programs: dict[tuple[int, str], list[AnyEvent]] = {}
     for number, reader in enumerate(readers):
         for key, event in reader.events:
-            node, side = places[number, key]
-            if not node and len(serving) > 1 and (number, key) in serving and len(told) < len(serving):
-                node = key or reader.path.stem
-            clean = _clean(event)
-            yield msgspec.structs.replace(clean, node=node, side=side) if node or side else clean
+            programs.setdefault((number, key), []).append(event)
+    names = {(number, key): key or readers[number].path.stem for number, key in programs}
+    nodes, sides, said = dict.fromkeys(programs, ""), dict.fromkeys(programs, ""), dict.fromkeys(programs, "")
+    serving = []
+    for one, own in programs.items():
+        arguments = next((event.values for event in own if isinstance(event, Arguments) and event.values), {})
+        side = str(arguments.get("disaggregation_mode") or "")
+        sides[one] = side if side in ("prefill", "decode") else _side_in(names[one])
+        said[one] = sides[one] or _side_said(own)
+        if isinstance(count := arguments.get("nnodes"), int) and count > 1:
+            nodes[one] = f"node {arguments.get('node_rank') or 0}"
+        if arguments or any(isinstance(event, Progress | Raised) for event in own):
+            serving.append(one)
+    if len({*said.values()} - {""}) > 1:
+        sides = said
+    if len({(nodes[one], sides[one]) for one in serving}) < len(serving):
+        nodes |= {one: nodes[one] or names[one] for one in serving}
+    for one, own in programs.items():
+        yield from (_clean(event, nodes[one], sides[one]) for event in own)
 
 
-def _clean(event: AnyEvent) -> AnyEvent:
-    """Return an event without secrets: what is told of it may be cut, wrapped or put into a link."""
+def _clean(event: AnyEvent, node: str, side: str) -> AnyEvent:
+    """Return an event with its place and without secrets: what is told of it may be cut, wrapped or put into a link."""
+    fields: dict[str, Any] = {"node": node, "side": side} if node or side else {}
+    fields |= {name: redact_text(text) for name in ("text", "said") if (text := getattr(event, name, ""))}
     if isinstance(event, Raised):
-        chain = tuple(msgspec.structs.replace(error, text=redact_text(error.text)) for error in event.chain)
-        return msgspec.structs.replace(event, chain=chain, said=redact_text(event.said))
+        fields["chain"] = tuple(msgspec.structs.replace(one, text=redact_text(one.text)) for one in event.chain)
     if isinstance(event, Arguments):
-        return msgspec.structs.replace(event, values=redact_json(event.values))
-    if text := getattr(event, "text", ""):
-        return msgspec.structs.replace(event, text=redact_text(text))
-    return event
+        fields["values"] = redact_json(event.values)
+    return msgspec.structs.replace(event, **fields) if fields else event
 
 
 def _side_said(events: Sequence[AnyEvent]) -> str:
