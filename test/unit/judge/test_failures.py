@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_crashkit.judge.components import component_of, way_out
+from sglang_crashkit.judge.components import component_of, is_switched_on, way_out
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.event import (
@@ -162,24 +162,45 @@ def test_the_option_of_a_message_is_named_first() -> None:
     assert "--page-size" in verdict.next[0]
 
 
+LOOP_FRAME = "event_loop_overlap (sglang/srt/managers/scheduler.py:7)"
+
+
 @pytest.mark.parametrize(
-    ("frame", "words", "part"),
+    ("frame", "part"),
     [
-        ("write_backup (sglang/srt/mem_cache/hiradix_cache.py:1)", "", "hicache"),
-        ("write (sglang/srt/mem_cache/storage/aibrix/x.py:1)", "", "hicache"),
-        ("verify (sglang/srt/speculative/eagle_worker_v2.py:1)", "", "speculative"),
-        ("accept_token (sglang/srt/constrained/xgrammar_backend.py:1)", "", "grammar"),
-        ("dispatch (sglang/srt/layers/moe/token_dispatcher/deepep.py:1)", "", "expert_parallel"),
-        ("send_kvcache (sglang/srt/disaggregation/nixl/conn.py:1)", "", "nixl"),
-        ("load_lora_adapter (sglang/srt/lora/lora_manager.py:1)", "", "lora"),
-        ("apply (sglang/srt/layers/quantization/fp8.py:1)", "", "quantization"),
-        ("x (y.py:1)", "the mamba cache has no free slot", "mamba"),
-        ("x (y.py:1)", "", None),
+        ("write_backup (sglang/srt/mem_cache/hiradix_cache.py:1)", "hicache"),
+        ("write (sglang/srt/mem_cache/storage/aibrix/x.py:1)", "hicache"),
+        ("verify (sglang/srt/speculative/eagle_worker_v2.py:1)", "speculative"),
+        ("accept_token (sglang/srt/constrained/xgrammar_backend.py:1)", "grammar"),
+        ("dispatch (sglang/srt/layers/moe/token_dispatcher/deepep.py:1)", "expert_parallel"),
+        ("send_kvcache (sglang/srt/disaggregation/nixl/conn.py:1)", "nixl"),
+        ("transfer_worker (sglang/srt/disaggregation/mooncake/conn.py:1)", "mooncake"),
+        ("pop_transferred (sglang/srt/disaggregation/decode.py:1)", "pd_transfer"),
+        ("load_lora_adapter (sglang/srt/lora/lora_manager.py:1)", "lora"),
+        ("apply (sglang/srt/layers/quantization/fp8.py:1)", "quantization"),
+        ("forward (sglang/srt/layers/attention/mamba/mamba.py:1)", "mamba"),
+        ("all_reduce (sglang/srt/distributed/device_communicators/custom_all_reduce.py:1)", "custom_all_reduce"),
+        ("launch_router (sglang_router/launch_router.py:1)", "router"),
+        ("serve_grpc (sglang/srt/entrypoints/grpc_server.py:1)", "grpc"),
     ],
 )
-def test_a_part_is_known_by_its_frames_or_words(frame: str, words: str, part: str | None) -> None:
-    assert component_of(frames_of([frame]), words) == part
+def test_the_frame_nearest_the_error_tells_the_part(frame: str, part: str) -> None:
+    # Torch in between tells nothing.
+    frames = frames_of(["_call_impl (torch/nn/modules/module.py:1)", frame, LOOP_FRAME])
+    assert component_of(frames) == part
     assert way_out(part, {}, is_seen=False) == ""
+
+
+def test_words_tell_a_part_where_no_frame_does() -> None:
+    assert component_of(frames_of(["x (y.py:1)"]), "the mamba cache has no free slot") == "mamba"
+    assert component_of(words="the gRPC servicer does not match") == "grpc"
+    assert component_of(frames_of(["x (y.py:1)"]), "nothing of any part") is None
+
+
+def test_a_step_takes_out_only_what_the_arguments_switch_on() -> None:
+    assert "--enable-hierarchical-cache" in way_out("hicache", {"enable_hierarchical_cache": True}, is_seen=False)
+    assert is_switched_on("pipeline_parallel", {"pp_size": 4})
+    assert not is_switched_on("pipeline_parallel", {"pp_size": 1})
 
 
 @pytest.mark.parametrize(("source", "expected"), [("server.log", "killed"), ("prefill.log", "exception")])

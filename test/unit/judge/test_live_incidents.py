@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model import ALONE, ONLY
 from sglang_crashkit.model.case import case_of
@@ -561,24 +559,3 @@ def test_an_old_kill_of_the_kernels_is_not_this_one() -> None:
     # The counter of a container also has what was killed in it days ago.
     memory = {"memory": {"events": {"oom_kill": 3}}}
     assert verdict_of(incident("signal", TP1, end=killed(), environment=memory)).kind == "killed"
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        {},
-        {"verdict": 5, "processes": [None, {}], "timeline": [1, {"event": "exception"}], "gpus": {"xid": "x"}},
-        {"verdict": {"kind": "hang"}, "processes": [{"role": "scheduler", "doing": 1, "state": 2, "looks": [3]}]},
-        {"verdict": {"basis": 3, "first_failure": {"pid": []}, "level": 4}, "processes": [{"pid": 1, "exit": 2}]},
-        {
-            "kind": "hang",
-            "divergence": [],
-            "environment": {"shared_memory": {"used_bytes": "x"}, "command_line": 4, "arguments": []},
-            "collectives": {"findings": 1},
-        },
-    ],
-)
-def test_a_document_of_another_shape_has_a_cause(document: dict[str, Any]) -> None:
-    found = verdict_of(document)
-    assert found.kind in load("classes")
-    assert json.loads(json.dumps(found.because)) == found.because

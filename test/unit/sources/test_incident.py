@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.judge.knowledge import load
+from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import Kernel
 from sglang_crashkit.sources.incident import is_incident, read_incident
@@ -84,12 +86,19 @@ def test_an_out_of_memory_kill_of_a_process_is_the_kernels_word(tmp_path: Path) 
         {"processes": [None, 3, {"pid": 1}], "timeline": "x"},
         {"processes": [{"pid": 1, "looks": [[], {"doing": [7]}]}], "gpus": {"xids": [4]}},
         {"timeline": [{"event": "exception", "pid": 1, "message": None, "time": 5}], "environment": []},
+        {"verdict": 5, "processes": [None, {}], "timeline": [1, {"event": "exception"}], "gpus": {"xid": "x"}},
+        {"verdict": {"kind": "hang"}, "processes": [{"role": "scheduler", "doing": 1, "state": 2, "looks": [3]}]},
+        {"verdict": {"basis": 3, "first_failure": {"pid": []}, "level": 4}, "processes": [{"pid": 1, "exit": 2}]},
+        {"kind": "hang", "divergence": [], "collectives": {"findings": 1}},
     ],
 )
-def test_a_document_of_another_shape_raises_nothing(document: object, tmp_path: Path) -> None:
-    (tmp_path / "incident.json").write_text(json.dumps(document))
-    assert is_incident(tmp_path)
-    case_of(read_incident(tmp_path))
+def test_a_document_of_another_shape_has_a_verdict(document: object, tmp_path: Path) -> None:
+    environment = {"shared_memory": {"used_bytes": "x"}, "command_line": 4, "arguments": []}
+    for told in ([], environment):
+        (tmp_path / "incident.json").write_text(json.dumps(document))
+        (tmp_path / "environment.json").write_text(json.dumps(told))
+        assert is_incident(tmp_path)
+        assert judge(case_of(read_incident(tmp_path))).kind in load("classes")
 
 
 def test_one_that_is_no_json_is_named(tmp_path: Path) -> None:
