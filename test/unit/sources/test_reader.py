@@ -7,7 +7,10 @@ import gzip
 import json
 import textwrap
 import traceback
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +20,20 @@ from sglang_crashkit.errors import CrashkitError, NothingToDoError
 from sglang_crashkit.model.case import case_of
 from sglang_crashkit.model.event import Collective, Exit, Gpu, Kernel, Line, Progress, Raised, Stack, Stop, Unread
 from sglang_crashkit.sources.text.reader import read
+
+#: Writes a text into a file, and returns the events of a class that are in it.
+Told = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Told:
+    def read_text(text: str, kind: type = object) -> list[Any]:
+        path = tmp_path / "server.log"
+        path.write_text(text)
+        return [one for one in read([path]) if isinstance(one, kind)]
+
+    return read_text
+
 
 LOG = """\
 [2026-10-05 08:00:01 TP0] Decode batch. #running-req: 2, #token: 90, gen throughput (token/s): 9.1, #queue-req: 0,
@@ -46,10 +63,8 @@ CARRIERS = {
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_carrier_changes_nothing(tmp_path: Path, carrier: str) -> None:
-    path = tmp_path / "server.log"
-    path.write_text("".join(CARRIERS[carrier].format(line) + "\n" for line in LOG.splitlines()))
-    case = case_of(read([path]))
+def test_a_carrier_changes_nothing(told: Told, carrier: str) -> None:
+    case = case_of(told("".join(CARRIERS[carrier].format(line) + "\n" for line in LOG.splitlines())))
 
     progress = {
         (one.who, one.kind): (one.count, one.last_order, one.running, one.queued, one.last_at - one.at)
@@ -95,10 +110,8 @@ KeyError: 'a'
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_traceback_is_read_in_each_form(tmp_path: Path, form: str) -> None:
-    path = tmp_path / "server.log"
-    path.write_text(FORMS[form])
-    (raised,) = [one for one in read([path]) if isinstance(one, Raised)]
+def test_a_traceback_is_read_in_each_form(told: Told, form: str) -> None:
+    (raised,) = told(FORMS[form], Raised)
     assert (raised.error.type, raised.error.text) == ("KeyError", "'a'")
     assert [(frame.function, frame.line) for frame in raised.error.frames] == [("prepare", 20), ("run_batch", 10)]
 
@@ -123,20 +136,88 @@ def test_an_exception_of_a_group_is_read(tmp_path: Path) -> None:
     ]
 
 
+RAISED_AFTER_TP6 = """\
+[2026-10-05 08:00:04 TP6] Load weight begin. avail mem=78.70 GB
+Traceback (most recent call last):
+  File "/opt/sglang/srt/some.py", line 10, in {}
+    begin()
+OSError: no such vocabulary
+"""
+DEAD = "[2026-10-05 08:00:00] Rank 1 scheduler is dead. Please check if there are relevant logs.\n"
+CHILD = "[2026-10-05 08:00:00] Child process unexpectedly failed with exitcode={}. pid=211\n"
+GDB = """\
+Thread 2 (Thread 0x7f (LWP {0}1) "sglang::schedul"):
+#0  0x01 in futex_wait () from libc.so.6
+
+Thread 1 (Thread 0x7f (LWP {0}) "sglang::schedul"):
+#0  0x02 in cuLaunch () from libcuda.so.1
+
+(gdb) detach
+"""
+PS = """\
+   2201    2190 Rl+  -                98.2  01:14:02 sglang::schedul sglang::scheduler_TP0
+   2203    2190 Tl+  do_signal_stop   71.3  01:14:02 sglang::schedul sglang::scheduler_TP2
+"""
+QUERY = """\
+timestamp, index, pci.bus_id, utilization.gpu [%], memory.used [MiB], memory.total [MiB]
+2026/08/04 11:55:01.114, 0, 00000000:9C:00.0, 3 %, 100 MiB, 81559 MiB
+2026/08/04 11:55:06.114, 0, 00000000:9C:00.0, 100 %, 70000 MiB, 81559 MiB
+2026/08/04 11:55:06.114, 1, 00000000:9D:00.0, [N/A], 70000 MiB, 81559 MiB
+"""
+EVERYTHING = f"""\
+{LOG}
+$ py-spy dump --pid 4711
+Process 4711: sglang::scheduler_TP3
+Python v3.12.3 (/usr/bin/python3.12)
+
+Thread 4711 (active): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2501)
+
+$ dmesg
+[12345.678901] NVRM: Xid (PCI:0000:19:00): 79, pid=4711, GPU has fallen off the bus.
+"""
+DRAINS = "Gracefully exiting... Remaining number of requests {}. Remaining requests remaining_rids=[]."
+
+
 @pytest.mark.parametrize(
-    ("function", "who"),
-    [("run_detokenizer_process", "detokenizer"), ("init_tokenizer_manager", "tokenizer"), ("load_model", "TP6")],
+    ("text", "kind", "fields", "expected"),
+    [
+        (RAISED_AFTER_TP6.format("run_detokenizer_process"), Raised, ("who",), ["detokenizer"]),
+        (RAISED_AFTER_TP6.format("init_tokenizer_manager"), Raised, ("who",), ["tokenizer"]),
+        (RAISED_AFTER_TP6.format("load_model"), Raised, ("who",), ["TP6"]),
+        # The status of a wait is no exit code.
+        (CHILD.format(9), Exit, ("code", "signal"), [(None, "SIGKILL")]),
+        (CHILD.format(139), Exit, ("code", "signal"), [(None, "SIGSEGV")]),
+        (CHILD.format(256), Exit, ("code", "signal"), [(1, "")]),
+        (f"{DEAD}[2026-10-05 08:00:00] Exit code: -9\n", Exit, ("who", "signal"), [("TP1", "SIGKILL")]),
+        (GDB.format(70) + GDB.format(80), Stack, ("who", "sample.pid"), [("scheduler", 70), ("scheduler", 80)]),
+        (PS, Stack, ("who", "sample.pid", "sample.state"), [("TP2", 2203, "T")]),
+        (
+            QUERY,
+            Gpu,
+            ("index", "bus", "use", "used_mb"),
+            [(0, "0000:9c:00", 100.0, 70000.0), (1, "0000:9d:00", -1.0, 70000.0)],
+        ),
+        (EVERYTHING, Stack, ("who", "sample.pid", "by"), [("TP3", 4711, "py-spy")]),
+        (EVERYTHING, Kernel, ("kind", "number", "pid"), [("xid", 79, 4711)]),
+        # A server that drains has not ended yet.
+        (DRAINS.format(6), Stop, ("is_end",), [False]),
+        (DRAINS.format(0), Stop, ("is_end",), [True]),
+        (
+            "SIGTERM received. signum=None frame=None. Draining requests and shutting down...",
+            Stop,
+            ("is_end",),
+            [False],
+        ),
+        ("Stopping sglang.service - SGLang server...", Stop, ("is_end",), [False]),
+        ("sglang.service: Deactivated successfully.", Stop, ("is_end",), [True]),
+        ("sglang.service: Consumed 3min 41.208s CPU time.", Stop, ("is_end",), []),
+        ("sglang.service: Main process exited, code=killed, status=9/KILL", Stop, ("is_end",), []),
+        ("", Line, (), []),
+    ],
 )
-def test_an_exception_is_of_the_process_that_its_function_runs_in(tmp_path: Path, function: str, who: str) -> None:
-    path = tmp_path / "server.log"
-    path.write_text(
-        "[2026-10-05 08:00:04 TP6] Load weight begin. avail mem=78.70 GB\n"
-        "Traceback (most recent call last):\n"
-        f'  File "/opt/sglang/srt/some.py", line 10, in {function}\n'
-        "    begin()\n"
-        "OSError: no such vocabulary\n"
-    )
-    assert [one.who for one in read([path]) if isinstance(one, Raised)] == [who]
+def test_what_a_text_holds(told: Told, text: str, kind: type, fields: tuple[str, ...], expected: list[Any]) -> None:
+    assert [attrgetter(*fields)(one) for one in told(text, kind)] == expected
 
 
 @pytest.mark.parametrize(
@@ -158,46 +239,12 @@ def test_the_number_of_transfers_has_a_time_since_when_it_does_not_fall(tmp_path
     assert (progress.transfers, progress.last_at - progress.transfers_since) == (7, 20.0)
 
 
-@pytest.mark.parametrize(("status", "end"), [(9, (None, "SIGKILL")), (139, (None, "SIGSEGV")), (256, (1, ""))])
-def test_the_status_of_a_wait_is_no_exit_code(tmp_path: Path, status: int, end: tuple[int | None, str]) -> None:
-    path = tmp_path / "server.log"
-    path.write_text(f"[2026-10-05 08:00:00] Child process unexpectedly failed with exitcode={status}. pid=211\n")
-    (ended,) = [one for one in read([path]) if isinstance(one, Exit)]
-    assert (ended.code, ended.signal) == end
-
-
-def test_an_exit_status_on_its_own_line_is_of_the_process_named_before(tmp_path: Path) -> None:
-    path = tmp_path / "server.log"
-    path.write_text(
-        "[2026-10-05 08:00:00] Rank 1 scheduler is dead. Please check if there are relevant logs.\n"
-        "[2026-10-05 08:00:00] Exit code: -9\n"
-    )
-    (ended,) = [one for one in read([path]) if isinstance(one, Exit)]
-    assert (ended.who, ended.signal) == ("TP1", "SIGKILL")
-
-
-def test_gdb_tells_processes_apart(tmp_path: Path) -> None:
-    path = tmp_path / "gdb.txt"
-    path.write_text(
-        "".join(
-            f'Thread 2 (Thread 0x7f (LWP {pid + 1}) "sglang::schedul"):\n#0  0x01 in futex_wait () from libc.so.6\n\n'
-            f'Thread 1 (Thread 0x7f (LWP {pid}) "sglang::schedul"):\n#0  0x02 in cuLaunch () from libcuda.so.1\n\n'
-            "(gdb) detach\n"
-            for pid in (700, 800)
-        )
-    )
-    stacks = [one for one in read([path]) if isinstance(one, Stack)]
-    assert [(one.who, one.sample.pid) for one in stacks] == [("scheduler", 700), ("scheduler", 800)]
-
-
-def test_a_line_without_a_time_has_that_of_the_batch_before_it(tmp_path: Path) -> None:
-    path = tmp_path / "server.log"
-    path.write_text(
+def test_a_line_without_a_time_has_that_of_the_batch_before_it(told: Told) -> None:
+    events = told(
         "[2026-10-05 08:00:00] begin\n"
         "[2026-10-05 08:10:00 TP0] Decode batch. #running-req: 1\n"
         "terminate called after throwing an instance of 'std::runtime_error'\n"
     )
-    events = list(read([path]))
     (batch,) = [one for one in events if isinstance(one, Progress)]
     (line,) = [one for one in events if isinstance(one, Line) and one.level == "critical"]
     assert line.at == batch.at > 0
@@ -245,18 +292,6 @@ def test_the_sides_of_a_pair_are_known_by_what_they_say_where_both_are_there(tmp
     assert {(one.source.partition(":")[0], one.side) for one in read(paths)} == {("a", "prefill"), ("b", "decode")}
 
 
-def test_a_query_of_the_gpus_tells_their_last_use(tmp_path: Path) -> None:
-    path = tmp_path / "gpus.csv"
-    path.write_text(
-        "timestamp, index, pci.bus_id, utilization.gpu [%], memory.used [MiB], memory.total [MiB]\n"
-        "2026/08/04 11:55:01.114, 0, 00000000:9C:00.0, 3 %, 100 MiB, 81559 MiB\n"
-        "2026/08/04 11:55:06.114, 0, 00000000:9C:00.0, 100 %, 70000 MiB, 81559 MiB\n"
-        "2026/08/04 11:55:06.114, 1, 00000000:9D:00.0, [N/A], 70000 MiB, 81559 MiB\n"
-    )
-    found = [(one.index, one.bus, one.use, one.used_mb) for one in read([path]) if isinstance(one, Gpu)]
-    assert found == [(0, "0000:9c:00", 100.0, 70000.0), (1, "0000:9d:00", -1.0, 70000.0)]
-
-
 def test_what_a_gpu_draws_tells_a_kernel_that_waits(tmp_path: Path) -> None:
     (tmp_path / "query.txt").write_text(
         "index, utilization.gpu [%], power.draw [W], power.limit [W], memory.used [MiB]\n"
@@ -282,50 +317,13 @@ def test_gzip_reads_as_the_text_in_it(tmp_path: Path) -> None:
     assert plain == zipped
 
 
-def test_one_file_may_hold_a_log_stacks_and_kernel_lines(tmp_path: Path) -> None:
-    path = tmp_path / "everything.txt"
-    path.write_text(
-        LOG
-        + "$ py-spy dump --pid 4711\n"
-        + "Process 4711: sglang::scheduler_TP3\nPython v3.12.3 (/usr/bin/python3.12)\n\n"
-        + 'Thread 4711 (active): "MainThread"\n    all_reduce (torch/distributed/distributed_c10d.py:2501)\n\n'
-        + "$ dmesg\n[12345.678901] NVRM: Xid (PCI:0000:19:00): 79, pid=4711, GPU has fallen off the bus.\n"
-    )
-    events = list(read([path]))
-    (stack,) = [one for one in events if isinstance(one, Stack)]
-    assert (stack.who, stack.sample.pid, stack.by) == ("TP3", 4711, "py-spy")
-    (kernel,) = [one for one in events if isinstance(one, Kernel)]
-    assert (kernel.kind, kernel.number, kernel.pid) == ("xid", 79, 4711)
-
-
-@pytest.mark.parametrize(
-    ("text", "ends"),
-    [
-        ("Gracefully exiting... Remaining number of requests 6. Remaining requests remaining_rids=['a'].", [False]),
-        ("Gracefully exiting... Remaining number of requests 0. Remaining requests remaining_rids=[].", [True]),
-        ("SIGTERM received. signum=None frame=None. Draining requests and shutting down...", [False]),
-        ("Stopping sglang.service - SGLang server...", [False]),
-        ("sglang.service: Deactivated successfully.", [True]),
-        ("sglang.service: Consumed 3min 41.208s CPU time.", []),
-        ("sglang.service: Main process exited, code=killed, status=9/KILL", []),
-    ],
-)
-def test_a_server_that_drains_has_not_ended_yet(tmp_path: Path, text: str, ends: list[bool]) -> None:
-    path = tmp_path / "server.log"
-    path.write_text(text + "\n")
-    assert [one.is_end for one in read([path]) if isinstance(one, Stop)] == ends
-
-
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDoError):
-        list(read([tmp_path / "none.log"]))
-
-
 def test_what_is_cut_or_missing_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     path, missing = tmp_path / "cut.gz", tmp_path / "none.log"
     path.write_bytes(gzip.compress(LOG.encode() * 50)[:-9])
     with pytest.raises(CrashkitError, match=r"cut\.gz cannot be read to its end: Compressed file ended"):
         list(read([path]))
+    with pytest.raises(NothingToDoError):
+        list(read([missing]))
     problems: list[CrashkitError] = []
     events = list(read([missing, path], problems))
     assert sum(isinstance(one, Raised) for one in events) == 50
@@ -372,12 +370,6 @@ def test_odd_numbers_are_none(tmp_path: Path, text: str) -> None:
     assert any(isinstance(one, Raised) for one in read([tmp_path / "odd.txt", tmp_path / "server.log"]))
 
 
-def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "empty.log"
-    path.touch()
-    assert list(read([path])) == []
-
-
 def test_a_binary_file_is_named_as_not_read(tmp_path: Path) -> None:
     path = tmp_path / "core.bin"
     path.write_bytes(b"\x7fELF\0\0\0\0" * 100)
@@ -397,19 +389,21 @@ def test_no_text_raises(tmp_path: Path, lines: list[str], carrier: str) -> None:
     case_of(read([path]))
 
 
-def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(tmp_path: Path) -> None:
+def test_the_clock_of_a_carrier_does_not_count_beside_the_logs_own(told: Told) -> None:
     lines = ["NCCL WARN before the first line of the log failed", *LOG.splitlines()]
-    path = tmp_path / "server.log"
-    path.write_text("".join(f"2031-01-01T00:00:00.000000000Z {line}\n" for line in lines))
-    case = case_of(read([path]))
+    case = case_of(told("".join(f"2031-01-01T00:00:00.000000000Z {line}\n" for line in lines)))
     assert case.last_at < 1_900_000_000
     assert [one.at for one in case.events if isinstance(one, Line) and "NCCL" in one.text] == [0.0]
 
 
-def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(tmp_path: Path) -> None:
-    path = tmp_path / "compose.log"
-    path.write_text("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines()))
-    assert {one.side for one in case_of(read([path])).processes.values() if one.who} == {"decode"}
+def test_a_time_in_front_of_all_does_not_hide_the_carrier_behind_it(told: Told) -> None:
+    assert {
+        one.side
+        for one in case_of(
+            told("".join(f"2026-10-05T08:00:09Z decode-1  | {line}\n" for line in LOG.splitlines()))
+        ).processes.values()
+        if one.who
+    } == {"decode"}
 
 
 def test_a_dump_of_the_flight_recorder_tells_the_last_collectives(tmp_path: Path) -> None:
@@ -428,16 +422,6 @@ def test_a_dump_of_the_flight_recorder_tells_the_last_collectives(tmp_path: Path
         ("TP1", "tp:0", 1, "all_reduce", "completed"),
         ("TP1", "tp:0", 2, "all_reduce", "started"),
     ]
-
-
-def test_a_list_of_processes_tells_who_is_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "ps.txt"
-    path.write_text(
-        "   2201    2190 Rl+  -                98.2  01:14:02 sglang::schedul sglang::scheduler_TP0\n"
-        "   2203    2190 Tl+  do_signal_stop   71.3  01:14:02 sglang::schedul sglang::scheduler_TP2\n"
-    )
-    (stack,) = [one for one in read([path]) if isinstance(one, Stack)]
-    assert (stack.who, stack.sample.pid, stack.sample.state) == ("TP2", 2203, "T")
 
 
 def test_a_source_is_a_line_of_its_own_file(tmp_path: Path) -> None:
@@ -483,8 +467,9 @@ def test_what_failed_or_is_advised_is_no_stage_and_a_traceback_may_lack_its_file
     assert raised.error.text == "get() takes no argument"
 
 
-def test_a_page_of_metrics_shows_a_server_at_work(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.txt"
-    path.write_text('sglang:gen_throughput{tp_rank="0"} 0.84\nsglang:num_queue_reqs{tp_rank="0"} 3\n')
-    progress = {one.kind: one.queued for one in read([path]) if isinstance(one, Progress)}
+def test_a_page_of_metrics_shows_a_server_at_work(told: Told) -> None:
+    progress = {
+        one.kind: one.queued
+        for one in told('sglang:gen_throughput{tp_rank="0"} 0.84\nsglang:num_queue_reqs{tp_rank="0"} 3\n', Progress)
+    }
     assert progress == {"decode": 0, "load": 3}
