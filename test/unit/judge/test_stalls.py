@@ -454,77 +454,103 @@ def test_a_long_batch_after_which_batches_go_on_is_no_hang() -> None:
 # -- words alone
 
 
-def watchdog(
-    who: str, at: float = 400.0, text: str = "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)"
-) -> Line:
-    return Line(text=text, who=who, at=at)
+def watchdog(who: str, text: str = "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)") -> Line:
+    return Line(text=text, who=who, at=400.0)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Watchdog timeout (self.watchdog_timeout=300)",
-        "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)",
-        "self.watchdog_timeout=300: Watchdog timeout (self.watchdog_timeout=300)",
-    ],
-)
-def test_watchdogs_of_all_ranks_and_no_stack(text: str) -> None:
-    events = [watchdog(f"TP{rank}", text=text) for rank in range(8)]
-    batch = Progress(kind="prefill", who="TP0", at=10.0, last_at=99.0, running=5)
-    found = first_of(case(*events, batch, arguments={"tp_size": 8}))
-    assert (found.kind, found.who) == ("no_progress", None)
-    assert "all 8 ranks" in found.headline
-    assert "prefill" in found.headline
-    assert any("py-spy" in step for step in found.next)
-
-
-@pytest.mark.parametrize("role", ["Detokenizer", "Tokenizer"])
-def test_watchdogs_of_the_others(role: str) -> None:
-    text = f"{role}Manager watchdog timeout (self.watchdog_timeout=60, self.soft=True)"
-    found = first_of(case(watchdog(role.lower(), text=text)))
-    assert (found.kind, found.who) == (f"{role.lower()}_stuck", role.lower())
-
-
-def test_batches_go_on_and_no_answer_comes_back() -> None:
-    later = Progress(kind="decode", who="TP0", at=150.0, last_at=200.0)
-    found = first_of(case(*hang(at=100.0), *hang(at=199.0), later))
-    assert (found.kind, found.who) == ("detokenizer_stuck", "detokenizer")
-
-
-def test_a_health_check_that_ends_much_too_late_tells_of_the_event_loop() -> None:
+def health(began: str, at: float) -> Line:
     words = "Health check failed. Server couldn't get a response from detokenizer for last 20 seconds."
-    line = Line(text=f"{words} tic start time: 00:10:00. last_heartbeat time: 00:09:59", at=86400.0 + 1530.0)
-    found = first_of(case(line))
-    assert (found.kind, found.who) == ("tokenizer_stuck", "tokenizer")
-    in_time = Line(text=f"{words} tic start time: 00:25:10. last_heartbeat time: 00:25:09", at=86400.0 + 1530.0)
-    assert first_of(case(in_time)).kind == "no_progress"
+    return Line(text=f"{words} tic start time: {began}. last_heartbeat time: {began}", at=at)
 
 
-def test_a_probe_that_fails_while_the_schedulers_work_on() -> None:
-    note = 'Liveness probe failed: Get "http://10.0.0.1:30000/health": context deadline exceeded'
-    batches = Progress(kind="decode", at=10.0, last_at=100.0)
-    answers = Progress(kind="answer", at=10.0, last_at=40.0, status=200)
-    found = first_of(case(Container(name="sglang", notes=(note,)), batches, answers))
-    assert (found.kind, found.who) == ("tokenizer_stuck", "tokenizer")
-
-
-# -- collectives in words and in recorders
-
-
-def nccl(rank: int, number: int, operation: str = "ALLREDUCE", size: int = 4096) -> str:
+def nccl(rank: int, number: int = 77, operation: str = "ALLREDUCE", size: int = 4096) -> str:
     work = f"WorkNCCL(SeqNum={number}, OpType={operation}, NumelIn={size}, NumelOut={size}, Timeout(ms)=600000)"
     group = f"[PG ID 2 PG GUID 3 Rank {rank}]"
     return f"{group} Watchdog caught collective operation timeout: {work} ran for 600034 milliseconds"
 
 
+def recorded(rank: int, operation: str, number: int = 4, state: str = "scheduled") -> Collective:
+    return Collective(group="tp", rank=rank, number=number, operation=operation, state=state)
+
+
+def stage(who: str, name: str, at: float) -> Stage:
+    return Stage(who=who, name=name, at=at)
+
+
+def each(count: int, name: str) -> list[AnyEvent]:
+    return [stage(f"TP{rank}", name, 100.0) for rank in range(count)]
+
+
+WATCHDOGS = (
+    "Watchdog timeout (self.watchdog_timeout=300)",
+    "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)",
+    "self.watchdog_timeout=300: Watchdog timeout (self.watchdog_timeout=300)",
+)
+ROLE_WATCHDOG = "{}Manager watchdog timeout (self.watchdog_timeout=60, self.soft=True)"
+BEFORE = Progress(kind="prefill", who="TP0", at=10.0, last_at=99.0, running=5)
+LATER = Progress(kind="decode", who="TP0", at=150.0, last_at=200.0)
+PROBE = 'Liveness probe failed: Get "http://10.0.0.1:30000/health": context deadline exceeded'
+SIZES = (
+    "[enforce fail at /gloo/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 1. Received data",
+    "Detected mismatch between collectives on ranks. Rank 0 is running collective: ALLREDUCE, but Rank 1 …",
+)
+COMPILES = Line(text="Try DeepGEMM JIT Compiling for <GroupedFp8> N=7168", who="DP12 TP12 EP12", at=5.0)
+EXPERTS = ErrorOf(type="RuntimeError", text="DeepEP error: timeout (dispatch CPU)")
+LOST = "Losing connection with prefill instance (bootstrap_addr: 10.0.0.3:8998), 3 requests affected"
+
+
+ALL_WATCHDOGS = [
+    case(*(watchdog(f"TP{rank}", text) for rank in range(8)), BEFORE, arguments={"tp_size": 8}) for text in WATCHDOGS
+]
+DECODES, ANSWERS = Progress(kind="decode", at=10.0, last_at=100.0), Progress(kind="answer", at=10.0, last_at=40.0)
+ENDED = recorded(2, "all_reduce", 8, "completed")
+LOSSES = [Line(text=LOST, who="TP0", at=50.0), Line(text=LOST.replace("Losing", "Lost"), who="TP0", at=50.0)]
+LOADS = [stage("TP0", "weights", 100.0), stage("TP1", "weights", 101.0), Line(text="x", at=160.0)]
+#: By class, who is named, and what headline or steps say: words of logs, and facts, that have no stack.
+WORDS: dict[tuple[str, str | None, str], list[Case]] = {
+    ("no_progress", None, "all 8 ranks"): ALL_WATCHDOGS,
+    ("no_progress", None, "prefill"): ALL_WATCHDOGS,
+    ("no_progress", None, "py-spy"): ALL_WATCHDOGS,
+    ("no_progress", None, ""): [case(health("00:25:10", 86400.0 + 1530.0))],
+    ("no_progress", "TP0", ""): [case(stage("TP0", "kv_cache", 100.0), *each(4, "graphs")[1:], Line(text="x", at=9e3))],
+    ("detokenizer_stuck", "detokenizer", ""): [
+        case(watchdog("detokenizer", ROLE_WATCHDOG.format("Detokenizer"))),
+        # Batches go on, and no answer comes back.
+        case(*hang(at=100.0), *hang(at=199.0), LATER),
+    ],
+    ("tokenizer_stuck", "tokenizer", ""): [
+        case(watchdog("tokenizer", ROLE_WATCHDOG.format("Tokenizer"))),
+        # A health check that ends much too late tells of the event loop; so does a probe that fails beside batches.
+        case(health("00:10:00", 86400.0 + 1530.0)),
+        case(Container(name="sglang", notes=(PROBE,)), DECODES, ANSWERS),
+    ],
+    ("collective_mismatch", None, ""): [case(recorded(0, "gloo:all_reduce"), recorded(1, "gloo:broadcast"))],
+    ("rank_stuck", "TP2", ""): [case(recorded(0, "all_reduce", 9), recorded(1, "all_reduce", 9), ENDED)],
+    # An exchange of experts waits for a rank that compiles.
+    ("rank_stuck", "DP12 TP12", "compiled"): [case(COMPILES, Raised(who="DP2 TP2 EP2", at=105.0, chain=(EXPERTS,)))],
+    ("peer_lost", "prefill", ""): [case(line, *hang()) for line in LOSSES],
+    ("busy", None, "loading weights"): [case(*LOADS)],
+    ("startup_timeout", "node 1", "--dist-init-addr"): [
+        case(*each(4, "distributed"), Line(text="x", at=900.0), arguments={"tp_size": 8, "nnodes": 2})
+    ],
+}
+
+
+@pytest.mark.parametrize(("told", "expected"), [(one, expected) for expected, some in WORDS.items() for one in some])
+def test_words_without_stacks(told: Case, expected: tuple[str, str | None, str]) -> None:
+    found = first_of(told)
+    assert (found.kind, found.who) == expected[:2]
+    assert expected[2] in "\n".join([found.headline, *found.next])
+
+
 @pytest.mark.parametrize(
     ("lines", "kind", "who"),
     [
-        ([nccl(rank, 77) for rank in range(4)], "symmetric_stall", None),
-        ([nccl(0, 77), nccl(1, 77, "ALLGATHER"), nccl(2, 77), nccl(3, 77)], "collective_mismatch", None),
-        ([nccl(0, 77), nccl(1, 77, size=8192), nccl(2, 77), nccl(3, 77)], "collective_mismatch", None),
-        ([nccl(0, 77), nccl(1, 76), nccl(2, 77), nccl(3, 77)], "rank_stuck", "TP1"),
-        ([nccl(rank, 77) for rank in (0, 1, 3)], "rank_stuck", "TP2"),
+        ([nccl(rank) for rank in range(4)], "symmetric_stall", None),
+        ([nccl(0), nccl(1, 77, "ALLGATHER"), nccl(2), nccl(3)], "collective_mismatch", None),
+        ([nccl(0), nccl(1, 77, size=8192), nccl(2), nccl(3)], "collective_mismatch", None),
+        ([nccl(0), nccl(1, 76), nccl(2), nccl(3)], "rank_stuck", "TP1"),
+        ([nccl(rank) for rank in (0, 1, 3)], "rank_stuck", "TP2"),
     ],
 )
 def test_time_limits_of_nccl(tmp_path: Path, lines: list[str], kind: str, who: str | None) -> None:
@@ -534,88 +560,24 @@ def test_time_limits_of_nccl(tmp_path: Path, lines: list[str], kind: str, who: s
     assert (found.kind, found.who) == (kind, who)
 
 
-def test_flight_recorders_that_disagree() -> None:
-    def entry(rank: int, operation: str, number: int = 4, state: str = "scheduled") -> Collective:
-        return Collective(group="tp", rank=rank, number=number, operation=operation, state=state)
-
-    found = first_of(case(entry(0, "gloo:all_reduce"), entry(1, "gloo:broadcast")))
-    assert found.kind == "collective_mismatch"
-    late = case(entry(0, "all_reduce", 9), entry(1, "all_reduce", 9), entry(2, "all_reduce", 8, "completed"))
-    assert (first_of(late).kind, first_of(late).who) == ("rank_stuck", "TP2")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[enforce fail at /gloo/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 1. Received data",
-        "Detected mismatch between collectives on ranks. Rank 0 is running collective: ALLREDUCE, but Rank 1 …",
-    ],
-)
+@pytest.mark.parametrize("text", SIZES)
 def test_words_of_sizes_that_differ(text: str) -> None:
     raised = Raised(who="TP2", chain=(ErrorOf(type="RuntimeError", text=text, frames=frames(*POLL)),))
     assert (first_of(case(raised)).kind, first_of(case(raised)).component) == ("collective_mismatch", "pd_transfer")
     assert first_of(case(Line(text=f"what():  {text}"))).kind == "collective_mismatch"
 
 
-def test_an_exchange_of_experts_waits_for_a_rank_that_compiles() -> None:
-    compiling = Line(text="Try DeepGEMM JIT Compiling for <GroupedFp8> N=7168", who="DP12 TP12 EP12", at=5.0)
-    error = ErrorOf(type="RuntimeError", text="DeepEP error: timeout (dispatch CPU)")
-    found = first_of(case(compiling, Raised(who="DP2 TP2 EP2", at=105.0, chain=(error,))))
-    assert (found.kind, found.who, found.component) == ("rank_stuck", "DP12 TP12", "deep_gemm")
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("told", "kinds"),
     [
-        "Losing connection with prefill instance (bootstrap_addr: 10.0.0.3:8998), 3 requests affected",
-        "Lost connection with prefill instance (bootstrap_addr: prefill-0:8998), 41 requests affected",
+        (alive(), ["no_incident"]),
+        ([stage("TP0", "weights", 100.0), Stage(name="ready", is_done=True, at=2100.0)], ["no_incident"]),
+        ([], []),
+        ([Line(text="hello")], []),
     ],
 )
-def test_the_other_server_of_a_pair_is_gone(text: str) -> None:
-    found = first_of(case(Line(text=text, who="TP0", at=50.0), *hang()))
-    assert (found.kind, found.who, found.component) == ("peer_lost", "prefill", "pd_transfer")
-
-
-def test_a_healthy_log_is_no_incident() -> None:
-    found = find_stalls(case(*alive()))
-    assert [one.kind for one in found] == ["no_incident"]
-
-
-def test_nothing_tells_nothing() -> None:
-    assert find_stalls(case()) == []
-    assert find_stalls(case(Line(text="hello"))) == []
-
-
-# -- starts
-
-
-def stage(who: str, name: str, at: float) -> Stage:
-    return Stage(who=who, name=name, at=at)
-
-
-def test_a_start_in_progress_is_at_work() -> None:
-    events = [stage("TP0", "weights", 100.0), stage("TP1", "weights", 101.0), Line(text="x", at=160.0)]
-    found = first_of(case(*events))
-    assert (found.kind, found.component) == ("busy", "model_loader")
-    assert "loading weights" in found.headline
-
-
-def test_a_node_that_does_not_come() -> None:
-    events = [stage(f"TP{rank}", "distributed", 100.0) for rank in range(4)]
-    found = first_of(case(*events, Line(text="x", at=900.0), arguments={"tp_size": 8, "nnodes": 2}))
-    assert (found.kind, found.who) == ("startup_timeout", "node 1")
-    assert any("--dist-init-addr" in step for step in found.next)
-
-
-def test_the_rank_that_stays_behind_in_the_start() -> None:
-    events = [stage(f"TP{rank}", "graphs" if rank else "kv_cache", 100.0) for rank in range(4)]
-    found = first_of(case(*events, Line(text="x", at=9000.0)))
-    assert (found.kind, found.who) == ("no_progress", "TP0")
-
-
-def test_a_start_that_came_to_its_end_is_no_incident() -> None:
-    ready = [stage("TP0", "weights", 100.0), Stage(name="ready", is_done=True, at=2100.0)]
-    assert [one.kind for one in find_stalls(case(*ready))] == ["no_incident"]
+def test_what_is_healthy_or_tells_nothing(told: list[AnyEvent], kinds: list[str]) -> None:
+    assert [one.kind for one in find_stalls(case(*told))] == kinds
 
 
 @pytest.mark.parametrize(
