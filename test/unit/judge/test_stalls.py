@@ -13,6 +13,7 @@ from sglang_crashkit.judge.stalls import find_stalls
 from sglang_crashkit.model.case import Case, case_of
 from sglang_crashkit.model.event import (
     AnyEvent,
+    Arguments,
     Collective,
     Container,
     Exit,
@@ -143,47 +144,6 @@ def test_the_rank_that_is_elsewhere_is_named(count: int, waiting: Sequence[str])
     assert any("py-spy dump --native --pid 1001" in step for step in found.next)
 
 
-@pytest.mark.parametrize(
-    "elsewhere",
-    [
-        ("acquire (threading.py:300)", f"put ({SRT}/managers/cache_controller.py:80)", *SCHEDULE),
-        ("recv (zmq/sugar/socket.py:700)", f"get_load ({SRT}/managers/scheduler_metrics_mixin.py:10)", *BATCH),
-        ("sleep (time.py:1)", f"wait_for_room ({SRT}/mem_cache/hiradix_cache.py:700)", *SCHEDULE),
-        ("readinto (socket.py:7)", "get (requests/api.py:73)", f"fetch ({SRT}/managers/mm_utils.py:30)", *BATCH),
-    ],
-)
-def test_whatever_the_rank_that_is_elsewhere_does(elsewhere: Sequence[str]) -> None:
-    found = first_of(case(*ranks(4, *BROADCAST, but={2: elsewhere}), *hang()))
-    assert (found.kind, found.who) == ("rank_stuck", "TP2")
-
-
-def test_the_one_whose_gpu_does_not_come_back_is_named_where_the_others_are_past_the_batch() -> None:
-    found = first_of(case(*ranks(4, *BROADCAST, but={3: RESULT}), *hang()))
-    assert (found.kind, found.who) == ("rank_stuck", "TP3")
-
-
-def test_of_data_parallel_replicas_the_one_that_hangs_is_named_and_not_the_idle_one() -> None:
-    stuck = [stack("DP1 TP0", *BROADCAST, pid=11), stack("DP1 TP1", *EVICTION, *SCHEDULE, pid=12)]
-    idle = [stack("DP0 TP0", *RECV_REQUESTS, pid=13), stack("DP0 TP1", *BROADCAST, pid=14)]
-    found = first_of(case(*stuck, *idle, *hang()))
-    assert (found.kind, found.who) == ("rank_stuck", "DP1 TP1")
-
-
-def test_samples_of_one_process_in_several_files_come_together() -> None:
-    files = [stack("TP0", *BROADCAST, node="a.txt", pid=7), stack("TP0", *BROADCAST, node="b.txt", pid=7)]
-    other = [stack("TP1", *EVICTION, *SCHEDULE, node="a.txt"), stack("TP1", *SCHEDULE, node="b.txt")]
-    found = first_of(case(*files, *other, *hang()))
-    assert (found.kind, found.who) == ("rank_stuck", "TP1")
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_no_rank_is_named_where_none_waits_and_each_half_is_elsewhere(count: int) -> None:
-    fetching = ("readinto (socket.py:7)", "get (requests/api.py:73)", f"fetch ({SRT}/managers/mm_utils.py:30)", *BATCH)
-    halves = dict.fromkeys(range(count // 2), fetching)
-    found = first_of(case(*ranks(count, *EVICTION, *SCHEDULE, but=halves), *hang()))
-    assert (found.kind, found.who) == ("no_progress", None)
-
-
 # -- all wait
 
 
@@ -203,16 +163,6 @@ def test_the_nodes_that_are_not_seen_are_named(nodes: int, count: int, who: str)
     assert any("other node" in step for step in found.next)
 
 
-def test_a_rank_without_a_stack_is_named_where_it_is_the_only_one() -> None:
-    found = first_of(case(*ranks(3, *DP_SYNC), *hang(), arguments={"tp_size": 4}))
-    assert (found.kind, found.who) == ("symmetric_stall", "TP3")
-
-
-def test_the_start_waits_for_the_node_that_has_not_come() -> None:
-    found = first_of(case(*ranks(8, *STORE), arguments={"tp_size": 16, "nnodes": 2}))
-    assert (found.kind, found.who) == ("startup_timeout", "node 1")
-
-
 @pytest.mark.parametrize(
     ("one", "other", "kind"),
     [
@@ -228,22 +178,6 @@ def test_ranks_in_different_calls(one: Sequence[str], other: Sequence[str], kind
     found = first_of(case(*ranks(count, *one, but=half), *hang()))
     assert (found.kind, found.who) == (kind, None)
     assert found.restart in ("yes", None)
-
-
-def test_the_only_rank_in_another_call_is_named() -> None:
-    found = first_of(case(*ranks(8, *BROADCAST, but={5: POLL}), *hang()))
-    assert (found.kind, found.who) == ("collective_mismatch", "TP5")
-
-
-def test_ranks_of_a_batch_may_be_in_different_layers() -> None:
-    ahead = (*MODEL_ALL_REDUCE[:4], f"forward ({SRT}/layers/moe/fused_moe.py:300)", *MODEL_ALL_REDUCE[6:])
-    found = first_of(case(*ranks(4, *MODEL_ALL_REDUCE, but={0: ahead}), *hang()))
-    assert (found.kind, found.who) == ("symmetric_stall", None)
-
-
-def test_some_have_a_batch_and_the_first_waits_for_requests() -> None:
-    found = first_of(case(*ranks(4, *MODEL_ALL_REDUCE, but={0: RECV_REQUESTS}), *hang()))
-    assert found.kind == "rank_divergence"
 
 
 @pytest.mark.parametrize("update", ["update_weights_from_distributed", "init_weights_update_group"])
@@ -309,20 +243,6 @@ def test_a_call_of_the_driver_that_does_not_come_back(call: str, count: int) -> 
 # -- work of its own
 
 
-def test_a_scheduler_below_the_same_function_with_changing_leaves() -> None:
-    moving = [(f"get_prev_no_lock ({SRT}/mem_cache/mamba_radix_cache.py:{line})",) for line in (291, 292)]
-    base = (f"evict_mamba ({SRT}/mem_cache/mamba_radix_cache.py:800)", *SCHEDULE)
-    events = twice("scheduler", (*moving[0], *base), base, gil=True, active=True)
-    found = first_of(case(*events, *hang()))
-    assert (found.kind, found.who, found.component) == ("rank_stuck", "scheduler", "mamba")
-    assert "evict_mamba" in found.headline
-
-
-def test_all_ranks_in_the_same_place_of_their_own_code() -> None:
-    found = first_of(case(*ranks(4, *EVICTION, *SCHEDULE, gil=True, active=True), *hang()))
-    assert (found.kind, found.who, found.component) == ("own_work", None, "radix_cache")
-
-
 def test_a_scheduler_that_moves_about_at_its_batches_is_busy() -> None:
     found = first_of(case(*twice("scheduler", BATCH, (*EVICTION, *SCHEDULE)), *alive()))
     assert found.kind in ("busy", "no_incident")
@@ -353,19 +273,6 @@ def test_the_stage_that_waits_for_none(each: Sequence[Sequence[str]], kind: str,
     assert (found.kind, found.who) == (kind, who)
 
 
-def test_of_the_first_stage_the_rank_that_the_others_wait_for() -> None:
-    waiting = [stack(f"PP1 TP{rank}", *RECV) for rank in range(2)]
-    first = [stack("PP0 TP0", *BROADCAST), stack("PP0 TP1", *EVICTION, *SCHEDULE)]
-    found = first_of(case(*waiting, *first, *hang()))
-    assert (found.kind, found.who) == ("rank_stuck", "PP0 TP1")
-
-
-def test_a_stage_that_is_not_seen() -> None:
-    events = [stack(f"PP1 TP{rank}", *RECV) for rank in range(2)]
-    found = first_of(case(*events, *hang(), arguments={"tp_size": 2, "pp_size": 2, "nnodes": 2}))
-    assert (found.kind, found.who) == ("symmetric_stall", "node 0")
-
-
 # -- beside the ranks
 
 
@@ -377,17 +284,6 @@ def test_the_main_process_tokenizes_on_its_event_loop(scheduler: Sequence[str]) 
     assert (found.kind, found.who, found.component) == ("tokenizer_stuck", "tokenizer", "tokenizer")
     assert any("--tokenizer-worker-num" in step for step in found.next)
     assert any("probe" in step for step in found.next)
-
-
-def test_the_detokenizer_works_at_one_message() -> None:
-    events = [stack("detokenizer", *DETOKENIZING, pid=5), *ranks(2, *BROADCAST, but={0: RECV_REQUESTS})]
-    found = first_of(case(*events, *hang()))
-    assert (found.kind, found.who) == ("detokenizer_stuck", "detokenizer")
-
-
-def test_the_front_end_is_not_blamed_for_ranks_that_hang() -> None:
-    found = first_of(case(stack("pid 1", *TOKENIZING, pid=1), *ranks(4, *DP_SYNC, but={1: EVICTION}), *hang()))
-    assert (found.kind, found.who) == ("rank_stuck", "TP1")
 
 
 # -- the kernel's word
@@ -407,15 +303,6 @@ def test_what_the_kernel_says_of_a_rank(state: dict[str, Any], kind: str, level:
     assert (found.kind, found.level, found.who) == (kind, level, "TP3")
 
 
-@pytest.mark.parametrize("states", ["RR", "RSR"])
-def test_a_rank_that_wants_to_run_and_hardly_does(states: str) -> None:
-    events = [
-        stack("TP1", *BATCH, at=10.0 * at, cpu_secs=50.0 + 0.1 * at, state=state) for at, state in enumerate(states, 1)
-    ]
-    found = first_of(case(*events, stack("TP0", *BROADCAST, at=10.0), *hang()))
-    assert (found.kind, found.who) == ("starved_process", "TP1")
-
-
 # -- what is no hang
 
 
@@ -431,24 +318,95 @@ def test_one_look_at_a_server_that_serves_is_no_hang(texts: Sequence[str]) -> No
     assert first_of(case(*ranks(4, *texts), *alive())).kind in ("no_incident", "busy")
 
 
-@pytest.mark.parametrize(("texts", "component"), [(COMPILING, "deep_gemm"), (TRITON, "compiler")])
-def test_a_compiler_is_at_work_and_the_others_wait_for_it(texts: Sequence[str], component: str) -> None:
-    found = first_of(case(*ranks(4, *MODEL_ALL_REDUCE, but={0: texts})))
-    assert (found.kind, found.component) == ("busy", component)
-
-
-def test_ranks_that_load_weights_are_at_work() -> None:
-    assert first_of(case(*ranks(4, *LOADING))).kind == "busy"
-    slow = Line(
-        text="Loading safetensors checkpoint shards:   3% Completed | 4/141 [08:00<3:59:59, 118.20s/it]", at=5.0
-    )
-    assert first_of(case(slow, *ranks(4, *LOADING))).kind == "slow_storage"
-
-
 def test_a_long_batch_after_which_batches_go_on_is_no_hang() -> None:
     later = Progress(kind="decode", who="TP0", at=150.0, last_at=200.0)
     found = first_of(case(*hang(), later, Progress(kind="health", at=10.0, last_at=200.0, status=200)))
     assert found.kind in ("no_incident", "busy")
+
+
+# -- who, in a table
+
+FETCHING = ("readinto (socket.py:7)", "get (requests/api.py:73)", f"fetch ({SRT}/managers/mm_utils.py:30)", *BATCH)
+ELSEWHERE = [
+    ("acquire (threading.py:300)", f"put ({SRT}/managers/cache_controller.py:80)", *SCHEDULE),
+    ("recv (zmq/sugar/socket.py:700)", f"get_load ({SRT}/managers/scheduler_metrics_mixin.py:10)", *BATCH),
+    ("sleep (time.py:1)", f"wait_for_room ({SRT}/mem_cache/hiradix_cache.py:700)", *SCHEDULE),
+    FETCHING,
+]
+STUCK_REPLICA = [stack("DP1 TP0", *BROADCAST, pid=11), stack("DP1 TP1", *EVICTION, *SCHEDULE, pid=12)]
+IDLE_REPLICA = [stack("DP0 TP0", *RECV_REQUESTS, pid=13), stack("DP0 TP1", *BROADCAST, pid=14)]
+ONE_PROCESS = [stack("TP0", *BROADCAST, node=node, pid=7) for node in ("a.txt", "b.txt")]
+ANOTHER = [stack("TP1", *EVICTION, *SCHEDULE, node="a.txt"), stack("TP1", *SCHEDULE, node="b.txt")]
+AHEAD = (*MODEL_ALL_REDUCE[:4], f"forward ({SRT}/layers/moe/fused_moe.py:300)", *MODEL_ALL_REDUCE[6:])
+EVICTS = (f"evict_mamba ({SRT}/mem_cache/mamba_radix_cache.py:800)", *SCHEDULE)
+LEAF = f"get_prev_no_lock ({SRT}/mem_cache/mamba_radix_cache.py:291)"
+PP0, PP1 = ({rank: f"PP{pp} TP{rank}" for rank in range(2)} for pp in range(2))
+SHARDS = "Loading safetensors checkpoint shards:   3% Completed | 4/141 [08:00<3:59:59, 118.20s/it]"
+FRONT = stack("pid 1", *TOKENIZING, pid=1)
+
+
+def starved(states: str) -> list[AnyEvent]:
+    fields = [{"at": 10.0 * at, "cpu_secs": 50.0 + 0.1 * at, "state": state} for at, state in enumerate(states, 1)]
+    return [stack("TP1", *BATCH, **one) for one in fields]
+
+
+#: By class, who is named, and the part where it is told: stacks, each of a server that hangs.
+HANGS: dict[tuple[str, str | None, str | None], list[list[AnyEvent]]] = {
+    ("rank_stuck", "TP2", None): [ranks(4, *BROADCAST, but={2: one}) for one in ELSEWHERE],
+    # Its GPU does not come back, and the others are past the batch.
+    ("rank_stuck", "TP3", None): [ranks(4, *BROADCAST, but={3: RESULT})],
+    ("rank_stuck", "DP1 TP1", None): [[*STUCK_REPLICA, *IDLE_REPLICA]],
+    ("rank_stuck", "TP1", None): [
+        [*ONE_PROCESS, *ANOTHER],
+        # The front end is not blamed for ranks that hang.
+        [FRONT, *ranks(4, *DP_SYNC, but={1: EVICTION})],
+    ],
+    ("rank_stuck", "scheduler", "mamba"): [twice("scheduler", (LEAF, *EVICTS), EVICTS, gil=True, active=True)],
+    ("rank_stuck", "PP0 TP1", None): [
+        [stack(name, *RECV) for name in PP1.values()] + [stack(PP0[0], *BROADCAST), stack(PP0[1], *EVICTION, *SCHEDULE)]
+    ],
+    ("own_work", None, "radix_cache"): [ranks(4, *EVICTION, *SCHEDULE, gil=True, active=True)],
+    # None waits, and each half is elsewhere.
+    ("no_progress", None, None): [
+        ranks(count, *EVICTION, *SCHEDULE, but=dict.fromkeys(range(count // 2), FETCHING)) for count in (2, 4)
+    ],
+    ("symmetric_stall", "TP3", None): [[Arguments(values={"tp_size": 4}), *ranks(3, *DP_SYNC)]],
+    ("symmetric_stall", "node 0", None): [
+        [Arguments(values={"tp_size": 2, "pp_size": 2, "nnodes": 2}), *(stack(name, *RECV) for name in PP1.values())]
+    ],
+    # Ranks of a batch may be in different layers.
+    ("symmetric_stall", None, None): [ranks(4, *MODEL_ALL_REDUCE, but={0: AHEAD})],
+    ("startup_timeout", "node 1", None): [[Arguments(values={"tp_size": 16, "nnodes": 2}), *ranks(8, *STORE)]],
+    ("collective_mismatch", "TP5", None): [ranks(8, *BROADCAST, but={5: POLL})],
+    # Some have a batch, and the first waits for requests.
+    ("rank_divergence", "TP0", None): [ranks(4, *MODEL_ALL_REDUCE, but={0: RECV_REQUESTS})],
+    ("detokenizer_stuck", "detokenizer", None): [
+        [stack("detokenizer", *DETOKENIZING, pid=5), *ranks(2, *BROADCAST, but={0: RECV_REQUESTS})]
+    ],
+    ("starved_process", "TP1", None): [
+        [*starved(states), stack("TP0", *BROADCAST, at=10.0)] for states in ("RR", "RSR")
+    ],
+}
+#: The same of servers without a sign of a hang.
+WORKING: dict[tuple[str, str | None, str | None], list[list[AnyEvent]]] = {
+    # A compiler is at work, and the others wait for it.
+    ("busy", None, "deep_gemm"): [ranks(4, *MODEL_ALL_REDUCE, but={0: COMPILING})],
+    ("busy", None, "compiler"): [ranks(4, *MODEL_ALL_REDUCE, but={0: TRITON})],
+    ("busy", None, "model_loader"): [ranks(4, *LOADING)],
+    ("slow_storage", None, None): [[Line(text=SHARDS, at=5.0), *ranks(4, *LOADING)]],
+}
+
+
+@pytest.mark.parametrize(
+    ("events", "log", "expected"),
+    [(one, log, expected) for table, log in ((HANGS, hang()), (WORKING, [])) for expected, some in table.items()
+     for one in some],
+)  # fmt: skip
+def test_stacks_tell_who(
+    events: list[AnyEvent], log: list[AnyEvent], expected: tuple[str, str | None, str | None]
+) -> None:
+    found = first_of(case(*events, *log))
+    assert (found.kind, found.who, expected[2] and found.component) == expected
 
 
 # -- words alone
