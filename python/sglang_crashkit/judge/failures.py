@@ -85,13 +85,13 @@ class _Row(msgspec.Struct, kw_only=True):
         self, error: Error | None, text: str, places: str, *, is_started: bool, role: str
     ) -> dict[str, str] | None:
         """Return what the row's pattern names in a text; None where the row does not fit."""
-        if (self.when == "start" and is_started) or (self.when == "serving" and not is_started):
+        if self.when == ("start" if is_started else "serving") or (self.who and role != self.who):
             return None
-        if self.type and (error is None or not re.match(self.type, error.type.rpartition(".")[2])):
+        if (self.line and error is not None) or (self.type and error is None):
             return None
-        if self.line and error is not None:
+        if self.type and error is not None and not re.match(self.type, error.type.rpartition(".")[2]):
             return None
-        if (self.who and role != self.who) or (self.frames and not re.search(self.frames, places)):
+        if self.frames and not re.search(self.frames, places):
             return None
         if (found := re.search(self.words, text)) is None:
             return None
@@ -109,10 +109,9 @@ class _Row(msgspec.Struct, kw_only=True):
 
     def restart_at(self, is_started: bool) -> str:
         """Return whether a restart helps; empty where the class says it."""
-        if self.restart or self.kind not in ("exception_in_sglang", "exception", "cuda_fault"):
-            return self.restart
+        is_of_phase = self.kind in ("exception_in_sglang", "exception", "cuda_fault")
         # What was reached once under load is a matter of timing or of a request; at the start it comes again.
-        return "yes" if is_started else "no"
+        return self.restart or (("yes" if is_started else "no") if is_of_phase else "")
 
 
 @functools.cache
@@ -424,7 +423,6 @@ class _Failures:
     # -- lines
 
     def _line(self, event: Line, *, is_started: bool) -> Iterator[Finding]:
-        """Yield what a line tells in a phase."""
         # What a start warned of may be why it failed, where nothing else tells.
         most = 37 if event.level == "warning" else 100
         is_passing = most == 100 and event.count < _MANY and not _pattern("serious").search(event.text)

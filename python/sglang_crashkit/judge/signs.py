@@ -74,16 +74,13 @@ def read(case: Case) -> Signs:
         found += [sign for event in events for sign in _of_event(process, event)]
     found.sort(key=lambda one: one.event.place)
     signs = Signs(found=found)
-    batches, answers = [(0.0, 0)], [(0.0, 0)]
     signs.batch, signs.side = _last_batch(case.processes.values())
-    for process in case.processes.values():
-        batches += [one.place for one in process.lines if _pattern("batch").match(one.text)]
-        for one in process.progress:
-            place = one.last_at or one.at, one.last_order
-            if one.kind in ("prefill", "decode"):
-                batches.append(place)
-            elif one.kind in ("answer", "refused") or (one.kind == "health" and one.status < 400):
-                answers.append(place)
+    places = [(one, (one.last_at or one.at, one.last_order)) for one in case.progress]
+    lines = (one for process in case.processes.values() for one in process.lines)
+    batches = [(0.0, 0), *(one.place for one in lines if _pattern("batch").match(one.text))]
+    batches += [place for one, place in places if one.kind in ("prefill", "decode")]
+    answers = [(0.0, 0), *(place for one, place in places if one.kind in ("answer", "refused")
+                           or (one.kind == "health" and one.status < 400))]  # fmt: skip
     good = max(*batches, *answers, (case.ready_at or 0.0, 0))
     signs.last_batch, signs.last_answer = max(batches)[0], max(answers)[0]
     hang = [one for one in found if one.is_of_hang]
@@ -125,10 +122,9 @@ def _last_batch(processes: Iterable[Process]) -> tuple[str, str]:
 
 
 def _stands_for(case: Case, *, is_begun: bool, least: float) -> float:
-    """Return for how many seconds requests have been in a batch, or waited for one, and no batch ran and none ended.
+    """Return for how many seconds requests are under way, no batch ran and none ended; 0.0 where it is not `least`.
 
-    0.0 where they go on, or no request is under way, and of less than `least`. The main process alone may answer health
-    checks all the while.
+    The main process alone may answer health checks all the while.
     """
     progress = case.progress
     work = [one for one in progress if one.kind in ("prefill", "decode")]
@@ -230,7 +226,6 @@ def _quote(*some: Sign) -> list[str]:
 
 
 def _part_of_errors(processes: Iterable[Process]) -> str | None:
-    """Return the first part that an exception of the processes came through."""
     frames = (raised.error.frames for process in processes for raised in process.raised)
     return next((part for one in frames if (part := component_of(one))), None)
 
@@ -248,10 +243,8 @@ def _sizes(signs: Signs, case: Case) -> Finding | None:
 
 def _gpus(signs: Signs, case: Case) -> Finding | None:
     """Return which GPU runs another kernel than those that wait for it, where a debugger saw several."""
-    devices: dict[int, str] = {}
-    for one in case.gpu_kernels:
-        if one.device >= 0 and one.name and not one.exception:
-            devices.setdefault(one.device, one.name)
+    seen = [one for one in reversed(case.gpu_kernels) if one.device >= 0 and one.name and not one.exception]
+    devices = {one.device: one.name for one in seen}  # the first of each
     waiting = [device for device, name in devices.items() if kernel_of(name)[0] in load("signs")["exchanges"]]
     others = sorted(set(devices) - set(waiting))
     if not waiting or len(others) > len(waiting) or (len(devices) < 2 and case.schedulers):
@@ -459,10 +452,9 @@ def _watchdogs(signs: Signs, case: Case) -> Finding | None:
         return finding_of("dumped", dumped[0].event.place, _quote(*dumped), batch=signs.batch) if dumped else None
     first = found[0]
     secs, name = first.groups[1], first.groups[0].lower()
-    for role in ("detokenizer", "tokenizer"):
-        if name.startswith(role):
-            more: dict[str, Any] = {"kind": f"{role}_stuck", "who": role, "component": role, "secs": secs}
-            return finding_of("role_watchdog", first.event.place, _quote(first), **more)
+    if role := next(filter(name.startswith, ("detokenizer", "tokenizer")), ""):
+        more: dict[str, Any] = {"kind": f"{role}_stuck", "who": role, "component": role, "secs": secs}
+        return finding_of("role_watchdog", first.event.place, _quote(first), **more)
     if _is_soft(first) and signs.last_batch > _last_at(first.event) + 1.0:
         return finding_of("slow_batch", first.event.place, _quote(first), secs=secs)
     who = list(dict.fromkeys(one.who for one in found if one.who))

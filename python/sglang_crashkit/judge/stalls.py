@@ -79,12 +79,9 @@ class Member(msgspec.Struct, kw_only=True):
     @property
     def common(self) -> Frame | None:
         """The innermost call that all samples have in common."""
-        found = None
-        for level in zip(*(reversed(frames) for frames in self.frames if frames), strict=False):
-            if any((one.function, one.file) != (level[0].function, level[0].file) for one in level):
-                break
-            found = level[-1]
-        return found
+        levels = zip(*(reversed(frames) for frames in self.frames if frames), strict=False)
+        alike = itertools.takewhile(lambda level: len(set(_path(level))) == 1, levels)
+        return next(iter(reversed([level[-1] for level in alike])), None)
 
     @property
     def goes_on(self) -> bool:
@@ -155,9 +152,8 @@ def _members(case: Case) -> list[Member]:
     ranked = (one for one in case.schedulers if one.ranks)
     known = {(stack.sample.host, stack.sample.pid): one for one in ranked for stack in one.stacks}
     for seen_in in case.processes.values():
-        for stack in seen_in.stacks:
-            if any(one.fatal for one in seen_in.stacks):
-                continue  # what a process was in when it died
+        # What a process was in when it died tells nothing of a hang.
+        for stack in () if any(one.fatal for one in seen_in.stacks) else seen_in.stacks:
             sample = stack.sample
             process = (known.get((sample.host, sample.pid)) if sample.pid else None) or seen_in
             pid, who = sample.pid or process.pid, process.who or sample.title
@@ -168,12 +164,15 @@ def _members(case: Case) -> list[Member]:
         process = seen[0][0]
         stacks = sorted((stack for _process, stack in seen), key=lambda one: (one.sample.time or one.at, one.order))
         frames = [frames_of(one.sample) for one in stacks]
-        role = process.role or next((by for one in frames if (by := role_by(one))), "")
+        role = process.role or next(filter(None, map(role_by, frames)), "")
         name = topology.short_name(process) if process.ranks else process.who or role
         activities = [activity_of(one.sample) for one in stacks]
-        member = Member(process=process, name=name, role=role, stacks=stacks, activities=activities, frames=frames)
-        member.is_on_cpu = case.arguments.get("device") == "cpu"
-        members.append(member)
+        members.append(
+            Member(
+                process=process, name=name, role=role, stacks=stacks, activities=activities, frames=frames,
+                is_on_cpu=case.arguments.get("device") == "cpu",
+            )
+        )  # fmt: skip
     for (_side, role), alike in _by(members, lambda one: (one.process.side, one.role)).items():
         for one in alike:
             if one.process.ranks or (len(alike) > 1 and one.name not in ("", role)):
@@ -184,8 +183,8 @@ def _members(case: Case) -> list[Member]:
     are_pair = len({one.process.side for one in members} - {""}) > 1
     are_apart = len({one.stacks[-1].sample.host for one in members} - {""}) > 1
     for one in members:
-        one.name += f" of {one.process.side}" if are_pair and one.process.side else ""
-        one.name += f" on {one.stacks[-1].sample.host}" if are_apart else ""
+        host, side = one.stacks[-1].sample.host, one.process.side
+        one.name += (f" of {side}" if are_pair and side else "") + (f" on {host}" if are_apart else "")
     for alike in _by(members, lambda one: (one.process.side, one.name)).values():
         if len(alike) > 1 and alike[0].server:
             for one in alike:
@@ -387,10 +386,10 @@ def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member])
 
 def _weight_update(scene: Scene, group: Sequence[Member]) -> Finding:
     places = [one.last.place for one in group if one.last.purpose in _UPDATES and one.last.place]
-    joins_group = bool(places) and bool(re.search(r"distributed|group", places[0].function))
     trainers = [one for one in scene.members if one.role in ("trainer", "") and one.last.kind != "unknown"]
     found = _finding(scene, "weight_update", [], [*group, *trainers])
-    if len(places) == len(group) and (joins_group or group[0].last.purpose == "weights"):
+    is_update = group[0].last.purpose == "weights"
+    if len(places) == len(group) and (is_update or re.search("distributed|group", places[0].function)):
         found.who = "trainer"
         found.because.append(f"a member of the update's group has not joined {places[0]}: the trainer is another")
     return found
@@ -408,12 +407,13 @@ def _gpu_stall(scene: Scene, group: Sequence[Member]) -> Finding | None:
 def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[Member]) -> Finding | None:
     """Return what is said of a pipeline, some of whose stages wait for another."""
     stages = _by(members, lambda one: one.process.ranks.get("pp", 0))
+    # One that sends waits for the next stage, one that receives for the stage before it.
+    steps = {"send": 1, "recv": -1}
     waits: dict[int, set[int]] = {}
     for stage, group in stages.items():
-        # One that sends waits for the next stage, one that receives for the stage before it.
-        ahead = [{"send": 1, "recv": -1}.get(one.last.operation) for one in group]
+        ahead = {steps[one.last.operation] for one in group if one.last.operation in steps}
         is_elsewhere = any(one.last.kind != "p2p" for one in group)
-        waits[stage] = set() if is_elsewhere else {(stage + one) % layout.pp for one in ahead if one is not None}
+        waits[stage] = set() if is_elsewhere else {(stage + one) % layout.pp for one in ahead}
     if all(one.last.is_for_requests or one.last.purpose == "transfers" for one in members) and not scene.signs.is_hang:
         return None
     awaited = {other for others in waits.values() for other in others}
@@ -434,26 +434,24 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
         # A combination that the release does not support fails again.
         different.restart = "no" if layout.is_dp_attention else "yes"
         return different
-    found_in.who = found_in.who or f"PP{roots[0]}"
-    found_in.headline = _standing(members)
+    found_in.who, found_in.headline = found_in.who or f"PP{roots[0]}", _standing(members)
     return found_in
 
 
 def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
     """Return what is said of ranks that compile or load."""
-    kind, seen = members[0].last.kind, scene.case.watched
+    kind, is_watched = members[0].last.kind, scene.case.watched is not None
     named = members if len(members) < len(group) else []
-    if seen is not None and all(one.rests for one in members):
+    if is_watched and all(one.rests for one in members):
         return _finding(scene, "awaited" if named else "no_progress", named, group, steps=_own_steps(members))
     if kind == "weight_load":
-        is_slow = scene.signs.is_hang and seen is None
-        is_slow |= any(float(one.groups[2] or 0) >= _SLOW for one in scene.signs.all("shards"))
+        shards = (float(one.groups[2] or 0) for one in scene.signs.all("shards"))
+        is_slow = (scene.signs.is_hang and not is_watched) or any(secs >= _SLOW for secs in shards)
         return _finding(scene, "slow_weights" if is_slow else "weights", named, group)
     component = component_of(members[0].frames[-1]) or "compiler"
     is_ended = kind == "compile" and scene.signs.was_ended
-    row, named = ("long_compile", named) if is_ended else ("compile", [])
-    deep_gemm = component == "deep_gemm"
-    return _finding(scene, row, named, group, component=component, deep_gemm=deep_gemm, was_ended=is_ended)
+    more = {"component": component, "deep_gemm": component == "deep_gemm", "was_ended": is_ended}
+    return _finding(scene, "long_compile" if is_ended else "compile", named if is_ended else [], group, **more)
 
 
 def _elsewhere(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
@@ -547,7 +545,7 @@ def _branched(scene: Scene, row: str, named: Sequence[Member], group: Sequence[M
 
 def _component(members: Sequence[Member]) -> str | None:
     for one in members:
-        frames = one.frames[-1] if one.frames else ()
+        frames = one.frames[-1]
         if one.last.waits in ("ranks", "gpu") and one.last.place in frames:
             # Who made the call tells more than what passes it on.
             frames = frames[frames.index(one.last.place) :]
@@ -574,8 +572,8 @@ def _told(members: Sequence[Member]) -> str:
         if len(some) > 1:
             verb, _, rest = words.partition(" ")
             words = f"{plurals.get(verb, verb)} {rest}".replace(" its ", " their ").replace(" a launch", " launches")
-        who = f"all {len(some)} ranks" if len(some) == len(members) > 2 and some[0].process.ranks else _who(some)
-        parts.append(f"{who} {words}")
+        is_all = len(some) == len(members) > 2 and some[0].process.ranks
+        parts.append(f"{f'all {len(some)} ranks' if is_all else _who(some)} {words}")
     if len(groups) > _MAX_TOLD:
         parts.append(f"{sum(len(some) for some in groups[_MAX_TOLD:])} more are elsewhere")
     return "; ".join(parts)

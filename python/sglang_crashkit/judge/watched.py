@@ -143,9 +143,8 @@ def refine(case: Case, chosen: Finding) -> Finding:
     if not reason and chosen.kind != "poison_request":
         return chosen
     rid = suspect.rid if suspect and is_suspected else repeated.rid if repeated else ""
-    named = [f"request {rid} is suspected most"] if rid and rid not in reason else []
-    reasons = [reason] if reason else []
+    reasons = [reason] * bool(reason) + [f"request {rid} is suspected most"] * bool(rid and rid not in reason)
     chosen.kind, chosen.level, chosen.restart, chosen.cause = "poison_request", "supported", None, ""
-    chosen.because = [*chosen.because[:1], *reasons, *named, *chosen.because[1:]]
-    chosen.next = [*steps_of("poison_request", rid=rid), *chosen.next]
+    chosen.because[1:1] = reasons
+    chosen.next[:0] = steps_of("poison_request", rid=rid)
     return chosen
