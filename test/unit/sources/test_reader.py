@@ -310,13 +310,6 @@ def test_what_a_gpu_draws_tells_a_kernel_that_waits(tmp_path: Path) -> None:
     assert (found[4].watts, found[4].most_watts, found[2].watts) == (119.0, 700.0, -1.0)
 
 
-def test_gzip_reads_as_the_text_in_it(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text(LOG)
-    (tmp_path / "b.log").write_bytes(gzip.compress(LOG.encode()))
-    plain, zipped = ([type(one) for one in read([tmp_path / name])] for name in ("a.log", "b.log"))
-    assert plain == zipped
-
-
 def test_what_is_cut_or_missing_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     path, missing = tmp_path / "cut.gz", tmp_path / "none.log"
     path.write_bytes(gzip.compress(LOG.encode() * 50)[:-9])
