@@ -22,7 +22,6 @@ _NEUTRAL = re.compile(
 
 @functools.cache
 def _patterns(column: str) -> dict[str, re.Pattern[str]]:
-    """Return the pattern of each part that has one in a column."""
     forms = {
         name: "|".join(f"(?:{one.replace('(?i)', '')})" for one in row[column])
         for name, row in load("components").items()

@@ -323,7 +323,6 @@ def _none_waits(scene: Scene, members: Sequence[Member], group: Sequence[Member]
 
 
 def _own_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
-    """Return what is said of ranks that run Python code of their own."""
     stuck = [one for one in members if not one.is_moving or ((own := one.common) and is_own(own) and not is_loop(own))]
     if not stuck or (not scene.signs.is_hang and (scene.signs.is_alive or len(stuck[0].activities) < 2)):
         return None
@@ -439,7 +438,6 @@ def _judge_pipeline(scene: Scene, layout: topology.Topology, members: Sequence[M
 
 
 def _at_work(scene: Scene, members: Sequence[Member], group: Sequence[Member]) -> Finding | None:
-    """Return what is said of ranks that compile or load."""
     kind, is_watched = members[0].last.kind, scene.case.watched is not None
     named = members if len(members) < len(group) else []
     if is_watched and all(one.rests for one in members):
@@ -536,7 +534,6 @@ def _finding(scene: Scene, row: str, named: Sequence[Member], group: Sequence[Me
 
 
 def _branched(scene: Scene, row: str, named: Sequence[Member], group: Sequence[Member], **values: Any) -> Finding:
-    """Return a finding of ranks that took different branches."""
     places = dict.fromkeys(bare(one.last.place.function) for one in group if one.last.place)
     told = " against ".join(f"`{one}`" for one in [*places][:3])
     steps = steps_of("branch", places=told, hicache=scene.case.arguments.get("enable_hierarchical_cache"))

@@ -33,7 +33,6 @@ def beside_ranks(case: Case) -> int | None:
 
 
 def _raised(case: Case) -> Raised | None:
-    """Return the exception of the first failure."""
     return next((one for process in case.processes.values() for one in process.raised if not one.follows), None)
 
 

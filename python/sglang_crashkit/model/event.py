@@ -53,7 +53,6 @@ class Line(Event, frozen=True, kw_only=True, tag="line"):
 
     text: str
     level: LineLevel = ""
-    logger: str = ""  # who says it where that is no SGLang: ``NCCL``, ``Gloo``, ``glog``, ``uvicorn``
     count: int = 1
     last_at: float = 0.0
 

@@ -120,12 +120,8 @@ def events_of(
 ) -> Iterator[AnyEvent]:
     """Yield what is known of an incident's processes, their ends, exceptions and stacks, and of its host.
 
-    Args:
-        incident: as it is shown; see `Incident.shown`.
-        environment: what ``environment.json`` holds.
-        records: by pid what failing processes wrote of themselves, as ``ranks/*.exception.json`` holds it.
-        samples: by pid what the processes did, where more is known of it than the incident tells.
-        source: what the events are said to come from; empty where that is the incident itself.
+    `environment` is what ``environment.json`` holds, `records` by pid what ``ranks/*.exception.json`` does, `samples`
+    by pid what the processes did where more is known than the incident tells, `source` what the events come from.
     """
     orders = count(1)
     for event in _Incident(incident, environment, records, samples or {}).events():
@@ -317,14 +313,12 @@ class _Incident:
             yield Kernel(kind="shm_full", text=f"the shared memory is {used / total:.0%} full")
 
     def _is_of_others(self, event: Xid) -> bool:
-        """Return whether an Xid error is of a GPU that other programs have, while each rank is known on another.
-
-        A GPU that fell off the bus lists no process.
-        """
+        """Return whether an Xid error is of a GPU that only other programs have, while each rank is on another."""
         devices = self._incident.gpus.devices if self._incident.gpus is not None else []
         placed = {one.pid for device in devices for one in device.processes}
         its = next((device for device in devices if device.bus_id == event.bus_id), None)
         ranks = [one.pid for one in self._incident.processes if one.is_rank]
+        # A GPU that fell off the bus lists no process.
         return its is not None and bool(its.others) and not its.processes and placed.issuperset(ranks)
 
     # -- what steps, flight recorders and requests show
@@ -379,7 +373,6 @@ def _read_json(path: Path, *, is_needed: bool = False) -> Mapping[str, Any]:
 
 
 def _names_of(process: ProcessReport, kind: str) -> list[str]:
-    """Return the names of the files of one kind of evidence."""
     return [Path(one.path).name for one in process.evidence if one.kind == kind and one.path]
 
 

@@ -105,25 +105,57 @@ def test_a_fact_has_its_class_and_no_more_than_its_level(event: AnyEvent, kind: 
     assert (verdict.kind, verdict.level) == (kind, level)
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        raised(
-            "ValueError: The input is longer than the model's context", "handle (sglang/srt/entrypoints/x.py:1)", who=""
-        ),
-        Line(order=5, at=5.0, level="error", text="Task exception was never retrieved"),
-        Kernel(order=5, at=5.0, kind="oom_kill", pid=99, name="python3", text="Memory cgroup out of memory"),
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+WORK = Progress(order=2, at=2.0, kind="decode", who="TP0", count=50, last_at=90.0, last_order=60)
+ANSWERED = Progress(order=20, at=20.0, kind="answer", count=9, last_at=300.0, last_order=40)
+TOO_LONG = raised("ValueError: The input is longer than the context", "handle (sglang/srt/entrypoints/x.py:1)", who="")
+NEVER_RETRIEVED = Line(order=5, at=5.0, level="error", text="Task exception was never retrieved")
+WHAT = Line(order=5, at=5.0, level="error", text=f"what():  {ILLEGAL}")
+WATCHED = Watched(order=6, at=6.0, kind="signal", level="established", who="TP1", pid=29)
+WATCHDOG = Line(order=5, at=5.0, who="TP0", text=f"watchdog thread terminated with exception: {ILLEGAL}", level="error")
+MOE = "forward (sglang/srt/layers/moe/fused_moe_triton/layer.py:10)"
+BEGUN = raised("ConnectionError: refused", "send (requests/adapters.py:729)", who="", source="server.log:9")
+KILLED = Exit(order=7, at=7.0, who="TP0", signal="SIGKILL", source="incident")
+VOCABULARY = ("OSError: no such vocabulary", "run_detokenizer_process (sglang/srt/x.py:442)")
+
+
+def ready_in(source: str) -> Stage:
+    return Stage(order=6, at=6.0, name="ready", is_done=True, source=f"{source}:30")
+
+
+#: By class, who failed first and the part, where these are asked for: facts.
+FACTS: dict[tuple[str, str, str], list[list[AnyEvent]]] = {
+    ("no_incident", "", ""): [
+        # What the server outlives is nothing.
+        [READY, WORK, TOO_LONG],
+        [READY, WORK, NEVER_RETRIEVED],
+        [READY, WORK, kernel("oom_kill", pid=99, name="python3", text="Memory cgroup out of memory")],
+        [READY, ANSWERED, raised(*VOCABULARY, who="tokenizer")],
+        [READY, ANSWERED, Line(order=5, at=5.0, who="detokenizer", text=ILLEGAL, level="error")],
     ],
-    ids=lambda event: type(event).__name__,
+    # An answer of the web server does not outlive the detokenizer.
+    ("detokenizer_lost", "detokenizer", ""): [[READY, ANSWERED, raised(*VOCABULARY, who="detokenizer")]],
+    # What fails after the server was asked to stop is no failure.
+    ("asked_to_stop", "", ""): [
+        [READY, Stop(order=4, at=4.0, by="kubernetes", text="Stopping container"), raised("KeyError: x", *FORWARD)]
+    ],
+    # The words of an abort are those of the process that the crash handler named.
+    ("cuda_fault", "", ""): [[READY, WHAT]],
+    ("cuda_fault", "TP1", ""): [[READY, WHAT, WATCHED]],
+    ("cuda_fault", "TP0", "moe"): [[READY, WATCHDOG, raised(f"RuntimeError: {ILLEGAL}", MOE, *FORWARD, order=6)]],
+    # What a program failed with before it was ready, as in a warm-up, it has outlived; another one has not.
+    ("killed", "TP0", ""): [[BEGUN, ready_in("server.log"), KILLED]],
+    ("exception", "TP0", ""): [[BEGUN, ready_in("prefill.log"), KILLED]],
+}
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"), [(events, expected) for expected, some in FACTS.items() for events in some]
 )
-def test_what_the_server_outlives_is_nothing(event: AnyEvent) -> None:
-    work = Progress(order=2, at=2.0, kind="decode", who="TP0", count=50, last_at=90.0, last_order=60)
-    assert verdict_of(READY, work, event).kind == "no_incident"
-
-
-def test_what_fails_after_the_server_was_asked_to_stop_is_no_failure() -> None:
-    stop = Stop(order=4, at=4.0, by="kubernetes", text="Stopping container sglang")
-    assert verdict_of(READY, stop, raised("RuntimeError: x", *FORWARD, order=6)).kind == "asked_to_stop"
+def test_facts_have_one_verdict(events: list[AnyEvent], expected: tuple[str, str, str]) -> None:
+    found = verdict_of(*events)
+    kind, first, part = expected
+    assert (found.kind, found.first or "", part and found.component) == (kind, first, part)
 
 
 def test_a_part_is_taken_out_only_where_it_is_on() -> None:
@@ -140,13 +172,6 @@ def test_the_steps_name_what_the_vendor_calls_it() -> None:
     steps = " ".join(verdict_of(READY, fault).next)
     assert "AMD_SERIALIZE_KERNEL" in steps
     assert "CUDA_LAUNCH_BLOCKING" not in steps
-
-
-def test_words_of_an_abort_are_those_of_the_process_that_the_crash_handler_named() -> None:
-    said = Line(order=5, at=5.0, level="error", text="what():  CUDA error: an illegal memory access was encountered")
-    watched = Watched(order=6, at=6.0, kind="signal", level="established", who="TP1", pid=29)
-    assert (verdict_of(READY, said).kind, verdict_of(READY, said).first) == ("cuda_fault", None)
-    assert verdict_of(READY, said, watched).first == "TP1"
 
 
 def test_a_warning_that_lists_vendors_names_none() -> None:
@@ -203,15 +228,6 @@ def test_a_step_takes_out_only_what_the_arguments_switch_on() -> None:
     assert not is_switched_on("pipeline_parallel", {"pp_size": 1})
 
 
-@pytest.mark.parametrize(("source", "expected"), [("server.log", "killed"), ("prefill.log", "exception")])
-def test_what_a_program_failed_with_before_it_was_ready_it_has_outlived(source: str, expected: str) -> None:
-    """Such as a warm-up that failed; of another program, ready says nothing."""
-    failed = raised("ConnectionError: refused", "send (requests/adapters.py:729)", who="", source="server.log:9")
-    ready = Stage(order=6, at=6.0, name="ready", is_done=True, source=f"{source}:30")
-    killed = Exit(order=7, at=7.0, who="TP0", signal="SIGKILL", source="incident")
-    assert verdict_of(failed, ready, killed).kind == expected
-
-
 def test_what_a_healthy_server_says_most_is_told_and_what_python_warns_of_is_not() -> None:
     lines = [("an image is broken", 7), ("a retry", 2), ("UserWarning: slow", 90)]
     events = [
@@ -225,27 +241,6 @@ def test_what_a_healthy_server_says_most_is_told_and_what_python_warns_of_is_not
         "it goes on after what it says 7 times: an image is broken",
         "it goes on after what it says 2 times: a retry",
     ]
-
-
-def test_a_gpu_fault_is_of_the_part_that_an_exception_of_it_came_through() -> None:
-    words = "CUDA error: an illegal memory access was encountered"
-    line = Line(order=5, at=5.0, who="TP0", text=f"watchdog thread terminated with exception: {words}", level="error")
-    place = "forward (sglang/srt/layers/moe/fused_moe_triton/layer.py:10)"
-    verdict = verdict_of(READY, line, raised(f"RuntimeError: {words}", place, *FORWARD, order=6))
-    assert (verdict.kind, verdict.component) == ("cuda_fault", "moe")
-
-
-@pytest.mark.parametrize("who", ["detokenizer", "tokenizer"])
-def test_an_answer_of_the_web_server_does_not_outlive_the_detokenizer(who: str) -> None:
-    failed = raised("OSError: no such vocabulary", "run_detokenizer_process (sglang/srt/x.py:442)", who=who)
-    answered = Progress(order=20, at=20.0, kind="answer", count=9, last_at=300.0, last_order=40)
-    assert (verdict_of(READY, failed, answered).kind == "no_incident") == (who != "detokenizer")
-
-
-def test_a_line_of_the_detokenizer_is_outlived_by_answers() -> None:
-    line = Line(order=5, at=5.0, who="detokenizer", text="CUDA error: an illegal memory access", level="error")
-    answered = Progress(order=20, at=20.0, kind="answer", count=9, last_at=300.0, last_order=40)
-    assert verdict_of(READY, line, answered).kind == "no_incident"
 
 
 def test_an_argument_is_named_as_the_option_that_sets_it_with_its_value() -> None:

@@ -57,12 +57,7 @@ class Carried:
 
 
 class Carrier:
-    """Takes off what the lines of one file have in front; made from the first of them.
-
-    Args:
-        lines: the first lines of the file.
-        year: of journal lines, which have none.
-    """
+    """Takes off what the lines of one file have in front, known by its first lines; journal lines lack the year."""
 
     def __init__(self, lines: Iterable[str], year: int = 0) -> None:
         self._is_compose = self._is_srun = self._is_quoted = False

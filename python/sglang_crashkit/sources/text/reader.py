@@ -118,13 +118,11 @@ _CONTROL = re.compile(
     r"/(?:pause|continue)_generation|/\w*weights\w*|/(?:un)?load_lora_adapter|/flush_cache|/\w*_memory_occupation"
     r"|/\w+_profile|/set_internal_state|/(?:attach|detach|clear)_hicache\w*"
 )
-_LOGGERS = (
-    ("NCCL", re.compile(r"NCCL (?:WARN|INFO|ERROR)|ProcessGroupNCCL|\bncclInternalError\b|nccl\w{0,30}Error")),
-    ("Gloo", re.compile(r"\bgloo[/:]|\[enforce fail at|ProcessGroupGloo")),
-    ("C++", re.compile(r"terminate called|^\s*what\(\):|Aborted \(core")),
-    ("HIP", re.compile(r"Memory access fault by GPU|\bHIP error\b|\bROCr\b|:0:rocdevice")),
-    ("rust", re.compile(r"panicked at|RUST_BACKTRACE")),
-    ("glog", re.compile(r"^[IWEF]\d{4}(?:\d{4})? \d\d:\d\d:\d\d")),
+#: Who says a line where that is no SGLang: NCCL, gloo, C++, HIP, Rust, glog.
+_LIBRARY = re.compile(
+    r"NCCL (?:WARN|INFO|ERROR)|ProcessGroupNCCL|\bncclInternalError\b|nccl\w{0,30}Error|\bgloo[/:]|\[enforce fail at"
+    r"|ProcessGroupGloo|terminate called|^\s*what\(\):|Aborted \(core|Memory access fault by GPU|\bHIP error\b|\bROCr\b"
+    r"|:0:rocdevice|panicked at|RUST_BACKTRACE|^[IWEF]\d{4}(?:\d{4})? \d\d:\d\d:\d\d"
 )
 #: What runs in one process alone whose lines have no name, which a rank's line may stand before.
 _WITHOUT_A_NAME = {"run_detokenizer_process": "detokenizer", "init_tokenizer_manager": "tokenizer"}
@@ -158,10 +156,9 @@ def read(
 
     Args:
         paths: what somebody named: files, pipes, folders, or ``-`` for the standard input.
-        problems: gets why some of them cannot be read, or not to their end, where others can.
+        problems: gets why some cannot be read, or not to their end, where others can.
         progress: is called with a file and how many bytes of it, unzipped, were read, from time to time.
-        beside: files not given by name, such as an incident's. As in a folder, what is no regular file is left out: the
-            end of a pipe might never come.
+        beside: files not given by name, such as an incident's; what is no regular file, such as a pipe, is left out.
 
     Raises:
         NothingToDoError: one of them is not there, and there are no `problems` or no others.
@@ -235,8 +232,6 @@ class _Stream:
 
 @dataclass
 class _Batches:
-    """The progress of one process of one kind."""
-
     at: float
     order: int
     count: int = 0
@@ -618,11 +613,9 @@ class _File:
             # The line before may say whose it is.
             subject = facts.subject_of(text) or (facts.subject_of(stream.said) if text.startswith("Exit code") else "")
             add(Exit, who=subject, code=ended[0], signal=ended[1], text=text[:400])
-        logger = next((name for name, pattern in _LOGGERS if pattern.search(text[:600])), "")
         stream.said = text[:400]
-        line = make(Line, text=text[:_MAX_MESSAGE], level=level, logger=logger)
-        self._keep(text, key, line, stream.more if is_own else [])
-        if not is_own and not logger and len(stream.more) < _MAX_MORE:
+        self._keep(text, key, make(Line, text=text[:_MAX_MESSAGE], level=level), stream.more if is_own else [])
+        if not is_own and not _LIBRARY.search(text[:600]) and len(stream.more) < _MAX_MORE:
             stream.more.append(text[:_MAX_MORE_LINE])
 
     def _keep(self, text: str, key: str, line: Line, more: list[str]) -> None:
@@ -636,7 +629,6 @@ class _File:
             self.lines[likeness] = [line, 1, line.at, more]
 
     def _count(self, key: str, who: str, kind: str, status: int, line: bytes, at: float) -> None:
-        """Count a batch, or an answer."""
         if (entry := self.batches.get((key, who, kind, status))) is None:
             entry = self.batches[key, who, kind, status] = _Batches(at, self.order)
         entry.count += 1
