@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_crashkit.judge.activity import activity_of, front_work, of_frames, of_state, role_by
+from sglang_crashkit.judge.activity import activity_of, front_work, of_frames, of_state
 from sglang_crashkit.model.sample import Thread
 from unit.judge.stack_events import LOOP, RECV_REQUESTS, RESULT, SRT, frames, stack
 
@@ -114,23 +114,6 @@ def test_kernels_of_nccl_make_a_wait_for_the_gpu_a_collective() -> None:
     assert activity_of(sample).kind == "collective"
     other = stack("TP0", *RESULT, kernels=("flash_fwd_kernel",)).sample
     assert activity_of(other).kind == "gpu_sync"
-
-
-@pytest.mark.parametrize(
-    ("texts", "role"),
-    [
-        (LOOP, "scheduler"),
-        ((f"event_loop ({SRT}/managers/detokenizer_manager.py:140)",), "detokenizer"),
-        (
-            ("run_until_complete (asyncio/base_events.py:1)", f"launch_server ({SRT}/entrypoints/http_server.py:2)"),
-            "tokenizer",
-        ),
-        ((f"run_data_parallel_controller_process ({SRT}/managers/data_parallel_controller.py:900)",), "controller"),
-        (("main (train.py:10)",), ""),
-    ],
-)
-def test_roles_by_functions(texts: tuple[str, ...], role: str) -> None:
-    assert role_by(frames(*texts)) == role
 
 
 @pytest.mark.parametrize(

@@ -531,9 +531,3 @@ def test_the_record_of_a_rank_tells_more_than_the_timeline() -> None:
     found = verdict_of(document, {10: record})
     assert found.kind == "cuda_fault"
     assert "in forward (sglang/srt/models/x.py:2)" in found.headline
-
-
-def test_an_old_kill_of_the_kernels_is_not_this_one() -> None:
-    # The counter of a container also has what was killed in it days ago.
-    memory = {"memory": {"events": {"oom_kill": 3}}}
-    assert verdict_of(incident("signal", TP1, end=killed(), environment=memory)).kind == "killed"

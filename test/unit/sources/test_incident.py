@@ -12,7 +12,6 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.judge.knowledge import load
 from sglang_crashkit.judge.verdict import judge
 from sglang_crashkit.model.case import Case, case_of
-from sglang_crashkit.model.event import Kernel
 from sglang_crashkit.sources.incident import is_incident, read_incident
 
 DATA = Path(__file__).parents[1] / "incident" / "data"
@@ -67,14 +66,6 @@ def test_the_files_of_stacks_have_more_frames_than_the_document(tmp_path: Path) 
     (tmp_path / "stacks" / "a-7.json").write_text(json.dumps({"threads": threads}))
     threads = [one.sample.threads[0] for one in case_of(read_incident(tmp_path)).processes["scheduler"].stacks]
     assert [[str(frame) for frame in one.frames] for one in threads] == [names[1:], names[1:2]]
-
-
-def test_an_out_of_memory_kill_of_a_process_is_the_kernels_word(tmp_path: Path) -> None:
-    document = json.loads((DATA / "killed.json").read_text())
-    end = next(one["exit"] for one in document["processes"] if one["exit"])
-    end["cause"] = "oom_kill"
-    (tmp_path / "incident.json").write_text(json.dumps(document))
-    assert [one.kind for one in read_incident(tmp_path) if isinstance(one, Kernel)] == ["oom_kill"]
 
 
 @pytest.mark.parametrize(
