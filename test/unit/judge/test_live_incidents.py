@@ -27,9 +27,7 @@ LOADING = (
     SCHEDULER,
 )
 LOADER, TOKENIZER = "load_model (sglang/srt/model_loader/loader.py:1)", "from_pretrained (transformers/x.py:1)"
-LAUNCHER = "Engine._launch_subprocesses (sglang/srt/entrypoints/engine.py:1)"
 FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)", SCHEDULER)
-CHECK = ("raise_error_or_warn (sglang/srt/utils/common.py:4691)", *FORWARD[1:])
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
 WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin (x.py:1)"
 GATHERS = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)"
@@ -53,8 +51,6 @@ OTHERS = {
         "xids": [{"xid": 94, "bus_id": "0000:3b:00", "processes": []}],
     }
 }
-LOADS = "safetensors_weights_iterator (sglang/srt/model_loader/weight_utils.py:1)"
-PINNED = "alloc_with_pin_memory (sglang/srt/mem_cache/pool_host/common.py:364)"
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
 }
@@ -155,7 +151,6 @@ JOINS = [
 SERVER = ["run (uvicorn/server.py:1)", "launch_server (sglang/srt/entrypoints/http_server.py:1)"]
 TWO_NODES = {"environment": {"parallel": {"tp": 2, "nnodes": 2, "node_rank": 0}}}
 EST, SUP, UNK = "established", "supported", "unknown"
-PAIR = "transfer_worker (sglang/srt/disaggregation/nixl/conn.py:1153)"
 DETOKENIZER, STARTING = "sglang::detokenizer", ("launch_failed",)
 #: By class and level: incidents that have it.
 TABLE: dict[tuple[str, str], dict[str, dict[str, Any]]] = {

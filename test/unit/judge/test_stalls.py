@@ -103,11 +103,6 @@ TOKENIZING = (
     "run_forever (asyncio/base_events.py:641)",
     f"launch_server ({SRT}/entrypoints/http_server.py:2492)",
 )
-SERVING = (
-    "select (selectors.py:468)",
-    "_run_once (asyncio/base_events.py:1898)",
-    f"launch_server ({SRT}/entrypoints/http_server.py:2492)",
-)
 DETOKENIZING = (
     "decode (transformers/tokenization_utils_base.py:3900)",
     f"handle_batch_token_id_out ({SRT}/managers/detokenizer_manager.py:200)",

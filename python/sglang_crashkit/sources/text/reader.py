@@ -221,7 +221,6 @@ class _Stream:
     names: set[str] = field(default_factory=set)  # the first two of these
     thread: str = ""
     said: str = ""  # the last line before a traceback
-    level: LineLevel = ""
     more: list[str] = field(default_factory=list)  # what follows SGLang's last line without a prefix of its own
     traceback: tracebacks.Traceback | None = None
     prefix: re.Pattern[str] | None = None  # what a logger of another program puts before each line of it
@@ -502,7 +501,6 @@ class _File:
         is_cut = tracebacks.HEADER[:-1] not in text
         before = "" if is_cut and stream.said[:1] == " " else stream.said  # a frame's source line, as it is cut there
         stream.traceback = tracebacks.Traceback(said=(said or before)[:400], is_cut=is_cut)
-        stream.level = "error"
         stream.started = (stream.at, self.order)
         if rank := _RANK.match(text):
             stream.who = stream.who or f"TP{rank[1]}"
@@ -520,7 +518,7 @@ class _File:
                 who = facts.subject_of(said) if said.startswith("Process ") else ""
                 alone = (_WITHOUT_A_NAME[one.function] for one in chain[0].frames if one.function in _WITHOUT_A_NAME)
                 raised = Raised(
-                    order=order, at=at, who=next(alone, who) or stream.who, chain=chain, said=said, level=stream.level,
+                    order=order, at=at, who=next(alone, who) or stream.who, chain=chain, said=said, level="error",
                     thread=stream.thread, is_cut=stream.traceback.is_cut, source=source,
                 )  # fmt: skip
                 self._add(key, raised)
