@@ -369,8 +369,7 @@ def _symmetric(scene: Scene, layout: topology.Topology, group: Sequence[Member])
     nodes = layout.unseen_nodes
     # Of a larger server most ranks may be without a stack.
     is_small = max(layout.ranks, len(group)) <= _SMALL
-    unseen = topology.unseen_ranks(layout, [one.process.ranks for one in group]) if is_small else []
-    missing = [" ".join(f"{axis.upper()}{number}" for axis, number in reversed(one.items())) for one in unseen]
+    missing = topology.unseen_ranks(layout, (one.process.ranks for one in group)) if is_small else []
     is_part = 0 < len(missing) < len(group) and not nodes
     first = group[0].last
     ranks = topology.name_ranks(missing) if is_part else ""

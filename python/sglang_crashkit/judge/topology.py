@@ -103,13 +103,13 @@ def groups_of(topology: Topology, members: Iterable[_T], ranks: Callable[[_T], M
     return [found[key] for key in sorted(found)]
 
 
-def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[dict[str, int]]:
-    """Return the ranks by the arguments of which nothing is seen, by stage and rank of tensor parallelism."""
+def unseen_ranks(topology: Topology, seen: Iterable[Mapping[str, int]]) -> list[str]:
+    """Return the names of the ranks by the arguments of which nothing is seen, by stage and tensor parallelism."""
     if not topology.is_known or topology.ranks > _MAX_SIZE:
         return []
     there = {(one.get("pp", 0), one.get("tp", 0)) for one in seen}
     missing = ((pp, tp) for pp in range(topology.pp) for tp in range(topology.tp) if (pp, tp) not in there)
-    return [{"tp": tp, **({"pp": pp} if topology.pp > 1 else {})} for pp, tp in missing]
+    return [f"PP{pp} TP{tp}" if topology.pp > 1 else f"TP{tp}" for pp, tp in missing]
 
 
 def name_nodes(nodes: Sequence[int]) -> str:

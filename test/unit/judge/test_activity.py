@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_crashkit.judge.activity import activity_of, front_work, of_frames, of_state
+from sglang_crashkit.judge.activity import activity_of, front_work, of_frames
 from sglang_crashkit.model.sample import Thread
 from unit.judge.stack_events import LOOP, RECV_REQUESTS, RESULT, SRT, frames, stack
 
@@ -18,24 +18,6 @@ BATCH = (f"run_batch ({SRT}/managers/scheduler.py:2100)", *LOOP)
 def kind_of(*texts: str, native: tuple[str, ...] = ()) -> tuple[str, str]:
     activity = of_frames(frames(*texts), frames(*native))
     return activity.kind, activity.operation
-
-
-@pytest.mark.parametrize(
-    ("state", "wchan", "tracer", "kind"),
-    [
-        ("T", "", 0, "stopped"),
-        ("S", "do_freezer_trap", 0, "stopped"),
-        ("t", "", 77, "traced"),
-        ("D", "rpc_wait_bit_killable", 0, "disk_sleep"),
-        ("Z", "", 0, "dead"),
-        ("S", "futex_wait_queue", 0, None),
-        ("R", "", 0, None),
-        ("", "", 0, None),
-    ],
-)
-def test_the_kernel_s_state(state: str, wchan: str, tracer: int, kind: str | None) -> None:
-    activity = of_state(state, wchan, tracer)
-    assert (activity.kind if activity else None) == kind
 
 
 @pytest.mark.parametrize(("texts", "kind", "operation"), ROWS["python"])

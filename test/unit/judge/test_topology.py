@@ -47,10 +47,7 @@ def test_nodes_of_which_no_rank_is_seen(arguments: dict[str, Any], seen: tuple[s
 
 def test_ranks_of_which_nothing_is_seen() -> None:
     layout = layout_of({"tp_size": 2, "pp_size": 2})
-    assert topology.unseen_ranks(layout, map(ranks_in, ("PP0 TP0", "PP1 TP1"))) == [
-        {"tp": 1, "pp": 0},
-        {"tp": 0, "pp": 1},
-    ]
+    assert topology.unseen_ranks(layout, map(ranks_in, ("PP0 TP0", "PP1 TP1"))) == ["PP0 TP1", "PP1 TP0"]
     assert topology.unseen_ranks(layout_of({}), []) == []
 
 
