@@ -101,15 +101,14 @@ class RingWriter:
         self._sequence = 0
         #: Where the next record goes, and where a held one lies, counted on over the end of the data.
         self._head = 0
-        #: By the number of the hold: where, bytes of the frame and the payload, bytes of the payload, its checksum.
-        self._held: dict[int, tuple[int, int, int, int]] = {}
+        #: By the number of the hold, oldest first: where, bytes of the payload, its checksum.
+        self._held: dict[int, tuple[int, int, int]] = {}
         self._held_bytes = 0
-        self._credit = 0
-        #: Up to where records go without a look at what is held and what is reserved, and where that look was last.
-        self._quiet_until = self._looked_at = 0
+        #: Up to here no held record is due.
+        self._none_due_until = 0
+        self._reserved = min(_STEP_BYTES, self.capacity)
         head = HEADER.pack(MAGIC, self.capacity, self._mark)
         head += CHECKSUM.pack(zlib.crc32(head))
-        self._reserved = self._reservation(0)
         self.fd, self._map = map_sealed(_HEADER_BYTES + self.capacity, name, head, _HEADER_BYTES + self._reserved)
         # A ring that is not closed goes with its writer.
         self._close_fd = weakref.finalize(self, os.close, self.fd)
@@ -123,29 +122,17 @@ class RingWriter:
             ValueError: the payload is too long, or the ring is closed.
             RingError: the kernel gives no more memory.
         """
-        length = len(payload)
-        if length > self.max_payload:
-            raise ValueError(f"a record of {length} bytes is over {self.max_payload}")
-        checksum, size = zlib.crc32(payload), _frame_size(length)
-        begin = self._head
-        if begin + size <= self._quiet_until:
-            self._head += size
-        else:
-            begin = self._make_room(size)
-        start = _HEADER_BYTES + begin % self.capacity + FRAME_BYTES
-        data, rest = self._map, start + length - _HEADER_BYTES - self.capacity
-        if rest <= 0:
-            data[start : start + length] = payload
-        else:
-            data[start : start + length - rest] = payload[: length - rest]
-            data[_HEADER_BYTES : _HEADER_BYTES + rest] = payload[length - rest :]
-        self._write_frame(begin, size, length, checksum, hold)
+        if len(payload) > self.max_payload:
+            raise ValueError(f"a record of {len(payload)} bytes is over {self.max_payload}")
+        if self._head + _frame_size(len(payload)) > self._none_due_until:
+            self._renew_held(_frame_size(len(payload)))
+        self._write(payload, zlib.crc32(payload), hold)
 
     def release(self, hold: int) -> None:
         """Let a held record be overwritten when its turn comes; one that is not held is no error."""
         held = self._held.pop(hold, None)
         if held is not None:
-            self._held_bytes -= held[1]
+            self._held_bytes -= _frame_size(held[1])
 
     def invalidate(self) -> None:
         """Make it a ring that is not read any more: what it says would not be true from now on."""
@@ -156,75 +143,64 @@ class RingWriter:
         self._map.close()
         self._close_fd()
 
-    def _reservation(self, end: int) -> int:
-        """Return up to where memory is reserved, in whole steps, for data up to `end`, or to the capacity."""
-        return min(-(-(end + 1) // _STEP_BYTES) * _STEP_BYTES, self.capacity)
+    def _renew_held(self, room: int) -> None:
+        """Write the oldest held records again while there is time, before `room` bytes are written.
 
-    def _make_room(self, size: int) -> int:
-        """Make room for a new record of so many bytes with its frame, and return where it begins."""
-        # No more than the largest record takes is saved up, so that no call has to copy much more than that.
-        earned = 2 * (self._head + size - self._looked_at)
-        self._credit = min(self._credit + earned, max(2 * size, self.max_payload + 2 * FRAME_BYTES))
-        self._renew_held()
-        begin = self._advance(size)
-        self._looked_at = self._head
-        # What is held from now on lies no further back.
-        self._quiet_until = next(iter(self._held.values()), (begin,))[0] + self._renewed_after
-        if self._reserved < self.capacity:
-            self._quiet_until = min(self._quiet_until, self._reserved)
-        return begin
-
-    def _renew_held(self) -> None:
-        """Write the oldest held records again while there is time: twice as much as the new records need.
-
-        With that and three eighths of the ring as the distance, a row of held records of seven sixteenths of the ring
-        is out of the way when the head arrives, and no single record makes the writer wait for all of them.
+        Twice as much as the new record needs, and the rest of the last one. With that and three eighths of the ring as
+        the distance, a row of held records of seven sixteenths of the ring is out of the way when the head arrives.
         """
-        while self._held and self._held_bytes <= self.capacity // 2:
-            hold, (position, size, length, checksum) = next(iter(self._held.items()))
-            if position + self._renewed_after >= self._head or size > self._credit:
-                break
-            self._credit -= size
-            self.release(hold)
-            begin = self._advance(size)
-            self._copy(position + FRAME_BYTES, begin + FRAME_BYTES, length)
-            self._write_frame(begin, size, length, checksum, hold)
-
-    def _copy(self, source: int, target: int, length: int) -> None:
-        """Copy so many bytes of the data from one place of it to another; neither may be cut by its end."""
-        source, target = source % self.capacity, target % self.capacity
-        while length > 0:
-            size = min(length, self.capacity - source, self.capacity - target)
-            self._map.move(_HEADER_BYTES + target, _HEADER_BYTES + source, size)
-            source, target, length = (source + size) % self.capacity, (target + size) % self.capacity, length - size
-
-    def _advance(self, size: int) -> int:
-        """Make room for a record of so many bytes with its frame, and return where it begins."""
-        end = self._head + size
-        if end > self._reserved < self.capacity:
-            reserved = self._reservation(end)
-            try:
-                os.posix_fallocate(self.fd, _HEADER_BYTES + self._reserved, reserved - self._reserved)
-            except OSError as error:
-                raise _no_memory(error) from error
-            self._reserved = reserved
-        begin, self._head = self._head, end
+        left = 2 * room
         while self._held:
-            oldest, held = next(iter(self._held.items()))
-            if held[0] >= end - self.capacity:
+            hold, (position, length, checksum) = next(iter(self._held.items()))
+            size = _frame_size(length)
+            is_lost = position + self.capacity < self._head + room
+            is_due = position + self._renewed_after < self._head
+            if not is_lost and (not is_due or left <= 0 or self._held_bytes > self.capacity // 2):
                 break
-            self.release(oldest)
-            self.lost += oldest >= 0
-        return begin
+            self.release(hold)
+            if is_lost:
+                self.lost += hold >= 0
+            else:
+                left -= size
+                self._write(self._payload(position, length), checksum, hold)
+        oldest = next(iter(self._held.values()), (self._head,))[0]
+        # What is held from now on lies no further back.
+        self._none_due_until = oldest + self._renewed_after
 
-    def _write_frame(self, begin: int, size: int, length: int, checksum: int, hold: int | None) -> None:
+    def _payload(self, position: int, length: int) -> bytes:
+        start = (position + FRAME_BYTES) % self.capacity
+        until_end = min(length, self.capacity - start)
+        start += _HEADER_BYTES
+        return self._map[start : start + until_end] + self._map[_HEADER_BYTES : _HEADER_BYTES + length - until_end]
+
+    def _write(self, payload: bytes, checksum: int, hold: int | None) -> None:
+        begin, length = self._head, len(payload)
+        end = begin + _frame_size(length)
+        if end > self._reserved < self.capacity:
+            self._reserve(end)
+        self._head = end
+        place = begin % self.capacity
+        data, start, rest = self._map, _HEADER_BYTES + place, place + FRAME_BYTES + length - self.capacity
+        if rest <= 0:
+            data[start + FRAME_BYTES : start + FRAME_BYTES + length] = payload
+        else:
+            data[start + FRAME_BYTES : _HEADER_BYTES + self.capacity] = payload[: length - rest]
+            data[_HEADER_BYTES : _HEADER_BYTES + rest] = payload[length - rest :]
         of_all = zlib.crc32(COVERED.pack(self._sequence, length, self.lost), checksum)
-        start = _HEADER_BYTES + begin % self.capacity
-        FRAME.pack_into(self._map, start, self._mark, self._sequence, length, self.lost, of_all)
+        FRAME.pack_into(data, start, self._mark, self._sequence, length, self.lost, of_all)
         self._sequence += 1
         if hold is not None:
-            self._held[hold] = begin, size, length, checksum
-            self._held_bytes += size
+            self._held[hold] = begin, length, checksum
+            self._held_bytes += end - begin
+
+    def _reserve(self, end: int) -> None:
+        """Reserve memory in whole steps for data up to `end`, or to the capacity."""
+        reserved = min(-(-end // _STEP_BYTES) * _STEP_BYTES, self.capacity)
+        try:
+            os.posix_fallocate(self.fd, _HEADER_BYTES + self._reserved, reserved - self._reserved)
+        except OSError as error:
+            raise _no_memory(error) from error
+        self._reserved = reserved
 
 
 class Record(NamedTuple):
