@@ -3,9 +3,8 @@
 A scheduler says in it what it does. The others without which no request is answered say only that they go on: in what
 follows they begin a round with each turn of their event loop, or each message, and the words from 3 on are 0.
 
-The page belongs to no file system (memfd_create(2)). Stores to a mapped file stall while the kernel writes the page to
-a slow disk, which an event loop cannot afford; a segment of ``/dev/shm`` is left behind by a kill. It is sealed against
-shrinking, so that reading it never ends in SIGBUS.
+The page belongs to no file system (see `ring.map_sealed`): stores to a mapped file stall while the kernel writes the
+page to a slow disk, and a segment of ``/dev/shm`` is left behind by a kill.
 
 ::
 
@@ -41,8 +40,8 @@ from sglang_crashkit.memory.ring import is_sealed, map_sealed
 
 NAME = "sglang-crashkit-heartbeat"
 
-FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = 1, 2, 3, 4, 5, 6, 7
-COLLECTING_SINCE, LONG_COLLECTIONS, COLLECTION_SECS, COLLECTION_ENDED = 8, 9, 10, 11
+FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = range(1, 8)
+COLLECTING_SINCE, LONG_COLLECTIONS, COLLECTION_SECS, COLLECTION_ENDED = range(8, 12)
 #: A garbage collection that takes longer is told, in seconds.
 LONG_SECS = 1.0
 #: Between two beats of the event loop of a process beside the schedulers, in seconds.
@@ -146,25 +145,24 @@ class HeartbeatReader:
 
     def read(self) -> Heartbeat:
         """Return what the heartbeat says now; whatever it holds, it says something."""
-        words = self._words
-        flags = _whole(words[FLAGS])
-        batches = _whole(words[BATCHES])
-        mode = self._modes.get(_whole(words[MODE]), "") if batches else ""
+        said = [time_or_zero(word) for word in self._words]
+        flags, batches = int(said[FLAGS]), int(said[BATCHES])
+        mode = self._modes.get(int(said[MODE]), "") if batches else ""
         return Heartbeat(
-            loop_at=time_or_zero(words[LOOP_TIME]),
-            batch_at=time_or_zero(words[BATCH_TIME]),
+            loop_at=said[LOOP_TIME],
+            batch_at=said[BATCH_TIME],
             batches=batches,
-            requests=_whole(words[REQUESTS]),
+            requests=int(said[REQUESTS]),
             paused=bool(flags & PAUSED),
             is_busy=bool(flags & BUSY),
             is_off=bool(flags & OFF),
             is_waiting=bool(flags & WAITING),
-            collecting_since=time_or_zero(words[COLLECTING_SINCE]),
-            long_collections=_whole(words[LONG_COLLECTIONS]),
-            collection_secs=time_or_zero(words[COLLECTION_SECS]),
-            collection_ended=time_or_zero(words[COLLECTION_ENDED]),
+            collecting_since=said[COLLECTING_SINCE],
+            long_collections=int(said[LONG_COLLECTIONS]),
+            collection_secs=said[COLLECTION_SECS],
+            collection_ended=said[COLLECTION_ENDED],
             mode=mode,
-            tokens=_whole(words[TOKENS]) if mode in _EXTENDS else 0,
+            tokens=int(said[TOKENS]) if mode in _EXTENDS else 0,
         )
 
     def close(self) -> None:
@@ -174,9 +172,5 @@ class HeartbeatReader:
 
 
 def time_or_zero(seconds: float) -> float:
-    """Return a time of the monotonic clock; 0 in place of one that cannot be."""
+    """Return a time of the monotonic clock, or a count; 0 in place of one that cannot be."""
     return seconds if 0 <= seconds < 2**33 else 0.0
-
-
-def _whole(number: float) -> int:
-    return int(number) if 0 <= number < 2**53 else 0

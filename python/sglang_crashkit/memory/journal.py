@@ -45,8 +45,6 @@ _SCALARS = frozenset({bool, int, float, type(None)})
 _VALUE_WEIGHT = 64
 #: How heavy the fields of a request may be together; they take a quarter of a millisecond then.
 MAX_WEIGHT = 64 * 1024
-#: What ``omitted`` and ``truncated`` may say of the prompt, in bytes.
-_NOTES_BYTES = 512
 
 
 class JournalWriter(RingWriter):
@@ -186,26 +184,27 @@ def encode_begin(
     The fields are what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
     descriptions. The record has `most` bytes at most, 4096 or more.
     """
-    if text is not None and not isinstance(text, str):
-        # A pair of texts that are compared.
-        is_light = weigh(text, MAX_WEIGHT) <= MAX_WEIGHT
-        more = {"text": text} if is_light else {"omitted": {**fields.get("omitted", {}), "text": describe(text)}}
-        fields, text = {**fields, **more}, None
-    encoded = _encode_fields(fields, {}, {}, most // 2)
-    room = most - BEGIN.size - len(encoded) - _NOTES_BYTES
-    encoded_text, ids, id_size = b"", b"", 0
-    omitted: dict[str, str] = {}
+    omitted: dict[str, str] = dict(fields.get("omitted", ()))
     truncated: dict[str, dict[str, int]] = {}
+    room = most - BEGIN.size - most // 4
+    encoded_text, ids, id_size = b"", b"", 0
+    has_text = isinstance(text, str)
     if isinstance(text, str):
-        encoded_text = _encode_text(text, room if input_ids is None else room // 2, truncated)
+        room_of_text = room if input_ids is None else room // 2
+        longest = min(MAX_CHARACTERS, room_of_text) if text.isascii() else min(MAX_WIDE, room_of_text // 4)
+        encoded_text = _both_ends(text, longest, "text", truncated).encode("utf-8", "surrogatepass")
+    elif text is not None and weigh(text, MAX_WEIGHT) <= MAX_WEIGHT:
+        # A pair of texts that are compared.
+        fields = {**fields, "text": text}
+    elif text is not None:
+        omitted["text"] = describe(text)
     if input_ids is not None:
         ids, id_size = _encode_ids(input_ids, room - len(encoded_text), truncated)
         if not id_size:
             omitted["input_ids"] = describe(input_ids)
-    if omitted or truncated:
-        encoded = _encode_fields(fields, omitted, truncated, most // 2 + _NOTES_BYTES)
+    encoded = _encode_fields(fields, omitted, truncated, most // 4)
     sizes = len(encoded), len(encoded_text), len(ids)
-    head = BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
+    head = BEGIN.pack(_BEGUN, has_text, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
 
 
@@ -271,50 +270,23 @@ def weigh(value: object, most: int) -> int:
     return weight
 
 
-def _encode_text(text: str, room: int, truncated: dict[str, dict[str, int]]) -> bytes:
-    """Return a text, or its beginning and its end, as UTF-8 of so many bytes at most."""
-    kept, half = text, (MAX_CHARACTERS if text.isascii() else MAX_WIDE) // 2
-    if len(text) > 2 * half:
-        kept = text[:half] + text[-half:]
-    encoded = kept.encode("utf-8", "surrogatepass")
-    first = len(kept) // 2
-    if len(encoded) > room:
-        begin, end = room // 2, len(encoded) - room // 2
-        while encoded[begin] & 0xC0 == 0x80:
-            begin -= 1
-        while end < len(encoded) and encoded[end] & 0xC0 == 0x80:
-            end += 1
-        kept = encoded[:begin].decode("utf-8", "surrogatepass")
-        first = len(kept)
-        kept += encoded[end:].decode("utf-8", "surrogatepass")
-        encoded = encoded[:begin] + encoded[end:]
-    if len(kept) < len(text):
-        truncated["text"] = {"first": first, "last": len(kept) - first, "of": len(text)}
-    return encoded
+def _both_ends(value: Any, most: int, name: str, truncated: dict[str, dict[str, int]]) -> Any:
+    """Return a text or a list, or of one that is longer than `most` its beginning and its end, which is noted."""
+    if len(value) <= most:
+        return value
+    half = max(0, most) // 2
+    truncated[name] = {"first": half, "last": half, "of": len(value)}
+    return value[:half] + value[len(value) - half :]
 
 
 def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int]]) -> tuple[bytes, int]:
-    """Return token ids, or the first and the last of them, as so many bytes at most, and how many each takes.
-
-    It takes 0 where they are no flat list of integers.
-    """
-    if not isinstance(input_ids, (list, tuple, array)):
-        return b"", 0
-    count, half = len(input_ids), MAX_IDS // 2
-    kept = (input_ids,) if count <= MAX_IDS else (input_ids[:half], input_ids[-half:])
-    for size, code in _ID_CODES.items():
-        try:
-            packed = b"".join([array(code, part) for part in kept])
-        except (TypeError, OverflowError):
-            continue
-        half = len(packed) // size // 2 * size
-        if len(packed) > room:
-            half = max(0, room) // 2 // size * size
-            packed = packed[:half] + packed[len(packed) - half :]
-        if len(packed) // size < count:
-            first = half // size
-            truncated["input_ids"] = {"first": first, "last": len(packed) // size - first, "of": count}
-        return packed, size
+    """Return token ids as so many bytes at most, and how many each takes, 0 where they are no flat list of integers."""
+    if isinstance(input_ids, (list, tuple, array)):
+        for size, code in _ID_CODES.items():
+            with contextlib.suppress(TypeError, OverflowError):
+                kept = _both_ends(input_ids, min(MAX_IDS, room // size), "input_ids", truncated)
+                return array(code, kept).tobytes(), size
+    truncated.pop("input_ids", None)
     return b"", 0
 
 
@@ -325,17 +297,14 @@ to_json = json.JSONEncoder(skipkeys=True, separators=(",", ":"), default=describ
 def _encode_fields(
     fields: Mapping[str, Any], omitted: Mapping[str, str], truncated: Mapping[str, object], most: int
 ) -> bytes:
-    omitted = {**fields.get("omitted", {}), **omitted}
     notes = ({"omitted": omitted} if omitted else {}) | ({"truncated": truncated} if truncated else {})
-    try:
-        encoded = to_json({**fields, **notes} if notes else fields).encode()
-    except (ValueError, TypeError, RecursionError):
-        encoded = b""
-    if encoded and len(encoded) <= most:
-        return encoded
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        encoded = to_json({**fields, **notes}).encode()
+        if len(encoded) <= most:
+            return encoded
     small = {name: value for name, value in fields.items() if _is_small(value)}
     large = {name: describe(value) for name, value in fields.items() if name not in small and name != "omitted"}
-    return to_json({**small, **notes, "omitted": large | omitted}).encode()
+    return to_json({**small, **notes, "omitted": {**large, **omitted}}).encode()
 
 
 def _is_small(value: object) -> bool:

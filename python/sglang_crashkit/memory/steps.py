@@ -157,19 +157,12 @@ class StepWriter:
         agreed: int,
         phase: int = SCHEDULED,
     ) -> None:
-        """Note that a batch was scheduled.
+        """Note that a batch was scheduled in the round that `began` then; in the `phase` `RECEIVED`, that it may be.
 
-        Args:
-            number: the step's.
-            began: when the round began.
-            mode: forward mode, a number that the release gives it, 0 to 255.
-            rids: the requests' ids; a list that the caller does not change later.
-            lengths: how many tokens each has.
-            tokens: how many of them the step computes; None for one each.
-            total: how many tokens the step computes in all.
-            decisions: see `DECISIONS`; others are left out.
-            agreed: what else must be the same on all ranks.
-            phase: `RECEIVED` of what is to become a batch.
+        The forward `mode` is a number that the release gives it, 0 to 255. Each request of `rids`, a list that the
+        caller does not change later, has `lengths` tokens, of which the step computes `tokens`, one each where that is
+        None, and `total` in all. Of the `decisions` those of `DECISIONS` are noted; what else must be the same on all
+        ranks is `agreed`.
 
         Raises:
             OverflowError, TypeError: a length is not one; nothing was noted.
