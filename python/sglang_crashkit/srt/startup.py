@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -52,20 +52,10 @@ class StartupError(RuntimeError):
 
 
 class Startup(Supervisor):
-    """One wait until all have said that they are ready, which began `waited_secs` ago.
+    """One wait until all have said that they are ready, which began `waited_secs` ago."""
 
-    The children may become more until `all_known` says that they are complete; what that raises ends the wait.
-    """
-
-    def __init__(
-        self,
-        children: Sequence[Child],
-        all_known: Callable[[], bool] = lambda: True,
-        waited_secs: float = 0.0,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, children: Sequence[Child], waited_secs: float = 0.0, clock: Clock | None = None) -> None:
         super().__init__(children, clock)
-        self._all_known = all_known
         self._timeout_secs = Settings.from_environ().startup_timeout_secs
         self._interval = _FIRST_REPORT_SECS
         self.began = self.clock.now() - waited_secs
@@ -79,7 +69,7 @@ class Startup(Supervisor):
             StartupError: one died, closed its pipe, sent something else, failed, or all took too long.
         """
         try:
-            while not (self._all_known() and all(child.ready for child in self.children)):
+            while not all(child.ready for child in self.children):
                 self._turn()
             self.wait(0.0)
             self._raise_deaths()
@@ -92,13 +82,11 @@ class Startup(Supervisor):
         return [child.info for child in self.children if child.reader is not None]
 
     def _turn(self) -> None:
-        for child in list(self.children):
+        for child in self.children:
             child.hold()
             child.look_up_title()
         readers = {
-            child.reader.fileno(): child
-            for child in list(self.children)
-            if not child.ready and child not in self._receiving
+            child.reader.fileno(): child for child in self.children if not child.ready and child not in self._receiving
         }
         for descriptor in self.wait(self._patience(), readers):
             child = readers[descriptor]
@@ -116,7 +104,7 @@ class Startup(Supervisor):
             dues.append(self.began + self._timeout_secs - now)
         if self._receiving:
             dues.append(_RECEIVING_SECS)
-        if not self._all_known() or any(not child.has_title for child in list(self.children)):
+        if any(not child.has_title for child in self.children):
             dues.append(TITLE_SECS)
         return max(0.0, min(dues))
 
@@ -158,7 +146,7 @@ class Startup(Supervisor):
         raise StartupError("died", dead, _of_deaths(dead, self.living(), self.began))
 
     def _act_on_time(self) -> None:
-        now, children = self.clock.now(), list(self.children)
+        now, children = self.clock.now(), self.children
         silent = [child for child in children if not child.ready]
         if silent and self._timeout_secs and now >= self.began + self._timeout_secs:
             limit = f"{self._timeout_secs:g} s (SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS)"

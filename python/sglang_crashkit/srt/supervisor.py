@@ -29,7 +29,7 @@ from stat import S_ISFIFO
 from typing import Any
 
 from sglang_crashkit import protocol
-from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly, status_of_exit
 from sglang_crashkit.kernel import cgroup, procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, wait_status_of
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
@@ -57,8 +57,6 @@ _READY = "ready"
 _HARD_HOLD_SECS = 0.05
 #: An exit with a status may belong to a shutdown that is announced within this time, in seconds.
 _SOFT_HOLD_SECS = 2.0
-#: A count of out-of-memory kills is compared with one that is this old at least, in seconds.
-_OOM_AGE_SECS = 30.0
 #: So many processes are named in one message to the crash handler, which has a limit.
 _MAX_AT_ONCE = 512
 #: What a pipe holds at most.
@@ -224,22 +222,21 @@ def read_title(pid: int) -> str | None:
 
 
 class Supervisor:
-    """Some children, which may become more, and one wait for the end of any of them."""
+    """Some children, and one wait for the end of any of them."""
 
     def __init__(self, children: Sequence[Child] = (), clock: Clock | None = None) -> None:
         self.children = children
         self.clock = clock or Clock()
-        for child in list(children):
+        for child in children:
             child.hold()
 
     def living(self) -> list[Child]:
         """Return the children whose end was not noticed yet."""
-        return [child for child in list(self.children) if child.ended_at == _NEVER]
+        return [child for child in self.children if child.ended_at == _NEVER]
 
     def ended(self) -> list[Child]:
         """Return the others, in the order of their ends."""
-        ended = [child for child in list(self.children) if child.ended_at < _NEVER]
-        return sorted(ended, key=lambda child: child.ended_at)
+        return sorted((child for child in self.children if child.ended_at < _NEVER), key=lambda child: child.ended_at)
 
     def wait(self, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
         """Wait until a child ends, or one of `others` is readable; note the ends, and return which of `others` are.
@@ -303,8 +300,6 @@ class Serving(Supervisor):
         self._ready: set[int] = set()
         # A signal may interrupt the thread that holds it.
         self._lock = threading.RLock()
-        counter = cgroup.find_counter(self.pid)
-        self._oom_counters, self._oom_read_at = (counter, counter), self.clock.now()
         # It needs no folder and ends with this process; the kernel lets this user's processes open it, and no others.
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._invite()
@@ -397,9 +392,6 @@ class Serving(Supervisor):
             return None
         if crash_exit.has_begun() or protocol.is_reachable(published(SOCKET_VARIABLE)):
             return LOOK_SECS
-        if self.clock.now() >= self._oom_read_at + _OOM_AGE_SECS:
-            self._oom_read_at = self.clock.now()
-            self._oom_counters = (self._oom_counters[1], cgroup.find_counter(self.pid))
         for child in list(self.registered.values()):
             if child not in self.children and not _is_tokenizer_worker(child) and child.hold():
                 self.children = [*self.children, child]
@@ -434,16 +426,13 @@ class Serving(Supervisor):
         return None
 
     def _end_server(self, child: Child, status: ExitStatus) -> None:
-        counter = self._oom_counters[0] if status.signal == "SIGKILL" else None
-        is_oom = counter is not None and (counter.grown_by() or 0) > 0
         how = f"by {status.signal}" if status.signal is not None else f"with status {status.code}"
         words = f"process {child.pid} ({child.title or 'a scheduler'}) ended{f' {how}' if status.known else ''}"
         say_line(f"{words} and there is no crash handler; the server ends")
         # Where it is not handled the signal would say less, or nothing at all.
         is_handled = signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, signal.SIG_IGN)
         # Whatever comes of the signal, this process ends.
-        code = OUT_OF_MEMORY if is_oom else status_of_exit(status)
-        crash_exit.begin(code, 2 * Settings.from_environ().end_secs if is_handled else 0.0)
+        crash_exit.begin(status_of_exit(status), 2 * Settings.from_environ().end_secs if is_handled else 0.0)
         if is_handled:
             signals.send_itself_sigquit()
 

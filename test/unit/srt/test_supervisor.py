@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
-from sglang_crashkit.kernel import cgroup
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.entrypoints import engine
 from sglang_crashkit.srt.entrypoints.engine import Following
@@ -70,35 +68,6 @@ def serving(ends: list[Any], clock: FakeClock) -> Iterator[Serving]:
     yield serving
     serving.close()
     close_all_but(before)
-
-
-def watch(serving: Serving, clock: FakeClock, *scripts: tuple[float, Any], seconds: float = 40.0) -> None:
-    """Run it for that long with a rank for each script."""
-    serving.children = [FakeRank(number, clock, script).child() for number, script in enumerate(scripts)]
-    with contextlib.suppress(WaitsForEverError):
-        while clock.time < 1000.0 + seconds:
-            serving.turn()
-
-
-# -- without a crash handler
-
-
-def test_a_kill_for_lack_of_memory_is_told_from_another(
-    serving: Serving, clock: FakeClock, ends: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events = tmp_path / "memory.events"
-    events.write_text("oom_kill 1\n")
-    counter = lambda _pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))  # noqa: E731
-    monkeypatch.setattr(cgroup, "find_counter", counter)
-    mine = Serving(clock)
-    mine.begin(None, follows=False)
-    events.write_text("oom_kill 2\n")
-    watch(mine, clock, (5.0, -signal.SIGKILL))
-    assert [status for status, _when in ends] == [OUT_OF_MEMORY]
-    ends.clear()
-    # A count of more than a minute ago is forgotten.
-    watch(mine, clock, (80.0, -signal.SIGKILL), seconds=130.0)
-    assert [status for status, _when in ends] == [ServerExit.KILLED]
 
 
 # -- who is the server's
