@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count, islice
 from multiprocessing import util
 from pathlib import Path
@@ -40,7 +40,7 @@ _MAX_PROMPTS = 64
 _TEXTS = ("text", "input_text", "origin_input_text")
 #: Where a ``Scheduler`` has the batch that it works on, up to 0.5.15.post1 and from 0.5.16 on; what its functions call
 #: it; and where it has that which it decodes.
-_AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", ("running_batch",)
+_AT_WORK, _LOCAL, _DECODED = ("cur_batch", "cur_batch_for_debug"), "batch", "running_batch"
 
 #: Threads that end in the same way are told of once in this time, in seconds; and so many ways in a process.
 _AGAIN_SECS, _MAX_WAYS = 60.0, 32
@@ -57,8 +57,8 @@ _FIRST = 1 << 30
 def tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
     """Have this process, where multiprocessing started it, tell of what ends it though SGLang does not catch it.
 
-    SGLang catches ``Exception``. A panic of a Rust library (PyO3's ``PanicException``) and ``sys.exit`` pass it by.
-    multiprocessing runs what is registered here while such an exception is being handled; `find_gpu` is asked then.
+    A panic of a Rust library (PyO3's ``PanicException``) and ``sys.exit`` pass SGLang's ``except Exception`` by.
+    multiprocessing runs what is registered here while such an exception is being handled.
     """
     util.Finalize(None, _tell_uncaught, args=(find_gpu,), exitpriority=_FIRST)
 
@@ -77,10 +77,8 @@ def tell_exception(gpu: str | None = None) -> None:
     """Write down the exception being handled, and wait until the server's other processes were captured.
 
     To be called from the ``except`` branch, before the parent is told: what the parent does then ends the others.
-    Returns after at most `CAPTURE_WAIT_SECS`, at once where there is no crash handler or no exception.
-
-    Args:
-        gpu: the UUID of the GPU that this process computes on, None where that is not known.
+    Returns after at most `CAPTURE_WAIT_SECS`, at once where there is no crash handler or no exception. `gpu` is the
+    UUID of the GPU that this process computes on, None where that is not known.
     """
     global _told
     error = _told = sys.exc_info()[1]
@@ -140,7 +138,6 @@ def write_record(error: BaseException, name: str) -> dict[str, Any]:
 
 @never_raises
 def _write(error: BaseException, name: str, message: str) -> str | None:
-    """Write the record, and return its path; None where there is no place for it."""
     spool, trace = published(SPOOL_VARIABLE), error.__traceback__
     if not spool or not Path(spool).parent.is_dir():
         return None
@@ -168,7 +165,6 @@ def _write(error: BaseException, name: str, message: str) -> str | None:
 
 @never_raises
 def _printed(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the exception as Python prints it, with those that led to it."""
     printed = "".join(traceback.format_exception(type(error), error, trace))
     if len(printed) > MAX_PRINTED:
         # In a line that is cut a secret has lost its name.
@@ -203,17 +199,19 @@ def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
 
 def find_batch(trace: TracebackType | None) -> tuple[Any, Any]:
     """Return the first object that has a batch and that batch, twice None if absent."""
-    at_work = ((owner, _first_of(owner, _AT_WORK)) for owner in _owners(trace))
-    decoded = ((owner, _first_of(owner, _DECODED)) for owner in _owners(trace))
-    found = chain(at_work, [_find_local(trace)], decoded)
-    return next(((owner, batch) for owner, batch in found if batch is not None), (None, None))
+    return next(_batches(trace), (None, None))
 
 
-def _find_local(trace: TracebackType | None) -> tuple[Any, Any]:
-    for frame in reversed(list(_frames(trace))):
-        if getattr(frame.get(_LOCAL), "reqs", None):
-            return frame.get("self"), frame[_LOCAL]
-    return None, None
+def _batches(trace: TracebackType | None) -> Iterator[tuple[Any, Any]]:
+    """Yield each batch, and what has it: those at work first, then one that a function has, innermost first."""
+    owners, seen = list(_owners(trace)), set[int]()
+    at_work = ((owner, getattr(owner, name, None)) for name in _AT_WORK for owner in owners)
+    local = ((frame.get("self"), frame.get(_LOCAL)) for frame in reversed(list(_frames(trace))))
+    decoded = ((owner, getattr(owner, _DECODED, None)) for owner in owners)
+    for owner, batch in chain(at_work, ((owner, its) for owner, its in local if getattr(its, "reqs", None)), decoded):
+        if batch is not None and id(batch) not in seen:
+            seen.add(id(batch))
+            yield owner, batch
 
 
 def find_configuration(trace: TracebackType | None) -> Any:
@@ -226,35 +224,23 @@ def find_configuration(trace: TracebackType | None) -> Any:
 
 
 def find_prompts(trace: TracebackType | None) -> list[str]:
-    """Return texts that users sent and that were in reach or that the process works on, some of them.
-
-    At hand are the requests in the frames' own variables, in a process that has no list of them.
-    """
-    of_owners = (prompt for owner in _owners(trace) for prompt in prompts_of(owner))
-    of_batch = _prompts_in(_find_local(trace)[1])
-    return list(islice(chain(_at_hand(trace), of_batch, of_owners), _MAX_PROMPTS))
+    """Return texts that users sent and that were in reach or that the process works on, some of them."""
+    requests = (each for _owner, batch in _batches(trace) for each in getattr(batch, "reqs", None) or ())
+    of_batches = (text for each in requests for text in _texts(getattr(each, "origin_input_text", None)))
+    of_owners = (text for owner in _owners(trace) for text in prompts_of(owner))
+    return list(islice(chain(_at_hand(trace), of_batches, of_owners), _MAX_PROMPTS))
 
 
 def prompts_of(owner: Any) -> Iterator[str]:
-    """Yield the texts of the requests that a ``Scheduler`` or a ``TokenizerManager`` works on."""
-    yield from _prompts_in(_first_of(owner, (*_AT_WORK, *_DECODED)))
+    """Yield the texts of the requests that a ``Scheduler`` has in its queue, or a ``TokenizerManager`` works on."""
     for each in getattr(owner, "waiting_queue", None) or ():
         yield from _texts(getattr(each, "origin_input_text", None))
     for state in list((getattr(owner, "rid_to_state", None) or {}).values()):
         yield from _texts(getattr(getattr(state, "obj", None), "text", None))
 
 
-def _prompts_in(batch: Any) -> Iterator[str]:
-    for each in getattr(batch, "reqs", None) or ():
-        yield from _texts(getattr(each, "origin_input_text", None))
-
-
-def _first_of(owner: Any, names: Iterable[str]) -> Any:
-    batches = (getattr(owner, name, None) for name in names)
-    return next((batch for batch in batches if batch is not None), None)
-
-
 def _at_hand(trace: TracebackType | None) -> Iterator[str]:
+    """Yield the texts of requests that are in the frames' own variables."""
     for frame in _frames(trace):
         for value in list(frame.values()):
             found: list[str] = []

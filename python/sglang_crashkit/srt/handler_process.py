@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,36 +54,19 @@ os.register_at_fork(after_in_child=_begin_anew)
 def start(crash_folder: str | None) -> None:
     """Start the handler, unless it is there, and let this process and its children find it by environment variables.
 
-    Its standard streams are its own, and it holds none of the server's descriptors but the socket: a program that reads
-    the server's output sees its end when the server ends. Where it does not get ready the log has one line with the
-    reason, and the server goes on without it. The crash folder is touched by the handler alone, which does not wait for
-    a disk that does not answer.
-
-    Args:
-        crash_folder: what the server was given as ``--crash-dump-folder``; a private folder in the temporary one where
-            it was given none or cannot be written to.
+    It holds none of the server's descriptors but the socket: a program that reads the server's output sees its end when
+    the server ends. Where it does not get ready the log has one line with the reason, and the server goes on without
+    it. The crash folder, ``--crash-dump-folder``, is touched by the handler alone, which does not wait for a disk that
+    does not answer; where there is none, or it cannot be written to, a private folder in the temporary one takes its
+    place.
     """
     # Of two at once, neither would be heard.
     is_claimed = _claim.acquire(timeout=START_SECS + READY_SECS)
     try:
-        with _standard_streams():
-            _start_unless_there(crash_folder)
+        _start_unless_there(crash_folder)
     finally:
         if is_claimed:
             _claim.release()
-
-
-@contextlib.contextmanager
-def _standard_streams() -> Iterator[None]:
-    """Keep the descriptors below 3 from what is opened meanwhile: a program may have closed its standard streams."""
-    taken: list[int] = []
-    try:
-        while not taken or taken[-1] < _FIRST_FREE:
-            taken.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
 
 
 def _start_unless_there(crash_folder: str | None) -> None:
@@ -167,7 +149,11 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
     try:
-        with protocol.Mailbox.bind(socket_path) as receiver:
+        with (
+            protocol.Mailbox.bind(socket_path) as bound,
+            # A program may have closed its standard streams, whose numbers are the child's own.
+            os.fdopen(fcntl.fcntl(bound, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE), "rb", buffering=0) as receiver,
+        ):
             options = {
                 "server-pid": os.getpid(),
                 "socket-fd": receiver.fileno(),

@@ -6,11 +6,15 @@ configuration.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import force_setattr
 
 from sglang_crashkit.redact import (
     REDACTED,
@@ -57,7 +61,7 @@ def redact_dump(data: dict[str, Any]) -> None:
     """Take the secrets out of what upstream is about to dump, in place; the requests stay as they are.
 
     It is upstream's, made for this dump: the configuration in several forms, the command line and the requests. The
-    configuration's own objects are left alone: the server may live on. In the dump they have their type and shape.
+    configuration's own objects are left alone, and copies of them are dumped: the server may live on.
     """
     rest = {name: value for name, value in data.items() if name != _REQUESTS}
     try:
@@ -67,29 +71,14 @@ def redact_dump(data: dict[str, Any]) -> None:
         data |= dict.fromkeys(rest)
 
 
-class _Redacted:
-    """Pickles to what an object would pickle to, but for the secrets in its fields.
-
-    It passes for an object of that class, as the pickler insists on.
-    """
-
-    def __init__(self, original: Any, secrets: set[str], depth: int) -> None:
-        self._original, self._secrets, self._depth = original, secrets, depth
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self._original)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        reduced = self._original.__reduce_ex__(protocol)
-        if isinstance(reduced, str):
-            return reduced
-        how = self._secrets, self._depth
-        # The items of a list or a dictionary of a class of its own come as iterators.
-        return tuple(
-            iter([_without(item, *how) for item in part]) if isinstance(part, Iterator) else _without(part, *how)
-            for part in reduced
-        )
+def _copy(record: Any, secrets: set[str], depth: int) -> Any:
+    """Return a copy of an object with fields, without the secrets in them."""
+    copied = copy.copy(record)
+    # A configuration may refuse to be changed.
+    change = force_setattr if isinstance(record, msgspec.Struct) else object.__setattr__
+    for name, value in fields_of(record).items():
+        change(copied, name, _of_field(name, value, secrets, depth))
+    return copied
 
 
 def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
@@ -104,7 +93,7 @@ def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(_without(item, secrets, depth + 1) for item in value)
     if _is_record(value):
-        return _Redacted(value, secrets, depth + 1)
+        return _copy(value, secrets, depth + 1)
     return value
 
 

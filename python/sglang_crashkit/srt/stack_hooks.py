@@ -62,8 +62,6 @@ SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
 _MAX_BYTES = 1 << 18
-#: Those that faulthandler handles.
-_FATAL = (signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSEGV)
 _ANSWER_SECS = 2.0
 _PAUSE_SECS = 0.1
 _BACKLOG = 8
@@ -80,8 +78,7 @@ class _State:
     listener: socket.socket | None
     mailbox: socket.socket | None
     had_faulthandler: bool
-    enabled_faulthandler: bool
-    users_fault: int = -1  # the descriptor that faulthandler writes to, where the kit enabled it in a user's program
+    enabled_faulthandler: bool = False
 
 
 _state: _State | None = None
@@ -187,11 +184,11 @@ def _install(*, takes_over: bool) -> None:
         stop_answering(_state.listener)
         _state.listener = None
     _remove()
-    state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
-    if takes_over or not (state.had_faulthandler or _are_faults_a_programs(stat.pid)):
-        fault = _open(state, files.fault)
-        faulthandler.enable(file=fault)
-        state.enabled_faulthandler, state.users_fault = True, -1 if takes_over else fault
+    state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled())
+    # Not in a user's program: a runtime that it embeds, such as a JVM, may live by faults that it provokes and mends.
+    if takes_over or (crash_exit.state.is_program and not state.had_faulthandler):
+        faulthandler.enable(file=_open(state, files.fault))
+        state.enabled_faulthandler = True
     state.listener = start_answering(files.socket, None if takes_over else _own_mailbox(state))
     state.signal = _stack_signal()
     if state.signal:
@@ -200,16 +197,6 @@ def _install(*, takes_over: bool) -> None:
     path = tuple(root for root in sys.path if isinstance(root, str))
     hooks = StackHooks(stat.pid, stat.start_ticks, main_thread, state.signal, path)
     describe(folder, hooks)
-
-
-def _are_faults_a_programs(pid: int) -> bool:
-    """Say whether a user's program, which this process is, handles fatal signals.
-
-    A runtime that it embeds, such as a JVM, lives by faults that it provokes and mends. faulthandler, put before its
-    handler, would hand it a signal that somebody sent in place of the fault, and such a runtime ends the process.
-    """
-    caught = procfs.read_status(pid).get("SigCgt")
-    return not crash_exit.state.is_program and any(procfs.in_mask(caught, signum) for signum in _FATAL)
 
 
 def _own_mailbox(state: _State) -> Mailbox | None:
@@ -266,15 +253,6 @@ def allow_tracing(folder: Path) -> None:
 def _leave_to_parent() -> None:
     """In a forked child: what the parent installed is the parent's, and its files are not written to from here."""
     with contextlib.suppress(Exception):
-        state = _state
-        if state is not None and state.users_fault >= 0:
-            # faulthandler may be the program's own by now, which it does not tell; where it is not, it writes to what
-            # it would write to without the kit.
-            instead = os.dup(2) if state.had_faulthandler else os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            os.dup2(instead, state.users_fault, inheritable=False)
-            os.close(instead)
-            state.descriptors.remove(state.users_fault)
-            state.enabled_faulthandler = False
         _remove()
 
 

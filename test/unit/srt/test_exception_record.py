@@ -299,7 +299,7 @@ def test_the_batch_at_work_comes_before_the_decoded(name: str) -> None:
     prefill, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
     scheduler = Scheduler(**{"running_batch": decode, name: prefill})
     assert find_batch(trace_of(scheduler.run_batch)) == (scheduler, prefill)
-    assert find_prompts(trace_of(scheduler.run_batch)) == ["new"]
+    assert find_prompts(trace_of(scheduler.run_batch)) == ["new", "old"]
     idle = Scheduler(**{"running_batch": decode, name: None})
     assert find_batch(trace_of(idle.run_batch)) == (idle, decode)
 

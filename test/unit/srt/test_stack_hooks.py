@@ -228,23 +228,6 @@ assert c.sigaction(signal.SIGSEGV, ctypes.byref(action), None) == 0
 FAULT = "allow(0)\nc.memset(c_void_p(address), 7, c_size_t(1))\nprint('goes on')"
 
 
-#: A program that handles fatal signals itself, after its launch; a child that it forks dies of one.
-TAKES_OVER = """
-import faulthandler
-own = open(sys.argv[2], "w")
-faulthandler.enable(file=own)
-pid = os.fork()
-if pid == 0: faulthandler._sigsegv()
-os.waitpid(pid, 0)
-"""
-
-
-def test_a_users_own_faulthandler_stays_in_what_it_forks(runtime: Path, tmp_path: Path) -> None:
-    code = INSTALL.replace("install_in_worker", "install_in_server") + TAKES_OVER + "ready(); pause()"
-    with child(code, str(runtime), str(tmp_path / "own"), title=TITLE):
-        wait_until(lambda: "Segmentation fault" in (tmp_path / "own").read_text(), "it is written")
-
-
 def test_a_runtime_that_mends_its_own_faults_goes_on(runtime: Path) -> None:
     done = run(runtime, MENDS_FAULTS + SERVER + FAULT, title="python user_program.py")
     assert (done.returncode, done.stdout) == (0, "mended\ngoes on\n"), done.stderr
