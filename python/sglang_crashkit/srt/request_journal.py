@@ -47,18 +47,12 @@ _INTERNAL = frozenset(
         "encoder_urls received_time_perf custom_labels cache_salt"
     ).split()
 )
-#: Of those the ones that say what a prompt is made of, or is expected to be answered with.
-_TOKENS = frozenset({"token_ids_logprob"})
-#: A program of the user's, as text. It may hold prompts and secrets that are not found, and is withheld as prompts
-#: are. One that is pickled whole may be long: so many characters, or bytes of JSON, are kept.
-_PROGRAM, _MAX_PROGRAM = "custom_logit_processor", 4096
+#: Those that are withheld as prompts are: what a prompt is expected to be answered with, and a program of the user's.
+_LIKE_PROMPTS = frozenset({"token_ids_logprob", "custom_logit_processor"})
 _SCALARS = frozenset({bool, int, float})
 _EMPTIABLE = frozenset({str, list, dict})
 #: What SGLang works out of the other sampling parameters.
 _DERIVED = frozenset({"stop_str_max_len", "stop_regex_max_len", "is_normalized", "ebnf_full_assistant"})
-_WITHHELD = "withheld: the request asks for no logs"
-_WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
-
 #: What a client chose as a number may have any length.
 _MAX_BITS = 64
 #: So many ids of a set are put in order.
@@ -73,10 +67,7 @@ _opened: list[weakref.ref[JournaledStates]] = []
 
 
 def open_journal() -> JournalWriter | None:
-    """Return a journal for the requests of this process, which the crash handler holds, too.
-
-    Returns None where none is wanted, there is no crash handler, or no memory for it.
-    """
+    """Return a journal for the requests of this process; None where none is wanted; see also `held_memory`."""
     settings = Settings.from_environ()
     if not settings.journal:
         return None
@@ -85,10 +76,7 @@ def open_journal() -> JournalWriter | None:
 
 @never_raises
 def retire_journals() -> None:
-    """Give back the journals of engines that this process launched, all of whose processes are ended.
-
-    SGLang keeps an `Engine` until its program ends, and a program may make one after the other.
-    """
+    """Give back the journals of ended engines, which SGLang keeps until the program ends."""
     while _opened:
         states = _opened.pop()()
         if states is not None:
@@ -225,9 +213,9 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
 
     The ``Tokenized`` classes, which schedulers are sent, are as good; their sampling parameters are an object.
 
-    Fields with their default value are left out. Images and other large inputs, and fields that this release has and
-    the kit does not know, are described below ``omitted``, and so is what `prompts` keeps back. Nothing is searched for
-    secrets here, where a client could make that long: the crash handler does so before it writes anything to a disk.
+    Fields with their default value are left out. Large inputs, fields that the kit does not know, and what `prompts`
+    keeps back are described below ``omitted``. The crash handler searches for secrets before it writes to a disk: here
+    a client could make that long.
     """
     kind, values = type(request), _values_of(request)
     if (sampling := values.get("sampling_params")) is not None and type(sampling) is not dict:
@@ -248,31 +236,28 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
             fields[name] = short_rid(value)
         elif type(value) in _SCALARS and (type(value) is not int or value.bit_length() <= _MAX_BITS):
             fields[name] = value
-        elif name == _PROGRAM and values.get("no_logs"):
-            omitted[name] = _WITHHELD
-        elif prompts == "none" and (name in _TOKENS or name == _PROGRAM):
-            omitted[name] = _WITHHELD_BY_FLAG.format(prompts, describe(value))
+        elif name in _LIKE_PROMPTS and (prompts == "none" or values.get("no_logs")):
+            omitted[name] = _why_withheld(values, prompts, value)
+        elif (weight := weigh(value, room)) > room:
+            omitted[name] = describe(value)
         else:
-            most = min(room, _MAX_PROGRAM) if name == _PROGRAM else room
-            weight = weigh(value, most)
-            if weight > most:
-                omitted[name] = describe(value)
-            else:
-                room -= weight
-                fields[name] = value
+            room -= weight
+            fields[name] = value
     text, input_ids = values.get("text", values.get("input_text")), values.get("input_ids")
-    if values.get("no_logs"):
-        omitted |= {name: _WITHHELD for name in ("text", "input_ids") if values.get(name) is not None}
-        text = input_ids = None
-    if prompts != "full" and text is not None:
-        omitted["text"] = _WITHHELD_BY_FLAG.format(prompts, describe(text))
-        text = None
-    if prompts == "none" and input_ids is not None:
-        omitted["input_ids"] = _WITHHELD_BY_FLAG.format(prompts, describe(input_ids))
-        input_ids = None
+    prompt = {"text": text, "input_ids": input_ids}
+    for name, value in prompt.items():
+        is_allowed = prompts == "full" or (prompts == "ids" and name == "input_ids")
+        if value is not None and (values.get("no_logs") or not is_allowed):
+            omitted[name], prompt[name] = _why_withheld(values, prompts, value), None
     if omitted:
         fields["omitted"] = omitted
-    return fields, text, input_ids
+    return fields, prompt["text"], prompt["input_ids"]
+
+
+def _why_withheld(values: Mapping[str, Any], prompts: Prompts, value: object) -> str:
+    if values.get("no_logs"):
+        return "withheld: the request asks for no logs"
+    return f"withheld by SGLANG_CRASHKIT_PROMPTS={prompts}: {describe(value)}"
 
 
 def _values_of(request: Any) -> dict[str, Any]:

@@ -312,7 +312,6 @@ PROGRAM = "custom_logit_processor"
             (None, None),
         ),
         ({PROGRAM: "8" * 4096}, "ids", {PROGRAM: "8" * 4096}, {}, (None, None)),
-        ({PROGRAM: "8" * 4097}, "full", {}, {PROGRAM: "str, 4097 characters"}, (None, None)),
         ({PROGRAM: "8", "no_logs": True}, "full", {"no_logs": True}, {PROGRAM: NO_LOGS}, (None, None)),
         ({PROGRAM: "8" * 9}, "none", {}, {PROGRAM: f"{FLAG}none: str, 9 characters"}, (None, None)),
     ],

@@ -1,8 +1,7 @@
 """Hooks of SGLang's scheduler and model runner: a scheduler notes its steps, where a crash handler listens.
 
-A step is a batch. It is noted as its requests are received, as it is scheduled, as a pass of the model begins for it,
-as its results are there, and as they were processed; see `memory.steps` for where. What goes into the hash that ranks
-are compared by is the same on all ranks that do the same: no clock, no address, no order of a set.
+A step is a batch; `memory.steps` says what is noted of it. What goes into the hash that ranks are compared by is the
+same on all ranks that do the same: no clock, no address, no order of a set.
 
 Where the scheduler overlaps batches, a step is processed after the next one was launched. That its forward pass is done
 is known where the CPU computes it, or the copy of its results has arrived; the recorder does not wait for that.
@@ -136,7 +135,6 @@ class StepRecorder:
         return number
 
     def _note_control(self, requests: Sequence[Any]) -> None:
-        """Note the first control request among new ones; classes that are no such are remembered."""
         for kind in dict.fromkeys(map(type, requests)):
             if not kind.__name__.startswith(_NO_CONTROL):
                 self.writer.begin_control(name_of_control(kind.__name__))
@@ -328,7 +326,6 @@ def _fail(what: str) -> None:
 
 
 def _begin(scheduler: Any) -> StepRecorder | None:
-    """Tell the crash handler where the steps are; None where the record is off or there is no handler."""
     global _recorder, _is_off
     _is_off = True
     if not Settings.from_environ().steps:
@@ -350,7 +347,7 @@ def name_of_control(kind: str) -> str:
 
 
 def _is_at_work(scheduler: Any, *, has_begun: bool) -> bool:
-    """Say whether the scheduler has something to do in a round; `has_begun` is whether a batch began in the last."""
+    """Say whether the scheduler has something to do; `has_begun` is whether a batch began in the last round."""
     try:
         return bool(scheduler.waiting_queue) or scheduler.last_batch is not None
     except AttributeError as error:
@@ -358,7 +355,6 @@ def _is_at_work(scheduler: Any, *, has_begun: bool) -> bool:
 
 
 def _has_arrived(result: Any) -> bool:
-    """Say whether the copy of a batch's results is known to have arrived, without waiting for it."""
     copied = getattr(result, "copy_done", None)
     try:
         return copied is not None and bool(copied.query())

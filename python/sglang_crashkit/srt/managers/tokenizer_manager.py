@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,10 +49,8 @@ def on_crash_dump(dump: Function) -> Function:
     """Wrap ``TokenizerManager.dump_requests_before_crash``.
 
     Upstream's method writes the requests, as before. The diagnostics that follow them there, from 0.5.13 on, are the
-    crash handler's, and the method returns when the incident is whole; where there is no crash handler, this process
-    makes them by `diagnose_schedulers`, which waits for no core where there is no pipe. An error of the dump is named
-    in the log and in the incident instead of leaving the server half dead. A second thread that calls waits until the
-    first is done.
+    crash handler's, and the method returns when the incident is whole; without a handler this process makes them. An
+    error of the dump is named in the log and in the incident. A second thread that calls waits until the first is done.
     """
 
     def instead(dump: Function, manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,12 +129,11 @@ def on_forced_exit() -> None:
 
 
 def _is_unhealthy(manager: Any) -> bool:
-    """Say whether the last health check of the server failed."""
     return getattr(getattr(manager, "server_status", None), "name", None) == "UnHealthy"
 
 
 def _evidence_secs(settings: Settings) -> float:
-    """Return how long the requests and the incident may take, each its budget, and the process's end, in seconds."""
+    # The requests and the incident may take their budget each, and then the process ends.
     return 2 * settings.budget_secs + settings.end_secs
 
 
@@ -169,14 +167,9 @@ def _dump_once(manager: Any, save: Callable[[], Any]) -> Any:
 def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterator[BinaryIO]:
     """Open the file for the requests in place of ``open(filename, "wb")``.
 
-    The file has mode 0600 and gets its name only when it is whole, so that no reader ever takes a torn one for it. A
-    name that is taken (a second crash within a second) gets a number. In a folder that somebody else prepared (a link,
-    another user's) nothing is written: the file goes to the fallback folder then.
-
-    Args:
-        manager: the ``TokenizerManager``; it is told the name that the file got.
-        filename: what upstream calls it.
-        data: what is about to be written; API keys and other secrets are taken out of it, see `redact_dump`.
+    The file has mode 0600 and gets its name only when it is whole; one that is taken (a second crash within a second)
+    gets a number, which the `manager` is told. In a folder that somebody else prepared (a link, another user's) nothing
+    is written: the file goes to the fallback folder then. Secrets are taken out of the `data`; see `redact_dump`.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
@@ -300,16 +293,5 @@ def give_name(temporary: Path, path: Path) -> Path:
     Raises:
         OSError: it cannot be renamed.
     """
-    candidate, number = path, 1
-    while True:
-        try:
-            os.link(temporary, candidate)
-        except FileExistsError:
-            candidate, number = path.with_name(f"{path.stem}.{number}{path.suffix}"), number + 1
-        except OSError:
-            # A file system without hard links, which each says in its own way (EPERM, ENOTSUP, ENOSYS). Without them a
-            # second crash within a second replaces the first one's file.
-            temporary.replace(candidate)
-            return candidate
-        else:
-            return candidate
+    candidates = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    return temporary.rename(next(one for one in chain([path], candidates) if not os.path.lexists(one)))
