@@ -128,9 +128,7 @@ class HeartbeatWriter:
 
 
 class HeartbeatReader:
-    """The crash handler's end: memory that a process passed on as `descriptor`, which stays open.
-
-    `modes` has the names of the forward modes by their number.
+    """The crash handler's end of a `descriptor`, which stays open; `modes` names the forward modes by number.
 
     Raises:
         NotAHeartbeatError: it is something else, or a heartbeat of another layout.

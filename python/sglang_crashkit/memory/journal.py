@@ -48,10 +48,7 @@ MAX_WEIGHT = 64 * 1024
 
 
 class JournalWriter(RingWriter):
-    """Notes the requests of this process in a ring of so many bytes; for one thread.
-
-    `RingWriter.lost` is how many unfinished requests found no room any more. Once it is invalid no reader believes the
-    journal any more, which knows of no end from then on.
+    """Notes the requests of this process in a ring of so many bytes; for one thread; `lost` found no room any more.
 
     Raises:
         RingError: there is no memory for it; by each method, too.
@@ -174,15 +171,11 @@ class JournalReader(RingReader):
 def encode_begin(
     number: int, seconds: float, fields: Mapping[str, Any], text: object, input_ids: object, most: int
 ) -> bytes:
-    """Return the record of a request that arrived.
+    """Return the record of a request that arrived, of `most` bytes at most, 4096 or more.
 
-    Of a prompt that is too long its beginning and its end are kept, one behind the other; ``truncated`` says of
-    ``text``, in characters, and of ``input_ids`` how much is of the beginning (``first``), of the end (``last``), and
-    how much there was (``of``). What else is too large, or no JSON value, is replaced by a description below
-    ``omitted``.
-
-    The fields are what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
-    descriptions. The record has `most` bytes at most, 4096 or more.
+    Of a prompt that is too long its beginning and its end are kept; ``truncated`` says of ``text``, in characters, and
+    of ``input_ids`` how many of them are the ``first`` and the ``last``, and how many there were (``of``). What else is
+    too large, or no JSON value, is described below ``omitted``. The fields are not heavier than `MAX_WEIGHT`.
     """
     omitted: dict[str, str] = dict(fields.get("omitted", ()))
     truncated: dict[str, dict[str, int]] = {}

@@ -76,16 +76,10 @@ class RingError(CrashkitError):
 
 
 class RingWriter:
-    """Creates a ring and appends to it; for one thread.
+    """Creates a ring of `size` bytes, with this `name` for the kernel, and appends to it; for one thread.
 
-    Args:
-        size: how long it may be, in bytes. It takes no more memory than was written to it.
-        name: what the kernel calls the memory.
-
-    Attributes:
-        fd: the descriptor to be passed on to a reader; it is closed with the ring.
-        capacity, max_payload: how long all records, and the payload of one, may be, in bytes.
-        lost: how many held records were lost, without those of a negative hold.
+    It takes no more memory than was written to it. A reader gets `fd`, which is closed with the ring. `lost` counts the
+    held records that were lost, without those of a negative hold.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor; nothing is left behind.
@@ -146,8 +140,8 @@ class RingWriter:
     def _renew_held(self, room: int) -> None:
         """Write the oldest held records again while there is time, before `room` bytes are written.
 
-        Twice as much as the new record needs, and the rest of the last one. With that and three eighths of the ring as
-        the distance, a row of held records of seven sixteenths of the ring is out of the way when the head arrives.
+        Of them twice as much is written, and the rest of the last one: with three eighths of the ring as the distance,
+        a row of held records of seven sixteenths of the ring is out of the way when the head arrives.
         """
         left = 2 * room
         while self._held:
@@ -215,17 +209,10 @@ class Record(NamedTuple):
 class RingReader:
     """Reads a ring, also while it is written or after it was damaged, and little of it at a time.
 
-    It is read and not mapped: a page that was never written takes no memory then. Its descriptor must stay open. What
-    the writer says of sizes is not believed: no more than `_MAX_LOOKS` times the ring is looked at.
-
-    Args:
-        descriptor: of the memory.
-        max_payload: longer records are not this ring's, in bytes.
-        deadline: nothing more is read then, by the monotonic clock.
-
-    Attributes:
-        torn: how many records began and were not whole when `records` went by.
-        is_cut: `records` ended before the end of the ring, for its deadline or as too much of it was torn.
+    It is read and not mapped: a page that was never written takes no memory then. The `descriptor` must stay open. What
+    the writer says of sizes is not believed: no more than `_MAX_LOOKS` times the ring is looked at, no record of more
+    than `max_payload` bytes, and nothing after the `deadline`, by the monotonic clock. `records` counts the `torn`
+    ones, and says whether it `is_cut`: ended early, for that or as too much was torn.
 
     Raises:
         RingError: it cannot be read, by each method too, or it is no ring.

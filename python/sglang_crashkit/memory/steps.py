@@ -81,9 +81,6 @@ class NotStepsError(Exception):
 class StepWriter:
     """The scheduler's end; for one thread. All times are in seconds of the monotonic clock.
 
-    A reader, to which `fd` is passed on, knows nothing of the release: `modes` has the names of the forward modes by
-    their number in digits.
-
     Raises:
         RingError: the kernel gives no memory or no descriptor.
     """
@@ -138,10 +135,7 @@ class StepWriter:
         self._has_control = False
 
     def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int]) -> None:
-        """Note the requests that were received for a step to come; those that were noted for it before are forgotten.
-
-        The `lengths` are of their inputs, in tokens.
-        """
+        """Note the requests that were received for a step to come, and the `lengths` of their inputs, in tokens."""
         self.schedule(number, began, 0, rids, lengths, [0] * len(rids), 0, {}, 0, RECEIVED)
 
     def schedule(
@@ -199,10 +193,7 @@ class StepWriter:
         self._put(number, began, phase)
 
     def schedule_again(self, number: int, began: float) -> bool:
-        """Note that what was noted last, without decisions, was scheduled again, each request with a token more.
-
-        Returns whether that was noted; False where it is to be written out.
-        """
+        """Note that the last batch goes on, each request with a token more; say whether that could be noted."""
         if self._added == _MAX_ADDED:
             return False
         self._added += 1
@@ -293,11 +284,7 @@ class LastSteps:
 
 
 class StepReader:
-    """The crash handler's end.
-
-    Args:
-        descriptor: of the record; it stays open, and must as long as this is used.
-        modes: names of the forward modes by their number; by default those in the record.
+    """The crash handler's end of a `descriptor`, which stays open; by default `modes` are those that the record has.
 
     Raises:
         NotStepsError: there is something else, or a record of another layout.
@@ -311,10 +298,7 @@ class StepReader:
         self._modes = modes or _modes_in(os.pread(descriptor, PAGE - _MODES, _MODES))
 
     def read(self) -> LastSteps:
-        """Return what the record says now, whatever it holds; a step that is not whole is left out.
-
-        It takes a bounded time: no byte of the data is looked at more than a few times in all.
-        """
+        """Return what the record says now, whatever it holds, in bounded time; a step that is not whole is left out."""
         data = os.pread(self._fd, SIZE, 0)
         round_at = time_or_zero(struct.unpack_from("@d", data, 8 * _ROUND)[0])
         opened, at = struct.unpack_from("@2Q", data, 8 * _OPEN)
@@ -363,10 +347,9 @@ class StepReader:
 
 
 def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None:
-    """Return the step that a scheduler is in, None where it has nothing to do.
+    """Return the step that a scheduler is in, which waits for the results of the one `at`; None where it has none.
 
-    Of the last `steps`, by number, it waits for the results of the one `at` (0 for none). Where it is idle it has no
-    batch to launch; of a pipeline's stage the results of another one may be processed all the same.
+    An idle one has no batch to launch; of a pipeline's stage the results of another one may be processed all the same.
     """
     processed = max((step.number for step in steps if step.phase == PHASES[PROCESSED]), default=0)
     left = [step for step in steps if step.phase != PHASES[PROCESSED]]
@@ -401,7 +384,7 @@ class _Requests:
         """Return the requests of a step, `count` of them, none where they were overwritten.
 
         Place, size and checksum of their `ids` are given, and place and checksum of their `lengths`, behind which may
-        lie how many tokens the step computes for each; `added` is how many tokens each has more.
+        be `tokens`.
         """
         if not 0 < count <= min(MAX_REQUESTS, self._requests_left):
             return ()

@@ -68,10 +68,7 @@ state = State()
 
 
 def note_launch(server_args: Any) -> Mode:
-    """Note that this process launches a server with these ``ServerArgs``, and return what it is.
-
-    The processes that it starts are let know.
-    """
+    """Note that this process launches a server with these ``ServerArgs``; return what it is, and tell its children."""
     state.launching, state.draining = True, False
     state.mode = policy.mode_of(server_args, is_program=state.is_program)
     os.environ[MODE_VARIABLE] = state.mode.value
@@ -90,11 +87,7 @@ def note_started() -> None:
 
 
 def begin(status: int, within_secs: float) -> None:
-    """Note a crash; this process ends by itself `within_secs` from now at the latest.
-
-    It ends with `status` as long as nothing better is known. Does nothing where no crash ends this process; see
-    `ends_with_the_server`.
-    """
+    """Note a crash: where it ends this process, that ends by itself `within_secs` from now, as yet with `status`."""
     if not ends_with_the_server():
         return
     is_first = state.status is None
@@ -135,8 +128,7 @@ def await_evidence(seconds: float) -> None:
 def report(event: str, **fields: Any) -> None:
     """Tell the crash handler of a crash, wait until its incident is whole, and take the status from it.
 
-    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, and as much longer as the handler asks for. Nothing happens
-    without one.
+    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, and as much longer as the handler asks for.
     """
     answer = request(event, Settings.from_environ().budget_secs, on_wait=await_evidence, **fields)
     learn(answer)
@@ -154,10 +146,10 @@ def learn(answer: dict[str, Any] | None) -> None:
 
 
 def is_due(*, whole: bool) -> bool:
-    """Say whether this process, about to be ended by itself, ends because of a crash.
+    """Say whether this process, about to end itself (`whole`) or its children, ends because of a crash.
 
     Asks the crash handler where this process knows of no crash, and waits for its incident, at most
-    ``SGLANG_CRASHKIT_BUDGET_SECS``. It ends as a `whole` where it ends itself, and not its children alone.
+    ``SGLANG_CRASHKIT_BUDGET_SECS``.
     """
     settings = Settings.from_environ()
     if not settings.enabled:
@@ -193,10 +185,7 @@ def end(kill_children: Callable[[], object]) -> NoReturn:
 
 
 def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
-    """Let `error`, if nothing catches it, end this process with the status of a failed start instead of 1.
-
-    What the crash handler answered may know a better one.
-    """
+    """Let `error`, if nothing catches it, end this process as a failed start, or as the crash handler answered."""
     if not ends_with_the_server() or Settings.from_environ().keeps_exit_status:
         return
     status, report = while_starting(_status_in(answer)), sys.excepthook

@@ -76,9 +76,8 @@ def _tell_uncaught(find_gpu: Callable[[], str | None]) -> None:
 def tell_exception(gpu: str | None = None) -> None:
     """Write down the exception being handled, and wait until the server's other processes were captured.
 
-    To be called from the ``except`` branch, before the parent is told: what the parent does then ends the others.
-    Returns after at most `CAPTURE_WAIT_SECS`, at once where there is no crash handler or no exception. `gpu` is the
-    UUID of the GPU that this process computes on, None where that is not known.
+    To be called before the parent is told: what the parent does then ends the others. Returns after at most
+    `CAPTURE_WAIT_SECS`. `gpu` is the UUID of the GPU that this process computes on.
     """
     global _told
     error = _told = sys.exc_info()[1]
@@ -93,10 +92,7 @@ def tell_exception(gpu: str | None = None) -> None:
 
 @never_raises
 def watch_threads(*, of_all: bool) -> None:
-    """Tell the crash handler of each thread of this process that an exception ends.
-
-    A user's program has threads of its own: those in which no code of SGLang's runs count only where `of_all` is true.
-    """
+    """Tell the crash handler of each thread that an exception ends; of a user's program only those of SGLang's code."""
     previous = threading.excepthook
     if getattr(previous, "__module__", "") == __name__:
         return
@@ -124,10 +120,7 @@ def _tell_of_thread(args: threading.ExceptHookArgs, of_all: bool) -> None:
 
 
 def write_record(error: BaseException, name: str) -> dict[str, Any]:
-    """Write down an exception of this process as ``<name>-<pid>.json``, and return what a message says of it.
-
-    That is ``message``, one line, and ``record``, the file; None where it could not be written.
-    """
+    """Write down an exception as ``<name>-<pid>.json``; return its ``message``, one line, and ``record``, or None."""
     trace, withheld = error.__traceback__, f"{type(error).__name__}: {REDACTED}"
     # What is cut before it is searched may end in half a secret.
     message = _redacted("".join(traceback.format_exception_only(error)).strip()[:MAX_PRINTED], trace) or withheld

@@ -43,8 +43,7 @@ _USERS = {"cache_controller": "hicache", "hybrid_cache_controller": "hicache"}
 def prepare_flight_recorder() -> None:
     """Tell PyTorch in this process, where it is a scheduler, where to listen and to write; what the user set stays.
 
-    To be called before the first process group is made. Nothing happens where ``--crash-dump-folder`` is not set, there
-    is no crash handler, or the user switched the recorder off.
+    To be called before the first process group is made.
     """
     folder, socket_path = os.environ.get(FLIGHT_VARIABLE), published(SOCKET_VARIABLE)
     stat = procfs.read_stat(os.getpid())

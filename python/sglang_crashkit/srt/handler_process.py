@@ -54,11 +54,9 @@ os.register_at_fork(after_in_child=_begin_anew)
 def start(crash_folder: str | None) -> None:
     """Start the handler, unless it is there, and let this process and its children find it by environment variables.
 
-    It holds none of the server's descriptors but the socket: a program that reads the server's output sees its end when
-    the server ends. Where it does not get ready the log has one line with the reason, and the server goes on without
-    it. The crash folder, ``--crash-dump-folder``, is touched by the handler alone, which does not wait for a disk that
-    does not answer; where there is none, or it cannot be written to, a private folder in the temporary one takes its
-    place.
+    It holds none of the server's descriptors but the socket. Where it does not get ready the log has one line with the
+    reason, and the server goes on without it. It alone touches the crash folder, whose disk may not answer, and takes a
+    private folder in the temporary one where there is none.
     """
     # Of two at once, neither would be heard.
     is_claimed = _claim.acquire(timeout=START_SECS + READY_SECS)
@@ -100,10 +98,7 @@ def _start_unless_there(crash_folder: str | None) -> None:
 
 
 def _keep(crash_folder: str | None) -> None:
-    """Have GPU cores and flight recorders go where the crash handler of this process looks for them.
-
-    A program that launches a second server with another crash folder has one crash handler, and is told so.
-    """
+    """Have GPU cores and flight recorders go where the crash handler looks for them, also those of a second server."""
     if crash_folder and _kept.get("crash_folder") not in (None, str(Path(crash_folder).absolute())):
         told = "crash kit: incidents of this program go to %s, as of its first server, and not to %s"
         logger.warning(told, _kept["crash_folder"], crash_folder)
@@ -120,11 +115,7 @@ def _keep(crash_folder: str | None) -> None:
 
 @never_raises
 def announce_exit() -> None:
-    """Let the handler remove what it made, and wait for that 3 s at most: this process is about to end.
-
-    A container may end with this process, and the handler with it. Does nothing in a process that has no handler of its
-    own, such as a worker.
-    """
+    """Let the handler of this process remove what it made, and wait 3 s at most: this process is about to end."""
     path = Path(settings.published(settings.SOCKET_VARIABLE))
     if not _kept or not path.exists():
         return

@@ -70,10 +70,7 @@ def note_gone(error: AttributeError, instead: Result) -> Result:
 
 
 class Lately:
-    """What was told lately, and is not again for so many seconds; may be used from any thread.
-
-    While there are as many as `most` of these, no other is news.
-    """
+    """What was told lately, and is not again for so many seconds, nor is more than `most` in them; for any thread."""
 
     def __init__(self, secs: float, most: int) -> None:
         self._secs, self._most = secs, most
@@ -95,7 +92,7 @@ def in_place_of(function: Function, action: Function, *, meant: type[Exception] 
     """Wrap `function`: ``action(function, ...)`` runs in its place, with the same arguments.
 
     Where `action` fails before it called `function`, that is called; after that, what came of the call counts. Errors
-    of the types in `meant` are part of the answer and are raised.
+    of the types in `meant` are raised.
     """
 
     @functools.wraps(function)
@@ -164,8 +161,8 @@ def held_memory(
 ) -> Memory | None:
     """Return memory that this process writes to, and that the crash handler of its server holds, too, by its ``fd``.
 
-    The handler is told what `describe` returns. Returns None where the kit is off or there is no handler; where there
-    is no memory, or the handler does not take it, the log has `loss` and the reason.
+    The handler is told what `describe` returns. Returns None where the kit is off or there is no handler; where it
+    cannot be, the log has `loss` and the reason.
     """
     socket_path = published(SOCKET_VARIABLE)
     if not socket_path or not Settings.from_environ().enabled:
@@ -192,10 +189,9 @@ def request(
     on_wait: Callable[[float], object] | None = None,
     **fields: Any,
 ) -> dict[str, Any] | None:
-    """Tell the crash handler of this server and wait for its acknowledgement; see `protocol.request`.
+    """Tell the crash handler of this server and wait for its acknowledgement, None without; see `protocol.request`.
 
-    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``. Returns None where there
-    is no handler.
+    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``.
     """
     socket_path = published(SOCKET_VARIABLE)
     if not socket_path:

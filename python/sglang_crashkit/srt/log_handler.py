@@ -127,8 +127,8 @@ _handler: RingHandler | None = None
 def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
     """Have the crash handler hold this process's last log records from now on.
 
-    To be called once logging is set up, and again whenever it is set up anew, which takes all handlers away. Where this
-    process is SGLang's own, the records of all loggers are its, and not SGLang's alone.
+    To be called whenever logging is set up, which takes all handlers away. Where this process is SGLang's own, the
+    records `of_all` loggers are its.
     """
     global _handler
     settings, held_by = Settings.from_environ(), handler_pid()

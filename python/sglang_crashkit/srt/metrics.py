@@ -24,10 +24,7 @@ _shown: dict[str, set[tuple[str, ...]]] = {}
 
 @never_raises
 def show_gauges(gauges: object) -> None:
-    """Show gauges, each a name, what it is, and samples of labels and a value.
-
-    Nothing happens where SGLang has no such folder, or its disk is nearly full.
-    """
+    """Show gauges, each a name, what it is, and samples of labels and a value, where SGLang has a folder with room."""
     folder = os.environ.get(_FOLDER)
     if not folder or not isinstance(gauges, list):
         return

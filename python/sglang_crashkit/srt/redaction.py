@@ -34,10 +34,7 @@ _REQUESTS = "requests"
 
 
 def redact(text: str, *configurations: object, prompts: Iterable[str] = ()) -> str:
-    """Return `text` without the secrets that this process knows of, and without what it shares with users' `prompts`.
-
-    Fields of the configurations, such as ``ServerArgs``, may be secret; None is skipped.
-    """
+    """Return `text` without the secrets of this process and of `configurations`, and without users' `prompts`."""
     try:
         return redact_prompts(redact_text(text, known_secrets(*configurations)), prompts)
     except Exception:
@@ -60,8 +57,7 @@ def redacted_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def redact_dump(data: dict[str, Any]) -> None:
     """Take the secrets out of what upstream is about to dump, in place; the requests stay as they are.
 
-    It is upstream's, made for this dump: the configuration in several forms, the command line and the requests. The
-    configuration's own objects are left alone, and copies of them are dumped: the server may live on.
+    The configuration's own objects are left alone, and copies of them are dumped: the server may live on.
     """
     rest = {name: value for name, value in data.items() if name != _REQUESTS}
     try:

@@ -35,9 +35,8 @@ def set_crash_dump_env(server_args: Any) -> None:
     """Set the variables of GPU cores and of the flight recorder that the user did not set.
 
     Nothing happens without ``--crash-dump-folder``, and nothing is done about cores where
-    ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off. ``%h`` stays in the values, as upstream has them: the driver
-    expands it, by gethostname(2), in each process that uses CUDA. The driver creates no folder. The crash handler does,
-    before the first process that uses CUDA is started: the disk may be one that does not answer.
+    ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off. The driver expands ``%h``, but creates no folder: the crash
+    handler does, as the disk may not answer.
     """
     crash_folder, settings = getattr(server_args, "crash_dump_folder", None), Settings.from_environ()
     # Those of another server of this program, or of the one that started it.
@@ -60,10 +59,7 @@ def set_crash_dump_env(server_args: Any) -> None:
 
 
 def in_place_of_crash_dump_env(handle: Function) -> Function:
-    """Let `set_crash_dump_env` do what `handle` does; `handle` itself does it too where the kit leaves cores alone.
-
-    That is where the kit or ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off: then all is as the release has it.
-    """
+    """Let `set_crash_dump_env` do what `handle` does; that does it too where the kit, or its part of cores, is off."""
 
     def instead(handle: Function, server_args: Any) -> Any:
         settings = Settings.from_environ()
@@ -78,10 +74,7 @@ def in_place_of_crash_dump_env(handle: Function) -> Function:
 
 @never_raises
 def withdraw_crash_dump_env() -> None:
-    """Take out of this process's environment what `set_crash_dump_env` put there; what was changed since stays.
-
-    For a program that is not SGLang's own, once the processes of its engine run, which have it all.
-    """
+    """Take out of a user's environment what `set_crash_dump_env` put there, once SGLang's processes have it."""
     for name in set_here:
         if _is_ours(name):
             del os.environ[name]
@@ -109,8 +102,7 @@ def _core_dump_variables(crash_folder: str) -> dict[str, str]:
 def _flight_variables(crash_folder: str) -> dict[str, str]:
     """Return what switches PyTorch's flight recorder on, for a crash handler to ask it.
 
-    A size that is no number, an empty one too, would be no recorder: every gloo process group, and with it the server,
-    hangs in its constructor. It counts as not set.
+    A size that is no number, an empty one too, hangs every gloo process group in its constructor. It counts as not set.
     """
     for name in (BUFFER_SIZE, OLD_BUFFER_SIZE):
         if name in os.environ and not _NUMBER.match(os.environ[name]):

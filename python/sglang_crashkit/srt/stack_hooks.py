@@ -86,10 +86,7 @@ _reported: set[Path] = set()
 
 
 def on_configure_logger(configure: Function) -> Function:
-    """Wrap ``configure_logger``, which every worker calls once it has its title, and install its hooks then.
-
-    Each launcher calls it, too, before it starts its first process; see `crash_exit.State.launch`.
-    """
+    """Wrap ``configure_logger``, which each worker calls once it has its title, and each launcher before all others."""
 
     @functools.wraps(configure)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -102,10 +99,7 @@ def on_configure_logger(configure: Function) -> Function:
 
 
 def on_tokenizer_worker(worker: type) -> type:
-    """Install the hooks of a tokenizer worker once it is constructed: extend ``TokenizerWorker``, in place.
-
-    It is started when the ranks are ready, so that no crash is a failed start of its own.
-    """
+    """Extend ``TokenizerWorker``, in place: once constructed, when the ranks are ready, it has its hooks."""
 
     def install(constructed: Any) -> None:
         crash_exit.note_started()
@@ -118,10 +112,7 @@ def on_tokenizer_worker(worker: type) -> type:
 
 @never_raises
 def install_in_worker(server_args: Any = None, *, title: str = "") -> None:
-    """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler.
-
-    Where SGLang gives it no title, it is called by `title`.
-    """
+    """Install the hooks where this process is SGLang's own worker, by its title or, where it lacks one, `title`."""
     named = {"title": title} if title else {}
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     title = title or procfs.read_title(os.getpid())
@@ -151,8 +142,7 @@ def install_in_server() -> None:
 def report_faults() -> None:
     """Copy to standard error what faulthandler wrote of workers that a fatal signal ended, each once.
 
-    To be called in the server's main process, when the crash handler says that there is something, and before it ends
-    the server; nothing happens in another.
+    To be called in the server's main process; nothing happens in another.
     """
     own = socket_of(os.getpid())
     if own is None or not published(SOCKET_VARIABLE):
@@ -285,8 +275,7 @@ def start_answering(path: Path, mailbox: Mailbox | None = None) -> socket.socket
     What comes to the `mailbox` is written to the log.
 
     Raises:
-        OSError: the path is taken or too long.
-        RuntimeError: the system gives no thread.
+        OSError, RuntimeError: the path is taken or too long, or the system gives no thread.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:

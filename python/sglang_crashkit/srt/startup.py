@@ -39,11 +39,7 @@ _MAX_CHILDREN = 16
 
 
 class StartupError(RuntimeError):
-    """A rank will not get ready; `children` are those that it is about, the one seen first first.
-
-    It ``died``, ``closed`` its pipe while it lives, ``garbled`` its message, ``failed`` by its own word, or took too
-    long (``timeout``).
-    """
+    """Its `children` will not get ready: the first died, closed its pipe, garbled a message, failed, or was late."""
 
     def __init__(self, kind: Kind, children: Sequence[Child], message: str) -> None:
         super().__init__(message)
@@ -220,10 +216,7 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
 
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
-    """Tell the crash handler, wait until the incident is whole, and return its answer; None without a handler.
-
-    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
-    """
+    """Tell the crash handler, wait until the incident is whole, and return its answer; None without a handler."""
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [child for child in error.children if child.pid is not None]
     names = {str(child.pid): child.title or child.name or _short(child) for child in named}

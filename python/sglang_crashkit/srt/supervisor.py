@@ -82,20 +82,10 @@ class Clock:
 class Child:
     """A process that is watched.
 
-    Args:
-        name: what it is called, such as ``Rank 1 scheduler``; empty where only its title tells.
-        process: ``pid``, ``sentinel`` and ``exitcode`` as of `multiprocessing.Process`; the pid of another's child;
-            None where it is not known.
-        reader: ``recv`` and ``fileno`` as of `multiprocessing.connection.Connection`, for the pipe that it will say
-            "ready" on; None where nothing is expected.
-        title: its title, where it is known.
-
-    Attributes:
-        info: what it sent when it was ready.
-        ready: it said so, or nothing is expected of it.
-        title: its title, once SGLang has set one; the last known one after its death.
-        exit: how it ended; see `learn_exit`.
-        ended_at: when its end was noticed, by the clock of who watches; infinite before.
+    Its `name` is such as ``Rank 1 scheduler``, empty where only its `title` tells. The `process` is one of
+    multiprocessing's, or the pid of another's child; None where it is not known. On the `reader`, a connection, it will
+    say that it is `ready`; None where nothing is expected. What it sent then is `info`; `ended_at` is when its end was
+    noticed.
     """
 
     def __init__(self, name: str = "", process: Any = None, reader: Any = None, title: str = "") -> None:
@@ -202,10 +192,7 @@ class Child:
 
 
 def read_title(pid: int) -> str | None:
-    """Return the title of a process, empty where it is gone; None where it does not come in time.
-
-    The name that the kernel keeps of it would always come, but without the rank.
-    """
+    """Return the title of a process, empty where it is gone; None where it does not come in time."""
     found, is_read = [""], allocate_lock()
     is_read.acquire()
 
@@ -239,10 +226,7 @@ class Supervisor:
         return sorted((child for child in self.children if child.ended_at < _NEVER), key=lambda child: child.ended_at)
 
     def wait(self, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
-        """Wait until a child ends, or one of `others` is readable; note the ends, and return which of `others` are.
-
-        It takes `seconds` at most; None waits for ever.
-        """
+        """Wait at most `seconds` until a child ends, which is noted, or `others` are readable; return which are."""
         living, others = self.living(), set(others)
         unseen = [child for child in living if child.pid is not None and not child.descriptors()]
         if unseen:
@@ -277,10 +261,8 @@ class Supervisor:
 class Serving(Supervisor):
     """The server's own processes, as its main process knows them; ends the server where there is no crash handler.
 
-    Attributes:
-        excused: the start times of those that this process ends on purpose, by pid; see `procfs.ProcStat`.
-        when_ready: called once, in the thread that watches, when each scheduler that said that it is there goes round
-            its event loop; None where somebody else waits for the ranks, as from `begin` on.
+    Those that are `excused`, by pid and start time, it ends on purpose. Where nothing else waits for the ranks,
+    `when_ready` is called, once, when each known scheduler goes round its event loop.
 
     Raises:
         OSError: no descriptor is left.
@@ -305,11 +287,7 @@ class Serving(Supervisor):
         self._invite()
 
     def begin(self, handler: int | None, *, follows: bool) -> None:
-        """Watch from now on; to be called at each launch, from any thread.
-
-        The pid of the crash `handler` is None if the server has no handler, or its pid is unknown. A node of a rank
-        above 0 `follows`: rank 0 tells its schedulers to end.
-        """
+        """Watch from now on, from any thread; a node of a rank above 0 `follows` rank 0, which tells it to end."""
         child = Child("", handler)
         child.hold()
         self._has_begun, self._follows, self._next_handler = True, follows, child
@@ -347,10 +325,7 @@ class Serving(Supervisor):
             say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
 
     def register(self, pid: int, title: str) -> None:
-        """Take in a process of the server, with the title that it says it has, from any thread.
-
-        Nothing happens where the server did not start it.
-        """
+        """Take in a process, with the title that it says it has, from any thread, where the server did start it."""
         child = Child("", pid, title=title)
         with self._lock:
             known = self.registered.get(pid)
@@ -448,8 +423,7 @@ def listen() -> Serving:
     """Return what this process knows of its server's processes, which may say from now on that they are there.
 
     Raises:
-        OSError: no descriptor is left.
-        RuntimeError: the system gives no thread.
+        OSError, RuntimeError: no descriptor is left, or the system gives no thread.
     """
     global current
     serving = _known()

@@ -47,10 +47,7 @@ def watch_prefill_servers(queue: Any) -> None:
 
 @never_raises
 def watch_decode_servers(queue: Any) -> None:
-    """Report each decode server to which a ``PrefillBootstrapQueue`` cannot send.
-
-    Whatever fails a request goes through ``update_status``, with the reason already in ``failure_records``.
-    """
+    """Report each decode server to which a ``PrefillBootstrapQueue`` cannot send, as ``update_status`` is told."""
     manager, reports = queue.kv_manager, _Reports("decode", "failed_transfer")
 
     def note(bootstrap_room: int, status: int) -> None:

@@ -64,10 +64,10 @@ def on_engine_launch(server_args: Any) -> None:
 
 
 def on_launch_phase_sigquit(handler: Function) -> Function:
-    """Wrap the SIGQUIT handler of the launch phase: the evidence is whole before the process tree is killed.
+    """Wrap the SIGQUIT handler of the launch phase, by which a failed child tells: the incident is whole first.
 
-    A child sends SIGQUIT when it fails. Waits for the crash handler at most ``SGLANG_CRASHKIT_BUDGET_SECS``. The
-    wrapped function is in place until the server serves; on nodes of a rank above 0 for as long as they run.
+    Waits for that at most ``SGLANG_CRASHKIT_BUDGET_SECS``. It is in place until the server serves; on nodes of a rank
+    above 0 for as long as they run.
     """
     return before(handler, _report_failed_child)
 
@@ -75,10 +75,9 @@ def on_launch_phase_sigquit(handler: Function) -> Function:
 def on_wait_for_scheduler_ready(wait: Function) -> Function:
     """Take over from ``_wait_for_scheduler_ready``: any rank's death ends the wait at once.
 
-    Returns what upstream's function returns: what each rank sent, in order. RuntimeError says which rank died, and of
-    what; closed its pipe; sent something else; reported that it failed; or was silent for longer than
-    ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``. It is raised when the incident is whole, so that what ends the server then
-    loses nothing.
+    Returns what each rank sent, in order. RuntimeError says which rank died, closed its pipe, sent something else,
+    failed, or was silent for longer than ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; it is raised when the incident is
+    whole.
     """
 
     def watch(wait: Function, scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
@@ -165,8 +164,7 @@ class Following(Supervisor):
     def have_failed(self) -> bool:
         """Look at them, and say whether one failed; the incident is whole then.
 
-        To be called before this process does anything that their end may lead to; waits for the crash handler at most
-        ``SGLANG_CRASHKIT_BUDGET_SECS``.
+        To be called before this process does anything that their end may lead to.
         """
         if self._lock.acquire(timeout=self._settings.exit_secs):
             try:

@@ -28,10 +28,7 @@ _MANAGERS = ("sglang.srt.grpc.grpc_request_manager", "smg_grpc_servicer.sglang.r
 
 
 def on_grpc_program(serve: Function) -> Function:
-    """Wrap ``serve_grpc``: who awaits it is a server program, not a library's user.
-
-    The launch is hooked from then on, and begins with the first of SGLang's functions that knows the arguments.
-    """
+    """Wrap ``serve_grpc``: who awaits it is a server program, whose launch is hooked from then on."""
 
     @functools.wraps(serve)
     async def serve_program(*args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,7 @@ from sglang_crashkit.srt.hooks import Function, before
 
 
 def on_server_program(launch: Function) -> Function:
-    """Wrap a launcher of a server: who calls it is a server program, not a library's user.
-
-    It is noted before the launch begins. It stays noted when the call has ended: the program ends next, and with
-    the status that tells why.
-    """
+    """Wrap a launcher of a server: who calls it is a server program, not a library's user, and stays one."""
     return before(launch, _note)
 
 

@@ -31,19 +31,13 @@ _thread = threading.local()
 
 
 def on_controller_exception() -> None:
-    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`.
-
-    That the ranks did not get ready has been told by then, and is no failure of the controller.
-    """
+    """Tell the crash handler of the exception being handled, unless that ranks did not get ready, which it knows."""
     if not isinstance(sys.exc_info()[1], StartupError):
         tell_exception()
 
 
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
-    """Return what the main thread of a ``DataParallelController`` waits on in place of `ready_events`.
-
-    Of these there is one for each thread that is about to start a group; before them all groups are waited for.
-    """
+    """Return what the main thread waits on in place of the `ready_events` of threads that are about to start groups."""
     return _group_events(controller, ready_events) or ready_events
 
 

@@ -38,7 +38,7 @@ def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> H
 def start_loop_heartbeat(manager: Any) -> None:
     """Have the event loop of a ``TokenizerManager`` beat, from when that creates its tasks with the first request.
 
-    To be called where the loop runs for as long as the process serves. A library's user runs it for each call.
+    Not in a library's user's program, which runs the loop for each call.
     """
     create = manager.auto_create_handle_loop
 

@@ -28,11 +28,9 @@ _claim, _done = threading.Lock(), threading.Event()
 
 
 def on_tokenizer_router(router: type) -> type:
-    """Extend ``MultiTokenizerRouter``, in place.
+    """Extend ``MultiTokenizerRouter``, in place: its loop beats, and a SIGQUIT that others took over ends the server.
 
-    It gets ``dump_requests_before_crash``, which upstream calls on it after an exception but which it lacks; and from
-    its construction on, a SIGQUIT that somebody else took over ends the server as it does with one tokenizer. Its loop
-    beats.
+    It gets ``dump_requests_before_crash``, which upstream calls on it after an exception but which it lacks.
     """
     after_construction(router, _watch_sigquit)
     after_construction(router, start_router_heartbeat)
@@ -45,7 +43,7 @@ def on_tokenizer_router(router: type) -> type:
 def dump_requests_of_workers(_router: Any = None) -> None:
     """Have each tokenizer worker save its requests and end, once, and wait for that and for the incident.
 
-    Takes at most twice ``SGLANG_CRASHKIT_BUDGET_SECS``. Without ``--crash-dump-folder`` the workers save nothing.
+    Takes at most twice ``SGLANG_CRASHKIT_BUDGET_SECS``.
     """
     settings = Settings.from_environ()
     if not settings.enabled:

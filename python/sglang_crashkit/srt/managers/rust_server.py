@@ -24,10 +24,7 @@ MAX_UNDER_WAY = 1 << 16
 
 @never_raises
 def journal_rust_server(server_args: Any) -> None:
-    """Note the requests of a ``RustServer`` of this process in a journal, from when it hands over the first ones.
-
-    Without ``--crash-dump-folder`` there is no journal, as for a tokenizer manager.
-    """
+    """Note the requests of a ``RustServer`` of this process in a journal, where there is a ``--crash-dump-folder``."""
     kind = getattr(sys.modules.get(_SCHEDULER), "RustServer", None)
     if not isinstance(kind, type) or not getattr(server_args, "crash_dump_folder", None):
         return

@@ -31,9 +31,9 @@ def on_scheduler_exception() -> None:
 def on_parent_told() -> None:
     """Kill the server's process group where ``SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION`` asks for it.
 
-    To be called once the parent was sent SIGQUIT, on which it saves the requests. The kill comes when they are saved
-    and the incident is whole, after ``SGLANG_CRASHKIT_BUDGET_SECS`` at the latest. Where the kit is off nothing is done
-    here: the branch that some releases have of their own then does as upstream says.
+    To be called once the parent was sent SIGQUIT. The kill comes when the requests are saved and the incident is whole,
+    after ``SGLANG_CRASHKIT_BUDGET_SECS`` at the latest. Where the kit is off, the release's own branch, if any, does
+    it.
     """
     if not read_bool(os.environ, "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION", False) or not hasattr(os, "killpg"):
         return
@@ -52,8 +52,7 @@ def on_parent_told() -> None:
 def kill_own_group() -> None:
     """Send SIGKILL to the processes of this server that are in this process's group, this one last.
 
-    Upstream kills the whole group, which may hold what started the server: a shell, a test runner, another server.
-    Those are named and left alive. Does not return where it succeeds.
+    Others, such as a shell or another server, are named and left alive, though upstream kills the whole group.
     """
     group = os.getpgrp()
     own = procfs.TreeScanner(find_server(os.getpid())).scan()

@@ -146,10 +146,7 @@ def _begin() -> memoryview[float] | None:
 
 
 def _time_collections() -> None:
-    """Note from now on since when Python collects garbage, and how long a long collection took.
-
-    A child that is forked does not have the memory: while one is, nothing is noted.
-    """
+    """Note from now on how long Python collects garbage, but while a child is forked, which has no such memory."""
     global _is_timing
     if not _is_timing:
         _is_timing = True
@@ -196,10 +193,7 @@ def _describe() -> dict[str, Any]:
 
 
 def forward_modes() -> dict[str, str]:
-    """Return the names of the release's forward modes by their number; nothing where it keeps them elsewhere.
-
-    A scheduler has imported them long before its first round.
-    """
+    """Return the names of the release's forward modes by their number; nothing where it keeps them elsewhere."""
     module = sys.modules.get("sglang.srt.model_executor.forward_batch_info")
     return {str(int(mode)): mode.name.lower() for mode in getattr(module, "ForwardMode", ())}
 

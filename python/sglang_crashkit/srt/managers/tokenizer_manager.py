@@ -88,10 +88,7 @@ def on_crash_dump(dump: Function) -> Function:
 def on_request_states(manager: Any) -> None:
     """Note the requests of a ``TokenizerManager`` in the journal from now on, and have its loop beat.
 
-    The journal has what enters and leaves its ``rid_to_state``. A ``GrpcRequestManager`` is as good.
-
-    Without ``--crash-dump-folder`` or a crash handler, or where ``SGLANG_CRASHKIT_JOURNAL`` is false, there is no
-    journal.
+    A ``GrpcRequestManager`` is as good. Without ``--crash-dump-folder`` or a crash handler there is no journal.
     """
     if crash_exit.state.is_program:
         start_loop_heartbeat(manager)
@@ -120,10 +117,7 @@ def on_orderly_exit(manager: Any) -> None:
 
 @never_raises
 def on_forced_exit() -> None:
-    """End the process now: to be called where the requests were saved because SIGTERM came to a server that hangs.
-
-    Upstream would ask its schedulers to end first, and wait for them. Does nothing without a crash.
-    """
+    """End the process after a crash at once, where SIGTERM came to a server that hangs; its ranks are not asked."""
     if crash_exit.has_begun():
         end_after_crash()
 
@@ -197,8 +191,7 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
 def on_sigterm(handler: Function) -> Function:
     """Wrap ``SignalHandler.sigterm_handler``: from now on an exit with status 0 is no crash.
 
-    Of a server whose health check failed, which upstream ends up to 5 s later without waiting for its requests, the
-    crash handler takes the evidence at once: the sender of SIGTERM sends SIGKILL some time after.
+    Of a server whose health check failed the crash handler takes the evidence at once: SIGKILL comes some time after.
     """
     return before(handler, _note_sigterm)
 
@@ -221,10 +214,7 @@ def _ignore_further_sigquit() -> None:
 
 @never_raises
 def _settle_folder(manager: Any) -> None:
-    """Create the folder that the requests go to, which upstream would create for everybody to read.
-
-    Where it cannot be created, or somebody else prepared it, the fallback folder takes its place.
-    """
+    """Create the folder that the requests go to privately, or take the fallback folder in its place."""
     if getattr(manager, "crash_dump_folder", None):
         hostname = os.getenv("HOSTNAME", os.uname().nodename)
         manager.crash_dump_folder = str(safe_folder(Path(manager.crash_dump_folder) / hostname).parent)
@@ -270,8 +260,7 @@ def safe_folder(folder: Path) -> Path:
     """Return `folder`, private; one of the same name below the fallback folder where that cannot be, or takes no more.
 
     Raises:
-        OSError: neither can be created.
-        CrashkitError: the fallback folder is somebody else's, too.
+        OSError, CrashkitError: neither can be created, or the fallback folder is somebody else's, too.
     """
     try:
         make_private_folder(folder)
@@ -288,10 +277,6 @@ def safe_folder(folder: Path) -> Path:
 
 
 def give_name(temporary: Path, path: Path) -> Path:
-    """Give a file its name and return it: `path`, or with a number where that is taken.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Give a file its name and return it: `path`, or with a number where that is taken."""
     candidates = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
     return temporary.rename(next(one for one in chain([path], candidates) if not os.path.lexists(one)))

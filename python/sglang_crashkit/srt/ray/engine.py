@@ -16,10 +16,7 @@ from sglang_crashkit.srt.utils.common import announce_teardown
 
 
 def on_ray_launch(launch: Function) -> Function:
-    """Wrap ``RayEngine._launch_scheduler_processes``: the actors learn of the handler, and it of a launch that fails.
-
-    An error is raised once the incident is whole.
-    """
+    """Wrap ``RayEngine._launch_scheduler_processes``: actors learn of the handler, and it of a launch that fails."""
 
     @functools.wraps(launch)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

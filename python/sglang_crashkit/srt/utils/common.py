@@ -50,10 +50,8 @@ _ASKED_STATUSES = (None, 0, *(128 + number for number in (signal.SIGHUP, signal.
 def on_kill_process_tree(kill: Function) -> Function:
     """Wrap ``kill_process_tree``: the crash handler is told first, so that the deaths that follow are no incident.
 
-    After a crash the calling process ends with a telling status when it kills itself or all of its children (see
-    `sglang_crashkit.srt.crash_exit`); otherwise upstream's function does what it does.
-
-    Where upstream's function has no ``wait_timeout``, it gets one (seconds, None by default): the call returns when all
+    After a crash the calling process ends with a telling status when it kills itself or all of its children; see
+    `crash_exit`. Where upstream's function has no ``wait_timeout`` (seconds), it gets one: the call returns when all
     that it killed are gone, and raises RuntimeError where they are not in time.
     """
     signature = inspect.signature(kill)
@@ -128,10 +126,7 @@ def on_wait_for_reap(wait: Function) -> Function:
 
 
 def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
-    """Return those of `procs` that hold memory, descriptors or a GPU context.
-
-    A zombie holds nothing but its exit status, so it counts as gone; so does a process that cannot be asked.
-    """
+    """Return those of `procs` that hold memory, descriptors or a GPU context: no zombies, nor what cannot be asked."""
     module = _names()
     alive = []
     for process in procs:
@@ -144,10 +139,9 @@ def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
 
 
 def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
-    """Return as soon as all of `procs` are gone; a warning after 10 s or half the time.
+    """Return as soon as all of `procs`, which were sent SIGKILL, are gone; a warning after 10 s or half the time.
 
-    They are ``psutil.Process`` objects, and were sent SIGKILL. Woken by pidfds where there are any; looks at ``/proc``
-    every 0.1 s besides, as upstream does.
+    Woken by pidfds where there are any; looks at ``/proc`` every 0.1 s besides, as upstream does.
 
     Raises:
         RuntimeError: some are left; it names their pids.
@@ -246,8 +240,7 @@ def _kill(process: Any) -> bool:
 def _tell_own_exception() -> None:
     """Tell of the exception by which a server program ends: its launcher ends its children while it propagates.
 
-    A program that merely uses an ``Engine`` may shut it down for any exception of its own. What somebody asked for, and
-    what was told when a rank did not get ready, is not told.
+    Not of what somebody asked for, or of what was told when a rank did not get ready.
     """
     error, state = sys.exc_info()[1], crash_exit.state
     if error is None or not state.is_program or state.draining:
@@ -263,10 +256,7 @@ def _tell_own_exception() -> None:
 
 @never_raises
 def announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
-    """Tell that this process is about to end a process tree, or, where it is not `whole`, all below its root.
-
-    The root is this process itself where there is no pid.
-    """
+    """Tell that this process is about to end a process tree, by default its own; not `whole`: all below it."""
     pid = os.getpid() if parent_pid is None else parent_pid
     notify("teardown", pid=pid, whole=whole)
     supervisor.excuse(pid)

@@ -49,10 +49,7 @@ def stand_in_for(name: str) -> None:
 
 
 def on_pyspy_dump(dump: Function) -> Function:
-    """Wrap upstream's ``pyspy_dump_schedulers``: the crash handler takes the stacks, of all ranks at once.
-
-    Upstream's function runs where there is no crash handler or it took no stack.
-    """
+    """Wrap upstream's ``pyspy_dump_schedulers``, which runs only where no crash handler takes the stacks."""
 
     def instead(dump: Function, *args: Any, **kwargs: Any) -> Any:
         return None if _captured_by_handler() else dump(*args, **kwargs)
@@ -61,10 +58,7 @@ def on_pyspy_dump(dump: Function) -> Function:
 
 
 def in_place_of_pyspy_dump(dump: Function) -> Function:
-    """Let ``pyspy_dump_schedulers`` of ``utils/common.py``, its place before 0.5.13, be the one of this module.
-
-    Upstream's function there stays when the kit is switched off.
-    """
+    """Let ``pyspy_dump_schedulers`` of ``utils/common.py``, its place before 0.5.13, be this module's."""
 
     def instead(dump: Function, scheduler_only: bool = False) -> Any:
         if not Settings.from_environ().enabled and not scheduler_only:
@@ -81,10 +75,7 @@ def collect_scheduler_processes() -> list[psutil.Process]:
 
 
 def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
-    """Bring the Python stacks of this process into the log, or, where there is a crash handler, into an incident.
-
-    With `scheduler_only` they are those of all schedulers below this process instead.
-    """
+    """Bring this process's Python stacks, or those of all schedulers below it, into an incident, or into the log."""
     if _captured_by_handler():
         return
     pids = [process.pid for process in _targets(scheduler_only, _NO_TARGETS_OF_PYSPY)]
@@ -94,10 +85,7 @@ def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
 
 
 def trigger_cuda_user_coredump(scheduler_only: bool = False) -> int:
-    """Ask the CUDA driver for a GPU core by a byte in this process's pipe; return how many processes were asked.
-
-    With `scheduler_only` all schedulers below this process are asked instead.
-    """
+    """Ask the CUDA driver for a GPU core of this process, or of all schedulers below it; return how many were asked."""
     if crash_dump_environ().get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         logger.error(
             "CUDA user-triggered coredump is not enabled. Set CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 before CUDA "
@@ -128,10 +116,7 @@ def _is_sglang_scheduler_process(proc: psutil.Process) -> bool:
 
 
 def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
-    """Return the path of the pipe at which the CUDA driver of `proc` listens.
-
-    ``%t`` is the time at which the driver made it, which only the process's open files tell.
-    """
+    """Return the path of the driver's pipe of `proc`; its time (``%t``) only the process's open files tell."""
     template = crash_dump_environ().get("CUDA_COREDUMP_PIPE", "corepipe.cuda.%h.%p")
     known = template.replace("%h", platform.node()).replace("%p", str(proc.pid))
     if "%t" in known:

@@ -12,10 +12,7 @@ logger = logging.getLogger(__name__)
 
 @never_raises
 def on_watchdog_timeout(watchdog: Any) -> None:
-    """Have the stacks of all processes captured, not only the one whose watchdog noticed.
-
-    To be called in the thread of a ``WatchdogRaw``, before it goes on; returns after at most `CAPTURE_WAIT_SECS`.
-    """
+    """Have the stacks of all processes captured, before the thread of a ``WatchdogRaw`` that calls this goes on."""
     answer = request(
         "watchdog_timeout",
         CAPTURE_WAIT_SECS,
