@@ -180,7 +180,6 @@ VARIABLES: dict[str, str] = {
     "SGLANG_CRASHKIT_METRICS_FILE": ".*",
     "SGLANG_CRASHKIT_ON_INCIDENT": ".*",
     "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS.form,
-    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER.form,
 }
 #: Those that the kit sets for its own processes.
 OWN_VARIABLES = {

@@ -33,8 +33,8 @@ MAX_IDS, MAX_CHARACTERS, MAX_WIDE = 131_072, 262_144, 65_536
 _BEGUN, _ENDED, _ABORTED = 1, 2, 3
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
 BEGIN = struct.Struct("<B?BxIIIQd")
-#: kind, whether it was finished, number, when, when it was aborted (0: it was not).
-END = struct.Struct("<B?6xQdd")
+#: kind, whether it was finished, number, when.
+END = struct.Struct("<B?6xQd")
 _ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
 #: A reader keeps so many requests of one journal; more are in none that the kit wrote.
@@ -58,8 +58,6 @@ class JournalWriter(RingWriter):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._number = 0
-        #: When those under way were aborted, by number.
-        self._aborted: dict[int, float] = {}
 
     def begin(self, fields: Mapping[str, Any], text: object = None, input_ids: object = None) -> int:
         """Note a request that arrived, see `encode_begin`; return a number for `end`."""
@@ -76,18 +74,12 @@ class JournalWriter(RingWriter):
 
     def abort(self, number: int) -> None:
         """Note that the request that `begin` gave this number is aborted; it may not have ended yet."""
-        if number not in self._aborted:
-            self._aborted[number] = now = time.time()
-            # Its own number may be held already. It is there for as long as the request is under way.
-            self.append(END.pack(_ABORTED, False, number, now, now), hold=-number)
+        self.append(END.pack(_ABORTED, False, number, time.time()))
 
     def end(self, number: int, *, finished: bool) -> None:
         """Note that the request that `begin` gave this number ended: it was answered, or dropped."""
-        now = time.time()
-        aborted = self._aborted.pop(number, None)
-        self.release(-number)
         self.release(number)
-        self.append(END.pack(_ENDED, finished and aborted is None, number, now, aborted or 0.0))
+        self.append(END.pack(_ENDED, finished, number, time.time()))
 
 
 class JournaledRequest(NamedTuple):
@@ -125,46 +117,43 @@ class JournalReader(RingReader):
         return None if record is None else decode_request(record)
 
     def _collect(self) -> list[JournaledRequest]:
-        begun: dict[int, tuple[int, int, float]] = {}
-        ends: dict[int, tuple[int, float, bool]] = {}
-        aborts: dict[int, float] = {}
+        #: By kind and by the number of the request: sequence number and place of the record, when, and how it ended.
+        found: dict[int, dict[int, tuple[int, int, float, bool]]] = {_BEGUN: {}, _ENDED: {}, _ABORTED: {}}
         newest = -1
         for record in self.records():
             is_newest = record.sequence > newest
             if is_newest:
                 newest, self.lost = record.sequence, record.lost
-            payload, finished, aborted_at = record.payload, False, 0.0
+            payload, finished = record.payload, False
             kind = payload[0] if payload else 0
             if kind == _BEGUN and len(payload) >= BEGIN.size:
                 *_sizes, request, seconds = BEGIN.unpack_from(payload)
             elif kind in (_ENDED, _ABORTED) and len(payload) == END.size:
-                _kind, finished, request, seconds, aborted_at = END.unpack(payload)
+                _kind, finished, request, seconds = END.unpack(payload)
             else:
                 continue
-            if not (0 <= seconds < 2**33 and 0 <= aborted_at < 2**33):
+            if not 0 <= seconds < 2**33:
                 continue
             if is_newest:
                 # By its number: the machine's clock may have been set back since an earlier one.
                 self.latest = seconds
-            if aborted_at:
-                aborts[request] = aborted_at
-            if kind == _ENDED:
-                ends[request] = record.sequence, seconds, finished
-            if len(begun) + len(ends) + len(aborts) > 3 * _MAX_REQUESTS:
+            known = found[kind]
+            if len(known) > _MAX_REQUESTS:
                 break
             # One that was held may be there twice.
-            if kind == _BEGUN and (request not in begun or begun[request][0] < record.sequence):
-                begun[request] = record.sequence, record.offset, seconds
+            if request not in known or known[request][0] < record.sequence:
+                known[request] = record.sequence, record.offset, seconds, finished
         since = self.latest - KEPT_SECS
         unfinished, ended = [], []
-        for number, (sequence, offset, arrived) in sorted(begun.items()):
-            end, aborted = ends.get(number), aborts.get(number)
+        for number, (sequence, offset, arrived, _) in sorted(found[_BEGUN].items()):
+            end, abort = found[_ENDED].get(number), found[_ABORTED].get(number)
+            aborted = abort[2] if abort is not None else None
             if end is None:
                 unfinished.append(JournaledRequest(arrived, None, False, offset, sequence, aborted))
-            elif end[1] > since:
+            elif end[2] > since:
                 # What SGLang calls finished there is the abort.
-                finished = end[2] and aborted is None
-                ended.append((end[0], JournaledRequest(arrived, end[1], finished, offset, sequence, aborted)))
+                finished = end[3] and aborted is None
+                ended.append((end[0], JournaledRequest(arrived, end[2], finished, offset, sequence, aborted)))
         return unfinished + [request for _sequence, request in sorted(ended, reverse=True)]
 
 

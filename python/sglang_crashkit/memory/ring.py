@@ -15,8 +15,7 @@ its payload and of what stands before it, is right. The mark is random, so no pa
 be believed. A payload that meets the end of the data goes on at its beginning.
 
 A record may be *held*: it is written again before it would be overwritten, so that it outlives the newer ones, as long
-as what is held fits in seven sixteenths of the ring. What is held beyond that is lost in the end, and
-counted, unless it only adds to another record.
+as what is held fits in seven sixteenths of the ring. What is held beyond that is lost in the end, and counted.
 
 The last log records of a process are kept in such a ring, too.
 """
@@ -42,7 +41,7 @@ from sglang_crashkit.kernel.private_files import create_in_memory
 NAME = "sglang-crashkit-journal"
 
 #: Another one wherever a frame or a record in it changes: a server's kit may be newer than its crash handler.
-MAGIC = b"SGLCKJ03"
+MAGIC = b"SGLCKJ04"
 _HEADER_BYTES = 4096
 HEADER = struct.Struct("<8sQ8s")  # magic, capacity, mark; a checksum of these follows
 _ALIGNMENT = 32
@@ -79,7 +78,7 @@ class RingWriter:
     """Creates a ring of `size` bytes, with this `name` for the kernel, and appends to it; for one thread.
 
     It takes no more memory than was written to it. A reader gets `fd`, which is closed with the ring. `lost` counts the
-    held records that were lost, without those of a negative hold.
+    held records that were lost.
 
     Raises:
         RingError: the kernel gives no memory or no descriptor; nothing is left behind.
@@ -109,8 +108,6 @@ class RingWriter:
 
     def append(self, payload: bytes, *, hold: int | None = None) -> None:
         """Write a record; `hold` is a number by which it is held until it is released, one that is not held now.
-
-        A negative one is for what only adds to another record: its loss is not counted.
 
         Raises:
             ValueError: the payload is too long, or the ring is closed.
@@ -153,7 +150,7 @@ class RingWriter:
                 break
             self.release(hold)
             if is_lost:
-                self.lost += hold >= 0
+                self.lost += 1
             else:
                 left -= size
                 self._write(self._payload(position, length), checksum, hold)

@@ -40,7 +40,7 @@ DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "timeout")
 #: More requests of one step than these are counted, and not recorded.
 MAX_REQUESTS = 2048
 
-_VERSION = 7
+_VERSION = 8
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
 PAGE, SLOT = 4096, 128
 #: Where the slots begin, and how long each is, in words of 64 bits.
@@ -57,10 +57,12 @@ _CONTROL, _LONGEST_CONTROL, _MODES = 128, 64, 512
 #: checksum.
 NUMBER_AT, _ENDED, FIXED = 16, 1, 16
 _MARKS = struct.Struct("@Qd")
-#: Number, when it began, rolling hash; place, size and checksum of the ids, place and checksum of the lengths; how many
-#: requests are listed, and how many there are; how many tokens, mode, whether tokens lie behind the lengths; which
-#: decisions there are, and their numbers; how many tokens each request has more than the lengths say.
-BODY = struct.Struct("<QdQ5I3I3B6QB")
+#: Number, when it began, rolling hash, how many tokens each request has more than the lengths say. Then what stays as a
+#: decode goes on: place, size and checksum of the ids, place and checksum of the lengths; how many requests are listed,
+#: and how many there are; how many tokens, mode, whether tokens lie behind the lengths; which decisions there are, and
+#: their numbers.
+_HEAD, _REST = struct.Struct("<QdQB"), struct.Struct("<5I3I3B6Q")
+BODY = struct.Struct(_HEAD.format + _REST.format[1:])
 CHECKED = struct.Struct(f"<I{BODY.size}s")
 NO_DECISIONS = (0,) * (1 + len(DECISIONS))
 _ID_LENGTH = struct.Struct("<H")
@@ -98,10 +100,9 @@ class StepWriter:
         #: The ids that were written last, and their place in the data, size and checksum.
         self._rids: Sequence[str] = ()
         self._ids = 0, 0, 0
-        #: Of the step that was written last: what agrees, the sum of its lengths, and what its body holds behind them.
-        self._same: tuple[int, ...] = ()
-        self._sum = self._added = 0
-        self._rest: tuple[int, ...] = ()
+        #: Of the step that was written last: what agrees, the sum of its lengths, its size, and the rest of its body.
+        self._same = self._sum = self._size = self._added = 0
+        self._rest = b""
         self._has_control = False
         #: The step that was scheduled last, the place of its first word, and that word without mode and phase.
         self._newest, self._place, self._word = 0, _UNUSED, 0
@@ -182,10 +183,11 @@ class StepWriter:
             self._rids = rids
         ids_at, ids_size, ids_sum = self._ids
         lengths_at = self._append(raw)
-        self._added, self._sum = 0, sum(lengths)
-        self._same = mode, size, total, agreed, ids_sum, *decided
+        self._added, self._sum, self._size = 0, sum(lengths), size
+        # Python salts the hash of anything but numbers by process.
+        self._same = hash((mode, size, total, agreed, ids_sum, *decided))
         # fmt: off
-        self._rest = (
+        self._rest = _REST.pack(
             ids_at % DATA_BYTES, ids_size, ids_sum, lengths_at % DATA_BYTES, crc32(raw),
             len(rids), size, total, mode, tokens is not None, *decided,
         )
@@ -197,7 +199,7 @@ class StepWriter:
         if self._added == _MAX_ADDED:
             return False
         self._added += 1
-        self._sum += self._same[1]
+        self._sum += self._size
         self._put(number, began, SCHEDULED)
         return True
 
@@ -205,10 +207,9 @@ class StepWriter:
         """Put a step into its slot."""
         words, told = self._words, 0
         if phase == SCHEDULED:
-            # Once ranks differ in it they stay different. Python salts the hash of anything but numbers by process, and
-            # takes large ones by a remainder: so small numbers only.
+            # Once ranks differ in it they stay different.
             self._agreed = told = hash((self._agreed, number, self._sum, self._same)) & _IDLE
-        body = BODY.pack(number, began, told, *self._rest, self._added)
+        body = _HEAD.pack(number, began, told, self._added) + self._rest
         slot = number % STEPS
         place = _FIRST_WORD + slot * _WORDS
         words[place] = 0
@@ -324,12 +325,12 @@ class StepReader:
         checksum, body = CHECKED.unpack_from(data, start + FIXED)
         if not word or crc32(body) != checksum:
             return None
-        number, began, agreed, *rest = BODY.unpack(body)
+        number, began, agreed, added, *rest = BODY.unpack(body)
         is_here = word >> NUMBER_AT == number and PAGE + number % STEPS * SLOT == start
         if not is_here or not math.isfinite(began):
             return None
         ids_at, ids_size, ids_sum, lengths_at, lengths_sum, count, size, total, mode, has_tokens, *rest = rest
-        mask, *values, added = rest
+        mask, *values = rest
         phase, forward = min(word & 0xFF, PROCESSED), word >> 8 & 0xFF
         return Step(
             number=number,

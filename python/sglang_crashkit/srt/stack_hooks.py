@@ -40,11 +40,10 @@ from sglang_crashkit.kernel.stack_hooks import (
     HookFiles,
     StackHooks,
     describe,
-    is_usable,
     read_handler_pid,
 )
 from sglang_crashkit.protocol import Mailbox
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published, read_number, socket_of
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published, socket_of
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_uncaught, watch_threads
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
@@ -56,8 +55,6 @@ from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
 from sglang_crashkit.srt.metrics import show_gauges
 
 logger = logging.getLogger(__name__)
-
-SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
 
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
@@ -180,8 +177,10 @@ def _install(*, takes_over: bool) -> None:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
     state.listener = start_answering(files.socket, None if takes_over else _own_mailbox(state))
-    state.signal = _stack_signal()
-    if state.signal:
+    if procfs.catches_signal(stat.pid, DEFAULT_SIGNAL) or signal.getsignal(DEFAULT_SIGNAL) != signal.SIG_DFL:
+        logger.warning("crash kit: signal %d is in use here, so no stacks are written on it", DEFAULT_SIGNAL)
+    else:
+        state.signal = DEFAULT_SIGNAL
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
     main_thread = threading.main_thread().ident or 0
     path = tuple(root for root in sys.path if isinstance(root, str))
@@ -190,7 +189,6 @@ def _install(*, takes_over: bool) -> None:
 
 
 def _own_mailbox(state: _State) -> Mailbox | None:
-    """Return where the main process takes what belongs in its log."""
     try:
         state.mailbox = Mailbox.bind(state.files.say)
     except OSError as error:
@@ -208,20 +206,6 @@ def _say_all(mailbox: Mailbox) -> None:
         text = message.fields.get("text")
         if isinstance(text, str):
             say_line(text)
-
-
-def _stack_signal() -> int:
-    """Return the signal on which stacks are written, 0 where the user wants none or it is in use."""
-    signum = read_number(os.environ, SIGNAL_VARIABLE, DEFAULT_SIGNAL)
-    if signum == 0:
-        return 0
-    if not is_usable(signum):
-        logger.warning("crash kit: %s=%d is not a real-time signal; next: unset it", SIGNAL_VARIABLE, signum)
-        return 0
-    if procfs.catches_signal(os.getpid(), signum) or signal.getsignal(signum) != signal.SIG_DFL:
-        logger.warning("crash kit: signal %d is in use here; next: name another in %s", signum, SIGNAL_VARIABLE)
-        return 0
-    return signum
 
 
 def _open(state: _State, path: Path) -> int:

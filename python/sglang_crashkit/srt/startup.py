@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 from sglang_crashkit.srt.redaction import redact
-from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
+from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,8 @@ _SETTLE_SECS = 0.02
 _DYING_SECS = 0.2
 #: A message that was begun is whole within this time, in seconds.
 _MESSAGE_SECS = 10.0
-_RECEIVING_SECS = 0.05
 _FIRST_REPORT_SECS, _MAX_REPORT_SECS = 30.0, 600.0
 _MAX_MESSAGE = 4000
-_MAX_CHILDREN = 16
 
 
 class StartupError(RuntimeError):
@@ -56,7 +54,6 @@ class Startup(Supervisor):
         self._interval = _FIRST_REPORT_SECS
         self.began = self.clock.now() - waited_secs
         self._report_due = self.clock.now() + self._interval
-        self._receiving: dict[Child, _Receipt] = {}
 
     def run(self) -> list[Any]:
         """Return what each child with a pipe sent when it was ready, in order; what comes between is in the log.
@@ -81,14 +78,9 @@ class Startup(Supervisor):
         for child in self.children:
             child.hold()
             child.look_up_title()
-        readers = {
-            child.reader.fileno(): child for child in self.children if not child.ready and child not in self._receiving
-        }
+        readers = {child.reader.fileno(): child for child in self.children if not child.ready}
         for descriptor in self.wait(self._patience(), readers):
-            child = readers[descriptor]
-            self._receiving[child] = _Receipt(child.reader, self.clock.now())
-        for child, receipt in list(self._receiving.items()):
-            self._take(child, receipt)
+            self._receive(readers[descriptor])
         self._raise_deaths()
         self._act_on_time()
 
@@ -98,22 +90,32 @@ class Startup(Supervisor):
         dues = [self._report_due - now]
         if self._timeout_secs:
             dues.append(self.began + self._timeout_secs - now)
-        if self._receiving:
-            dues.append(_RECEIVING_SECS)
         if any(not child.has_title for child in self.children):
             dues.append(TITLE_SECS)
         return max(0.0, min(dues))
 
-    def _take(self, child: Child, receipt: _Receipt) -> None:
-        if receipt.thread.is_alive():
-            self.clock.join(receipt.thread, _RECEIVING_SECS)
-        if receipt.thread.is_alive():
-            if self.clock.now() < receipt.began + _MESSAGE_SECS:
-                return
-            raise _failure("garbled", child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
-        del self._receiving[child]
+    def _receive(self, child: Child) -> None:
+        data, error = None, None
+
+        def read() -> None:
+            nonlocal data, error
+            try:
+                data = child.reader.recv()
+            except Exception as raised:  # noqa: BLE001 - unpickling may raise anything
+                error = raised
+
+        # A message that was only begun blocks its reader.
+        thread = threading.Thread(target=read, name="crashkit-startup", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The system gives no thread. Upstream reads in this one, and so does this.
+            read()
+        else:
+            self.clock.join(thread, _MESSAGE_SECS)
+            if thread.is_alive():
+                raise _failure("garbled", child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
         child.look_up_title()
-        error, data = receipt.error, receipt.data
         if isinstance(error, (EOFError, ConnectionError)):
             if not self.ended():
                 self.wait(_DYING_SECS)
@@ -162,28 +164,6 @@ def _failure(kind: Kind, child: Child, text: str, words: str = "") -> StartupErr
     return StartupError(kind, [child], f"{words}{child.label()} {text}.")
 
 
-class _Receipt:
-    """A message on its way: read by a thread of its own, because a message that was only begun blocks its reader."""
-
-    def __init__(self, reader: Any, began: float) -> None:
-        self._reader = reader
-        self.began = began
-        self.data: Any = None
-        self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._read, name="crashkit-startup", daemon=True)
-        try:
-            self.thread.start()
-        except RuntimeError:
-            # The system gives no thread. Upstream reads in this one, and so does this.
-            self._read()
-
-    def _read(self) -> None:
-        try:
-            self.data = self._reader.recv()
-        except Exception as error:  # noqa: BLE001 - unpickling may raise anything
-            self.error = error
-
-
 def readers_of(children: Iterable[Child]) -> list[Any]:
     """Return the pipes of `children` for another reader: those that were read give what came."""
     return [
@@ -229,7 +209,6 @@ def report(error: StartupError) -> dict[str, Any] | None:
 
 
 def _short(child: Child) -> str:
-    """Return the first words of `label`."""
     return child.label().partition(" (")[0]
 
 
@@ -242,7 +221,6 @@ def _exit_code(status: ExitStatus) -> int | None:
 
 
 def _of_deaths(dead: Sequence[Child], living: Sequence[Child], began: float) -> str:
-    """Describe deaths during the start; `began` is when the wait did, by the clock of the deaths."""
     names, times = [_short(child) for child in dead], [child.ended_at for child in dead]
     codes = ", ".join(str(_exit_code(child.exit)) for child in dead)
     subject = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -264,7 +242,6 @@ def _names(children: Iterable[Child], *, ready: bool) -> str:
 
 
 def _state(child: Child) -> str:
-    """Return what ``/proc`` says that it is doing."""
     if child.pid is None:
         return "its process is not known"
     status = procfs.read_status(child.pid)
@@ -273,16 +250,4 @@ def _state(child: Child) -> str:
     wchan = procfs.read_wchan(child.pid)
     parts = [status.get("State", "?") + (f" in {wchan}" if wchan else "")]
     parts += [f"{name} {status[name]}" for name in ("Threads", "VmRSS") if name in status]
-    if titles.role_of(child.title) == "data_parallel_controller":
-        parts.append(f"below it {_schedulers_below(child.pid)}")
     return ", ".join(parts)
-
-
-def _schedulers_below(pid: int) -> str:
-    found = []
-    for below in sorted(procfs.TreeScanner(pid).scan() - {pid}):
-        stat = procfs.read_stat(below)
-        # Its name always comes; the title, with the rank, may wait for the process.
-        if stat is not None and stat.comm.startswith("sglang::schedul"):
-            found.append(f"{read_title(below) or stat.comm} (pid {below}, {stat.state})")
-    return ", ".join(found[:_MAX_CHILDREN]) or "no scheduler has its title yet"

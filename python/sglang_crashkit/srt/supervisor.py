@@ -99,29 +99,29 @@ class Child:
         self.exit, self.ended_at = ExitStatus(), _NEVER
         self._oom: cgroup.OomCounter | None = None
         self._is_held = self._gave_up_title = False
-        self._handle: ProcessHandle | None = None
+        self.handle: ProcessHandle | None = None
 
     def hold(self) -> bool:
         """Open a pidfd, once, where the kernel gives one; say whether the process was there then, dead or alive."""
         if not self._is_held and self.pid is not None and self.stat() is not None:
             self._is_held = True
             with contextlib.suppress(OSError):
-                self._handle = ProcessHandle(self.pid)
-            if self._handle is not None and self._handle.start_ticks != self.start_ticks:
+                self.handle = ProcessHandle(self.pid)
+            if self.handle is not None and self.handle.start_ticks != self.start_ticks:
                 self.close()
             self._oom = cgroup.find_counter(self.pid)
         return self._is_held
 
     def close(self) -> None:
         """Close the pidfd."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
+        if self.handle is not None:
+            self.handle.close()
+            self.handle = None
 
     def descriptors(self) -> list[int]:
         """Return the descriptors that become readable when it ends; the sentinel does where there is no pidfd."""
         sentinel = [self.process.sentinel] if self.process is not None else []
-        return sentinel + ([self._handle.fd] if self._handle is not None else [])
+        return sentinel + ([self.handle.fd] if self.handle is not None else [])
 
     def stat(self) -> procfs.ProcStat | None:
         """Return what the kernel says of it, dead or alive; None where it is gone."""
@@ -132,19 +132,14 @@ class Child:
         stat = self.stat()
         return stat is None or (stat.state in "ZX" and stat.threads <= 1)
 
-    def tell(self) -> None:
-        """Send it SIGQUIT, on which it saves its requests and ends."""
-        if self._handle is not None:
-            signals.send_sigquit(self._handle)
-
     def learn_exit(self) -> ExitStatus:
         """Return how it ended, as far as that is known, without reaping it: the crash handler reads the zombie."""
         if not self.exit.known and self.pid is not None:
             try:
                 self.exit = ExitStatus.from_wait_status(wait_status_of(self.pid, self.process))
             except ChildProcessError:
-                if self._handle is not None:
-                    self.exit = self._handle.exit_status()
+                if self.handle is not None:
+                    self.exit = self.handle.exit_status()
             except ValueError:
                 # It lives: its end is noticed a moment before the kernel tells how it ended.
                 pass
@@ -238,12 +233,6 @@ class Supervisor:
             if readable.intersection(child.descriptors()) or (child in unseen and child.has_ended()):
                 child.ended_at = now
         return others & readable
-
-    def wait_for_all(self, seconds: float) -> None:
-        """Wait until all children have ended, at most `seconds`."""
-        deadline = self.clock.now() + seconds
-        while self.living() and (left := deadline - self.clock.now()) > 0:
-            self.wait(left)
 
     def learn_exits(self, children: Iterable[Child], seconds: float) -> None:
         """Learn how `children` ended; the kernel tells it a moment after the end."""
@@ -515,8 +504,12 @@ def end_tokenizer_workers(seconds: float) -> int:
     workers = Supervisor([child for child in list(serving.registered.values()) if _is_tokenizer_worker(child)])
     try:
         for worker in workers.children:
-            worker.tell()
-        workers.wait_for_all(seconds)
+            if worker.handle is not None:
+                # On it a worker saves its requests and ends.
+                signals.send_sigquit(worker.handle)
+        deadline = time.monotonic() + seconds
+        while workers.living() and (left := deadline - time.monotonic()) > 0:
+            workers.wait(left)
     finally:
         workers.close()
     return len(workers.children)

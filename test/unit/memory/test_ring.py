@@ -240,7 +240,7 @@ def test_without_memory_there_is_an_error_and_nothing_is_left(monkeypatch: pytes
 def test_a_ring_switched_off_or_of_another_kit_is_none() -> None:
     with new_ring() as writer:
         writer.append(b"something")
-        head = b"SGLCKJ02" + os.pread(writer.fd, 16, 8)
+        head = b"SGLCKJ03" + os.pread(writer.fd, 16, 8)
         os.pwrite(writer.fd, head + struct.pack("<I", zlib.crc32(head)), 0)
         with pytest.raises(RingError, match="is no ring"):
             RingReader(writer.fd)
@@ -251,7 +251,7 @@ def test_a_ring_switched_off_or_of_another_kit_is_none() -> None:
             RingReader(writer.fd)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ03" + bytes(SIZE)])
+@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ04" + bytes(SIZE)])
 def test_another_file_is_no_ring(data: bytes) -> None:
     with copy_of(data) as descriptor:
         assert not is_ring(descriptor)

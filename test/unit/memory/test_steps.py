@@ -277,9 +277,8 @@ def craft(writer: StepWriter, count: int, size: int) -> None:
         whole = data[start : start + size]
         lengths = data[: 4 * count]
         body = module.BODY.pack(
-            *(number, 1.0, 1, start, len(whole), crc32(whole), 0, crc32(lengths), count, count, 1, DECODE, 0),
+            *(number, 1.0, 1, 0, start, len(whole), crc32(whole), 0, crc32(lengths), count, count, 1, DECODE, 0),
             *module.NO_DECISIONS,
-            0,
         )
         place = module.PAGE + number % STEPS * module.SLOT
         module.CHECKED.pack_into(memory, place + module.FIXED, crc32(body), body)

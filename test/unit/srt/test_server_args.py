@@ -102,22 +102,6 @@ def test_each_variable_is_set_and_said(
     assert OWN not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        (name, value)
-        for name in sorted(NAMES)
-        if name.startswith("CUDA") and name[5:] != "COREDUMP_FILE"
-        for value in ("0", "")
-    ],
-)
-def test_what_the_user_set_stays(environ: MutableMapping[str, str], tmp_path: Path, name: str, value: str) -> None:
-    environ[name] = value
-    set_crash_dump_env(args(tmp_path))
-    assert environ[name] == value
-    assert environ.keys() >= NAMES
-
-
 def test_a_relative_crash_folder_is_the_same_for_every_process(
     environ: MutableMapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,6 @@ def test_what_ranks_sent_comes_in_their_order() -> None:
         ([[(1.0, "ready"), (5.0, -15)], []], "died", [f"Rank 0 scheduler {DIED}-15)", "was killed by SIGTERM"]),
         ([READY_1, [(1.0, "ready"), (1.0, 0)]], "died", [f"Rank 1 scheduler {DIED}0)"]),
         ([[], [(5.0, 7)]], "died", [f"{DIED}7)", "ended with exit status 7"]),
-        ([[(2.0, "begin")], [(5.0, -9)]], "died", [f"Rank 1 scheduler {DIED}-9)"]),
         (
             [[(5.0, -15)], [], [(5.0, -9)]],
             "died",

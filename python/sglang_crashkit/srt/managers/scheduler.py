@@ -12,7 +12,6 @@ from sglang_crashkit.settings import Settings, read_bool
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import never_raises, request
 from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
-from sglang_crashkit.srt.supervisor import read_title
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +61,12 @@ def kill_own_group() -> None:
     if not foreign:
         signals.kill_group(group)
         return
-    named = ", ".join(f"{pid} {read_title(pid) or '(its title cannot be read)'}" for pid in foreign[:_MAX_NAMED])
-    more = f" and {len(foreign) - _MAX_NAMED} more" if len(foreign) > _MAX_NAMED else ""
     logger.warning(
-        "crash kit: process group %d holds processes that are not the server's, which are left alive: %s%s; "
+        "crash kit: process group %d holds %d processes that are not the server's, which are left alive: %s; "
         "next: start the server in a session of its own (setsid)",
         group,
-        named,
-        more,
+        len(foreign),
+        ", ".join(map(str, foreign[:_MAX_NAMED])),
     )
     signals.kill_all([*sorted(members & own - {os.getpid()}), os.getpid()])
 

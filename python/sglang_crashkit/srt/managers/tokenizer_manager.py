@@ -57,23 +57,23 @@ def on_crash_dump(dump: Function) -> Function:
         save = functools.partial(dump, manager, *args, **kwargs)
         settings, done = Settings.from_environ(), threading.Event()
         wanted = settings.diagnostics or getattr(manager, "crash_dump_folder", None)
+        is_crash = settings.enabled and not getattr(manager, _ORDERLY, False)
         with _claims:
             earlier: tuple[int, threading.Event] | None = vars(manager).get(_ONGOING)
-            # What is wanted counts for the first one only: while it works, upstream's flags are not the user's.
-            unwanted = not settings.enabled or not wanted or getattr(manager, _ORDERLY, False)
-            if earlier is None and not unwanted:
+            if earlier is None and is_crash and wanted:
                 setattr(manager, _ONGOING, (threading.get_ident(), done))
-        if earlier is None and settings.enabled and not getattr(manager, _ORDERLY, False):
+        # What is wanted counts for the first one only: while it works, upstream's flags are not the user's.
+        if earlier is not None and earlier[0] == threading.get_ident():
+            return save() if getattr(manager, "crash_dump_performed", False) else None
+        if earlier is not None:
+            # Its caller kills the process next.
+            earlier[1].wait(settings.exit_secs)
+            return None
+        if is_crash:
             # Without a crash handler the wait for GPU cores is this process's.
             seconds = _evidence_secs(settings) + settings.core_wait_secs
             crash_exit.begin(ServerExit.HUNG if _is_unhealthy(manager) else ServerExit.CRASHED, seconds)
-        if earlier is not None:
-            if earlier[0] != threading.get_ident():
-                # Its caller kills the process next.
-                earlier[1].wait(settings.exit_secs)
-                return None
-            return save() if getattr(manager, "crash_dump_performed", False) else None
-        if unwanted:
+        if not (is_crash and wanted):
             return save()
         try:
             return _dump_once(manager, save)

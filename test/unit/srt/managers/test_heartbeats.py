@@ -363,29 +363,6 @@ def test_a_library_is_no_program_that_serves(
     assert listener is not None
 
 
-def test_without_a_handler_a_loop_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, written: list[HeartbeatWriter], caplog: pytest.LogCaptureFixture
-) -> None:
-    def serve() -> None:
-        manager = Tokenizer()
-        start_loop_heartbeat(manager)
-
-        async def call() -> None:
-            manager.auto_create_handle_loop()
-            await asyncio.sleep(0.01)
-
-        asyncio.run(call())
-        assert manager.created == 1
-
-    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-    serve()
-    assert (written, caplog.messages) == ([], [])
-    monkeypatch.setenv(SOCKET_VARIABLE, "/nowhere/socket")
-    serve()
-    (warning,) = caplog.messages
-    assert warning.startswith("crash kit: hangs of this tokenizer manager are not noticed: ")
-
-
 # -- the detokenizer
 
 

@@ -290,20 +290,6 @@ def test_two_dumps_in_a_second_have_two_names(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_bytes() for name in names] == [b"first", b"second", b"third"]
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK])
-def test_a_file_system_without_hard_links_keeps_the_dump(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "link", refuse)
-    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), {}) as file:
-        file.write(b"kept")
-    assert [path.name for path in tmp_path.iterdir()] == ["dump.pkl"]
-    assert (tmp_path / "dump.pkl").read_bytes() == b"kept"
-
-
 def test_what_this_process_left_torn_is_replaced_and_no_others(tmp_path: Path) -> None:
     stat = procfs.read_stat(os.getpid())
     other = tmp_path / f".dump.pkl.{server_key(stat.pid, stat.start_ticks + 1)}.partial"
