@@ -11,7 +11,7 @@ import logging
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from itertools import compress
 from typing import Any
 
@@ -122,16 +122,6 @@ class JournaledStates(dict[str, Any]):
             self._note(self._end, state)
         return state
 
-    def popitem(self) -> tuple[str, Any]:
-        """Remove a request as `dict.popitem` does."""
-        rid, state = super().popitem()
-        self._note(self._end, state)
-        return rid, state
-
-    def __ior__(self, other: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> JournaledStates:  # type: ignore[override,misc]
-        self.update(other)
-        return self
-
     def abort(self, rid: str) -> None:
         """Note that a request under way is aborted: its client had gone, or somebody asked for its end."""
         state = self.get(rid)
@@ -150,6 +140,7 @@ class JournaledStates(dict[str, Any]):
     setdefault = MutableMapping.setdefault
     update = MutableMapping.update
     clear = MutableMapping.clear
+    popitem = MutableMapping.popitem
 
     def _note(self, change: Callable[..., None], *arguments: Any) -> None:
         journal = self._journal

@@ -30,7 +30,7 @@ from typing import Any
 
 from sglang_crashkit import protocol
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly, status_of_exit
-from sglang_crashkit.kernel import cgroup, procfs, signals, titles
+from sglang_crashkit.kernel import procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, wait_status_of
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, published
 from sglang_crashkit.srt import crash_exit
@@ -97,7 +97,6 @@ class Child:
         self.info: Any = None
         self.ready = reader is None
         self.exit, self.ended_at = ExitStatus(), _NEVER
-        self._oom: cgroup.OomCounter | None = None
         self._is_held = self._gave_up_title = False
         self.handle: ProcessHandle | None = None
 
@@ -109,7 +108,6 @@ class Child:
                 self.handle = ProcessHandle(self.pid)
             if self.handle is not None and self.handle.start_ticks != self.start_ticks:
                 self.close()
-            self._oom = cgroup.find_counter(self.pid)
         return self._is_held
 
     def close(self) -> None:
@@ -168,22 +166,12 @@ class Child:
         return f"{self.title or 'a process of the server'} ({pid})"
 
     def how_it_ended(self) -> str:
-        """Return its end in words, with what the memory cgroup's counter says of a SIGKILL."""
+        """Return its end in words."""
         if not self.exit.known:
             return "ended, not known how"
         if self.exit.signal is None:
             return f"ended with exit status {self.exit.code}"
-        if self.exit.signal != "SIGKILL":
-            core = ", the kernel wrote a core file" if self.exit.core_dumped else ""
-            return f"was killed by {self.exit.signal}{core}"
-        kills = self._oom.grown_by() if self._oom is not None else None
-        if kills is None or self._oom is None:
-            what = "no OOM counter could be read; `dmesg -T | grep -i oom` may tell"
-        elif kills <= 0:
-            what = "its memory cgroup counts no OOM kill since the wait began"
-        else:
-            what = f"{self._oom.path} counts {kills} OOM kill(s) since the wait began"
-        return f"was killed by SIGKILL ({what})"
+        return f"was killed by {self.exit.signal}{', the kernel wrote a core file' if self.exit.core_dumped else ''}"
 
 
 def read_title(pid: int) -> str | None:

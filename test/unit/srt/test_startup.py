@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.kernel import cgroup
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.entrypoints.engine import (
     on_engine_launch,
@@ -181,14 +180,9 @@ def test_silence_beyond_the_limit_is_an_incident(started, listener: Listener, mo
     assert listener.heard_but_members()["event"] == "startup_timeout"
 
 
-@pytest.mark.parametrize("grown", [0, 1])
-def test_without_descriptors_left_the_sentinels_do(started, tmp_path, monkeypatch, grown: int):
-    events = tmp_path / "memory.events"
-    events.write_text(f"oom_kill {3 + grown}\n")
-    monkeypatch.setattr(cgroup, "find_counter", lambda pid: cgroup.OomCounter(events, 3))
+def test_without_descriptors_left_the_sentinels_do(started, monkeypatch):
     monkeypatch.setattr(os, "pidfd_open", lambda _pid: os.open("/nonexistent", os.O_RDONLY))
-    said = [r"its memory cgroup counts no OOM kill since", rf"{events} counts 1 OOM kill\(s\) since"][grown]
-    with pytest.raises(RuntimeError, match=rf"Rank 1 scheduler died .* \({said} the wait began\)"):
+    with pytest.raises(RuntimeError, match=r"Rank 1 scheduler died .* was killed by SIGKILL"):
         wait_for_scheduler_ready(*launch(started, "silent", "dies"))
 
 

@@ -6,10 +6,8 @@ more for each new request. Whatever goes wrong in them switches the beat off and
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from time import monotonic
@@ -50,7 +48,7 @@ _OFF_WARNING = "crash kit: hangs of this scheduler are not noticed any more"
 
 _writer: HeartbeatWriter | None = None
 _words: memoryview[float] | None = None
-_is_off = _is_timing = False
+_is_off = False
 #: See `own_gpu`, as it was when the scheduler began to beat.
 _gpu: str | None = None
 #: The classes that are known to be quick.
@@ -141,49 +139,25 @@ def _begin() -> memoryview[float] | None:
     if writer is None:
         return None
     _writer, _words, _is_off = writer, writer.words, False
-    _time_collections()
+    gc.callbacks.append(_on_collection)
     return _words
 
 
-def _time_collections() -> None:
-    """Note from now on how long Python collects garbage, but while a child is forked, which has no such memory."""
-    global _is_timing
-    if not _is_timing:
-        _is_timing = True
-        os.register_at_fork(before=_stop_timing, after_in_parent=_begin_timing)
-        _begin_timing()
-
-
-def _begin_timing() -> None:
-    if _words is not None:
-        # One that ended meanwhile was not seen to.
-        _words[COLLECTING_SINCE] = 0.0
-    gc.callbacks.append(_on_collection)
-
-
-def _stop_timing() -> None:
-    with contextlib.suppress(ValueError):
-        gc.callbacks.remove(_on_collection)
-
-
 def _on_collection(phase: str, _about: object) -> None:
+    """Note since when Python collects garbage, and how long a long collection took."""
     words = _words
     if words is None:
         return
-    try:
-        if phase == "start":
-            words[COLLECTING_SINCE] = monotonic()
-            return
-        began = words[COLLECTING_SINCE]
-        words[COLLECTING_SINCE] = 0.0
-        now = monotonic()
-        # Of one that began before this was noted, nothing is known.
-        if began and now - began > LONG_SECS:
-            words[COLLECTION_SECS], words[COLLECTION_ENDED] = now - began, now
-            words[LONG_COLLECTIONS] += 1
-    except ValueError:
-        # The memory was given back.
+    now = monotonic()
+    if phase == "start":
+        words[COLLECTING_SINCE] = now
         return
+    began = words[COLLECTING_SINCE]
+    words[COLLECTING_SINCE] = 0.0
+    # Of one that began before this was noted, nothing is known.
+    if began and now - began > LONG_SECS:
+        words[COLLECTION_SECS], words[COLLECTION_ENDED] = now - began, now
+        words[LONG_COLLECTIONS] += 1
 
 
 def _describe() -> dict[str, Any]:
