@@ -3,10 +3,9 @@
 A request is noted when it arrives, with its inputs and sampling parameters, and again, in a few bytes, when it ends.
 The memory is a `ring`, in which an unfinished request outlives finished ones.
 
-Prompts are the bulk of a request: text is kept as UTF-8, token ids as integers of four bytes (eight where one does not
-fit), and everything else as one JSON object. Nothing is pickled, so that reading it runs no foreign code. What is noted
-is noted in SGLang's event loop. So of a long prompt its beginning and its end are kept, and nothing is looked at that a
-user made larger than that.
+Text is kept as UTF-8, token ids as integers of four bytes (eight where one does not fit), and all else as one JSON
+object: reading it runs no foreign code. As it is noted in SGLang's event loop, of a long prompt both ends are kept, and
+nothing is looked at that a user made larger than that.
 """
 
 from __future__ import annotations

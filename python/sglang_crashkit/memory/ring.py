@@ -1,21 +1,21 @@
 """A bounded ring of records in memory that outlives the process that writes it.
 
-The memory belongs to no file system (memfd_create(2)). It is there as long as somebody holds a descriptor of it, such
-as a crash handler which it was passed to, and gone with the last one. SIGKILL of the writer loses nothing of it but the
-record that was being written. It is sealed against a change of its size, so that no store ever ends in SIGBUS for that,
-and reserved step by step as the ring fills: memory that is not there is an error, and no SIGBUS either.
+The memory belongs to no file system (memfd_create(2)), and is there as long as somebody, such as a crash handler, holds
+a descriptor of it. SIGKILL of the writer loses nothing of it but the record that was being written. No store ends in
+SIGBUS: it is sealed against a change of its size, and reserved step by step, so that memory that is not there is an
+error.
 
 Records are framed and lie one behind the other; the newest overwrite the oldest::
 
     memory  header (one page: magic, version, capacity, mark, checksum) | data (`capacity` bytes)
     record  mark | sequence number, length, records lost so far | checksum | payload      at a multiple of 32 bytes
 
-A reader needs no pointer that could be torn: it looks for the ring's *mark* and believes a record whose checksum, of
-its payload and of what stands before it, is right. The mark is random, so no payload can hold a record that was made to
-be believed. A payload that meets the end of the data goes on at its beginning.
+A reader needs no pointer that could be torn: it looks for the ring's *mark*, which is random, so that no payload can
+forge it, and believes a record with the right checksum. A payload that meets the end of the data goes on at its
+beginning.
 
-A record may be *held*: it is written again before it would be overwritten, so that it outlives the newer ones, as long
-as what is held fits in seven sixteenths of the ring. What is held beyond that is lost in the end, and counted.
+A record may be *held*: it is written again before it would be overwritten, as long as what is held fits in seven
+sixteenths of the ring. What is held beyond that is lost in the end, and counted.
 
 The last log records of a process are kept in such a ring, too.
 """

@@ -1,11 +1,11 @@
-"""End this process after a crash, with a status that tells of it (see `sglang_crashkit.incident.exit_status`).
+"""End this process, a server program, after a crash, with a status that tells of it; see `incident.exit_status`.
 
-That is done to a server program only; see `sglang_crashkit.policy`. A user's program ends as upstream has it, once
-its incident is whole. All that one end waits for is over within ``SGLANG_CRASHKIT_EXIT_SECS``.
+A user's program ends as upstream has it, once its incident is whole; see `policy`. All that one end waits for is over
+within ``SGLANG_CRASHKIT_EXIT_SECS``.
 
 Upstream ends its server by SIGKILL of itself, to which process 1 of a container is deaf. Here the process ends by
-``_exit``; and it does so by a deadline, whatever hangs in the handling of the crash: a thread that takes no lock sees
-to it, and where Python itself stands still the timer of `faulthandler`, which needs no interpreter, ends it with 1.
+``_exit``, at a deadline whatever hangs: a thread that takes no lock sees to it, and where Python itself stands still
+the timer of `faulthandler`, which needs no interpreter, ends it with 1.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Let the flight recorders of a scheduler be asked what its collectives are doing.
+"""Let the flight recorders of a scheduler be asked what its collectives are doing; see `capture.flight_request`.
 
-That of NCCL is asked through a pipe; see `capture.flight_request`. PyTorch makes the pipe in a thread in which an error
-ends the process: two processes that make one of the same name at the same moment, as two replicas would, or a folder
-that is not there or has no pipes. So each process gets names of its own, in the crash handler's runtime folder, and
-only where a pipe can be made there.
+That of NCCL is asked through a pipe. PyTorch makes it in a thread in which an error ends the process: where two make
+one of the same name at the same moment, or where the folder is not there or has no pipes. So each process gets names of
+its own, in the crash handler's runtime folder, and only where a pipe can be made there.
 
-That of gloo is asked by a function, which the thread of `srt.stack_hooks` calls; see `capture.flight_request`.
+That of gloo is asked by a function, which the thread of `srt.stack_hooks` calls.
 """
 
 from __future__ import annotations

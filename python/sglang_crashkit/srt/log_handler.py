@@ -1,12 +1,11 @@
 """Note the last log records of this process in a ring, which the crash handler holds too, for an incident.
 
-It hangs behind a logger that has a handler already: one without prints its warnings by itself, and lets a program set
-up logging, both of which end with the first handler. In a program of a user's that is SGLang's own logger.
+It hangs behind a logger that has a handler already: with the first one a logger stops to print its warnings by itself,
+and to let a program set up logging. In a program of a user's that is SGLang's own logger.
 
-Records of requests are passed over, and where another record shows a request, its body is left out. What is written to
-the ring is without the secrets that this process knows by their values; the crash handler takes out the rest. An
-exception may quote a prompt: the crash handler looks for those that the request journal has, and without a journal
-the exception's own words are left out here.
+Records of requests are passed over, and of another record that shows a request the body is left out. The secrets that
+this process knows are taken out here, the rest by the crash handler, and so are the prompts that the request journal
+has; without a journal the words of an exception, which may quote one, are left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Take secrets out of what leaves a process of the server: messages to the crash handler, and the dump of the requests.
+"""Take secrets out of messages to the crash handler, and of the dump of the requests.
 
-What is secret is known here best: by this process's arguments and variables, and by the fields of SGLang's
+What is secret is known best in the process: by its arguments and variables, and by the fields of SGLang's
 configuration.
 """
 

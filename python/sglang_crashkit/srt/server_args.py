@@ -1,10 +1,8 @@
 """Hook of ``sglang/srt/server_args.py``: ``--crash-dump-folder`` switches GPU core dumps and the flight recorder on.
 
-The driver reads its variables when a process initialises CUDA, and PyTorch those of its flight recorder when it makes
-its first process group, so they are set while the arguments are resolved, before the first child process starts. What
-differs between the processes is set in each of them; see `srt.flight_recorder`.
-
-A user's program that launches an ``Engine`` has them only while it launches one: what it starts itself inherits none.
+CUDA's driver and PyTorch read their variables when a process begins to use them, so they are set while the arguments
+are resolved, before the first child starts; see `srt.flight_recorder` for what differs between processes. A user's
+program has them only while it launches an ``Engine``: what it starts itself inherits none.
 """
 
 from __future__ import annotations

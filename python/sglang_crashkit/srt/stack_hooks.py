@@ -1,12 +1,10 @@
 """Prepare a process of the server so that its stacks can be had without tracing it; see `kernel.stack_hooks`.
 
-faulthandler writes to a descriptor by number. SGLang lets it write a fatal error of a scheduler to standard error; here
-it writes to a private file, which becomes part of the incident, and the server's main process copies it to standard
-error as soon as the rank is dead.
+SGLang lets faulthandler write a fatal error of a scheduler to standard error. Here it writes to a private file, for the
+incident, and the server's main process copies it to standard error as soon as the rank is dead.
 
-A thread of the process tells the crash handler the stacks of all others, its collectives, and how its children ended;
-see `capture.responder` for the other end. It sleeps until it is asked, and needs the GIL for as long as it answers. In
-the main process it also takes what belongs in the server's log.
+A thread of the process tells the crash handler (`capture.responder`) the stacks of all others, its collectives, and how
+its children ended. It sleeps until it is asked. In the main process it also takes what belongs in the server's log.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Heartbeats of those beside the schedulers without which no request is answered.
 
-The event loop of a tokenizer manager beats once a second, in the main process of a server program and in each tokenizer
-worker; where there are workers, that of the router in the main process, too. The detokenizer has no such loop: it says
-when it begins to work at a message and when it waits for the next.
-
-No patch calls this for the detokenizer: what SGLang's own class has is wrapped as its process begins. Where a release
-has it under another name, that process does without.
+The event loop of a tokenizer manager, in each tokenizer worker, or of their router beats once a second. The detokenizer
+has no such loop: it says when it begins to work at a message and when it waits for the next. No patch calls this for
+it: what SGLang's own class has is wrapped as its process begins, where the release has it under this name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hook of ``sglang/srt/managers/multi_tokenizer_mixin.py``: a crash of a server with several tokenizer workers.
 
-There the requests live in the workers, and the server's main process is an HTTP server's supervisor. It takes SIGQUIT,
-by which a failed child tells of itself, for a signal of no meaning, and starts a worker anew when one ends. The router
-is what SGLang itself runs in that process.
+The server's main process is an HTTP server's supervisor there. It takes SIGQUIT, by which a failed child tells of
+itself, for a signal of no meaning, and starts a worker, which has the requests, anew when one ends. The router is what
+SGLang runs in it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 A step is a batch; `memory.steps` says what is noted of it. What goes into the hash that ranks are compared by is the
 same on all ranks that do the same: no clock, no address, no order of a set.
 
-Where the scheduler overlaps batches, a step is processed after the next one was launched. That its forward pass is done
-is known where the CPU computes it, or the copy of its results has arrived; the recorder does not wait for that.
-
-A step that cannot be noted is left out; after `_MAX_FAILURES` of them the recorder is switched off, and nothing else.
+Where batches overlap, a step is processed after the next one was launched. That its forward pass is done is known where
+the CPU computes it, or once the copy of its results has arrived, for which the recorder does not wait.
 """
 
 # ruff: noqa: BLE001 - `_fail` logs what a hook caught

@@ -1,10 +1,8 @@
 """Diagnostics of the schedulers before a crash: py-spy stacks, and GPU cores on demand.
 
-Releases from 0.5.13 on ship a module of this name; there `on_pyspy_dump` hands over to the crash handler and the rest
-is theirs. In earlier ones this module stands in for it under upstream's name, with the same functions and meaning, and
-what it logs can be searched for by upstream's words. The
-names that a caller may replace (`collect_scheduler_processes`, `subprocess`, `os`, `time`, `psutil`) are looked up in
-this module at each call.
+Releases from 0.5.13 on ship a module of this name; in earlier ones this module stands in for it under upstream's name,
+with the same functions, meaning and words in the log. The names that a caller may replace
+(`collect_scheduler_processes`, `subprocess`, `os`, `time`, `psutil`) are looked up in this module at each call.
 """
 
 from __future__ import annotations
