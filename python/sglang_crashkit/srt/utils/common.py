@@ -73,15 +73,14 @@ def on_kill_process_tree(kill: Function) -> Function:
         # As process 1 of a container this process is above its crash handler, too.
         skipped = handler_process.pid_below() if pid is None or pid == os.getpid() else None
         _prepare_kill(pid, bound.arguments)
-        if skipped is not None:
-            if "skip_pid" not in signature.parameters or bound.arguments.get("skip_pid") is not None:
-                bound.apply_defaults()
-                return _kill_and_wait(**bound.arguments, skipped=skipped)
-            bound.arguments["skip_pid"] = skipped
+        if skipped is not None and "skip_pid" in signature.parameters:
+            bound.arguments["skip_pid"] = bound.arguments.get("skip_pid") or skipped
         seconds = None if waits else bound.arguments.pop(_WAIT, None)
-        if seconds is not None:
-            return _kill_and_wait(**bound.arguments, wait_timeout=seconds)
-        return kill(*bound.args, **bound.kwargs)
+        doomed = _processes_of(**bound.arguments) if seconds is not None else []
+        result = kill(*bound.args, **bound.kwargs)
+        if doomed:
+            _names()._wait_for_reap_or_raise(doomed, seconds)
+        return result
 
     kill_process_tree.__signature__ = signature  # type: ignore[attr-defined]
     return kill_process_tree
@@ -188,52 +187,26 @@ def _names() -> Any:
     return module if hasattr(module, "_wait_for_reap_or_raise") else OwnNames
 
 
-def _kill_and_wait(
-    parent_pid: int | None,
-    include_parent: bool = True,
-    skip_pid: int | None = None,
-    wait_timeout: float | None = 0.0,
-    skipped: int | None = None,
-) -> None:
-    module = _names()
-    module.logger.info(
-        "kill_process_tree called: parent_pid=%s, include_parent=%s, pid=%s", parent_pid, include_parent, os.getpid()
-    )
-    if parent_pid is None:
-        parent_pid, include_parent = os.getpid(), False
+def _processes_of(parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None) -> list[Any]:
     try:
-        itself = module.psutil.Process(parent_pid)
-        doomed = [child for child in itself.children(recursive=True) if child.pid not in (skip_pid, skipped)]
+        parent = _names().psutil.Process(parent_pid)
+        members = [*parent.children(recursive=True), *([parent] if include_parent and parent_pid is not None else [])]
     except psutil.NoSuchProcess:
-        return
-    killed = [child for child in doomed if _kill(child)]
-    if include_parent and parent_pid == os.getpid():
-        itself.kill()
-        sys.exit(0)
-    if include_parent and _kill(itself):
-        killed.append(itself)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            # PID 1 of a container is deaf to SIGKILL from inside, and upstream's servers end on SIGQUIT.
-            itself.send_signal(signal.SIGQUIT)
-    if killed and wait_timeout is not None:
-        module._wait_for_reap_or_raise(killed, wait_timeout)
+        return []
+    return [process for process in members if process.pid != skip_pid]
 
 
 def _kill_own_children(*skipped: int | None) -> None:
     module = _names()
     # Another thread, that of the supervisor of tokenizer workers, may start new ones for those that died.
     for _ in range(_SWEEPS):
-        children = module.psutil.Process().children(recursive=True)
-        killed = [child for child in children if child.pid not in skipped and _kill(child)]
+        killed = []
+        for child in module.psutil.Process().children(recursive=True):
+            if child.pid not in skipped:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+                    killed.append(child)
         module._wait_for_reap_or_raise(killed, _CHILDREN_SECS)
-
-
-def _kill(process: Any) -> bool:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return False
-    return True
 
 
 @never_raises
