@@ -57,8 +57,6 @@ _READY = "ready"
 _HARD_HOLD_SECS = 0.05
 #: An exit with a status may belong to a shutdown that is announced within this time, in seconds.
 _SOFT_HOLD_SECS = 2.0
-#: So many processes are named in one message to the crash handler, which has a limit.
-_MAX_AT_ONCE = 512
 #: What a pipe holds at most.
 _PIPE_BYTES = 1 << 16
 
@@ -427,8 +425,8 @@ def register(processes: Iterable[Any]) -> None:
     """Note which of `multiprocessing`'s processes this one started for the server, and tell the crash handler."""
     started = {process.pid: process for process in processes or () if type(getattr(process, "pid", None)) is int}
     stats = [stat for pid in started if (stat := procfs.read_stat(pid)) is not None]
-    for first in range(0, len(stats), _MAX_AT_ONCE):
-        notify("members", started=[(stat.pid, stat.start_ticks) for stat in stats[first : first + _MAX_AT_ONCE]])
+    if stats:
+        notify("members", started=[(stat.pid, stat.start_ticks) for stat in stats])
     serving = _known()
     if serving is not None:
         for stat in stats:
@@ -448,29 +446,19 @@ def wait_status(child: int) -> int:
 def join(*, is_ready: bool = False) -> None:
     """Say to the server's main process that this process is there, and what its title is; or that it `is_ready`."""
     path, _space, inode = os.environ.get(MEMBERS_VARIABLE, "").partition(" ")
-    # The process may be gone, and its pid another one's.
     try:
-        # Looked at before it is opened: to open what is another's may do something.
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except PermissionError:
         logger.warning("crash kit: the server's main process may not be inspected, so it does not know this process")
         return
     except OSError:
         return
-    try:
-        found = os.fstat(place)
+    # The process may be gone, and its pid another one's; or it ends meanwhile.
+    with os.fdopen(pipe, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        found = os.fstat(pipe)
         if S_ISFIFO(found.st_mode) and str(found.st_ino) == inode:
-            pipe = os.open(f"/proc/self/fd/{place}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                words = _READY if is_ready else procfs.read_title(os.getpid())
-                os.write(pipe, f"{os.getpid()} {words}\n".encode()[: select.PIPE_BUF])
-            finally:
-                os.close(pipe)
-    except OSError:
-        # It has ended meanwhile.
-        return
-    finally:
-        os.close(place)
+            words = _READY if is_ready else procfs.read_title(os.getpid())
+            file.write(f"{os.getpid()} {words}\n".encode()[: select.PIPE_BUF])
 
 
 @never_raises
