@@ -103,7 +103,6 @@ class StepWriter:
         #: Of the step that was written last: what agrees, the sum of its lengths, its size, and the rest of its body.
         self._same = self._sum = self._size = self._added = 0
         self._rest = b""
-        self._has_control = False
         #: The step that was scheduled last, the place of its first word, and that word without mode and phase.
         self._newest, self._place, self._word = 0, _UNUSED, 0
 
@@ -120,8 +119,7 @@ class StepWriter:
         self._times[_ROUND] = now
         words[_OPEN] = number or _IDLE
         words[_AT] = 0
-        if self._has_control:
-            self._end_control()
+        self._map[_CONTROL] = 0
 
     def begin_control(self, name: str) -> None:
         """Note that a control request is handled in this round, before the next batch."""
@@ -129,11 +127,6 @@ class StepWriter:
         self._map[_CONTROL + 1 : _CONTROL + 1 + len(told)] = told
         # Last, so that it is whole.
         self._map[_CONTROL] = len(told)
-        self._has_control = True
-
-    def _end_control(self) -> None:
-        self._map[_CONTROL] = 0
-        self._has_control = False
 
     def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int]) -> None:
         """Note the requests that were received for a step to come, and the `lengths` of their inputs, in tokens."""
@@ -218,8 +211,6 @@ class StepWriter:
         if phase == SCHEDULED:
             self._newest, self._place, self._word = number, place, number << NUMBER_AT
             words[_OPEN] = 0
-            if self._has_control:
-                self._end_control()
 
     def leave_out(self) -> None:
         """Note that the batch that was scheduled last is another one than was noted last."""
@@ -303,6 +294,9 @@ class StepReader:
         data = os.pread(self._fd, SIZE, 0)
         round_at = time_or_zero(struct.unpack_from("@d", data, 8 * _ROUND)[0])
         opened, at = struct.unpack_from("@2Q", data, 8 * _OPEN)
+        # It counts until a batch is scheduled.
+        size = min(data[_CONTROL], _LONGEST_CONTROL) if opened else 0
+        control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
         found = _Requests(data)
         # Where there is not room for all requests, the newest steps have theirs.
         starts = sorted(range(PAGE, DATA, SLOT), key=lambda start: _MARKS.unpack_from(data, start), reverse=True)
@@ -315,8 +309,6 @@ class StepReader:
             newest = opened
             steps[opened] = Step(opened, round_at, None, PHASES[RECEIVED], "", (), 0, 0)
         kept = tuple(steps[number] for number in sorted(steps) if number > newest - STEPS)
-        size = min(data[_CONTROL], _LONGEST_CONTROL)
-        control = data[_CONTROL + 1 : _CONTROL + 1 + size].decode(errors="replace")
         return LastSteps(kept, _current_of(kept, at, is_idle=opened == _IDLE), round_at, control)
 
     def _step_at(self, data: bytes, start: int, found: _Requests) -> Step | None:
