@@ -251,14 +251,6 @@ def test_a_ring_switched_off_or_of_another_kit_is_none() -> None:
             RingReader(writer.fd)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ04" + bytes(SIZE)])
-def test_another_file_is_no_ring(data: bytes) -> None:
-    with copy_of(data) as descriptor:
-        assert not is_ring(descriptor)
-        with pytest.raises(RingError):
-            RingReader(descriptor)
-
-
 def test_a_record_that_is_overwritten_meanwhile_is_not_read() -> None:
     with new_ring() as writer:
         writer.append(b"first")

@@ -17,7 +17,7 @@ from typing import Any
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import startup, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import Function, in_place_of, never_raises, note_failure
+from sglang_crashkit.srt.hooks import Function, in_place_of, note_failure
 from sglang_crashkit.srt.startup import Startup, StartupError
 from sglang_crashkit.srt.supervisor import Child
 
@@ -38,17 +38,15 @@ def on_controller_exception() -> None:
 
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
     """Return what the main thread waits on in place of the `ready_events` of threads that are about to start groups."""
-    return _group_events(controller, ready_events) or ready_events
-
-
-@never_raises
-def _group_events(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
-    if not Settings.from_environ().enabled:
-        return ready_events
-    groups = _Groups(controller, len(ready_events))
-    controller.scheduler_procs = _Processes(controller.scheduler_procs)
-    setattr(controller, _GROUPS, groups)
-    return [groups, *ready_events]
+    try:
+        if Settings.from_environ().enabled:
+            groups = _Groups(controller, len(ready_events))
+            controller.scheduler_procs = _Processes(controller.scheduler_procs)
+            setattr(controller, _GROUPS, groups)
+            return [groups, *ready_events]
+    except Exception:  # noqa: BLE001 - upstream waits as it does
+        note_failure(on_scheduler_groups)
+    return ready_events
 
 
 def on_scheduler_group_launch(launch: Function) -> Function:
