@@ -197,7 +197,6 @@ class StepWriter:
         return True
 
     def _put(self, number: int, began: float, phase: int) -> None:
-        """Put a step into its slot."""
         words, told = self._words, 0
         if phase == SCHEDULED:
             # Once ranks differ in it they stay different.
@@ -355,7 +354,6 @@ def _current_of(steps: Sequence[Step], at: int, *, is_idle: bool) -> Step | None
 
 
 def _modes_in(data: bytes) -> dict[int, str]:
-    """Return the names of the forward modes in a header, nothing where it holds none."""
     try:
         return {int(number): str(name) for number, name in dict(json.loads(data.rstrip(b"\0"))).items()}
     except (ValueError, TypeError, RecursionError):

@@ -177,7 +177,6 @@ def _format_frames(frames: traceback.StackSummary) -> list[str]:
 
 @never_raises
 def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
-    """Describe the batch that the scheduler on the traceback was running; no prompt and no token."""
     scheduler, batch = find_batch(trace)
     if batch is None:
         return {}

@@ -133,7 +133,6 @@ def pid_below() -> int | None:
 
 
 def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
-    """Start the handler and return what it said when it was ready."""
     runtime = socket_path.parent
     for folder in (runtime.parent.parent, runtime.parent):
         make_private_folder(folder)

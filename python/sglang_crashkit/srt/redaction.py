@@ -7,6 +7,7 @@ configuration.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import sys
@@ -119,7 +120,6 @@ def _collect(value: Any, depth: int = 0) -> set[str]:
 
 
 def _is_record(value: Any) -> bool:
-    """Say whether it is an object of a class with fields: a dataclass, or a msgspec Struct."""
     kind = type(value)
     is_class = isinstance(value, type)
     return not is_class and (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__struct_fields__"))
@@ -128,4 +128,6 @@ def _is_record(value: Any) -> bool:
 def fields_of(value: object) -> dict[str, Any]:
     """Return the fields of a configuration by name."""
     names = [*getattr(type(value), "__struct_fields__", ()), *getattr(value, "__dict__", ())]
+    if dataclasses.is_dataclass(value):
+        names += [field.name for field in dataclasses.fields(value)]
     return {name: getattr(value, name, None) for name in names}

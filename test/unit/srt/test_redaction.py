@@ -30,6 +30,11 @@ class Inner:
     tokens: int = 5
 
 
+@dataclass(slots=True)
+class Slotted:
+    password: str = SECRET
+
+
 @dataclass
 class Frozen:
     """Like upstream's arguments: sealed, with bookkeeping beside its fields, and a pickled form of its own."""
@@ -84,6 +89,8 @@ def test_an_object_keeps_its_shape_but_not_its_secrets(kind: type, protocol: int
 
 
 def test_what_is_nested_is_found() -> None:
+    slotted = pickle.loads(dumped({"x": Plain(others=Slotted()), "requests": []}))["x"].others
+    assert slotted == Slotted("<redacted>")
     back = pickle.loads(dumped({"server_args": Frozen(), "requests": []}))["server_args"]
     assert back.inner == Inner("<redacted>", 5)
     assert back._raw_input == {"api_key": "<redacted>", "list": [{"password": "<redacted>"}]}

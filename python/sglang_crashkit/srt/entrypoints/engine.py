@@ -115,7 +115,6 @@ def on_ranks_ready() -> None:
 
 
 def _watch_start(children: Sequence[Child]) -> list[Any] | None:
-    """Return what `startup.Startup` does; None where it could not watch."""
     try:
         return Startup(children).run()
     except StartupError:
@@ -208,7 +207,6 @@ class Following(Supervisor):
 
 @never_raises
 def _follow(processes: Iterable[Any]) -> None:
-    """Watch the schedulers of this node from a thread of their own, as long as they run."""
     if not crash_exit.ends_with_the_server():
         return
     following = Following([Child("", process) for process in processes])

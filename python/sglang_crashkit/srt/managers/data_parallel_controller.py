@@ -114,8 +114,6 @@ class _Processes(list[Any]):
 
 
 class _Groups:
-    """The groups that threads start, which the main thread waits for."""
-
     def __init__(self, controller: Any, expected: int) -> None:
         self.launched = startup.launched_at()
         self._controller = controller

@@ -65,10 +65,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
 
 
 def _watch_sigquit(router: Any) -> None:
-    """Start a thread that hears of SIGQUIT, whichever handler it has.
-
-    The interpreter writes the number of each signal that has a Python handler to one descriptor, before that runs.
-    """
+    """Start a thread that hears of SIGQUIT, whichever handler it has, by the interpreter's wake-up descriptor."""
     if threading.current_thread() is not threading.main_thread() or not Settings.from_environ().enabled:
         return
     if not crash_exit.ends_with_the_server():

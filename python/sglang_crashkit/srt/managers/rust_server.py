@@ -53,7 +53,6 @@ class _Intake:
 
     @never_raises
     def receive(self, requests: list[Any]) -> None:
-        """Note what the scheduler takes in."""
         if not self._is_open:
             self._is_open = True
             if (journal := open_journal()) is not None:
@@ -74,7 +73,6 @@ class _Intake:
                     states.abort(one)
 
     def answer(self, _server: Any, payload: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Note which requests are answered to the end."""
         states = self._states
         if states is not None:
             for rid, reason in zip(payload.rids, payload.finished_reasons, strict=False):
@@ -83,6 +81,5 @@ class _Intake:
                     del states[rid]
 
     def drop(self, _server: Any, abort: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Note a request that ends without an answer."""
         if self._states is not None:
             self._states.pop(abort.rid, None)
