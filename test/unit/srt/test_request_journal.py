@@ -240,77 +240,52 @@ NO_LOGS, FLAG = "withheld: the request asks for no logs", "withheld by SGLANG_CR
 PROGRAM = "custom_logit_processor"
 
 
+def case(given: dict[str, Any], prompts: Prompts = "full", *prompt: object, **told: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a row: what was given, what is kept, what is described, and the prompt that is kept."""
+    return given, prompts, told.get("kept", {}), told.get("omitted", {}), prompt or (None, None)
+
+
+LIMITED = SAMPLING | {"token_ids_logprob": [3]}
+MANY = list(range(100_000))
+
+
 @pytest.mark.parametrize(
     ("given", "prompts", "kept", "omitted", "prompt"),
     [
         # Defaults, and what the server itself adds, say nothing.
-        (
+        case(
             {"text": "a", "stream": True, "is_single": True, "cache_salt": "b"},
             "full",
-            {"stream": True},
-            {},
-            ("a", None),
+            "a",
+            None,
+            kept={"stream": True},
         ),
-        ({"log_metrics": False}, "full", {"log_metrics": False}, {}, (None, None)),
+        case({"log_metrics": False}, kept={"log_metrics": False}),
         # Large, or of no known name.
-        (
-            {"image_data": ["x" * 50_000, "y" * 50_000], "brand_new": {"a": 1}},
-            "full",
-            {},
-            {"image_data": "list of 2, 100000 characters", "brand_new": "dict"},
-            (None, None),
-        ),
+        case({"image_data": ["x" * 50_000] * 2}, omitted={"image_data": "list of 2, 100000 characters"}),
+        case({"brand_new": {"a": 1}}, omitted={"brand_new": "dict"}),
         # What is empty does not count.
-        ({"image_data": [], "brand_new": {}, "watermark": 0}, "full", {}, {"watermark": "int"}, (None, None)),
-        (
-            {
-                "sampling_params": {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)},
-                "token_ids_logprob": list(range(100_000)),
-            },
-            "full",
-            {},
-            {"sampling_params": "dict", "token_ids_logprob": "list of 100000"},
-            (None, None),
+        case({"image_data": [], "brand_new": {}, "watermark": 0}, omitted={"watermark": "int"}),
+        case(
+            {"sampling_params": {"logit_bias": dict.fromkeys(map(str, MANY), 1.0)}}, omitted={"sampling_params": "dict"}
         ),
+        case({"token_ids_logprob": MANY}, omitted={"token_ids_logprob": "list of 100000"}),
         # Secrets are left to the reader, but for those that are described.
-        (
-            {"watermark": {"k": "s3cret"}, "external_trace_header": {"x": "s3cret"}} | SAMPLING,
-            "full",
-            SAMPLING,
-            {"watermark": "dict"},
-            (None, None),
-        ),
+        case({"watermark": {"k": "s3cret"}} | SAMPLING, kept=SAMPLING, omitted={"watermark": "dict"}),
+        case({"external_trace_header": {"x": "s3cret"}}),
         # The user says what is kept of prompts.
-        (PRIVATE, "full", SAMPLING | {"token_ids_logprob": [3]}, {}, ("private", [1, 2])),
-        (
-            PRIVATE,
-            "ids",
-            SAMPLING | {"token_ids_logprob": [3]},
-            {"text": f"{FLAG}ids: str, 7 characters"},
-            (None, [1, 2]),
-        ),
-        (
-            PRIVATE,
-            "none",
-            SAMPLING,
-            {
-                "text": f"{FLAG}none: str, 7 characters",
-                "input_ids": f"{FLAG}none: list of 2",
-                "token_ids_logprob": f"{FLAG}none: list of 1",
-            },
-            (None, None),
-        ),
-        ({"text": ["private", "b"]}, "none", {}, {"text": f"{FLAG}none: list of 2, 8 characters"}, (None, None)),
-        (
-            {"text": "private", "input_ids": [1], "no_logs": True},
-            "full",
-            {"no_logs": True},
-            {"text": NO_LOGS, "input_ids": NO_LOGS},
-            (None, None),
-        ),
-        ({PROGRAM: "8" * 4096}, "ids", {PROGRAM: "8" * 4096}, {}, (None, None)),
-        ({PROGRAM: "8", "no_logs": True}, "full", {"no_logs": True}, {PROGRAM: NO_LOGS}, (None, None)),
-        ({PROGRAM: "8" * 9}, "none", {}, {PROGRAM: f"{FLAG}none: str, 9 characters"}, (None, None)),
+        case(PRIVATE, "full", "private", [1, 2], kept=LIMITED),
+        case(PRIVATE, "ids", None, [1, 2], kept=LIMITED, omitted={"text": f"{FLAG}ids: str, 7 characters"}),
+        case({"text": "private"}, "none", omitted={"text": f"{FLAG}none: str, 7 characters"}),
+        case({"text": ["private", "b"]}, "none", omitted={"text": f"{FLAG}none: list of 2, 8 characters"}),
+        case({"input_ids": [1, 2]}, "none", omitted={"input_ids": f"{FLAG}none: list of 2"}),
+        case({"token_ids_logprob": [3]}, "none", omitted={"token_ids_logprob": f"{FLAG}none: list of 1"}),
+        # So does the request itself.
+        case({"text": "private", "no_logs": True}, kept={"no_logs": True}, omitted={"text": NO_LOGS}),
+        case({"input_ids": [1], "no_logs": True}, kept={"no_logs": True}, omitted={"input_ids": NO_LOGS}),
+        case({PROGRAM: "8" * 4096}, "ids", kept={PROGRAM: "8" * 4096}),
+        case({PROGRAM: "8", "no_logs": True}, kept={"no_logs": True}, omitted={PROGRAM: NO_LOGS}),
+        case({PROGRAM: "8" * 9}, "none", omitted={PROGRAM: f"{FLAG}none: str, 9 characters"}),
     ],
 )
 def test_what_is_kept_of_a_request_and_what_is_described(
