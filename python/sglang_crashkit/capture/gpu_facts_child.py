@@ -1,13 +1,13 @@
 """What the library of the GPUs' driver says, read in a process of its own: a driver may hang, the libraries are big.
 
 A program, started by `gpu_facts`. It writes JSON objects, one a line, as it learns of them, so that what came before a
-call which hangs is there. With ``facts`` it reads all GPUs once: ``driver``, a ``gpu`` each, and ``kernel``, what the
-kernel's log says. With ``watch`` it writes ``start``, each GPU with its error counters of now, then an ``xid`` for each
-event, and lives as long as who started it.
+call which hangs is there. With ``facts`` it reads all GPUs once: ``driver``, and a ``gpu`` each. With ``watch`` it
+writes ``start``, each GPU with its error counters of now, then an ``xid`` for each event, and lives as long as who
+started it.
 
-Names and units are those of NVIDIA's ``nvml.h`` and AMD's ``amdsmi``, but for power, which is in watts, and memory,
-which is in bytes. A GPU is named by its PCI bus id as ``domain:bus:device`` in lower-case hexadecimal. What a driver
-does not support is left out, and stands in ``errors``: what was asked, by the error.
+Names and units are those of NVIDIA's ``nvml.h``, but for power, which is in watts, and memory, which is in bytes. A GPU
+is named by its PCI bus id as ``domain:bus:device`` in lower-case hexadecimal. What a driver does not support is left
+out, and stands in ``errors``: what was asked, by the error.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ import gc
 import importlib
 import json
 import os
-import re
 import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-from sglang_crashkit.kernel.kernel_log import lines_since
 
 _PR_SET_PDEATHSIG = 1
 #: After this number of events another one teaches nothing, and the pipe is nearly full.
@@ -34,17 +31,13 @@ _MAX_EVENTS = 128
 _WAIT_MS, _TIMEOUT = 60_000, 10
 #: As ``pynvml`` loads it.
 _LIBRARY = "libnvidia-ml.so.1"
-#: The bits of `nvmlDeviceGetCurrentClocksEventReasons`, from the lowest on (``nvmlClocksEventReason...``).
+#: The bits of `nvmlDeviceGetCurrentClocksThrottleReasons`, from the lowest on (``nvmlClocksEventReason...``).
 _REASONS = (
     *("gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown"),
     *("hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting"),
 )
 #: Counters of `nvmlDeviceGetNvLinkErrorCounter` by their number (``nvmlNvLinkErrorCounter_t``).
 _LINK_COUNTERS = ("replay", "recovery", "crc_flit", "crc_data")
-#: ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python3, GPU has fallen off the bus.``
-_XID_LINE = re.compile(
-    r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)(?:, pid='?(\d+))?"
-)
 
 
 class Attempts:
@@ -92,10 +85,12 @@ def _nvml_gpu(nvml: Any, index: int) -> dict[str, Any]:
     def ask(what: str, name: str, *arguments: Any) -> Any:
         return attempt(what, lambda: getattr(nvml, name)(handle, *arguments))
 
-    def milliwatts(what: str, name: str) -> float | None:
-        value = ask(what, name)
-        return None if value is None else value / 1000
+    def watts(what: str, name: str) -> Any:
+        milliwatts = ask(what, name)
+        return milliwatts and milliwatts / 1000
 
+    # The name that all drivers have; from 535 on there is another one, too.
+    bits = ask("throttle", "nvmlDeviceGetCurrentClocksThrottleReasons")
     memory, rates = ask("memory", "nvmlDeviceGetMemoryInfo"), ask("utilisation", "nvmlDeviceGetUtilizationRates")
     processes = ask("processes", "nvmlDeviceGetComputeRunningProcesses_v3")
     facts = _identity(nvml, handle, attempt) | {
@@ -103,11 +98,11 @@ def _nvml_gpu(nvml: Any, index: int) -> dict[str, Any]:
         "processes": processes and [{"pid": one.pid, "used": one.usedGpuMemory} for one in processes],
         "utilisation": rates and {"gpu": rates.gpu, "memory": rates.memory},
         "temperature": ask("temperature", "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        "power": milliwatts("power", "nvmlDeviceGetPowerUsage"),
-        "power_limit": milliwatts("power_limit", "nvmlDeviceGetEnforcedPowerLimit"),
+        "power": watts("power", "nvmlDeviceGetPowerUsage"),
+        "power_limit": watts("power_limit", "nvmlDeviceGetEnforcedPowerLimit"),
         "sm_clock": ask("sm_clock", "nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
         "memory_clock": ask("memory_clock", "nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-        "throttle": attempt("throttle", lambda: _throttle(nvml, handle)),
+        "throttle": bits and [name for place, name in enumerate(_REASONS) if bits >> place & 1],
         "counters": _nvml_counters(nvml, handle, attempt),
     }
     return {name: value for name, value in facts.items() if value is not None} | {"errors": attempt.errors}
@@ -119,15 +114,6 @@ def _identity(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
         "uuid": attempt("uuid", nvml.nvmlDeviceGetUUID, handle),
         "name": attempt("name", nvml.nvmlDeviceGetName, handle),
     }
-
-
-def _throttle(nvml: Any, handle: Any) -> list[str]:
-    try:
-        bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    except nvml.NVMLError_FunctionNotFound:
-        # The name that it has in drivers before 535.
-        bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    return [name for place, name in enumerate(_REASONS) if bits >> place & 1]
 
 
 def _nvml_counters(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
@@ -161,57 +147,6 @@ def _nvml_counters(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != {}}
-
-
-def amd_facts(amd: Any) -> Iterator[dict[str, Any]]:
-    """Yield what ``amdsmi`` says."""
-    amd.amdsmi_init()
-    handles = amd.amdsmi_get_processor_handles()
-    yield {"driver": {"gpus": len(handles), "errors": {}}}
-
-    def amd_process(one: dict[str, Any]) -> dict[str, Any]:
-        return {"pid": one["pid"], "used": one.get("memory_usage", {}).get("vram_mem")}
-
-    for index, handle in enumerate(handles):
-        attempt = Attempts()
-
-        def ask(what: str, name: str, *keys: str, of: Any = handle, attempt: Attempts = attempt) -> Any:
-            """Return the first of `keys` in the answer that is a number or a text; all of it where none is named."""
-            answer = attempt(what, lambda: getattr(amd, name)(of))
-            if answer is None or not keys:
-                return answer
-            # What is not known is "N/A".
-            return next((answer[key] for key in keys if answer.get(key, "N/A") != "N/A"), None)
-
-        used, total = (ask("memory", "amdsmi_get_gpu_vram_usage", f"vram_{what}") for what in ("used", "total"))
-        address = ask("bus_id", "amdsmi_get_gpu_device_bdf")
-        ecc = ask("ecc", "amdsmi_get_gpu_total_ecc_count") or {}
-        processes = ask("processes", "amdsmi_get_gpu_process_list")
-        facts = {
-            "bus_id": address and bus_id(address),
-            "uuid": ask("uuid", "amdsmi_get_gpu_device_uuid"),
-            "name": ask("name", "amdsmi_get_gpu_asic_info", "market_name"),
-            # In MiB there.
-            "memory": {"used": used << 20, "total": total << 20} if used is not None and total else None,
-            "processes": processes and attempt("processes", lambda of=processes: [amd_process(one) for one in of]),
-            "utilisation": _known({"gpu": ask("utilisation", "amdsmi_get_gpu_activity", "gfx_activity")}) or None,
-            "power": ask("power", "amdsmi_get_power_info", "current_socket_power", "average_socket_power"),
-            "counters": {"ecc": {name: ecc[f"{name[:-2]}able_count"] for name in ("corrected", "uncorrected") if ecc}},
-        }
-        yield {"gpu": {"index": index} | _known(facts) | {"errors": attempt.errors}}
-
-
-def kernel_xids(path: str, since: float) -> dict[str, Any]:
-    """Return the Xid lines of the kernel's log `since` a time as ``xids``, or as ``problem`` why it cannot be read."""
-    xids = []
-    try:
-        for seconds, line in lines_since(since, path):
-            if (found := _XID_LINE.search(line)) is not None:
-                address, number, pid = found.groups()
-                xids.append({"xid": int(number), "bus_id": bus_id(address), "time": seconds, "pid": pid and int(pid)})
-    except OSError as error:
-        return {"problem": f"{path}: {error.strerror}"}
-    return {"xids": xids[-_MAX_EVENTS:]}
 
 
 def watch(nvml: Any) -> Iterator[dict[str, Any]]:
@@ -259,35 +194,20 @@ def _unload_pynvml() -> None:
         trim(0)
 
 
-def _print(answers: Iterator[dict[str, Any]]) -> None:
-    try:
-        for answer in answers:
-            print(json.dumps(answer), flush=True)  # noqa: T201 - to who started it
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-        print(json.dumps({"error": str(error) or type(error).__name__}), flush=True)  # noqa: T201
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Do what is asked.
-
-    The arguments are the pid of who started it, what to do (``facts`` or ``watch``), the library, and for ``facts`` the
-    kernel's log and since when that is of interest, in seconds since the epoch.
-    """
-    parent, what, library, *of_log = arguments
+    """Do what is asked: the arguments are the pid of who started it, and ``facts`` or ``watch``."""
+    parent, what = arguments
     # Where its starter is killed nothing else ends it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
         return 1
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if of_log:
-        _print(iter([{"kernel": kernel_xids(of_log[0], float(of_log[1]))}]))
     try:
-        module = importlib.import_module(library)
-    except Exception as error:  # noqa: BLE001 - a library that is broken is as good as none
-        _print(iter([{"error": f"no {library} library: {error}"}]))
-        return 0
-    reads = {"pynvml": nvml_facts, "amdsmi": amd_facts}
-    _print(watch(module) if what == "watch" else reads[library](module))
+        nvml = importlib.import_module("pynvml")
+        for answer in watch(nvml) if what == "watch" else nvml_facts(nvml):
+            print(json.dumps(answer), flush=True)  # noqa: T201 - to who started it
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        print(json.dumps({"error": str(error) or type(error).__name__}), flush=True)  # noqa: T201
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from sglang_crashkit.capture.debugger import find_debugger
 from sglang_crashkit.capture.environment import read_place
-from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, find_library
+from sglang_crashkit.capture.gpu_facts import GpuFacts, ask_driver, has_gpu
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
@@ -141,11 +141,10 @@ def _pyspy(target: Target) -> Iterator[Result]:
 
 
 def _gpu(target: Target) -> Iterator[Result]:
-    library = find_library(target.environ)
-    if library is None:
-        yield Result(True, "no GPU here: neither the devices of NVIDIA's driver nor of AMD's")
+    if not has_gpu(target.environ):
+        yield Result(True, "no GPU here: the devices of NVIDIA's driver are not there")
         return
-    reader, deadline = GpuFactsReader(library, _GPU_SECS, time.time()), time.monotonic() + _GPU_SECS + 1
+    reader, deadline = ask_driver(_GPU_SECS), time.monotonic() + _GPU_SECS + 1
     while (facts := reader.look()) is None and time.monotonic() < deadline:
         time.sleep(0.02)
     facts = facts or GpuFacts(reason="it did not answer")

@@ -384,11 +384,9 @@ class Xid(msgspec.Struct, omit_defaults=True):
     xid: int
     bus_id: str
     time: float  # in seconds since the epoch
-    pid: int | None = None  # whose it is, by the kernel's log
     text: str = ""  # the kernel's line
     source: str = ""
     processes: list[GpuUser] = []  # those of the server that had the GPU then
-    meaning: str = ""
 
 
 class Gpus(msgspec.Struct):

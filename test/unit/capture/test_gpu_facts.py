@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, Library, XidWatch
+from sglang_crashkit.capture.gpu_facts import GpuFacts, XidWatch, ask_driver
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
 from unit.support.targets import is_gone
 from unit.support.waiting import LONG, wait_until
@@ -25,8 +25,8 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def ask(seconds: float = LONG, library: Library = "pynvml", since: float = 0.0, log: str = "/nowhere") -> GpuFacts:
-    return wait_until(GpuFactsReader(library, seconds, since, log).look, "the driver answered")
+def ask(seconds: float = LONG) -> GpuFacts:
+    return wait_until(ask_driver(seconds).look, "the driver answered")
 
 
 def test_all_that_the_driver_knows_is_read(driver: Driver) -> None:
@@ -79,14 +79,13 @@ def test_a_driver_that_hangs_costs_a_deadline(driver: Driver) -> None:
 
 def test_what_came_before_the_driver_hung_is_kept(driver: Driver) -> None:
     driver.say(mode="hang")
-    reader = GpuFactsReader("pynvml", LONG, 0.0, "/nowhere")
+    reader = ask_driver(LONG)
     wait_until((driver.folder / "hangs").exists, "the driver hangs")
     reader.cancel()
     facts = wait_until(reader.look, "it was called off")
     assert facts.reason.startswith("the driver did not answer, at GPU 1 of 2: ")
     assert facts.reason.endswith("was called off")
     assert [gpu["bus_id"] for gpu in facts.gpus] == [FIRST]
-    assert facts.kernel_problem == "/nowhere: No such file or directory"
 
 
 def test_a_missing_library_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,62 +97,12 @@ def test_a_missing_library_is_said_to_be_missing(tmp_path: Path, monkeypatch: py
     else:
         pytest.skip("this machine has a driver")
     assert ask().reason == "NVML Shared Library Not Found"
-    assert ask(library="amdsmi").reason == "no amdsmi library: No module named 'amdsmi'"
-
-
-AMD = """
-class AmdSmiException(Exception): pass
-def amdsmi_init(): pass
-def amdsmi_get_processor_handles(): return ["a"]
-def amdsmi_get_gpu_device_bdf(handle): return "0000:C1:00.0"
-def amdsmi_get_gpu_asic_info(handle): return {"market_name": "AMD Instinct MI300X"}
-def amdsmi_get_gpu_vram_usage(handle): return {"vram_used": 1024, "vram_total": 196608}
-def amdsmi_get_gpu_process_list(handle): return [{"pid": 7, "memory_usage": {"vram_mem": 5}}]
-def amdsmi_get_gpu_activity(handle): return {"gfx_activity": 70}
-def amdsmi_get_power_info(handle): return {"current_socket_power": "N/A", "average_socket_power": 250}
-def amdsmi_get_gpu_total_ecc_count(handle): return {"correctable_count": 1, "uncorrectable_count": 2}
-def amdsmi_get_gpu_device_uuid(handle): raise AmdSmiException("not supported")
-"""
-
-
-def test_amds_library_is_asked_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "amdsmi.py").write_text(AMD)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    facts = ask(library="amdsmi")
-    assert facts.reason == ""
-    assert facts.gpus == [
-        {
-            "index": 0,
-            "bus_id": "0000:c1:00",
-            "name": "AMD Instinct MI300X",
-            "memory": {"used": 1 << 30, "total": 192 << 30},
-            "processes": [{"pid": 7, "used": 5}],
-            "utilisation": {"gpu": 70},
-            "power": 250,
-            "counters": {"ecc": {"corrected": 1, "uncorrected": 2}},
-            "errors": {"not supported": ["uuid"]},
-        }
-    ]
-
-
-def test_the_kernels_log_is_read_for_xids(driver: Driver, tmp_path: Path) -> None:
-    log = tmp_path / "kmsg"
-    now = int(time.monotonic() * 1e6)
-    lines = [
-        f"4,1,{now - 9_000_000},-;NVRM: Xid (PCI:0000:1a:00): 31, pid=9, name=python3, Ch 00000008",
-        f"6,2,{now - 2_000_000},-;eth0: link up",
-        f"4,3,{now - 1_000_000},-;NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen",
-        f"4,4,{now},c;NVRM: Xid (PCI:0000:1a:00): 13, pid=4711, name=python3, Graphics Exception",
-        " SUBSYSTEM=pci",
-    ]
-    log.write_text("\n".join(lines))
-    found = ask(since=time.time() - 5, log=str(log)).kernel_xids
-    assert [(one["xid"], one["bus_id"], one["pid"]) for one in found] == [(79, SECOND, None), (13, FIRST, 4711)]
 
 
 @pytest.fixture
-def watch(driver: Driver) -> Any:
+def watch(driver: Driver) -> Iterator[XidWatch]:
     watch = XidWatch()
+    watch.begin()
     yield watch
     watch.close()
 
@@ -181,6 +130,7 @@ def test_xid_events_are_seen_with_their_gpu(driver: Driver, watch: XidWatch) -> 
 def test_a_watch_of_a_driver_that_hangs_holds_nobody_up(driver: Driver) -> None:
     driver.say(mode="hang_all")
     watch = XidWatch()
+    watch.begin()
     watch.look()
     assert (watch.start, watch.xids, "has not answered" in watch.problem) == ({}, [], True)
     watch.close()
@@ -198,7 +148,7 @@ def test_a_watch_ends_with_who_started_it(driver: Driver, mode: str) -> None:
     driver.say(mode=mode)
     code = (
         "from sglang_crashkit.capture.gpu_facts import XidWatch; import time\n"
-        "watch = XidWatch(); print(watch.pid, flush=True); time.sleep(600)"
+        "watch = XidWatch(); watch.begin(); print(watch.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as starter:
         pid = int(starter.stdout.readline())

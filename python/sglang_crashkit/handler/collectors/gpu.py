@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_crashkit.analysis.collectives import RankRecord, Recorder, judge_collectives, worlds_of
-from sglang_crashkit.analysis.gpus import Holder, XidSources, account
+from sglang_crashkit.analysis.gpus import Holder, account
 from sglang_crashkit.capture.cuda_core.reading import CudaCore, core_in_lines, read_cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.capture.debugger import find_cuda_gdb, max_at_once
 from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, GlooRequest, NoRecorderError, Received
-from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, XidWatch, find_library
+from sglang_crashkit.capture.gpu_facts import GpuFacts, XidWatch, ask_driver, has_gpu
+from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.conclusion import incident_with_core
@@ -27,9 +30,8 @@ from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.procfs import is_host_namespace
 from sglang_crashkit.kernel.stack_hooks import HookFiles
-from sglang_crashkit.model import lenient
 from sglang_crashkit.model.flight_dump import FlightDumpError
-from sglang_crashkit.model.incident import Collectives, Evidence, EvidenceKind, EvidenceStatus, Gpus, ProcessReport
+from sglang_crashkit.model.incident import Collectives, Evidence, EvidenceKind, EvidenceStatus, ProcessReport
 from sglang_crashkit.settings import MAX_CORE, MB
 
 logger = logging.getLogger(__name__)
@@ -64,97 +66,75 @@ class Driver:
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
         # Folders of libraries may lie on a disk that does not answer later.
-        self._library = find_library()
-        self._watch: XidWatch | None = None
-        self._watch_problem = "not watched"
+        self._has_gpu = has_gpu()
+        self.xids = XidWatch()
 
     def watch(self) -> None:
-        """Begin to watch for Xid events, where there is an NVIDIA GPU."""
-        if self._is_on and self._library == "pynvml":
+        """Begin to watch for Xid events, where there is a GPU."""
+        if self._is_on and self._has_gpu:
             try:
-                self._watch = XidWatch()
+                self.xids.begin()
             except OSError as error:
-                self._watch_problem = f"its watcher could not be started: {error.strerror}"
-                logger.warning("Xid events are not watched for: %s", self._watch_problem)
+                self.xids.problem = f"its watcher could not be started: {error.strerror}"
+                logger.warning("Xid events are not watched for: %s", self.xids.problem)
 
     def close(self) -> None:
         """Watch no longer."""
-        if self._watch is not None:
-            self._watch.close()
+        self.xids.close()
 
     def ask(self, run: IncidentRun, deadline: float) -> Awaited | None:
         """Ask the driver what it knows."""
-        # The devices may be made when the first process uses them.
-        library, secs = self._library or find_library({}), min(_DRIVER_SECS, deadline - time.monotonic())
+        secs = min(_DRIVER_SECS, deadline - time.monotonic())
         if not self._is_on:
             reason = "switched off by SGLANG_CRASHKIT_GPU_FACTS"
-        elif library is None:
-            reason = "no GPU: neither the devices of NVIDIA's driver nor of AMD's are there"
+        # The devices may be made when the first process uses them.
+        elif not (self._has_gpu or has_gpu({})):
+            reason = "no GPU: the devices of NVIDIA's driver are not there"
         elif secs <= 0:
             reason = "SGLANG_CRASHKIT_BUDGET_SECS leaves no time for it"
         else:
             try:
-                since = procfs.started_at(run.tree.root.handle.start_ticks)
-                return _DriversAnswer(run, GpuFactsReader(library, secs, since), self)
+                return _DriversAnswer(run, ask_driver(secs), self.xids)
             except RuntimeError as error:
                 _add_facts(run, "failed", str(error))
                 return None
         _add_facts(run, "skipped", reason)
         return None
 
-    def account(self, facts: GpuFacts, run: IncidentRun) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what the driver said, by GPU and process, and how the GPUs were when the watch began."""
-        watch, start = self._watch, {}
-        if watch is not None:
-            watch.look()
-            start = watch.start
-        problems = [f"no NVML events: {watch.problem if watch is not None else self._watch_problem}"]
-        if watch is not None and not watch.problem:
-            problems = [f"{', '.join(names)}: {error}" for error, names in start["errors"].items()]
-        if facts.kernel_problem:
-            problems.append(facts.kernel_problem)
-        told = account(
-            facts.gpus,
-            [Holder(one.pid, one.title, procfs.started_at(one.handle.start_ticks), one.gpu) for one in run.tree],
-            XidSources(watch.xids if watch is not None else (), facts.kernel_xids, start.get("time"), problems),
-            start.get("gpus", ()),
-            sees_all_pids=is_host_namespace(),
-        )
-        if facts.reason:
-            told["lines"].insert(0, facts.reason)
-        return told, start
-
 
 class _DriversAnswer(Awaited):
-    def __init__(self, run: IncidentRun, reader: GpuFactsReader, driver: Driver) -> None:
-        self._run, self._reader, self._driver = run, reader, driver
-        self._is_done = False
+    is_done = False
 
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
+    def __init__(self, run: IncidentRun, answer: BackgroundTool[GpuFacts], watch: XidWatch) -> None:
+        self._run, self._answer, self._watch = run, answer, watch
 
     def look(self) -> None:
-        facts = self._reader.look()
+        facts = self._answer.look()
         if facts is not None:
-            self._is_done = True
+            self.is_done = True
             self._take(facts)
 
     def give_up(self, reason: str) -> None:
-        self._is_done = True
-        self._reader.cancel()
+        self.is_done = True
+        self._answer.cancel()
         _add_facts(self._run, "failed", reason)
 
     def _take(self, facts: GpuFacts) -> None:
-        run, (told, start) = self._run, self._driver.account(facts, self._run)
-        run.incident.gpus = lenient.read(told, Gpus)
-        for event in told["xids"]:
-            pids = [one["pid"] for one in event["processes"]]
-            run.note(event["time"], "xid", number=event["xid"], gpu=event["bus_id"], pids=pids, source=event["source"])
+        run, watch = self._run, self._watch
+        watch.look()
+        holders = [Holder(one.pid, one.title, procfs.started_at(one.handle.start_ticks), one.gpu) for one in run.tree]
+        sees_all_pids = is_host_namespace()
+        told = account(facts.gpus, holders, watch.xids, watch.start, watch.problem, sees_all_pids=sees_all_pids)
+        run.incident.gpus = told
+        if facts.reason:
+            told.lines.insert(0, facts.reason)
+        for event in told.xids:
+            pids = [one.pid for one in event.processes]
+            run.note(event.time, "xid", number=event.xid, gpu=event.bus_id, pids=pids, source=event.source)
         if not facts.driver:
             _add_facts(run, "failed", facts.reason or "the driver said nothing", facts.seconds)
             return
-        document = {**asdict(facts), "start": start, **told}
+        document = {**asdict(facts), "start": watch.start, **msgspec.to_builtins(told)}
         # What it says in short is in the incident even where there is no room for the file.
         how: dict[str, Any] = {"reason": facts.reason or None, "seconds": facts.seconds}
         piece = write_piece("gpu_facts", run.folder.write_json, "gpu/facts.json", document, **how)

@@ -117,7 +117,7 @@ def test_an_incident_has_what_became_of_the_gpus(start_server: Start, driver: Dr
     assert (
         "\n## GPUs\n\n- GPU 0 NVIDIA H200 (0000:1a:00): 120.0 GiB of 140.0 GiB used; 119.0 GiB by sglang::" in summary
     )
-    assert "\n- Xid 79 (GPU has fallen off the bus) at " in summary
+    assert "\n- Xid 79 at " in summary
     with pytest.raises(ProcessLookupError):
         os.kill(watcher, 0)
 
