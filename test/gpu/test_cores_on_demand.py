@@ -19,7 +19,7 @@ from gpu.gpu_server import READY_S, SCHEDULER, pipes_of, start
 from integration.scenario import answers_of
 from lanelib.servers import Server
 from sglang_crashkit.capture.cuda_core.trigger import TRIGGER, CoreRequest
-from sglang_crashkit.capture.debugger import Debugged, debug_all, find_debugger
+from sglang_crashkit.capture.debugger import Debugged, debug_all, find_cuda_gdb
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from unit.support.waiting import wait_until
@@ -70,14 +70,13 @@ def test_one_byte_gives_a_core_and_ends_the_process(healthy, environ, tmp_path, 
 
 
 def test_a_server_serves_on_after_cuda_gdb(healthy, findings):
-    debugger, missing = find_debugger()
-    if debugger is None or debugger.name != "cuda-gdb":
-        pytest.skip(missing)
+    if (cuda_gdb := find_cuda_gdb()) is None:
+        pytest.skip("cuda-gdb is not installed")
     before, pid = answers_of(healthy), healthy.pid_of(SCHEDULER)
     stat = procfs.read_stat(pid)
 
     taken: dict[int, Debugged] = {}
-    debug_all(debugger, {pid: stat.start_ticks}, CORE_S, taken.__setitem__)
+    debug_all(cuda_gdb, {pid: stat.start_ticks}, CORE_S, taken.__setitem__)
     debugged = taken[pid]
 
     printed = f"{len(debugged.threads)} threads, kernels {list(debugged.kernels)}"

@@ -57,6 +57,7 @@ def sample_all(
     deadline_secs: float,
     mode: Mode = "--nonblocking",
     on_start: Mapping[int, Callable[[int], None]] | None = None,
+    stop: threading.Event | None = None,
 ) -> list[Sample]:
     """Take the stacks of all of `pids` side by side; return a result for each, in the order given.
 
@@ -65,10 +66,10 @@ def sample_all(
     part was too short are tried once more in the time that is left, but not with ``--native``: it may have left them
     stopped.
 
-    py-spy is killed at the end of `deadline_secs`. `on_start` has by process what is called with the pid of its py-spy,
-    which is its process group's as well.
+    py-spy is killed at the end of `deadline_secs`, and when `stop` is set. `on_start` has by process what is called
+    with the pid of its py-spy, which is its process group's as well.
     """
-    since, stop = time.monotonic(), threading.Event()
+    since, stop = time.monotonic(), stop or threading.Event()
     wanted, path = list(dict.fromkeys(pids)), find_pyspy()
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
@@ -140,11 +141,14 @@ def sample_all(
 
 
 def capture_native(
-    processes: Mapping[int, int], deadline_secs: float, guard: ToolGuard | None = None
+    processes: Mapping[int, int],
+    deadline_secs: float,
+    guard: ToolGuard | None = None,
+    stop: threading.Event | None = None,
 ) -> tuple[list[Sample], dict[int, str]]:
     """Take the native and Python stacks of those processes that may be stopped for it, side by side.
 
-    Of each process the start time is given. `guard` ends py-spy where this process is killed.
+    Of each process the start time is given. `guard` ends py-spy where this process is killed; `stop` calls it off.
 
     Returns:
         A result for each process that was tried, and why each other one was not.
@@ -155,7 +159,7 @@ def capture_native(
     with contextlib.ExitStack() as stack:
         on_start = {pid: stack.enter_context(guard.over(pid, processes[pid])) for pid in wanted} if guard else {}
         try:
-            results = sample_all(wanted, deadline_secs, mode="--native", on_start=on_start)
+            results = sample_all(wanted, deadline_secs, "--native", on_start, stop)
             # One that ended well has let go by itself.
             uncertain = [one.pid for one in results if not one.threads or is_stopped(one.pid)]
         finally:

@@ -22,7 +22,15 @@ import msgspec
 
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
 from sglang_crashkit.analysis.ranks import rank_of
-from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
+from sglang_crashkit.capture.debugger import (
+    CUDA_GDB,
+    MAY_TRACE,
+    NO_CUDA_GDB,
+    SUBSTITUTE,
+    Debugged,
+    debug_all,
+    find_cuda_gdb,
+)
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.judge.verdict import judge
@@ -100,11 +108,12 @@ class Collection:
         self.snapshot_files: list[str] = []  # of each round, in the output folder
         self._plan, self._tell = plan, tell
         # Which debugger there is; which tool is missing, and how to get it.
-        self._debugger, self.missing = find_debugger() if plan.native else (None, "")
+        self._cuda_gdb = find_cuda_gdb() if plan.native else None
+        self.missing = NO_CUDA_GDB if plan.native and self._cuda_gdb is None else ""
         #: Where the ranks of a patched server went different ways; None where that cannot be asked.
         self.divergence: Divergence | None = None
         self.skipped = ""  # why the debugger was run on none of them; empty where it was on some, or was not to be
-        self._tool = self._debugger.name if self._debugger else SUBSTITUTE
+        self._tool = CUDA_GDB if self._cuda_gdb else SUBSTITUTE
         self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         make_private_folder(plan.output.absolute())
 
@@ -203,14 +212,8 @@ class Collection:
             return
         self._tell(f"{self._tool} of {len(by_pid)} processes")
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
-        if self._debugger is not None:
-            processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
-            debug_all(self._debugger, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
-        else:
-            python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
-            found = substitute(python, min(TOOL_SECS, limit))
-            for pid, one in by_pid.items():
-                self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
+        processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
+        debug_all(self._cuda_gdb, processes, TOOL_SECS, lambda pid, it: self._take_in(by_pid[pid], it), limit)
         self._write_account()
 
     def _without_those_spared(self) -> dict[int, Collected]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_crashkit.capture.debugger import find_debugger
+from sglang_crashkit.capture.debugger import NO_CUDA_GDB, find_cuda_gdb
 from sglang_crashkit.capture.environment import read_place
 from sglang_crashkit.capture.gpu_facts import GpuFacts, ask_driver, has_gpu
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
@@ -152,9 +152,8 @@ def _gpu(target: Target) -> Iterator[Result]:
     if facts.reason:
         words = f"Xid events, memory and processes of the GPUs will be missing: the driver: {facts.reason}"
     yield Result(None if facts.reason else True, words, "nvidia-smi" if facts.reason else "")
-    debugger, missing = find_debugger(target.environ)
-    if debugger is None or debugger.name != "cuda-gdb":
-        words, _, command = missing.partition("; next: ")
+    if find_cuda_gdb(target.environ) is None:
+        words, _, command = NO_CUDA_GDB.partition("; next: ")
         yield Result(True, f"{words}: native stacks and kernels that hang need it", command)
     yield from check_cores(target) if target.settings.cores else ()
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
-import shutil
 import signal
 from pathlib import Path
 
@@ -11,13 +9,11 @@ import pytest
 
 from sglang_crashkit.capture.debugger import (
     Debugged,
-    Debugger,
     command_of,
     debug_all,
-    find_debugger,
+    find_cuda_gdb,
     parse_kernels,
     parse_stacks,
-    substitute,
 )
 from sglang_crashkit.model.sample import Frame
 from unit.support.targets import (
@@ -32,29 +28,29 @@ from unit.support.targets import (
 )
 from unit.support.waiting import LONG, child
 
-needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed: apt-get install gdb")
+CUDA_GDB = Path(__file__).parents[3] / ".lanes" / "cuda-gdb" / "cuda-gdb"
+needs_cuda_gdb = pytest.mark.skipif(not CUDA_GDB.is_file(), reason="no cuda-gdb; scripts/cuda_gdb installs it")
 
 
-def stand_in(folder: Path, script: str, name: str = "gdb") -> Debugger:
-    """Write a stand-in for a debugger; its last but fourth argument is the pid."""
-    return Debugger("gdb", make_tool(folder, f'while [ "$1" != -p ]; do shift; done; PID=$2\n{script}', name))
+def stand_in(folder: Path, script: str) -> str:
+    """Write a stand-in for cuda-gdb, and return its path; its last but fourth argument is the pid."""
+    return make_tool(folder, f'while [ "$1" != -p ]; do shift; done; PID=$2\n{script}', "cuda-gdb")
 
 
-def debugged_by(debugger: Debugger, pid: int, secs: float = LONG) -> Debugged:
+def debugged_by(cuda_gdb: str | None, pid: int, secs: float = LONG) -> Debugged:
     """Return what came of debugging a process, which runs on afterwards."""
     taken: dict[int, Debugged] = {}
-    debug_all(debugger, {pid: start_ticks(pid)}, secs, taken.__setitem__)
+    debug_all(cuda_gdb, {pid: start_ticks(pid)}, secs, taken.__setitem__)
     runs_on(pid)
     return taken[pid]
 
 
-@needs_gdb
-def test_gdb_gives_all_stacks_and_the_target_runs_on() -> None:
-    gdb = Debugger("gdb", shutil.which("gdb") or "")
+@needs_cuda_gdb
+def test_cuda_gdb_gives_all_stacks_and_the_target_runs_on() -> None:
     code = "import threading\ndef work(): time.sleep(120)\nthreading.Thread(target=work, daemon=True).start()\n"
     with child(code + "secret = 'hunter2-in-a-local'\n" + SLEEPER) as process:
-        debugged = debugged_by(gdb, process.pid, 4 * LONG)
-    assert (debugged.problem, debugged.tool) == ("", "gdb")
+        debugged = debugged_by(str(CUDA_GDB), process.pid, 4 * LONG)
+    assert (debugged.problem, debugged.tool) == ("", "cuda-gdb")
     assert len(debugged.threads) == 2
     assert process.pid in {thread.native_id for thread in debugged.threads}
     assert any("sleep" in function or "select" in function for function in functions_of(debugged.threads))
@@ -63,60 +59,45 @@ def test_gdb_gives_all_stacks_and_the_target_runs_on() -> None:
 
 
 def test_the_command_line_reads_no_user_files_and_asks_nothing() -> None:
-    command = command_of(Debugger("cuda-gdb", "/opt/cuda-gdb"), 7)
+    command = command_of("/opt/cuda-gdb", 7)
     assert command[:3] == ["/opt/cuda-gdb", "-nx", "-batch"]
     assert command[3:5] == ["-iex", "set debuginfod enabled off"]
     listings = [word for option, word in itertools.pairwise(command) if option == "-ex"]
     assert [word for word in listings if not word.startswith("echo")] == [
         *("info cuda devices", "info cuda kernels", "thread apply all bt"),
     ]
-    assert not any("cuda" in word or "auto-solib-add" in word for word in command_of(Debugger("gdb", "gdb"), 7))
-    assert "set auto-solib-add off" in command_of(Debugger("gdb", "gdb"), 7, ["libc.so"])
 
 
-def test_gdb_reads_the_symbols_of_libraries_on_the_stacks(tmp_path: Path) -> None:
-    tool = stand_in(tmp_path, 'echo "$@" > $0.arguments')
-    with child("import ctypes; ctypes.CDLL('libstdc++.so.6')\n" + SLEEPER) as process:
-        settle_in_sleep(process.pid)
-        debugged = debugged_by(tool, process.pid)
-    asked = (tmp_path / "gdb.arguments").read_text()
-    libraries = re.findall(r"-ex sharedlibrary /(\S+)", asked)
-    assert {r"libc\.so", r"libstdc++\.so"} <= set(libraries), asked
-    # Where it prints no stack, there is what py-spy saw.
-    assert "inner_function" in functions_of(debugged.threads)
-    assert debugged.problem == "gdb printed no stack"
-
-
-@needs_gdb
-def test_gdb_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_py_spy_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEBUGINFOD_URLS", "http://127.0.0.1:9/")
-    tool = stand_in(tmp_path, 'echo "servers: $DEBUGINFOD_URLS"', "cuda-gdb")
     with child(SLEEPER) as process:
         settle_in_sleep(process.pid)
-        debugger = Debugger("cuda-gdb", tool.path, shutil.which("gdb") or "")
-        debugged = debugged_by(debugger, process.pid, 4 * LONG)
-    assert (debugged.tool, debugged.problem) == ("gdb", "")
-    assert debugged.text.startswith("servers: \n\n== cuda-gdb printed no stack; gdb:\n")
-    assert any("sleep" in function or "select" in function for function in functions_of(debugged.threads))
+        debugged = debugged_by(stand_in(tmp_path, 'echo "servers: $DEBUGINFOD_URLS"'), process.pid)
+    assert (debugged.tool, debugged.problem) == ("py-spy --native", "")
+    assert debugged.text.startswith("servers: \n\n== cuda-gdb printed no stack; py-spy --native:\n")
+    assert "inner_function" in functions_of(debugged.threads)
 
 
 @pytest.mark.parametrize(
-    ("script", "problem"),
+    ("script", "secs", "problem"),
     [
         (
-            "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1",
-            "gdb ended with status 1; it left the process stopped, which was sent SIGCONT",
+            "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; sleep 600",
+            1.0,
+            "cuda-gdb did not end within 1 s; it left the process stopped, which was sent SIGCONT",
         ),
         (
             "echo 'ptrace: Operation not permitted.'",
+            LONG,
             "it may not be traced; next: run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)",
         ),
     ],
     ids=["left it stopped", "no permission"],
 )
-def test_one_that_fails_is_made_good_and_says_why(tmp_path: Path, script: str, problem: str) -> None:
+def test_one_that_fails_is_made_good_and_says_why(tmp_path: Path, script: str, secs: float, problem: str) -> None:
     with child(SLEEPER) as process:
-        assert debugged_by(stand_in(tmp_path, script), process.pid).problem == problem
+        debugged = debugged_by(stand_in(tmp_path, script), process.pid, secs)
+    assert (debugged.tool, debugged.problem) == ("cuda-gdb", problem)
 
 
 @pytest.mark.wide
@@ -124,55 +105,38 @@ def test_all_together_are_called_off_in_time_with_their_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_crashkit.capture.debugger.max_at_once", lambda: 2)
+    listing = 'Thread 1 (LWP 7 "x"):\\n#0  main ()\\n'
     # GIVEN one that ends, and more that do not than may run at once
     with contextlib.ExitStack() as stack:
         pids = [stack.enter_context(child(SLEEPER)).pid for _each in range(4)]
-        script = f"echo of $PID; [ $PID = {pids[0]} ] || exec sleep 600"
-        tool = Debugger("cuda-gdb", stand_in(tmp_path, script).path)
+        tool = stand_in(tmp_path, f"printf 'of %s\\n{listing}' $PID; [ $PID = {pids[0]} ] || exec sleep 600")
         taken: dict[int, Debugged] = {}
         debug_all(tool, {pid: start_ticks(pid) for pid in pids}, 2 * LONG, taken.__setitem__, 2.0)
-    assert [taken[pid].problem for pid in pids] == [
-        "cuda-gdb printed no stack",
-        *("gdb was called off", "gdb was called off"),
-        "not run: called off before its turn",
-    ]
-    assert [taken[pid].text for pid in pids] == [*(f"of {pid}\n" for pid in pids[:3]), ""]
+    called_off = "cuda-gdb was called off"
+    told = [taken[pid].problem for pid in pids]
+    assert told == ["", called_off, called_off, "not run: called off before its turn"]
+    assert [taken[pid].text.partition("\n")[0] for pid in pids] == [*(f"of {pid}" for pid in pids[:3]), ""]
 
 
-@pytest.mark.parametrize(
-    ("names", "found", "missing"),
-    [
-        (("cuda-gdb", "gdb"), "cuda-gdb", ""),
-        (
-            ("gdb",),
-            "gdb",
-            "cuda-gdb is not installed, so CUDA kernels are not listed; next: apt-get install cuda-gdb-13-0",
-        ),
-        (
-            (),
-            None,
-            "neither cuda-gdb nor gdb is installed; next: apt-get install gdb, or apt-get install cuda-gdb-13-0",
-        ),
-    ],
-)
-def test_cuda_gdb_comes_first_and_what_is_missing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], found: str | None, missing: str
-) -> None:
-    monkeypatch.setattr("sglang_crashkit.capture.debugger.TOOLKITS", ())
-    for name in names:
-        stand_in(tmp_path, "", name)
-    monkeypatch.setattr("os.environ", {"PATH": str(tmp_path)})
-    debugger, said = find_debugger()
-    assert (debugger.name if debugger else None, said.startswith(missing)) == (found, True), said
+def test_cuda_gdb_is_found_where_the_toolkit_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_crashkit.capture.debugger.TOOLKITS", (str(tmp_path / "toolkit"),))
+    homes = [tmp_path / "path", tmp_path / "bin", tmp_path / "toolkit"]
+    environ = {"PATH": str(homes[0]), "CUDA_HOME": str(tmp_path)}
+    tools = [stand_in(home, "") for home in homes]
+    for tool in tools:
+        assert find_cuda_gdb(environ) == tool
+        Path(tool).unlink()
+    assert find_cuda_gdb(environ) is None
 
 
-def test_without_a_debugger_py_spy_takes_native_stacks() -> None:
+def test_without_cuda_gdb_py_spy_takes_native_stacks() -> None:
     with child(SLEEPER) as running, child(SLEEPER) as stopped:
         settle_in_sleep(running.pid)
         settle_in_sleep(stopped.pid)
         stopped.send_signal(signal.SIGSTOP)
         settle(stopped.pid, "T")
-        found = substitute({one.pid: start_ticks(one.pid) for one in (running, stopped)}, LONG)
+        found: dict[int, Debugged] = {}
+        debug_all(None, {one.pid: start_ticks(one.pid) for one in (running, stopped)}, LONG, found.__setitem__)
         runs_on(running.pid)
         assert state_of(stopped.pid) == "T"
     assert found[running.pid].problem == ""

@@ -29,7 +29,7 @@ from unit.support.waiting import LONG, child, wait_until
 #: Runs a tool on a process: the tool's file, then pid and start time.
 RUNNER = """
 import contextlib, pathlib
-from sglang_crashkit.capture.debugger import Debugger, debug_all, substitute
+from sglang_crashkit.capture.debugger import debug_all
 from sglang_crashkit.capture.tracing import ToolGuard
 guards = ToolGuard.over
 
@@ -45,12 +45,8 @@ ToolGuard.over = over
 processes = {int(sys.argv[2]): int(sys.argv[3])}
 ready()
 """
-#: cuda-gdb; py-spy, which finds for gdb what to read; py-spy where there is neither.
-WAYS = {
-    "cuda-gdb": 'debug_all(Debugger("cuda-gdb", sys.argv[1]), processes, 600, print)',
-    "before gdb": 'debug_all(Debugger("gdb", "/nonexistent/gdb"), processes, 600, print)',
-    "in its place": "substitute(processes, 600)",
-}
+#: cuda-gdb, and py-spy in its place.
+WAYS = {"cuda-gdb": "debug_all(sys.argv[1], processes, 600, print)", "py-spy": "debug_all(None, processes, 600, print)"}
 #: A tool that holds its target stopped, and one that left a stop ahead of it and does not end either.
 HOLDS = PTRACE + "attach(int(sys.argv[1])); os.waitpid(int(sys.argv[1]), 0x40000000); told(); time.sleep(600)\n"
 LEFT_STOPPED = "import os, signal, sys, time; os.kill(int(sys.argv[1]), signal.SIGSTOP); told(); time.sleep(600)\n"

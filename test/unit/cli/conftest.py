@@ -29,11 +29,10 @@ def rank() -> Iterator[int]:
 
 @pytest.fixture
 def gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for cuda-gdb that is first on PATH, with one for gdb beside it."""
+    """A stand-in for cuda-gdb that is first on PATH."""
     tool = tmp_path / "bin" / "cuda-gdb"
     tool.parent.mkdir()
-    for each in (tool, tool.with_name("gdb")):
-        each.write_text(GDB)
-        each.chmod(0o755)
+    tool.write_text(GDB)
+    tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     return tool

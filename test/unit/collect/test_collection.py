@@ -37,8 +37,7 @@ def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection,
 
 @pytest.fixture
 def no_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = "neither is installed; next: apt-get install gdb"
-    monkeypatch.setattr("sglang_crashkit.collect.collection.find_debugger", lambda: (None, missing))
+    monkeypatch.setattr("sglang_crashkit.collect.collection.find_cuda_gdb", lambda: None)
 
 
 def test_without_permission_the_next_step_is_named(tmp_path: Path, use_tool) -> None:
@@ -78,7 +77,7 @@ def test_without_a_debugger_py_spy_takes_native_stacks(tmp_path: Path, no_debugg
         collection, (seen,) = collect(tmp_path, found(process.pid), native=True)
     assert [bool(one.native) for one in seen.processes] == [True]
     text = (tmp_path / collection.collected[0].files[1]).read_text()
-    assert "# neither is installed; next: apt-get install gdb\n" in text
+    assert "# cuda-gdb is not installed, so CUDA kernels are not listed; next: apt-get install " in text
     assert "    inner_function (" in text
 
 

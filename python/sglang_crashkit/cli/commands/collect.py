@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     when.add_argument(
         "--native",
         action=argparse.BooleanOptionalAction,
-        help="also take native stacks and CUDA kernels with cuda-gdb or gdb, which stops each process for seconds;"
+        help="also take native stacks and CUDA kernels with cuda-gdb or py-spy, which stops each process for seconds;"
         " skipped where the Python stacks leave no question",
     )
     where = parser.add_argument_group("where to")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
+from sglang_crashkit.capture.debugger import MAY_TRACE
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
@@ -39,6 +40,7 @@ def collect(cli: Cli) -> Cli:
 def test_every_process_has_two_files_and_every_moment_a_snapshot(
     rank: int, tmp_path: Path, gdb: Path, collect: Cli
 ) -> None:
+    gdb.write_text(f"{GDB}echo 'ptrace: Operation not permitted.'\n")
     output = tmp_path / "deep" / "out"
     printed = collect(rank, output, "--snapshots", "2", "--interval", "0.2", "--native").out.splitlines()
     host = os.uname().nodename
@@ -50,7 +52,8 @@ def test_every_process_has_two_files_and_every_moment_a_snapshot(
     assert python.read_text().count("    inner_function (") == 2
     assert native.read_text().startswith(f"# {TITLE} (pid {rank}) on {host}")
     assert f"asked for {rank}\n" in native.read_text()
-    assert "cuda-gdb printed no stack" in native.read_text()
+    refused = f"it may not be traced; next: {MAY_TRACE}"
+    assert f"# cuda-gdb: 0.0 s: {refused}\n" in native.read_text()
     for path in snapshots:
         (seen,) = parse(path.read_bytes()).processes
         assert (seen.pid, seen.title, seen.role, seen.ranks, seen.state) == (
@@ -64,7 +67,7 @@ def test_every_process_has_two_files_and_every_moment_a_snapshot(
     assert printed[0] == f"{TITLE} (pid {rank})"
     assert printed[1].startswith("    1-2 S  inner_function (")
     assert printed[2].startswith("by the snapshots (supported): TP0 stays below inner_function (")
-    assert printed[3:6] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}", ""]
+    assert printed[3:6] == [f"{printed[0]}: cuda-gdb: {refused}", f"files: {output}", ""]
     assert "first    TP0" in printed
 
 
