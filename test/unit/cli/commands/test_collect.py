@@ -202,7 +202,7 @@ def test_a_jobs_file_asks_for_native_stacks(
     [
         ("debug: {enabled: false}", 3, "debug.enabled is not true in"),
         ("name: x", 3, "debug.enabled is not true in"),
-        ("debug: {wait_second: 5}", 2, "debug.wait_second is unknown"),
+        ("debug: {wait_second: 5}", 2, "unknown field `wait_second`"),
     ],
 )
 def test_a_file_that_asks_for_nothing_or_nonsense_is_answered(
