@@ -6,14 +6,12 @@ a second whether somebody wrote to it, and has another thread write the dump, ``
 ``DebugInfoWriter`` in ``FlightRecorder.cpp``.
 
 The dump has the Python stacks with it, which no variable turns off there, and for them the writing thread needs the
-GIL: where another thread holds that for ever, there is no dump. Nothing in the process waits for the one
-that writes.
+GIL: where another thread holds that for ever, there is no dump.
 
 PyTorch writes no dump of gloo's recorder by itself. A function of it (``_dump_fr_trace`` of
-``torch._C._distributed_c10d``, in PyTorch 2.9 to 2.14) gives one to the thread of the process that answers for it; see
-`capture.responder`. The thread needs the GIL, too. The answer is one line with the process's rank and the time since
-the epoch, and the dump, to which the names are added that SGLang has for its process groups; or one line that says why
-it is missing.
+``torch._C._distributed_c10d``, in PyTorch 2.9 to 2.14) gives one to the thread of the process that answers for it,
+which needs the GIL, too; see `capture.responder`. The answer is one line with the process's rank and the time since the
+epoch, and the dump, with SGLang's names of its process groups; or one line that says why it is missing.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,6 +40,8 @@ _DELETED = " (deleted)"
 _MAX_BYTES = 1 << 16
 _HEAD = re.compile(rb"(\d{1,9}) (\d{1,12}\.\d{1,9})")
 _MAX_REASON = 200
+#: A dump that PyTorch wrote by itself is of what happens now if it is no older than this, in seconds.
+_UNASKED_SECS = 120.0
 
 
 @dataclass(frozen=True)
@@ -94,21 +95,21 @@ class FlightRequest:
         #: collective took too long.
         self.is_unasked = False
         self._place = place
-        self._rank: int | None = None
+        self._path: Path | None = None
+        self._rank = 0
         self._before: tuple[int, ...] | None = None
         self._tried: tuple[int, ...] | None = None
 
-    def send(self, *, after_one_too_late: bool = False) -> None:
-        """Ask for the dump; return at once.
-
-        After one that was too late, a dump that is there by now is the answer to that.
+    def send(self) -> None:
+        """Ask for the dump, unless PyTorch wrote one unasked; return at once.
 
         Raises:
             FlightDumpError: it cannot be asked: there is no pipe, it has no reader, or it is not the process's own.
         """
-        if not after_one_too_late and self.take_unasked():
+        if self.take_unasked():
             return
-        link, self._rank = self._find_pipe()
+        link, rank = self._find_pipe()
+        self._expect(rank)
         self._before = self._mark()
         try:
             write_to_fifo(link, b"1", owner_of(self.pid), follow=True)
@@ -117,17 +118,20 @@ class FlightRequest:
 
     def take_unasked(self) -> bool:
         """Say whether there is a dump already, which `look` will return then."""
-        if not self._place.is_own:
-            # It may be one of weeks ago, and of another process.
-            return False
+        # Where others write too it may be of another process; an old one is of an earlier incident.
         stem = Path(self._place.dump_stem)
         with contextlib.suppress(OSError):
-            for path in stem.parent.iterdir():
+            for path in stem.parent.iterdir() if self._place.is_own else ():
                 number = path.name.removeprefix(stem.name)
-                if path.name.startswith(stem.name) and _is_rank(number):
-                    self._rank, self.is_unasked = int(number), True
+                is_one = path.name.startswith(stem.name) and _is_rank(number)
+                if is_one and time.time() - path.lstat().st_mtime <= _UNASKED_SECS:
+                    self._expect(int(number))
+                    self.is_unasked = True
                     return True
         return False
+
+    def _expect(self, rank: int) -> None:
+        self._rank, self._path = rank, Path(f"{self._place.dump_stem}{rank}")
 
     def look(self) -> Received | None:
         """Return the dump when it is whole, None while it is not.
@@ -136,7 +140,7 @@ class FlightRequest:
             FlightDumpError: the file is not a dump.
         """
         mark, path = self._mark(), self._path
-        if mark is None or mark in (self._before, self._tried) or self._rank is None or path is None:
+        if path is None or mark is None or mark in (self._before, self._tried):
             return None
         if any(path == name for _link, name in open_files(self.pid)):
             return None
@@ -164,10 +168,6 @@ class FlightRequest:
             return "no file appeared"
         return f"{self._path} has {mark[-1]} bytes"
 
-    @property
-    def _path(self) -> Path | None:
-        return None if self._rank is None else Path(f"{self._place.dump_stem}{self._rank}")
-
     def _find_pipe(self) -> tuple[Path, int]:
         """Return the kernel's link to the pipe that the process reads, and the rank in its name.
 
@@ -183,14 +183,11 @@ class FlightRequest:
 
     def _mark(self) -> tuple[int, ...] | None:
         """Return what changes when the dump is written anew, its length in bytes last; None if absent."""
-        path = self._path
-        if path is None:
-            return None
         try:
-            status = path.lstat()
+            status = self._path.lstat() if self._path is not None else None
         except OSError:
-            return None
-        return (status.st_ino, status.st_mtime_ns, status.st_size)
+            status = None
+        return status and (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _is_rank(text: str) -> bool:
@@ -228,21 +225,20 @@ class GlooRequest:
         Raises:
             FlightDumpError: the answer is not a dump.
         """
-        while self._conversation is not None:
-            size = len(self._conversation.answer)
-            reason = self._conversation.read()
-            if reason:
-                raise FlightDumpError(reason)
-            if reason is not None:
-                return parse_answer(bytes(self._conversation.answer))
-            if len(self._conversation.answer) == size:
-                break
-        return None
+        reason, answer, size = None, self._answer, -1
+        while reason is None and self._conversation is not None and len(answer) > size:
+            size, reason = len(answer), self._conversation.read()
+        if reason:
+            raise FlightDumpError(reason)
+        return parse_answer(bytes(answer)) if reason is not None else None
 
     def leftover(self) -> str:
         """Say what there is of a dump that did not become whole."""
-        size = len(self._conversation.answer) if self._conversation is not None else 0
-        return f"{size} bytes came" if size else "no answer, the GIL is not to be had"
+        return f"{len(self._answer)} bytes came" if self._answer else "no answer, the GIL is not to be had"
+
+    @property
+    def _answer(self) -> bytearray:
+        return self._conversation.answer if self._conversation is not None else bytearray()
 
     def close(self) -> None:
         """Wait for the answer no longer."""

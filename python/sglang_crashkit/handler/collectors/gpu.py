@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shlex
@@ -150,39 +151,31 @@ class _Asked:
     process: TrackedProcess
     recorder: Recorder
     request: FlightRequest | GlooRequest
-    report: ProcessReport
     deadline: float
 
 
 class FlightRecorders(Awaited):
-    """The flight recorders of one incident, of NCCL and of gloo.
+    """The flight recorders of one incident, of NCCL and of gloo, which may answer until `deadline`.
 
     Of the dead, too: PyTorch writes a dump before it ends a process by itself.
-
-    They may answer until `deadline`, by the monotonic clock. The dump of the ranks in `late` may still come from an
-    earlier incident; one that does not answer in time is added.
     """
 
-    def __init__(self, run: IncidentRun, deadline: float, late: set[int]) -> None:
-        self._run = run
-        self._late = late
-        self._began = time.monotonic()
-        self._deadline = deadline
+    def __init__(self, run: IncidentRun, deadline: float) -> None:
+        self._run, self._began, self._deadline = run, time.monotonic(), deadline
         self._under_way: list[_Asked] = []
         self._records: list[RankRecord] = []
         self._pids: dict[str, int] = {}
         self._missing: list[tuple[Recorder | None, str]] = []
         self._failed: set[Recorder | None] = set()
-        schedulers = [process for process in run.tree if process.role == "scheduler"]
-        self._worlds = worlds_of({process.pid: process.rank for process in schedulers})
-        for process in schedulers:
-            hooks = HookFiles.of(run.runtime, process.pid, process.handle.start_ticks)
+        self._schedulers = [process for process in run.tree if process.role == "scheduler"]
+        for process in self._schedulers:
             place = FlightPlace.read(run.runtime, process.pid, process.handle.start_ticks)
             nccl = FlightRequest(process.pid, place) if place is not None else None
             if process.exited_at is None:
                 self._ask(process, "nccl", nccl)
+                hooks = HookFiles.of(run.runtime, process.pid, process.handle.start_ticks)
                 self._ask(process, "gloo", GlooRequest(process.pid, hooks.socket))
-            elif nccl is not None and process.pid not in late and nccl.take_unasked():
+            elif nccl is not None and nccl.take_unasked():
                 self._wait_for(process, "nccl", nccl)
             else:
                 self._missing.append((None, f"{_name(process)}: it was dead before it could be asked."))
@@ -215,70 +208,58 @@ class FlightRecorders(Awaited):
                 received = asked.request.look()
             except NoRecorderError as error:
                 self._fail(asked, str(error), "skipped")
-                continue
-            except (FlightDumpError, OSError) as error:
-                self._fail(asked, str(error))
-                continue
             except Exception as error:
-                logger.exception("the answer of %s cannot be read", _name(asked.process))
-                self._fail(asked, type(error).__name__)
-                continue
-            if received is not None:
-                self._take(asked, received)
-            elif has_exited:
-                self._fail(asked, f"it ended before its dump was whole: {asked.request.leftover()}")
-            elif is_late:
-                self._note_late(asked)
-                secs = asked.deadline - self._began
-                self._fail(asked, f"not whole within {secs:.1f} s: {asked.request.leftover()}")
+                if not isinstance(error, FlightDumpError | OSError):
+                    logger.exception("the answer of %s cannot be read", _name(asked.process))
+                self._fail(asked, str(error) or type(error).__name__)
+            else:
+                if received is not None:
+                    self._take(asked, received)
+                elif has_exited:
+                    self._fail(asked, f"it ended before its dump was whole: {asked.request.leftover()}")
+                elif is_late:
+                    secs = asked.deadline - self._began
+                    self._fail(asked, f"not whole within {secs:.1f} s: {asked.request.leftover()}")
             if time.monotonic() >= began + _READING_SECS:
                 return
 
     def give_up(self, reason: str) -> None:
         """Wait no longer, for a reason that is noted."""
         for asked in list(self._under_way):
-            self._note_late(asked)
             self._fail(asked, f"{reason}: {asked.request.leftover()}")
 
-    def _note_late(self, asked: _Asked) -> None:
-        if asked.recorder == "nccl":
-            self._late.add(asked.process.pid)
-
     def _ask(self, process: TrackedProcess, recorder: Recorder, request: FlightRequest | GlooRequest | None) -> None:
-        stat, reason = procfs.read_stat(process.pid), ""
-        if request is None:
-            reason = "PyTorch was not told where to be asked for it when the process started"
-        elif stat is not None and stat.state in "Tt":
-            reason = f"it is stopped and {'reads no pipe' if recorder == 'nccl' else 'cannot answer'}"
-        else:
-            try:
-                if isinstance(request, FlightRequest):
-                    request.send(after_one_too_late=process.pid in self._late)
-                    self._late.discard(process.pid)
-                else:
-                    request.send()
-                self._wait_for(process, recorder, request)
-            except FlightDumpError as error:
-                reason = str(error)
-        if reason:
-            self._run.report(process).evidence.append(Evidence(_KINDS[recorder], "skipped", reason=reason))
-            self._missing.append((recorder, f"{_name(process)}, {recorder}: {reason}."))
+        stat = procfs.read_stat(process.pid)
+        try:
+            if request is None:
+                raise FlightDumpError("PyTorch was not told where to be asked for it when the process started")
+            if stat is not None and stat.state in "Tt":
+                words = "reads no pipe" if recorder == "nccl" else "cannot answer"
+                raise FlightDumpError(f"it is stopped and {words}")
+            request.send()
+            self._wait_for(process, recorder, request)
+        except FlightDumpError as error:
+            self._run.report(process).evidence.append(Evidence(_KINDS[recorder], "skipped", reason=str(error)))
+            self._missing.append((recorder, f"{_name(process)}, {recorder}: {error}."))
 
     def _wait_for(self, process: TrackedProcess, recorder: Recorder, request: FlightRequest | GlooRequest) -> None:
         deadline = max(self._began, min(self._began + _DUMP_SECS[recorder], self._deadline))
-        self._under_way.append(_Asked(process, recorder, request, self._run.report(process), deadline))
+        self._under_way.append(_Asked(process, recorder, request, deadline))
+
+    @functools.cached_property
+    def _worlds(self) -> dict[int, str]:
+        return worlds_of({process.pid: process.rank for process in self._schedulers})
 
     def _take(self, asked: _Asked, received: Received) -> None:
-        process, kind = asked.process, _KINDS[asked.recorder]
+        process, kind, title = asked.process, _KINDS[asked.recorder], _name(asked.process)
         world = self._worlds[process.pid]
-        self._records.append(
-            RankRecord(received.rank, _name(process), world, received.dump, received.seconds, asked.recorder)
-        )
-        self._pids[_name(process)] = process.pid
+        record = RankRecord(received.rank, title, world, received.dump, received.seconds, asked.recorder)
         name = f"gpu/{world and f'{world}_'}{kind}_{received.rank}"
-        if len({(one.world, one.rank, one.recorder) for one in self._records}) < len(self._records):
-            # What the processes say of their ranks is not to be trusted.
+        # What the processes say of their ranks is not to be trusted.
+        if any((one.world, one.rank, one.recorder) == (world, record.rank, record.recorder) for one in self._records):
             name = f"gpu/{titles.label_of(process.title, process.pid)}_{kind}_{received.rank}"
+        self._records.append(record)
+        self._pids[title] = process.pid
         reason = "PyTorch had written it by itself" if asked.request.is_unasked else None
         self._end(asked, write_piece(kind, self._run.folder.write_bytes, name, received.data, reason=reason))
 
@@ -293,7 +274,7 @@ class FlightRecorders(Awaited):
         if isinstance(asked.request, GlooRequest):
             asked.request.close()
         piece.seconds = round(time.monotonic() - self._began, 3)
-        asked.report.evidence.append(piece)
+        self._run.report(asked.process).evidence.append(piece)
         if self.is_done:
             self._compare()
 
@@ -302,6 +283,7 @@ class FlightRecorders(Awaited):
         # Do not report a missing NCCL dump where no rank uses NCCL; so with gloo.
         used = {None, *(record.recorder for record in self._records)} | self._failed
         missing = [line for recorder, line in self._missing if recorder in used]
+        findings = []
         try:
             findings = judge_collectives(self._records)
             for finding in findings:
@@ -309,7 +291,6 @@ class FlightRecorders(Awaited):
                 finding.waiting_pids = [self._pids[name] for name in finding.waiting]
         except Exception as error:
             logger.exception("the flight recorders cannot be compared")
-            findings = []
             missing.append(f"The dumps cannot be compared: {type(error).__name__}.")
         if self._records or self._failed:
             self._run.incident.collectives = Collectives(findings, missing)
@@ -320,44 +301,54 @@ def _name(process: TrackedProcess) -> str:
     return f"{process.title} (pid {process.pid})"
 
 
+@dataclass(eq=False)
+class _Core:
+    """One that is asked for or looked for."""
+
+    process: TrackedProcess
+    report: ProcessReport
+    request: CoreRequest
+    written: int = 0
+
+    def add(self, status: EvidenceStatus, reason: str, seconds: float | None = None) -> None:
+        """Say why it is not there."""
+        self.report.evidence.append(Evidence("cuda_core", status, reason=reason, seconds=seconds))
+
+
 class Cores(Awaited):
     """GPU cores of the schedulers: asked for once the cheaper evidence is there, waited for as they grow, and read.
 
-    The server's end waits for them, so they have what `Settings.exit_secs` leaves, however they grow. A core that takes
-    more of the disk than it may is not waited for: the end of the server cuts it short. Each that is whole is read by a
-    process of its own while the handler goes on.
+    The living are asked; the dead may have left one, as the driver writes by itself when the GPU fails. Each that is
+    whole is read by a process of its own while the handler goes on.
 
-    While one is written, those who wait for the incident are told to wait on: the server's end would cut it short.
-    The living schedulers are asked for one; the dead may have left one, as the driver writes by itself when the GPU
-    fails.
-
-    The server's end waits no longer than until `deadline`, by the monotonic clock.
+    The server's end waits for them until `deadline`, by the monotonic clock, however they grow: it would cut them
+    short. A core that takes more of the disk than it may is not waited for.
     """
 
     def __init__(self, run: IncidentRun, deadline: float) -> None:
         self._run, self._settings, self._end_at = run, run.settings, deadline
         self._began = self._grown_at = time.monotonic()
         self._last_write = deadline - min(READ_SECS, _READING_SHARE * self._settings.exit_secs)
-        self._written: dict[int, int] = {}
-        self._cuda_gdb = find_cuda_gdb()
-        self._pool = ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
+        self._under_way: list[_Core] = []
         self._readings: list[tuple[Future[CudaCore], Path, ProcessReport, float]] = []
-        self._under_way: dict[int, tuple[TrackedProcess, CoreRequest, ProcessReport]] = {}
         self._expected_bytes = 0
-        schedulers = [process for process in run.tree if process.role == "scheduler"]
+        cores = [
+            _Core(process, run.report(process), CoreRequest(process.pid))
+            for process in run.tree
+            if process.role == "scheduler"
+        ]
         # One that had not got so far as to use its GPUs has nothing to tell.
         is_asked = run.incident.kind != "failed_start" and run.tree.root.exited_at is None
-        living = [process for process in schedulers if is_asked and process.exited_at is None]
+        living = [core for core in cores if is_asked and core.process.exited_at is None]
         wanted = living and self._settings.cores
-        known = (run.incident, run.folder, self._settings.full_per_fault)
-        self._earlier = incident_with_core(*known) if wanted else None
-        for process in living:
-            self._ask(process, run.report(process))
+        earlier = incident_with_core(run.incident, run.folder, self._settings.full_per_fault) if wanted else None
+        for core in living:
+            self._ask(core, earlier)
         if self._under_way:
-            run.note(clock.now(), "cuda_cores_asked", pids=sorted(self._under_way))
-        for process in schedulers:
-            if process.exited_at is not None:
-                self._take_left_behind(process, CoreRequest(process.pid), run.report(process))
+            run.note(clock.now(), "cuda_cores_asked", pids=sorted(self.pids_of("cuda_core")))
+        for core in cores:
+            if core.process.exited_at is not None:
+                self._take_left_behind(core)
 
     @property
     def is_done(self) -> bool:
@@ -371,33 +362,33 @@ class Cores(Awaited):
 
     def pids_of(self, kind: EvidenceKind) -> Set[int]:
         """Return the processes that write a core now, which a signal may spoil."""
-        return self._under_way.keys() if kind == "cuda_core" else frozenset()
+        return {core.process.pid for core in self._under_way} if kind == "cuda_core" else frozenset()
 
     def look(self) -> None:
         """See which cores are whole by now, give up those whose time is over, and take in what was read."""
         # Of any: they share the disk, and the GPU of one may be busy with what the other waits for.
-        for pid, (_process, request, _report) in self._under_way.items():
-            written = request.written
-            if written > self._written.get(pid, 0):
+        for core in self._under_way:
+            written = core.request.written
+            if written > core.written:
                 self._grown_at = time.monotonic()
-            self._written[pid] = written
-        for pid, (process, request, report) in list(self._under_way.items()):
+            core.written = written
+        for core in list(self._under_way):
             # Asked before the look: the driver ends the process whose GPU failed as soon as its core is whole.
-            reason, has_ended = "", process.handle.has_exited()
+            reason, has_ended = "", core.process.handle.has_exited()
             try:
-                path = request.look(has_ended=has_ended)
+                path = core.request.look(has_ended=has_ended)
                 if path is not None:
-                    self._keep(path, report, round(time.monotonic() - self._began, 3))
-                    del self._under_way[pid]
+                    self._keep(path, core.report, round(time.monotonic() - self._began, 3))
+                    self._under_way.remove(core)
                     continue
             except (NoCoreError, OSError) as error:
                 reason = str(error)
             if has_ended:
-                reason = f"it ended while its core was written: {reason or request.leftover()}"
+                reason = f"it ended while its core was written: {reason or core.request.leftover()}"
             if not reason and time.monotonic() >= self._wait_end:
-                reason = f"{self._how_long()}: {request.leftover()}"
+                reason = f"{self._how_long()}: {core.request.leftover()}"
             if reason:
-                self._end(pid, report, Evidence("cuda_core", "failed", reason=reason))
+                self._fail(core, reason)
         self._see_to_the_disk()
         gone_at = self._run.tree.root.exited_at
         if gone_at is not None and clock.now() >= gone_at + _ORPHAN_SECS:
@@ -408,8 +399,12 @@ class Cores(Awaited):
 
     def give_up(self, reason: str) -> None:
         """Wait no longer for what is not whole yet, for a reason that is noted."""
-        for pid, (_process, request, report) in list(self._under_way.items()):
-            self._end(pid, report, Evidence("cuda_core", "failed", reason=f"{reason}: {request.leftover()}"))
+        for core in list(self._under_way):
+            self._fail(core, f"{reason}: {core.request.leftover()}")
+
+    def _fail(self, core: _Core, reason: str) -> None:
+        core.add("failed", reason, round(time.monotonic() - self._began, 3))
+        self._under_way.remove(core)
 
     @property
     def _wait_end(self) -> float:
@@ -417,16 +412,15 @@ class Cores(Awaited):
 
     def _see_to_the_disk(self) -> None:
         """Give all of them up where one takes more of the disk than it may: only the server's end ends its writing."""
-        sizes = {pid: request.size_on_disk for pid, (_process, request, _report) in self._under_way.items()}
-        longest = max(sizes, key=lambda pid: sizes[pid], default=None)
-        if longest is None:
+        if not self._under_way:
             return
-        most = self._settings.disk.max_core
-        if sizes[longest] > most:
-            which = f"that of process {longest} takes more than {MAX_CORE} ({most / MB:g} MB)"
+        sizes = {core.process.pid: core.request.size_on_disk for core in self._under_way}
+        longest = max(self._under_way, key=lambda core: sizes[core.process.pid])
+        pid, most = longest.process.pid, self._settings.disk.max_core
+        if sizes[pid] > most:
+            which = f"that of process {pid} takes more than {MAX_CORE} ({most / MB:g} MB)"
         else:
-            folder = self._under_way[longest][1].folder
-            which = "" if self._run.problem else self._run.folder.make_room_beside(folder, 0)
+            which = "" if self._run.problem else self._run.folder.make_room_beside(longest.request.folder, 0)
         if which:
             logger.warning("GPU cores are cut short: %s", which)
             self._run.note(clock.now(), "cuda_cores_cut_short", reason=which, bytes=sizes)
@@ -438,15 +432,22 @@ class Cores(Awaited):
             return f"not whole, and nothing was written for {wait_secs:g} s"
         return f"cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS ({exit_secs:g} s)"
 
-    def _ask(self, process: TrackedProcess, report: ProcessReport) -> None:
-        settings, stat, request = self._settings, procfs.read_stat(process.pid), CoreRequest(process.pid)
-        if self._expects_own(process, request, report):
+    def _ask(self, core: _Core, earlier: str | None) -> None:
+        """Ask for a core; `earlier` is the incident of the same fault that has some."""
+        settings, stat, request = self._settings, procfs.read_stat(core.process.pid), core.request
+        has_raised = any(piece.kind == "exception" for piece in core.report.evidence)
+        if request.is_watchable and request.join():
+            logger.info("process %d writes a GPU core by itself", core.process.pid)
+            self._under_way.append(core)
+            return
+        # After that of a GPU that failed there is no other; one that raised would not be asked for any.
+        if has_raised and self._take_left_behind(core):
             return
         if not settings.cores:
             reason = "switched off by SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
-        elif self._earlier is not None:
-            reason = f"the same fault as in incident {self._earlier}, which has its cores"
-        elif any(piece.kind == "exception" for piece in report.evidence):
+        elif earlier is not None:
+            reason = f"the same fault as in incident {earlier}, which has its cores"
+        elif has_raised:
             reason = "it raised an exception, and ends by itself"
         elif stat is not None and stat.state in "Tt":
             reason = "it is stopped and reads no pipe"
@@ -454,24 +455,12 @@ class Cores(Awaited):
             reason = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS leaves no time for it"
         elif time.monotonic() >= self._last_write:
             reason = f"SGLANG_CRASHKIT_EXIT_SECS ({settings.exit_secs:g} s) leaves no time for it"
-        else:
-            reason = self._trigger(request)
-            if not reason:
-                if request.is_watchable:
-                    self._under_way[process.pid] = (process, request, report)
-                    return
-                reason = "asked for, but CUDA_COREDUMP_FILE is no file that could be watched"
-        report.evidence.append(Evidence("cuda_core", "skipped", reason=reason))
-
-    def _expects_own(self, process: TrackedProcess, request: CoreRequest, report: ProcessReport) -> bool:
-        """Say whether the driver has written a core unasked, or writes one, which is taken in then."""
-        if request.is_watchable and request.join():
-            logger.info("process %d writes a GPU core by itself", process.pid)
-            self._under_way[process.pid] = (process, request, report)
-            return True
-        # After that of a GPU that failed there is no other; one that raised would not be asked for any.
-        has_raised = any(piece.kind == "exception" for piece in report.evidence)
-        return has_raised and self._take_left_behind(process, request, report)
+        elif not (reason := self._trigger(request)):
+            if request.is_watchable:
+                self._under_way.append(core)
+                return
+            reason = "asked for, but CUDA_COREDUMP_FILE is no file that could be watched"
+        core.add("skipped", reason)
 
     def _trigger(self, request: CoreRequest) -> str:
         """Ask for a core, and return why there will be none; empty where there may be one."""
@@ -489,55 +478,49 @@ class Cores(Awaited):
         logger.info("GPU core of process %d asked for", request.pid)
         return ""
 
-    def _take_left_behind(self, process: TrackedProcess, request: CoreRequest, report: ProcessReport) -> bool:
+    def _take_left_behind(self, core: _Core) -> bool:
         """Take in the core that the driver wrote unasked, and say whether there is one."""
+        process = core.process
         began = procfs.started_at(process.handle.start_ticks)
         # Its file has the time of the machine's clock.
         ended = time.time() - (clock.now() - process.exited_at if process.exited_at is not None else 0.0)
-        path = request.written_since(max(began, ended - _LAST_CORE_SECS))
+        path = core.request.written_since(max(began, ended - _LAST_CORE_SECS))
         if path is None:
             return False
         try:
             if is_whole_core(path):
-                self._keep(path, report)
-                return True
-            reason = f"{path} is no whole core"
+                self._keep(path, core.report)
+            else:
+                core.add("failed", f"{path} is no whole core")
         except OSError as error:
-            reason = f"{path}: {error.strerror}"
-        report.evidence.append(Evidence("cuda_core", "failed", reason=reason))
+            core.add("failed", f"{path}: {error.strerror}")
         return True
 
     def _keep(self, path: Path, report: ProcessReport, seconds: float | None = None) -> None:
+        """Take in a core, and begin to read it, where cuda-gdb is installed and there is time."""
         os.chmod(path, 0o600)  # noqa: PTH101
         relative = os.path.relpath(path, self._run.path)
         report.evidence.append(Evidence("cuda_core", "captured", path=relative, seconds=seconds))
-        self._read(path, report)
-
-    def _end(self, pid: int, report: ProcessReport, piece: Evidence) -> None:
-        piece.seconds = round(time.monotonic() - self._began, 3)
-        report.evidence.append(piece)
-        del self._under_way[pid]
-
-    def _read(self, path: Path, report: ProcessReport) -> None:
-        """Begin to read a core, where cuda-gdb is installed and there is time."""
-        began, reason = time.monotonic(), ""
-        if self._cuda_gdb is None:
-            reason = f"cuda-gdb is not installed; next, where it is: {_command(path)}"
-        elif began >= self._end_at:
-            reason = f"no time was left for it; next: {_command(path)}"
-        if reason:
-            report.evidence.append(Evidence("gpu_kernels", "skipped", reason=reason))
-            return
+        began = time.monotonic()
 
         def read() -> CudaCore:
             seconds = min(READ_SECS, self._end_at - time.monotonic())
             return read_cuda_core(path, seconds, with_threads=False, folder=self._run.runtime)
 
-        try:
-            self._readings.append((self._pool.submit(read), path, report, began))
-        except RuntimeError as error:
-            # The system gives no thread.
-            report.evidence.append(Evidence("gpu_kernels", "failed", reason=f"{error}; next: {_command(path)}"))
+        if find_cuda_gdb() is None:
+            _add_unread(report, "skipped", "cuda-gdb, which reads it, is not installed here", path)
+        elif began >= self._end_at:
+            _add_unread(report, "skipped", "no time was left for it", path)
+        else:
+            try:
+                self._readings.append((self._pool.submit(read), path, report, began))
+            except RuntimeError as error:
+                # The system gives no thread.
+                _add_unread(report, "failed", str(error), path)
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_at_once(), thread_name_prefix="cuda-gdb")
 
     def _take(self, reading: Future[CudaCore], path: Path, report: ProcessReport, began: float) -> None:
         seconds = round(time.monotonic() - began, 3)
@@ -545,8 +528,7 @@ class Cores(Awaited):
             core = reading.result()
         except Exception as error:  # noqa: BLE001 - cuda-gdb is a help, and the incident is not to be lost
             why = error.message if isinstance(error, CrashkitError) else f"{type(error).__name__}: {error}"
-            reason = f"{why}; next: {_command(path)}"
-            report.evidence.append(Evidence("gpu_kernels", "failed", reason=reason, seconds=seconds))
+            _add_unread(report, "failed", why, path, seconds)
             return
         # What it says in short is in the incident even where there is no room for the file.
         report.gpu = list(core_in_lines(core, _MAX_KERNELS))
@@ -556,5 +538,8 @@ class Cores(Awaited):
         report.evidence.append(piece)
 
 
-def _command(path: Path) -> str:
-    return f"sglang-crashkit core {shlex.quote(str(path))}"
+def _add_unread(
+    report: ProcessReport, status: EvidenceStatus, why: str, path: Path, seconds: float | None = None
+) -> None:
+    reason = f"{why}; next: sglang-crashkit core {shlex.quote(str(path))}"
+    report.evidence.append(Evidence("gpu_kernels", status, reason=reason, seconds=seconds))

@@ -118,7 +118,7 @@ def test_a_core_is_waited_for_or_the_reason_is_said(
         read = piece_of(report, "gpu_kernels")
         core = (told["folder"] / piece["path"]).resolve()
         assert (read["status"], report["gpu"], told["complete"]) == ("skipped", [], True)
-        assert read["reason"] == f"cuda-gdb is not installed; next, where it is: sglang-crashkit core {core}"
+        assert read["reason"] == f"cuda-gdb, which reads it, is not installed here; next: sglang-crashkit core {core}"
         assert f"sglang-crashkit core {core}" in (told["folder"] / "summary.md").read_text()
     if how == "":
         assert "cuda_cores_asked" not in events_of(told)
