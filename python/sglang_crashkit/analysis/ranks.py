@@ -22,8 +22,6 @@ _BY_PREFERENCE = ("tp", "dp", "pp", "ep", "attn_cp", "moe_dp")
 #: What tells ranks with the same number apart: names of axes with a place on each, such as ``(("pp", 1),)``.
 Scope = tuple[tuple[str, int | str], ...]
 _Member = TypeVar("_Member")
-#: More than the ranks of any server.
-_MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -87,37 +85,15 @@ def _replicas_of(members: Mapping[Rank, _Member]) -> list[list[_Member]]:
     return replicas
 
 
-class RankSet:
-    """A set of ranks: for those of each scope the bits of one number, so that one of 10,000 stays small."""
-
-    __slots__ = ("_bits",)
-
-    def __init__(self, ranks: Iterable[Rank] = ()) -> None:
-        self._bits: dict[tuple[Scope, str], int] = {}
-        for rank in ranks:
-            self.add(rank)
-
-    def add(self, rank: Rank) -> None:
-        """Add one; a number that no rank has is left out, as it would take as many bits."""
-        if not 0 <= rank.number < _MOST:
-            return
-        key = (rank.scope, rank.axis)
-        self._bits[key] = self._bits.get(key, 0) | 1 << rank.number
-
-    def update(self, other: RankSet) -> None:
-        """Add all of another set."""
-        for key, bits in other._bits.items():
-            self._bits[key] = self._bits.get(key, 0) | bits
-
-    def __len__(self) -> int:
-        return sum(bits.bit_count() for bits in self._bits.values())
+class RankSet(set[Rank]):
+    """A set of ranks, in words."""
 
     def __str__(self) -> str:
         return self.format()
 
     def places(self) -> Iterator[tuple[str, int | str]]:
         """Yield each pair of an axis and a place that is in all scopes."""
-        scopes = [set(scope) for scope, _axis in self._bits]
+        scopes = [set(scope) for scope in {rank.scope for rank in self}]
         yield from sorted(set.intersection(*scopes), key=str) if scopes else ()
 
     def format(self, hide: Collection[tuple[str, int | str]] = (), most: int = 8) -> str:
@@ -127,11 +103,13 @@ class RankSet:
             hide: pairs of an axis and a place that go without saying.
             most: of how many scopes it tells at most; of the others, how many ranks they have.
         """
-        hidden = frozenset(hide)
+        numbers: dict[tuple[Scope, str], list[int]] = {}
+        for rank in self:
+            numbers.setdefault((rank.scope, rank.axis), []).append(rank.number)
         lines: dict[_Line, int] = {}
-        for (scope, axis), bits in self._bits.items():
-            key = (tuple((name, str(at)) for name, at in scope if (name, at) not in hidden), axis, _ranges(bits))
-            lines[key] = lines.get(key, 0) + bits.bit_count()
+        for (scope, axis), its in numbers.items():
+            key = (tuple((name, str(at)) for name, at in scope if (name, at) not in hide), axis, ranges(its))
+            lines[key] = lines.get(key, 0) + len(its)
         shown = sorted(_join_scopes(lines).items(), key=lambda item: (-item[1], item[0]))
         words = []
         for (places, axis, text), _count in shown[:most]:
@@ -144,21 +122,13 @@ class RankSet:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as a person would write them: ``0-3,5``."""
-    return _ranges(sum(1 << number for number in set(numbers)))
-
-
-def _ranges(bits: int) -> str:
-    parts, base = [], 0
-    while bits:
-        zeros = (bits & -bits).bit_length() - 1
-        bits >>= zeros
-        # With the bits below filled, the first gap ends the run.
-        ones = (bits ^ (bits + 1)).bit_length() - 1
-        first, last = base + zeros, base + zeros + ones - 1
-        parts.append(str(first) if first == last else f"{first}-{last}")
-        bits >>= ones
-        base = last + 1
-    return ",".join(parts)
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 _Places = tuple[tuple[str, str], ...]

@@ -3,8 +3,6 @@
 A node stands for a function of a file, whatever the line, so that ranks at different lines of one loop stay together;
 the lines are kept beside it. The tree is the same in whatever order stacks are added. Its size is that of the different
 stacks, not that of the ranks.
-
-A rank is kept where its stacks end; the set of an inner node is the union of what is below it, made when it is read.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from dataclasses import dataclass, field
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.sample import Frame
 
-#: So many stacks, which the ranks of a snapshot share, are known without following them from the root.
-_MAX_RECENT = 1 << 12
 _MAX_LINES_OF_A_FILE = 4
 #: Of a chain of calls that all ranks of a node share, the innermost and outermost are told.
 _MAX_OF_A_CHAIN = 3
@@ -32,6 +28,7 @@ class Node:
     file: str  # its path, as `sample.Frame` has it
     lines: set[int] = field(default_factory=set)  # where it was
     ranks: RankSet = field(default_factory=RankSet)  # those of which a stack ends here
+    through: RankSet = field(default_factory=RankSet)  # those that have a stack through it
     children: dict[tuple[str, str], Node] = field(default_factory=dict)  # by function and file
 
     @property
@@ -52,39 +49,24 @@ class PrefixTree:
     def __init__(self) -> None:
         #: The node above the outermost frames, which stands for no function.
         self.root = Node("", "")
-        # With the stack itself, so that its id is not given to another one.
-        self._recent: dict[int, tuple[tuple[Frame, ...], Node]] = {}
 
     def add(self, rank: Rank, frames: tuple[Frame, ...]) -> None:
         """Add a stack of a rank, innermost frame first."""
-        recent = self._recent.get(id(frames))
-        if recent is None:
-            leaf = self.root
-            for frame in reversed(frames):
-                key = (frame.function, frame.file)
-                if key not in leaf.children:
-                    leaf.children[key] = Node(*key)
-                leaf = leaf.children[key]
-                leaf.lines.add(frame.line)
-            if len(self._recent) >= _MAX_RECENT:
-                self._recent.clear()
-            recent = self._recent[id(frames)] = (frames, leaf)
-        recent[1].ranks.add(rank)
+        node = self.root
+        node.through.add(rank)
+        for frame in reversed(frames):
+            key = (frame.function, frame.file)
+            node = node.children.setdefault(key, Node(*key))
+            node.lines.add(frame.line)
+            node.through.add(rank)
+        node.ranks.add(rank)
 
     def sets(self) -> dict[int, RankSet]:
         """Return the ranks that have a stack through each node, by the node's `id`."""
-        sets: dict[int, RankSet] = {}
         nodes = [self.root]
         for node in nodes:
             nodes += node.children.values()
-        for node in reversed(nodes):
-            # What is below stands behind, so its sets are there.
-            whole = RankSet()
-            whole.update(node.ranks)
-            for child in node.children.values():
-                whole.update(sets[id(child)])
-            sets[id(node)] = whole
-        return sets
+        return {id(node): node.through for node in nodes}
 
 
 def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
@@ -97,16 +79,14 @@ def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
         tree: the merged stacks.
         max_lines: after so many lines it ends with how many entries were left out.
     """
-    sets = tree.sets()
-    hide = list(sets[id(tree.root)].places())
-    waiting = [(child, 0) for child in _by_rarity(tree.root, sets)]
-    waiting.reverse()
+    hide = list(tree.root.through.places())
+    waiting = [(child, 0) for child in reversed(_by_rarity(tree.root))]
     lines = 0
     while waiting:
         node, depth = waiting.pop()
         chain = _chain(node)
         indent = "  " * min(depth, _MAX_INDENTED)
-        words = sets[id(node)].format(hide)
+        words = node.through.format(hide)
         told = [_name(node) for node in chain]
         lines_of_chain = [" > ".join(told)]
         if left_out := max(0, len(told) - 2 * _MAX_OF_A_CHAIN):
@@ -119,15 +99,15 @@ def format_tree(tree: PrefixTree, max_lines: int = 400) -> Iterator[str]:
             lead = f"{words}: " if position == 0 else "    "
             yield f"{indent}{lead}{text}"
             lines += 1
-        below = _by_rarity(chain[-1], sets)
+        below = _by_rarity(chain[-1])
         if below and len(chain[-1].ranks) and lines < max_lines:
             yield f"{indent}  {chain[-1].ranks.format(hide)}: no further"
             lines += 1
         waiting += [(child, depth + 1) for child in reversed(below)]
 
 
-def _by_rarity(node: Node, sets: dict[int, RankSet]) -> list[Node]:
-    return sorted(node.in_order(), key=lambda child: len(sets[id(child)]))
+def _by_rarity(node: Node) -> list[Node]:
+    return sorted(node.in_order(), key=lambda child: len(child.through))
 
 
 def _chain(node: Node) -> list[Node]:

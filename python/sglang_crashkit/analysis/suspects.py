@@ -10,7 +10,7 @@ A suspicion is not a proof; that takes a server which fails again by the request
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from sglang_crashkit.model import ALONE, ALONE_AT, IN_LAST, IN_SEVERAL, ONLY, UNANSWERED
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
     """What a request asks for."""
 
     content: str  # a hash of all of it; empty where that is not known
-    parameters: Mapping[str, str]  # beside its prompt: short values by name, those that are no number in brackets
+    parameters: Set[str]  # the names of what it asks for beside its prompt
 
 
 class _Step(NamedTuple):
@@ -124,7 +124,7 @@ def suspects_of(
     # Of a very large batch not all are known.
     are_all = all(len(_rids_of(steps, step)) >= step.size for step in finished)
     chosen, is_nobodys = _choose(incident, first, unanswered), is_by_others(incident)
-    text, (own, odd, are_many) = " ".join(_exceptions(incident)), _only_asked(asked or {})
+    text, own = " ".join(_exceptions(incident)), _only_asked(asked or {})
     # A GPU may report there what it computed before.
     frames = frames_of(first) if not _OF_GPU.search(text) else []
     weighed, waiting = [], set(unanswered)
@@ -138,7 +138,7 @@ def suspects_of(
         if (place := chosen.places.get(rid)) and not (is_nobodys and place[0] == _ALONE):
             reasons.append(place)
         names, where = own.get(rid, []), _about(own.get(rid, []), frames)
-        if where or (are_many and (names := names + odd.get(rid, []))):
+        if where or (names and len(own) > 2):
             reasons.append((_ABOUT if where else _UNUSUAL, _unusual_request(names, where)))
         if are_all and finished and rid not in before and rid not in waiting:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
@@ -151,39 +151,21 @@ def suspects_of(
     return listed, chosen.size - len(listed)
 
 
-def _only_asked(asked: Mapping[str, Asked]) -> tuple[dict[str, list[str]], dict[str, list[str]], bool]:
-    """Return what of some requests no other one of them asks for, and whether there are more than two of them.
+def _only_asked(asked: Mapping[str, Asked]) -> dict[str, list[str]]:
+    """Return by request the names of the parameters that no other one of several requests asks for.
 
-    By id, the names of such parameters; and those with another value than all others have, and that value. One that is
-    there several times, as it was sent again or is to be answered several times, is one.
+    One that is there several times, as it was sent again or is to be answered several times, is one.
     """
-    if len(asked) < 2:
-        return {}, {}, False
-    asking: dict[str, dict[str, list[str]]] = {}
+    asking: dict[str, list[str]] = {}
     for rid, one in asked.items():
-        for name, value in one.parameters.items():
-            asking.setdefault(name, {}).setdefault(value, []).append(one.content or rid)
-
-    def is_one(contents: Sequence[str]) -> bool:
-        return len(contents) == 1 or (len(set(contents)) == 1 and 2 * len(contents) <= len(asked))
-
-    def is_odd(name: str, value: str) -> bool:
-        # Each may have a value of its own.
-        if len(asking[name]) != 2:
-            return False
-        (other,) = asking[name].keys() - {value}
-        return len(asking[name][other]) > 2 and is_one(asking[name][value])
-
-    lone = {name for name, by_value in asking.items() if is_one([one for its in by_value.values() for one in its])}
-    own = {rid: sorted(lone & one.parameters.keys()) for rid, one in asked.items()}
-    words = {
-        (name, value): name if value.startswith("(") else f"{name} {value}"
-        for name, by_value in asking.items()
-        for value in by_value
-        if is_odd(name, value)
+        for name in one.parameters:
+            asking.setdefault(name, []).append(one.content or rid)
+    lone = {
+        name
+        for name, contents in asking.items()
+        if len(contents) == 1 or (len(set(contents)) == 1 and 2 * len(contents) <= len(asked))
     }
-    odd = {rid: [words[told] for told in sorted(one.parameters.items()) if told in words] for rid, one in asked.items()}
-    return own, odd, len(asked) > 2
+    return {rid: sorted(lone & one.parameters) for rid, one in asked.items()} if len(asked) > 1 else {}
 
 
 def _about(names: Sequence[str], frames: Sequence[str]) -> tuple[str, str] | None:

@@ -47,9 +47,8 @@ logger = logging.getLogger(__name__)
 
 #: Of so many requests that were not answered, the newest, the suspects are chosen.
 _MAX_UNANSWERED = 2000
-#: What each of the requests asks for is looked at for so long at most, in seconds; and a value of so many characters at
-#: most is told as it is.
-_LOOK_SECS, _MAX_VALUE = 1.0, 24
+#: What each of the requests asks for is looked at for so long at most, in seconds.
+_LOOK_SECS = 1.0
 #: Of a problem that a child meets, with its traceback.
 _MAX_PROBLEM = 8000
 #: Of a request's line, with its prompt.
@@ -190,14 +189,7 @@ def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting)
 
 def _asked_by(fields: Mapping[str, Any]) -> Asked:
     """Return what a request asks for."""
-    told = {name: _in_short(value) for name, value in parameters_of(fields).items()}
-    return Asked(fingerprint_of(fields), told)
-
-
-def _in_short(value: object) -> str:
-    """Return a value that is a number as it is, and of any other one what tells whether it is the same."""
-    text = json.dumps(value, sort_keys=True)
-    return text if isinstance(value, (int, float)) and len(text) <= _MAX_VALUE else f"({hash(text)})"
+    return Asked(fingerprint_of(fields), frozenset(parameters_of(fields)))
 
 
 def name_suspects(

@@ -453,7 +453,6 @@ class IncidentRun:
         else:
             report.raised_through = process_evidence.adopt_record(record, report, self.folder)
             report.doing = report.raised_through[: process_evidence.MAX_DOING] or report.doing
-            process_evidence.quote_anew(report, self.folder)
         if self.captured:
             self.checkpoint()
 

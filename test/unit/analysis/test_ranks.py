@@ -38,9 +38,3 @@ def test_what_goes_without_saying_and_small_scopes_are_left_out() -> None:
     assert list(ranks.places()) == [("pp", 1), ("server", "n1:7"), ("side", "decode")]
     ranks = RankSet(rank for pp in range(20) for rank in tp(*range(pp + 1), scope=scope_of({"pp": pp})))
     assert ranks.format(most=2) == "PP19 TP0-19; PP18 TP0-18; 171 more ranks"
-
-
-@pytest.mark.parametrize("number", [-1, 8_000_000_000, 10**400])
-def test_a_number_that_no_rank_has_is_in_no_set(number: int) -> None:
-    ranks = RankSet(tp(1, number))
-    assert (len(ranks), str(ranks)) == (1, str(RankSet(tp(1))))

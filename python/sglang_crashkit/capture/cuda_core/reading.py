@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import signal
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,13 +22,12 @@ from sglang_crashkit.errors import CrashkitError
 
 #: A core of a GPU full of warps takes seconds, its registers and memory more.
 MAX_SECONDS = 60.0
-#: Of a GPU of 148 SMs the table of all threads takes 30 MB; without it a few kernels take as many lines.
-MAX_OUTPUT, MAX_OUTPUT_WITHOUT_THREADS = 48 << 20, 1 << 20
+#: A few kernels take as many lines.
+MAX_OUTPUT = 1 << 20
 #: Templates make names of thousands of characters, and a pattern is tried on no more of a line than this.
 _MAX_LINE, _MAX_NAME = 4096, 200
-_KERNELS, _DEVICES = ("kernels", "info cuda kernels"), ("devices", "info cuda devices")
-#: Of one device after the other: 13.0 knows no ``device all``. Of one that is not there a line says so.
-_THREADS = tuple(("threads", f"info cuda lanes device {number}") for number in range(16))
+#: The last decides on the status, and of these that of the devices never fails.
+_TABLES = ("kernels", "devices")
 #: What stands before each table.
 _MARK = "== "
 
@@ -40,9 +38,6 @@ _KERNEL = re.compile(
     r"[* ] +\d+ +\S+ +(?P<device>\d+) +(?P<grid_id>\d+) +(?P<status>\w+) +0x\w+ +"
     r"\((?P<grid>[\d,]+)\) +\((?P<block>[\d,]+)\) +(?:\([\d,]+\) +)?(?P<call>\S.*)"
 )
-_WARP = re.compile(r"Device (\d+) SM (\d+) Warp (\d+)$")
-#: ``*  0 active 0x00007ffed0000040   (0,0,0) Warp Misaligned Address``
-_THREAD = re.compile(r"[* ] +\d+ +\w+ +0x\w+ +\([\d,]+\) +(\S.*)")
 _EXCEPTION = re.compile(r"CUDA Exception: (.+)")
 _ERROR_PC = re.compile(r"The exception was triggered at PC (0x\w+)")
 _FOCUS = re.compile(r"\b(grid|block|device|sm|warp) (\([\d,]+\)|\d+)")
@@ -94,30 +89,20 @@ class CudaCore:
     devices: tuple[Device, ...]
     kernels: tuple[Kernel, ...]
     focus: Focus | None  # None where no thread was on a GPU
-    #: The threads and warps with an exception, by device and exception; empty where they were not listed.
-    failed: tuple[tuple[int, str, int, int], ...]
     problem: str  # why that is not all; empty where it is
     text: str  # what cuda-gdb printed
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, without the text."""
-        failed = [dict(zip(("device", "exception", "threads", "warps"), row, strict=True)) for row in self.failed]
-        return {name: value for name, value in asdict(self).items() if name != "text"} | {"failed": failed}
+        return {name: value for name, value in asdict(self).items() if name != "text"}
 
 
-def read_cuda_core(
-    path: Path,
-    seconds: float = MAX_SECONDS,
-    *,
-    with_threads: bool = True,
-    folder: Path | None = None,
-) -> CudaCore:
+def read_cuda_core(path: Path, seconds: float = MAX_SECONDS, folder: Path | None = None) -> CudaCore:
     """Return what cuda-gdb says of a core within `seconds`.
 
     Args:
         path: the core, not a link to one.
         seconds: when cuda-gdb is killed; what it printed by then counts.
-        with_threads: have the exception of every thread listed, too.
         folder: where cuda-gdb gets a folder for its own files, the temporary one by default.
 
     Raises:
@@ -134,12 +119,10 @@ def read_cuda_core(
             # A name of the kit's own: whatever the core's is, it is no part of a command.
             link = Path(own) / "core"
             link.symlink_to(path.absolute())
-            # The last decides on the status, and of these that of the devices never fails.
-            listings = (_KERNELS, *(_THREADS if with_threads else ()), _DEVICES)
-            limit = MAX_OUTPUT if with_threads else MAX_OUTPUT_WITHOUT_THREADS
             argv = [*begin_command(program), "-ex", f"target cudacore {link}"]
-            argv += [word for name, one in listings for word in ("-ex", f"echo {_MARK}{name}\\n", "-ex", one)]
-            run = run_tool(argv, seconds, environ=own_environ() | {"TMPDIR": own}, max_output=limit)
+            for name in _TABLES:
+                argv += ["-ex", f"echo {_MARK}{name}\\n", "-ex", f"info cuda {name}"]
+            run = run_tool(argv, seconds, environ=own_environ() | {"TMPDIR": own}, max_output=MAX_OUTPUT)
     except OSError as error:
         raise CudaCoreError(f"cuda-gdb gets no folder of its own: {error}") from error
     core = parse(run.text, run.reason)
@@ -177,7 +160,7 @@ def parse(text: str, problem: str = "") -> CudaCore:
         )
         for row in _rows(tables, "kernels", _KERNEL)
     )
-    return CudaCore(devices, kernels, _focus_of(opening), _failed_of(tables.get("threads", [])), problem, text)
+    return CudaCore(devices, kernels, _focus_of(opening), problem, text)
 
 
 def _rows(tables: dict[str, list[str]], name: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
@@ -207,20 +190,6 @@ def _focus_of(opening: str) -> Focus | None:
     return Focus(found["exception"][1][:_MAX_NAME] if "exception" in found else "", pc, function, places)
 
 
-def _failed_of(lines: list[str]) -> tuple[tuple[int, str, int, int], ...]:
-    threads: Counter[tuple[int, str]] = Counter()
-    warps: dict[tuple[int, str], set[tuple[str, ...]]] = {}
-    warp: tuple[str, ...] = ("0",)
-    for line in lines:
-        if under := _WARP.match(line[:_MAX_LINE]):
-            warp = under.groups()
-        elif (row := _THREAD.match(line[:_MAX_LINE])) and (name := row[1].strip()[:_MAX_NAME]) != "None":
-            key = (int(warp[0]), name)
-            threads[key] += 1
-            warps.setdefault(key, set()).add(warp)
-    return tuple((*key, threads[key], len(warps[key])) for key in sorted(threads))
-
-
 def core_in_lines(core: CudaCore, most: int = 32) -> Iterator[str]:
     """Yield the kernels of a core, so many at most, and what failed, which begins with ``exception: ``."""
     for kernel in core.kernels[:most]:
@@ -236,7 +205,5 @@ def core_in_lines(core: CudaCore, most: int = 32) -> Iterator[str]:
         place = f" at {core.focus.pc}" if core.focus.pc else ""
         function = f" in {core.focus.function}" if core.focus.function else ""
         yield f"{lead}{place}{function}{f' ({where})' if where else ''}"
-    for device, exception, threads, warps in core.failed[:most]:
-        yield f"{exception} on GPU {device}: threads {threads}, warps {warps}"
     if core.problem:
         yield f"that is not all: {core.problem}"

@@ -505,7 +505,7 @@ class Cores(Awaited):
 
         def read() -> CudaCore:
             seconds = min(READ_SECS, self._end_at - time.monotonic())
-            return read_cuda_core(path, seconds, with_threads=False, folder=self._run.runtime)
+            return read_cuda_core(path, seconds, self._run.runtime)
 
         if find_cuda_gdb() is None:
             _add_unread(report, "skipped", "cuda-gdb, which reads it, is not installed here", path)

@@ -202,7 +202,7 @@ def _sample_all(run: IncidentRun, living: Sequence[TrackedProcess], deadline: fl
         _keep("stack", sample, process, run, snapshot, report.doing if raised else doing)
         if snapshot is not None:
             report.samples[-1] = _with_stack(report.samples[-1], sample, doing)
-        if sample.threads and not raised and (_is_first(snapshot) or not report.doing):
+        if sample.threads and not raised and (snapshot in (None, 1) or not report.doing):
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
             # where there was no room to write all of it. A round that gave nothing does not count as the first one.
             report.doing = doing
@@ -268,21 +268,6 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
         report.doing = doing
 
 
-def quote_anew(report: ProcessReport, folder: IncidentFolder) -> None:
-    """Let the stack file begin with what the process has said of itself since: it raised while it was captured."""
-    for piece in report.evidence:
-        if piece.kind == "stack" and piece.status == "captured" and piece.path is not None:
-            # What it holds already is right, if not told first.
-            with contextlib.suppress(OSError, CrashkitError, ValueError, KeyError, TypeError):
-                name = str(Path(piece.path).with_suffix(""))
-                document = read_json(folder.path / f"{name}.json", _MAX_RECORD)
-                threads = [
-                    Thread(**{**thread, "frames": tuple(Frame(**frame) for frame in thread["frames"])})
-                    for thread in document["threads"]
-                ]
-                _write(name, threads, report, folder, report.doing)
-
-
 def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
     """Return the innermost frames of the main thread that are not the kit's own, innermost first."""
     thread = main_thread(threads, pid)
@@ -337,7 +322,7 @@ def _keep(
             reason = f"it ended while its stacks were taken ({reason})"
         report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
         return
-    suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
+    suffix = ".native" if kind == "native_stack" else "" if snapshot in (None, 1) else f".{snapshot}"
     name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
     function, file = _RESPONDER
     threads = [
@@ -357,7 +342,3 @@ def _write(
     folder.write_json(f"{name}.json", document)
     lines = format_threads(report.title, report.pid, threads, doing)
     return folder.write_text(f"{name}.txt", "\n".join(lines) + "\n")
-
-
-def _is_first(snapshot: int | None) -> bool:
-    return snapshot is None or snapshot == 1

@@ -8,10 +8,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
@@ -104,33 +104,25 @@ def _guarded(kind: EvidenceKind, gather: Callable[..., Evidence], *arguments: An
         return Evidence(kind, "failed", reason=f"it cannot be read: {type(error).__name__}")
 
 
-@dataclass(eq=False)
-class Held:
-    """A piece of memory: who writes it, or wrote it, and the descriptor by which it is held."""
+class Held(NamedTuple):
+    """A piece of memory that a process writes, or wrote."""
 
-    process: TrackedProcess
     descriptor: int
     modes: Mapping[int, str]  # of a record of steps, names of the forward modes by their number
 
-    @property
-    def is_of_dead(self) -> bool:
-        """Whether it has no writer any more."""
-        return self.process.exited_at is not None
-
 
 class HeldMemory:
-    """The memory of one kind, of this server."""
+    """The memory of one kind, of the processes of this server; of each the last piece that it passed on."""
 
-    #: What is in it, for messages; and so many pieces of dead processes are held, and of each living one. A tokenizer
-    #: worker that ends by itself is started anew for ever, and a program may make one engine after the other.
+    #: What is in it, for messages; and of so many dead processes it is held. A tokenizer worker that ends by itself is
+    #: started anew for ever.
     what: ClassVar[str]
     max_of_dead: ClassVar[int] = 4
-    max_of_one: ClassVar[int] = 4
 
     def __init__(self) -> None:
-        self.held: list[Held] = []
-        self.taken: list[Held] = []  # that of dead processes that the current incident has
-        self.dropped = 0  # how many pieces were given back before any incident had them
+        self.held: dict[TrackedProcess, Held] = {}
+        self.taken: list[TrackedProcess] = []  # the dead ones whose memory the current incident has
+        self.dropped = 0  # of how many it was given back before any incident had it
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
         """Hold what a process passed on as `descriptor`, of this process; that stays open.
@@ -141,9 +133,17 @@ class HeldMemory:
         if descriptor is None or problem:
             logger.warning("%s (pid %d) passed on no %s: %s", process.title, process.pid, self.what, problem)
             return
-        self.held.append(Held(process, os.dup(descriptor), modes_of(modes)))
-        self._drop_oldest([held for held in self.held if held.is_of_dead], self.max_of_dead)
-        self._drop_oldest([held for held in self.held if held.process is process], self.max_of_one)
+        self._give_back(process)
+        self.held[process] = Held(os.dup(descriptor), modes_of(modes))
+        dead = self.dead()
+        for oldest in dead[: max(0, len(dead) - self.max_of_dead)]:
+            self._give_back(oldest)
+            self.dropped += 1
+            logger.warning("the %s of %s (pid %d) is dropped", self.what, oldest.title, oldest.pid)
+
+    def dead(self) -> list[TrackedProcess]:
+        """Return those that write no more."""
+        return [process for process in self.held if process.exited_at is not None]
 
     def release(self, *, is_written: bool) -> None:
         """Give back what dead processes left and the incident holds, where that is on the disk by now.
@@ -151,31 +151,22 @@ class HeldMemory:
         A server that starts killed tokenizer workers anew would keep a ring of each, and tell of it again.
         """
         if is_written:
-            for held in self.taken:
-                self._give_back(held)
+            for process in self.taken:
+                self._give_back(process)
             self.dropped = 0
         self.taken = []
 
     def close(self) -> None:
         """Give all of it back."""
-        for held in list(self.held):
-            self._give_back(held)
+        for process in list(self.held):
+            self._give_back(process)
 
     def _problem_of(self, descriptor: int) -> str:
         return "" if is_ring(descriptor) else "it is no ring"
 
-    def _of(self, process: TrackedProcess) -> Held | None:
-        return next((held for held in self.held if held.process is process), None)
-
-    def _drop_oldest(self, held: list[Held], most: int) -> None:
-        for oldest in held[: max(0, len(held) - most)]:
-            self._give_back(oldest)
-            self.dropped += 1
-            logger.warning("the %s of %s (pid %d) is dropped", self.what, oldest.process.title, oldest.process.pid)
-
-    def _give_back(self, held: Held) -> None:
-        self.held.remove(held)
-        os.close(held.descriptor)
+    def _give_back(self, process: TrackedProcess) -> None:
+        if (held := self.held.pop(process, None)) is not None:
+            os.close(held.descriptor)
 
 
 class RequestJournals(HeldMemory):
@@ -191,9 +182,8 @@ class RequestJournals(HeldMemory):
         if not self.held or run.problem:
             return
         # Before they are read: a process that ends meanwhile may have written more.
-        dead = [held for held in self.held if held.is_of_dead]
-        began = time.time() - (time.monotonic() - run.opened)
-        journals = [(held.process.pid, held.descriptor) for held in self.held]
+        dead, began = self.dead(), time.time() - (time.monotonic() - run.opened)
+        journals = [(process.pid, held.descriptor) for process, held in self.held.items()]
         secs = max(0.0, deadline - time.monotonic())
         checks: dict[str, bool] = {}
         told = export_requests(journals, run.folder.opened, secs, run.folder.charge, began, checks)
@@ -216,7 +206,6 @@ class StepRecords(HeldMemory):
     what = "record of its steps"
     #: An elastic server may start ranks anew for ever.
     max_of_dead = 32
-    max_of_one = 1
 
     def take(self, run: IncidentRun, deadline: float) -> None:
         """Put what the schedulers noted of their steps into an incident.
@@ -225,7 +214,7 @@ class StepRecords(HeldMemory):
         """
         read_at, steps = time.monotonic(), dict[int, Sequence[Step]]()
         for process in run.tree:
-            held = self._of(process)
+            held = self.held.get(process)
             if held is not None or process.role == "scheduler":
                 piece = _guarded("steps", self._piece_of, process, held, run, deadline, steps)
                 run.report(process).evidence.append(piece)
@@ -233,7 +222,7 @@ class StepRecords(HeldMemory):
 
     def of(self, process: TrackedProcess) -> tuple[Step, ...]:
         """Return the last steps of a scheduler that are on record."""
-        held = self._of(process)
+        held = self.held.get(process)
         try:
             return () if held is None else StepReader(held.descriptor, held.modes).read().steps
         except (OSError, NotStepsError):
@@ -269,10 +258,13 @@ class StepRecords(HeldMemory):
         steps[process.pid] = [replace(step, requests=()) for step in found.steps]
         # When it died, or now where it lives, by the monotonic clock.
         seen_at = time.monotonic() - (0.0 if process.exited_at is None else clock.now() - process.exited_at)
+        current, last = found.current, found.steps[-_LAST:]
+        # The one that it was in is told apart; one that it had launched, or not processed, may be at fault as well.
+        most = [MAX_RIDS if step.ended is None and step is not current else _REQUESTS_OF_LAST for step in last]
         run.report(process).steps = incident.LastSteps(
-            last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
-            in_step=None if found.current is None else _in_step(found.current, seen_at),
-            rids={step.number: [one.rid for one in step.requests] for step in found.steps[-_LAST:]},
+            last=[replace(step, requests=step.requests[:number]) for step, number in zip(last, most, strict=True)],
+            in_step=None if current is None else _in_step(current, seen_at),
+            rids={step.number: [one.rid for one in step.requests] for step in last},
         )
         run.report(process).control = found.control
         if not found.steps:
@@ -295,15 +287,11 @@ def divergence_of(
         opened: since when the incident is gathered, in seconds of the monotonic clock.
         read_at: when the first of the steps were read, by the same clock.
     """
-    name = "the hang was noticed" if incident.kind == "hang" else "the incident"
-    moment = Moment(opened, name, read_at)
-    ranks = [
-        RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid)
-        for report in sorted(incident.processes, key=lambda report: report.pid)
-        if report.is_rank
-    ]
-    if not any(one.steps for one in ranks):
+    if not any(steps.values()):
         return None
+    moment = Moment(opened, "the hang was noticed" if incident.kind == "hang" else "the incident", read_at)
+    reports = sorted((report for report in incident.processes if report.is_rank), key=lambda report: report.pid)
+    ranks = [RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid) for report in reports]
     try:
         found = find_divergence(ranks, moment)
         if found is not None and found.step is not None:
@@ -322,7 +310,6 @@ class ProcessLogs(HeldMemory):
 
     what = "log"
     max_of_dead = 16
-    max_of_one = 1
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -339,10 +326,10 @@ class ProcessLogs(HeldMemory):
             if process.matters:
                 piece = _guarded("log", self._piece_of, process, run, prompts, deadline)
                 run.report(process).evidence.append(piece)
-        self.taken = [held for held in self.held if held.is_of_dead]
+        self.taken = self.dead()
 
     def _piece_of(self, process: TrackedProcess, run: IncidentRun, prompts: Sequence[str], deadline: float) -> Evidence:
-        held = self._of(process)
+        held = self.held.get(process)
         if held is None:
             reason = "it did not log by Python's logging, or no crash handler held it" if self._most else OFF
             return Evidence("log", "skipped", reason=reason)
@@ -364,28 +351,26 @@ def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: f
     What is not searched before `deadline`, by the monotonic clock, is withheld.
     """
     # What was said last tells most, and is searched first.
-    newest = records[::-1]
-    said = [redact_text(one.text) if time.monotonic() < deadline else _WITHHELD for one in newest]
+    said = [redact_text(one.text) if time.monotonic() < deadline else _WITHHELD for one in reversed(records)]
     if prompts:
         said = _without_prompts(said, prompts, deadline)
-    lines = (
+    return [
         f"{iso_time(one.seconds)} {logging.getLevelName(one.level)} {one.logger}: {text}\n"
-        for one, text in zip(newest, said, strict=True)
-    )
-    return list(lines)[::-1]
+        for one, text in zip(records, reversed(said), strict=True)
+    ]
 
 
 def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: float) -> list[str]:
     """Return the texts without what they share with the prompts: many at a time, as each search takes all prompts."""
     found: list[str] = []
-    while len(found) < len(texts):
-        chunk: list[str] = []
-        size = 0
-        for text in islice(texts, len(found), None):
-            if chunk and size + len(text) > _AT_A_TIME:
-                break
-            chunk.append(text.replace(_BETWEEN, " "))
-            size += len(text)
+    chunks, size = list[list[str]](), _AT_A_TIME
+    for text in texts:
+        if size >= _AT_A_TIME:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(text.replace(_BETWEEN, " "))
+        size += len(text)
+    for chunk in chunks:
         searched: list[str] = []
         if time.monotonic() < deadline:
             searched = redact_prompts(_BETWEEN.join(chunk), prompts).split(_BETWEEN)
@@ -404,13 +389,6 @@ def _prompts_in(path: Path) -> list[str]:
                 texts = text if isinstance(text, list) else [text]
                 found += [one[:_MAX_COMPARED] for one in texts[:_MAX_TEXTS] if isinstance(one, str)]
     return found
-
-
-def in_short(step: Step, current: Step | None) -> Step:
-    """Return a step as ``incident.json`` has it, where the scheduler was in step `current`."""
-    # The one that it was in is told apart; one that it had launched, or not processed, may be at fault as well.
-    is_open = step.ended is None and step is not current
-    return replace(step, requests=step.requests[: MAX_RIDS if is_open else _REQUESTS_OF_LAST])
 
 
 def _in_step(step: Step, seconds: float) -> InStep:
@@ -520,15 +498,15 @@ class ServerEnvironment:
         return told if isinstance(told, dict) else {}
 
 
+#: The part of ``environment.json`` that ``incident.json`` repeats, for the summary and for a quick look.
+_IN_SHORT = ("model", "parallel", "versions", "started", "uptime_secs", "ready_since", "place")
+_MEMORY, _SHARED = ("limit_bytes", "used_bytes", "peak_bytes", "events"), ("total_bytes", "used_bytes")
+
+
 def _environment_in_short(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of ``environment.json`` that ``incident.json`` repeats, for the summary and for a quick look."""
-    names = ("model", "parallel", "versions", "started", "uptime_secs", "ready_since", "place")
-    short = {"path": ENVIRONMENT} | {name: document[name] for name in names if name in document}
-    memory = document.get("cgroup", {}).get("memory", {})
-    if memory:
-        kept = ("limit_bytes", "used_bytes", "peak_bytes", "events")
-        short["memory"] = {name: memory[name] for name in kept if name in memory}
-    shared = document.get("shared_memory", {})
-    if "total_bytes" in shared:
-        short["shared_memory"] = {name: shared[name] for name in ("total_bytes", "used_bytes")}
-    return short
+    def some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        return {name: values[name] for name in names if name in values}
+
+    memory, shared = document.get("cgroup", {}).get("memory", {}), document.get("shared_memory", {})
+    parts = {"memory": some(memory, _MEMORY), "shared_memory": some(shared, _SHARED)}
+    return {"path": ENVIRONMENT} | some(document, _IN_SHORT) | {name: part for name, part in parts.items() if part}
