@@ -108,9 +108,8 @@ def describe_step(step: Step, of: Sequence[StepRequest] = ()) -> str:
 def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -> Divergence:
     """Compare the steps of ranks that must agree."""
     # Before a step is scheduled it is not known what it runs, and nothing in it is to be compared.
-    by_number = [{step.number: step for step in one.steps if step.phase in _SCHEDULED} for one in group]
-    known = [(one, steps) for one, steps in zip(group, by_number, strict=True) if steps]
-    silent = [one for one, steps in zip(group, by_number, strict=True) if not steps]
+    told = [(one, {step.number: step for step in one.steps if step.phase in _SCHEDULED}) for one in group]
+    known, silent = [one for one in told if one[1]], [one for one, steps in told if not steps]
     without = f" Of {names(silent)} there are no steps." if silent else ""
     if len(known) < 2:
         text = f"Whether the ranks diverged is unknown: of {names(silent)} there are no steps."
@@ -171,20 +170,20 @@ def _differ(
     elif is_oldest:
         words += "; it is the oldest step that both still have, and they may have diverged before"
     secs, when = _before(min(ours.began, theirs.began), moment)
-    level: Level = known if kind != "hash" and not is_oldest else "supported"
+    is_sure = known == "established" and kind != "hash" and not is_oldest
     named = odd if known != "unknown" else [*rest, *odd]
     return Divergence(
         kind,
-        "supported" if level == "unknown" else level,
+        "established" if is_sure else "supported",
         f"{words}{when}.",
-        number,
-        names(named),
-        tuple(one.pid for one in named),
-        names(rest) if named is odd else "",
-        request,
-        decision,
-        secs,
-        compared,
+        step=number,
+        ranks=names(named),
+        pids=tuple(one.pid for one in named),
+        against=names(rest) if named is odd else "",
+        request=request,
+        decision=decision,
+        seconds_before=secs,
+        compared=compared,
     )
 
 
@@ -217,11 +216,18 @@ def _decision(ours: Step, theirs: Step) -> str | None:
 
 def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[DivergenceKind, str, str | None, str | None]:
     """Return in what two steps of one number differ, in words, and of which request and by which decision."""
-    in_step = f"in step {ours.number:,}"
+    in_step, rids = f"in step {ours.number:,}", {one.rid for step in (ours, theirs) for one in step.requests}
+    alone = next(iter(rids)) if len(rids) == 1 else None
     mine, other = _only(ours, theirs), _only(theirs, ours)
     ran, them = describe_step(ours, mine[:2]), describe_step(theirs, other[:2])
-    whose = _exclusive(mine, odd, other, rest) if max(ours.size, theirs.size) > 1 else ""
-    apart = f"{odd} ran {ran} {in_step} where {rest} ran {them}{whose}"
+    apart = f"{odd} ran {ran} {in_step} where {rest} ran {them}"
+    if max(ours.size, theirs.size) > 1:
+        told = [
+            f"{_some(requests)} {'is' if len(requests) == 1 else 'are'} {who}'s only"
+            for requests, who in ((mine, odd), (other, rest))
+            if requests
+        ]
+        apart += f" ({'; '.join(told)})" if told else ""
     # Of one that is taken in and one that goes on, the former is what the ranks differ about.
     first = max((*mine, *other), key=lambda one: one.tokens, default=None)
     request = first.rid if first is not None else None
@@ -230,19 +236,16 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
         did, did_not = (odd, rest) if ours.decisions.get(decision) else (rest, odd)
         both = ours.decisions.get(decision) and theirs.decisions.get(decision)
         # What a decision is about is a checksum; see ``StepRecorder._decide``.
-        numbers = () if both else (ours.decisions.get(decision), theirs.decisions.get(decision))
-        rids = (one.rid for step in (ours, theirs) for one in step.requests)
-        decided_of = next(
-            (rid for rid in rids if zlib.crc32(f"{rid} ".encode(errors="surrogatepass")) in numbers), None
-        )
+        sums = {} if both else {zlib.crc32(f"{rid} ".encode(errors="surrogatepass")): rid for rid in rids}
+        decided_of = sums.get(ours.decisions.get(decision) or theirs.decisions.get(decision) or 0)
         of = f" of request {decided_of}" if decided_of else ""
         decided = f"{did} decided {'another ' if both else ''}{decision}{of} on the way to step {ours.number:,}"
         same = (ours.mode, ours.size, ours.tokens) == (theirs.mode, theirs.size, theirs.tokens) and not request
         than = f"{decided} {'than ' + did_not if both else 'where ' + did_not + ' did not'}"
-        request = decided_of or request or _alone(ours, theirs)
+        request = decided_of or request or alone
         return "decision", than if same else f"{than}: {apart}", request, decision
     if ours.mode != theirs.mode:
-        return "mode", apart, request or _alone(ours, theirs), None
+        return "mode", apart, request or alone, None
     if mine or other or ours.size != theirs.size:
         return "requests", apart, request, None
     for one, another in zip(ours.requests, theirs.requests, strict=False):
@@ -274,26 +277,9 @@ def _only(ours: Step, theirs: Step) -> list[StepRequest]:
     return only
 
 
-def _alone(ours: Step, theirs: Step) -> str | None:
-    """Return the one request that two steps are about, None where there are more."""
-    rids = {request.rid for step in (ours, theirs) for request in step.requests}
-    return rids.pop() if len(rids) == 1 else None
-
-
-def _exclusive(mine: Sequence[StepRequest], odd: str, other: Sequence[StepRequest], rest: str) -> str:
-    """Say who alone has which requests, where the rest of the sentence does not."""
-    told = [
-        f"{_some(requests)} {'is' if len(requests) == 1 else 'are'} {who}'s only"
-        for requests, who in ((mine, odd), (other, rest))
-        if requests
-    ]
-    return f" ({'; '.join(told)})" if told else ""
-
-
 def _some(requests: Sequence[StepRequest]) -> str:
-    rids = ", ".join(request.rid for request in requests[:_MAX_NAMED])
-    more = f" and {len(requests) - _MAX_NAMED} more" if len(requests) > _MAX_NAMED else ""
-    return f"request{'' if len(requests) == 1 else 's'} {rids}{more}"
+    rids = name_some([request.rid for request in requests], _MAX_NAMED)
+    return f"request{'' if len(requests) == 1 else 's'} {rids}"
 
 
 # -- who stopped earlier
@@ -318,7 +304,6 @@ def _behind(
         f"{names_of_slow} ended earlier, with step {end:,} ({own.phase.replace('_', ' ')}), where {names([ahead])}"
         f" went on and ran {describe_step(step)} in step {number:,}{when}; up to then they did the same."
     )
-    pids = tuple(one.pid for one, _step in slow)
     had = [(one, step) for one, _end in slow for step in one.steps if step.number == number and step.requests]
     if had:
         text += f" {names(one for one, _step in had)} had received {_some(had[0][1].requests)} for it."
@@ -326,14 +311,13 @@ def _behind(
         "ended_earlier",
         "supported",
         text,
-        number,
-        names_of_slow,
-        pids,
-        names([ahead]),
-        request,
-        None,
-        secs,
-        compared,
+        step=number,
+        ranks=names_of_slow,
+        pids=tuple(one.pid for one, _step in slow),
+        against=names([ahead]),
+        request=request,
+        seconds_before=secs,
+        compared=compared,
     )
 
 
