@@ -13,13 +13,13 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.cgroup import Group, find_group
+from sglang_crashkit.kernel.cgroup import find_group
 from sglang_crashkit.kernel.guarded_read import read_guarded
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
@@ -48,7 +48,6 @@ _CONTROLLERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "limit": ("pids.max", "pids.max"),
         "events": ("pids.events", "pids.events"),
     },
-    "io": {"pressure": ("", "io.pressure")},
 }
 _MEMORY_LIMIT = ("memory.limit_in_bytes", "memory.max")
 #: v1 writes a number about so large where there is no limit.
@@ -108,7 +107,7 @@ def read_cgroups(pid: int) -> dict[str, Any]:
     """Return what the cgroups of a process allow, use and count, by controller; v1 and v2.
 
     ``memory`` has ``limit_bytes``, the tightest of the group and those above it that can be seen, ``used_bytes``,
-    ``peak_bytes``, ``events`` and ``pressure``; ``cpu`` has ``limit_processors``.
+    ``peak_bytes``, ``events`` and ``pressure``.
     """
     found: dict[str, Any] = {}
     for controller, names in _CONTROLLERS.items():
@@ -117,34 +116,16 @@ def read_cgroups(pid: int) -> dict[str, Any]:
             continue
         facts: dict[str, Any] = {"version": group.version, "path": str(group.folder)}
         for name, files in names.items():
-            text = _text_of(group.folder / files[group.version - 1]) if files[group.version - 1] else ""
-            if name == "events":
-                pairs = (line.partition(" ") for line in text.splitlines())
-                facts[name] = {event: int(count) for event, _, count in pairs if count.isdigit()}
-            else:
-                facts[name] = _parse_pressure(text) if name == "pressure" else _parse_number(text)
+            # The folder itself, where a version has no such file, is nothing to read.
+            text = _text_of(group.folder / files[group.version - 1])
+            facts[name] = _PARSERS.get(name, _parse_number)(text)
         if controller == "memory":
-            facts["limit_bytes"] = _memory_limit(group)
-        elif controller == "cpu":
-            facts["limit_processors"] = _processor_limit(group)
+            above = [folder for folder in group.folder.parents if folder.is_relative_to(group.mount)]
+            texts = [_text_of(folder / _MEMORY_LIMIT[group.version - 1]) for folder in (group.folder, *above)]
+            limits = [limit for limit in map(_parse_number, texts) if limit is not None]
+            facts["limit_bytes"] = min(limits, default=None)
         found[controller] = _without_gaps(facts)
     return found
-
-
-def _memory_limit(group: Group) -> int | None:
-    above = [folder for folder in group.folder.parents if folder.is_relative_to(group.mount)]
-    texts = (_text_of(folder / _MEMORY_LIMIT[group.version - 1]) for folder in (group.folder, *above))
-    return min((limit for limit in map(_parse_number, texts) if limit is not None), default=None)
-
-
-def _processor_limit(group: Group) -> float | None:
-    if group.version == 1:
-        parts = [_text_of(group.folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    else:
-        parts = _text_of(group.folder / "cpu.max").split()
-    if len(parts) != 2 or not all(part.isdigit() for part in parts) or parts[1] == "0":
-        return None
-    return round(int(parts[0]) / int(parts[1]), 3)
 
 
 def read_process(pid: int) -> dict[str, Any]:
@@ -159,9 +140,6 @@ def read_process(pid: int) -> dict[str, Any]:
         if name is not None:
             soft, hard = (_parse_number(column) for column in (line[26:46], line[47:67]))
             limits[name] = _without_gaps({"soft": soft, "hard": hard})
-    adjusted = _text_of(PROC / str(pid) / "oom_score_adj").strip()
-    if adjusted.lstrip("-").isdigit():
-        found["oom_score_adj"] = int(adjusted)
     return _without_gaps(found | {"limits": _without_gaps(limits)})
 
 
@@ -194,8 +172,6 @@ def read_shared_memory(pids: Iterable[int], timeout_secs: float) -> dict[str, An
         {"name": os.fsdecode(name), "mapped_bytes": max(mapped.values()), "pids": sorted(mapped)}
         for (_inode, name), mapped in largest[:_MAX_SEGMENTS]
     ]
-    if len(largest) > _MAX_SEGMENTS:
-        found["segments_left_out"] = len(largest) - _MAX_SEGMENTS
     return found | ({"not_read": not_read} if not_read else {})
 
 
@@ -227,6 +203,11 @@ def _parse_number(text: str) -> int | None:
     return int(number) if number.isdigit() and int(number) < _UNLIMITED else None
 
 
+def _parse_events(text: str) -> dict[str, int]:
+    pairs = (line.partition(" ") for line in text.splitlines())
+    return {event: int(count) for event, _, count in pairs if count.isdigit()}
+
+
 def _parse_pressure(text: str) -> dict[str, dict[str, float]]:
     """Return ``some`` and ``full``, each with ``avg10``, ``avg60`` and ``avg300`` (percent) and ``total`` (us)."""
     found = {}
@@ -237,6 +218,9 @@ def _parse_pressure(text: str) -> dict[str, dict[str, float]]:
             for name, _, value in (pair.partition("=") for pair in pairs)
         }
     return found
+
+
+_PARSERS: Mapping[str, Callable[[str], object]] = {"events": _parse_events, "pressure": _parse_pressure}
 
 
 def _without_gaps(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,25 +45,24 @@ class GpuFacts:
     seconds: float = 0.0  # how long it took
 
 
-def ask_driver(seconds: float) -> BackgroundTool[GpuFacts]:
-    """Ask the driver once, for at most so many seconds.
+def ask_driver(seconds: float) -> BackgroundTool:
+    """Ask the driver once, for at most so many seconds; see `facts_of`.
 
     Raises:
         RuntimeError: the system gives no thread.
     """
-    return BackgroundTool("GPU facts", _command("facts"), seconds, _facts_of, _MAX_OUTPUT)
+    return BackgroundTool("GPU facts", _command("facts"), seconds, _MAX_OUTPUT)
 
 
-def _facts_of(run: ToolRun) -> GpuFacts:
+def facts_of(run: ToolRun) -> GpuFacts:
+    """Return what the driver said."""
     answers: dict[str, Any] = {}
     gpus = []
     for one in _objects(run.text):
         answers |= one
         gpus += [one["gpu"]] if "gpu" in one else []
     driver, problem = answers.get("driver", {}), str(answers.get("error", ""))
-    if run.is_own_failure:
-        problem = f"the kit failed to read what the driver said: {run.reason}"
-    elif not problem and run.reason:
+    if not problem and run.reason:
         where = f"at GPU {len(gpus)} of {driver.get('gpus', 0)}" if driver else "before it said anything"
         problem = f"the driver did not answer, {where}: {run.reason}"
     return GpuFacts(driver, gpus, problem, run.seconds)

@@ -17,9 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Generic, TypeVar, cast
-
-_Answer = TypeVar("_Answer")
+from typing import IO, cast
 
 #: How often one that prints nothing is looked at, in seconds.
 _POLL_SECS = 0.1
@@ -41,7 +39,6 @@ class ToolRun:
     errors: str = ""  # what it printed on standard error, where that was kept apart
     #: Its exit status, as `subprocess.Popen.returncode` has it; None where it did not end by itself.
     status: int | None = None
-    is_own_failure: bool = False  # the reason is an exception of the kit's, which says nothing of the tool
 
 
 def run_tool(
@@ -107,37 +104,28 @@ def run_tool(
     return ToolRun(text, reason and f"{name} {reason}", round(time.monotonic() - started, 3), errors, status)
 
 
-class BackgroundTool(Generic[_Answer]):
-    """A tool in a thread of its own, for who must not wait; ask `look` until there is an answer.
-
-    `read` returns the answer in what it printed; standard error is kept apart.
+class BackgroundTool:
+    """A tool in a thread of its own, for who must not wait; its standard error is kept apart.
 
     Raises:
         RuntimeError: the system gives no thread.
     """
 
-    def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        deadline_secs: float,
-        read: Callable[[ToolRun], _Answer],
-        max_output: int = MAX_OUTPUT,
-    ) -> None:
-        self._answer: _Answer | None = None
+    def __init__(self, name: str, argv: Sequence[str], deadline_secs: float, max_output: int = MAX_OUTPUT) -> None:
+        self._run: ToolRun | None = None
         self._stop = threading.Event()
 
         def run() -> None:
             try:
-                self._answer = read(run_tool(argv, deadline_secs, self._stop, apart=True, max_output=max_output))
+                self._run = run_tool(argv, deadline_secs, self._stop, apart=True, max_output=max_output)
             except Exception as error:  # noqa: BLE001 - the caller waits for an answer
-                self._answer = read(ToolRun("", f"{type(error).__name__}: {error}", 0.0, is_own_failure=True))
+                self._run = ToolRun("", f"{type(error).__name__}: {error}", 0.0)
 
         threading.Thread(target=run, name=name, daemon=True).start()
 
-    def look(self) -> _Answer | None:
-        """Return the answer, None while it is under way; never wait."""
-        return self._answer
+    def look(self) -> ToolRun | None:
+        """Return what came of it, None while it is under way; never wait."""
+        return self._run
 
     def cancel(self) -> None:
         """End it: its answer is not needed any more."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from sglang_crashkit.capture.debugger import NO_CUDA_GDB, find_cuda_gdb
 from sglang_crashkit.capture.environment import read_place
-from sglang_crashkit.capture.gpu_facts import GpuFacts, ask_driver, has_gpu
+from sglang_crashkit.capture.gpu_facts import GpuFacts, ask_driver, facts_of, has_gpu
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
@@ -145,9 +145,9 @@ def _gpu(target: Target) -> Iterator[Result]:
         yield Result(True, "no GPU here: the devices of NVIDIA's driver are not there")
         return
     reader, deadline = ask_driver(_GPU_SECS), time.monotonic() + _GPU_SECS + 1
-    while (facts := reader.look()) is None and time.monotonic() < deadline:
+    while (answer := reader.look()) is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    facts = facts or GpuFacts(reason="it did not answer")
+    facts = facts_of(answer) if answer is not None else GpuFacts(reason="it did not answer")
     words = f"driver {facts.driver.get('version')} reports {facts.driver.get('gpus')} GPUs"
     if facts.reason:
         words = f"Xid events, memory and processes of the GPUs will be missing: the driver: {facts.reason}"

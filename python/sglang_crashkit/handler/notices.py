@@ -210,7 +210,7 @@ class Commands:
 
     def __init__(self) -> None:
         self._is_wanted = bool(os.environ.get(on_incident.COMMAND, "").strip())
-        self._running: list[tuple[Path, BackgroundTool[ToolRun]]] = []
+        self._running: list[tuple[Path, BackgroundTool]] = []
         self._waiting: list[Path] = []
 
     def begin(self, folder: Path) -> None:
@@ -232,7 +232,7 @@ class Commands:
             argv = [sys.executable, "-m", "sglang_crashkit.handler.on_incident", str(folder)]
             # It has a deadline of its own for the command, and none for a disk that does not answer.
             secs = on_incident.deadline_secs() + _AROUND_COMMAND_SECS
-            self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, lambda run: run, _MAX_OUTPUT)))
+            self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, _MAX_OUTPUT)))
             # Only now: there may be no thread to be had.
             self._waiting.pop(0)
 
@@ -256,7 +256,7 @@ class HtmlPage:
     def __init__(self, wanted: bool) -> None:
         self._wanted = wanted
         self._made = ""
-        self._maker: BackgroundTool[ToolRun] | None = None
+        self._maker: BackgroundTool | None = None
 
     def begin(self, run: IncidentRun, *, again: bool = False) -> None:
         """Have the page of a finished incident made; `again`, as something was added, also where it is there."""
@@ -271,7 +271,7 @@ class HtmlPage:
             logger.warning("no page of incident %s: %s", run.path, error)
             return
         argv = [*PROGRAM, str(run.path), str(run.path / PAGE)]
-        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, lambda run: run, _MAX_OUTPUT)
+        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, _MAX_OUTPUT)
 
     def act_on_time(self) -> None:
         """Take in that the page is made, or that the time for it is over."""

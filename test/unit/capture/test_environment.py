@@ -41,7 +41,6 @@ V2 = {
     "pod/own/memory.events": "low 0\nmax 9\noom_kill 2\n",
     "pod/own/memory.pressure": PRESSURE,
     "pod/own/cpu.stat": "nr_throttled 4\n",
-    "pod/own/cpu.max": "150000 100000\n",
     "pod/own/pids.current": "12\n",
     "pod/own/pids.max": "max\n",
 }
@@ -70,7 +69,7 @@ V1 = {
                     "events": {"low": 0, "max": 9, "oom_kill": 2},
                     "pressure": PARSED,
                 },
-                "cpu": {"version": 2, "events": {"nr_throttled": 4}, "limit_processors": 1.5},
+                "cpu": {"version": 2, "events": {"nr_throttled": 4}},
                 "pids": {"version": 2, "used": 12},
             },
         ),
@@ -116,9 +115,9 @@ def test_the_limits_of_a_process(proc: Path) -> None:
     lines = ["Limit                     Soft Limit           Hard Limit           Units     "]
     lines += ["Max open files            1024                 4096                 files     "]
     lines += ["Max stack size            8388608              unlimited            bytes     "]
-    write(proc, {"7/limits": "\n".join(lines), "7/oom_score_adj": "-5\n", "7/fd/0": "", "7/fd/1": ""})
+    write(proc, {"7/limits": "\n".join(lines), "7/fd/0": "", "7/fd/1": ""})
     limits = {"open_files": {"soft": 1024, "hard": 4096}, "stack_bytes": {"soft": 8388608}}
-    assert environment.read_process(7) == {"open_files": 2, "oom_score_adj": -5, "limits": limits}
+    assert environment.read_process(7) == {"open_files": 2, "limits": limits}
     assert environment.read_process(8) == {}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.gpu_facts import GpuFacts, XidWatch, ask_driver
+from sglang_crashkit.capture.gpu_facts import GpuFacts, XidWatch, ask_driver, facts_of
 from unit.support.nvml_driver import FIRST, GIB, SECOND, Driver
 from unit.support.targets import is_gone
 from unit.support.waiting import LONG, wait_until
@@ -26,7 +26,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def ask(seconds: float = LONG) -> GpuFacts:
-    return wait_until(ask_driver(seconds).look, "the driver answered")
+    return facts_of(wait_until(ask_driver(seconds).look, "the driver answered"))
 
 
 def test_all_that_the_driver_knows_is_read(driver: Driver) -> None:
@@ -82,7 +82,7 @@ def test_what_came_before_the_driver_hung_is_kept(driver: Driver) -> None:
     reader = ask_driver(LONG)
     wait_until((driver.folder / "hangs").exists, "the driver hangs")
     reader.cancel()
-    facts = wait_until(reader.look, "it was called off")
+    facts = facts_of(wait_until(reader.look, "it was called off"))
     assert facts.reason.startswith("the driver did not answer, at GPU 1 of 2: ")
     assert facts.reason.endswith("was called off")
     assert [gpu["bus_id"] for gpu in facts.gpus] == [FIRST]

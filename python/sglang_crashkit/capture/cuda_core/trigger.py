@@ -18,10 +18,9 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.private_files import FifoError, WriteOutcome, write_to_fifo
+from sglang_crashkit.kernel.private_files import FifoError, write_to_fifo
 
 _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
 #: The driver's own names, by the manual and as seen with other drivers.
@@ -43,19 +42,9 @@ _MAX_ROWS, _MAX_ROW, _BYTES_AT_A_TIME = 4_000_000, 4096, 1 << 22
 #: The unit of stat(2)'s ``st_blocks``.
 _BLOCK_BYTES = 512
 
-#: What came of asking: ``sent`` says nothing of the core itself.
-Outcome = Literal["sent", "switched_off"] | WriteOutcome
-
 
 class NoCoreError(Exception):
-    """There will be no core; the message says why, in a few words.
-
-    `outcome` is what came of asking; ``sent`` where it was asked for and did not come.
-    """
-
-    def __init__(self, message: str, outcome: Outcome = "sent") -> None:
-        super().__init__(message)
-        self.outcome: Outcome = outcome
+    """There will be no core; the message says why, in a few words."""
 
 
 class CoreRequest:
@@ -78,22 +67,20 @@ class CoreRequest:
             NoCoreError: there is no pipe, or the driver was not told to make one.
         """
         if self._environ.get(_ENABLED) != "1":
-            raise NoCoreError(f"{_ENABLED}=1 was not set when it started", "switched_off")
+            raise NoCoreError(f"{_ENABLED}=1 was not set when it started")
         template = self._environ.get(_PIPE, _DEFAULT_PIPE)
-        known, found = self._absolute(template), []
+        known = self._absolute(template)
         # Pipes are told from other things before they are opened: to open a device may do something.
-        if "%t" not in template and _is_fifo(known):
-            found.append(known)
         pattern = re.escape(Path(template).name).replace("%h", ".*").replace("%t", r"\d+")
         wanted = re.compile(pattern.replace("%p", str(self.pid)))
-        for _link, path in procfs.open_files(self.pid):
-            if (wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)) and _is_fifo(path):
-                found.append(path)
+        opened = [path for _link, path in procfs.open_files(self.pid)]
+        named = [path for path in opened if wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)]
+        found = list(filter(_is_fifo, dict.fromkeys([known, *named])))
         if found:
-            return list(dict.fromkeys(found))
+            return found
         if os.path.lexists(known):
-            raise NoCoreError(f"{known} is not a pipe of the process's own user", "foreign_pipe")
-        raise NoCoreError(f"there is no pipe {known}: CUDA was not initialised", "no_pipe")
+            raise NoCoreError(f"{known} is not a pipe of the process's own user")
+        raise NoCoreError(f"there is no pipe {known}: CUDA was not initialised")
 
     def send(self, pipes: Sequence[Path] = ()) -> None:
         """Ask for the core, at `pipes` that were found before or are looked for; return at once.
@@ -112,7 +99,7 @@ class CoreRequest:
             else:
                 return
         assert first_error is not None
-        raise NoCoreError(str(first_error), first_error.outcome) from first_error
+        raise NoCoreError(str(first_error)) from first_error
 
     def join(self) -> bool:
         """Say whether the driver writes a core by now without being asked, which `look` then returns.

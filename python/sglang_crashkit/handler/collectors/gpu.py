@@ -21,7 +21,7 @@ from sglang_crashkit.capture.cuda_core.reading import CudaCore, core_in_lines, r
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.capture.debugger import find_cuda_gdb, max_at_once
 from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, GlooRequest, NoRecorderError, Received
-from sglang_crashkit.capture.gpu_facts import GpuFacts, XidWatch, ask_driver, has_gpu
+from sglang_crashkit.capture.gpu_facts import GpuFacts, XidWatch, ask_driver, facts_of, has_gpu
 from sglang_crashkit.capture.tools import BackgroundTool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
@@ -106,14 +106,13 @@ class Driver:
 class _DriversAnswer(Awaited):
     is_done = False
 
-    def __init__(self, run: IncidentRun, answer: BackgroundTool[GpuFacts], watch: XidWatch) -> None:
+    def __init__(self, run: IncidentRun, answer: BackgroundTool, watch: XidWatch) -> None:
         self._run, self._answer, self._watch = run, answer, watch
 
     def look(self) -> None:
-        facts = self._answer.look()
-        if facts is not None:
+        if (answer := self._answer.look()) is not None:
             self.is_done = True
-            self._take(facts)
+            self._take(facts_of(answer))
 
     def give_up(self, reason: str) -> None:
         self.is_done = True

@@ -166,16 +166,13 @@ def take_stacks(run: IncidentRun, deadline: float) -> None:
     """
     began, living = clock.now(), run.tree.alive()
     run.rounds += 1
-    reason = ""
-    if run.captures is Capture.NONE:
-        reason = "nothing of this server failed"
-    elif not run.settings.stacks:
-        reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
+    if run.captures is Capture.NONE or not run.settings.stacks:
+        is_off = run.captures is not Capture.NONE
+        reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH" if is_off else "nothing of this server failed"
+        for process in living if run.rounds == 1 else ():
+            run.report(process).evidence.append(Evidence("stack", "skipped", reason=reason))
     else:
         _sample_all(run, living, deadline, run.rounds if run.incident.kind == "hang" else None)
-    if reason and run.rounds == 1:
-        for process in living:
-            run.report(process).evidence.append(Evidence("stack", "skipped", reason=reason))
     if run.captures is not Capture.NONE:
         run.note(clock.now(), "stacks_captured", processes=len(living), seconds=round(clock.now() - began, 4))
     run.checkpoint()

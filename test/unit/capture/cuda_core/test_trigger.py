@@ -82,16 +82,16 @@ def test_what_is_written_of_a_core_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "outcome", "why"),
+    ("there", "why"),
     [
-        ("switched off", "switched_off", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set"),
-        ("nothing", "no_pipe", r"there is no pipe .*pipe\.\d+: CUDA was not initialised"),
-        ("pipe", "no_reader", "it has no reader"),
-        ("file", "foreign_pipe", "is not a pipe of the process's own user"),
-        ("link", "foreign_pipe", "is not a pipe of the process's own user"),
+        ("switched off", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set"),
+        ("nothing", r"there is no pipe .*pipe\.\d+: CUDA was not initialised"),
+        ("pipe", "it has no reader"),
+        ("file", "is not a pipe of the process's own user"),
+        ("link", "is not a pipe of the process's own user"),
     ],
 )
-def test_who_cannot_be_asked_is_left_alone_and_named(tmp_path: Path, there: str, outcome: str, why: str) -> None:
+def test_who_cannot_be_asked_is_left_alone_and_named(tmp_path: Path, there: str, why: str) -> None:
     pipe, victim = tmp_path / f"pipe.{os.getpid()}", tmp_path / "victim"
     victim.write_text("untouched")
     if there == "pipe":
@@ -100,9 +100,9 @@ def test_who_cannot_be_asked_is_left_alone_and_named(tmp_path: Path, there: str,
         pipe.hardlink_to(victim) if there == "file" else pipe.symlink_to(victim)
     environ = {} if there == "switched off" else ENABLED
     request = CoreRequest(os.getpid(), environ | {"CUDA_COREDUMP_PIPE": str(tmp_path / "pipe.%p")})
-    with pytest.raises(NoCoreError, match=why) as caught:
+    with pytest.raises(NoCoreError, match=why):
         request.send()
-    assert (caught.value.outcome, request.leftover()) == (outcome, "no file appeared")
+    assert request.leftover() == "no file appeared"
     assert victim.read_text() == "untouched"
 
 
