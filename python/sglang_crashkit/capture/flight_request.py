@@ -17,15 +17,17 @@ epoch, and the dump, with SGLang's names of its process groups; or one line that
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from sglang_crashkit.capture.responder import COLLECTIVES, Conversation
-from sglang_crashkit.kernel.private_files import FifoError, open_regular, read_json, write_private, write_to_fifo
+from sglang_crashkit.kernel.private_files import FifoError, open_regular, read_regular, write_private, write_to_fifo
 from sglang_crashkit.kernel.procfs import open_files, owner_of
 from sglang_crashkit.model.flight_dump import MAX_BYTES, FlightDump, FlightDumpError, parse_dump
 
@@ -44,12 +46,11 @@ _MAX_REASON = 200
 _UNASKED_SECS = 120.0
 
 
-@dataclass(frozen=True)
-class FlightPlace:
+class FlightPlace(msgspec.Struct, frozen=True):
     """Where the flight recorder of one process is asked and where it writes, as the process itself was told."""
 
     pipe_stem: str  # what the name of its pipe begins with; empty where it makes none
-    dump_stem: str  # what the name of its dump begins with
+    dump_stem: Annotated[str, msgspec.Meta(min_length=1)]  # what the name of its dump begins with
     is_own: bool  # no other process writes there
 
     @staticmethod
@@ -63,17 +64,15 @@ class FlightPlace:
         Raises:
             OSError: the folder is gone or full.
         """
-        write_private(self.file_of(runtime, pid, start_ticks), json.dumps(asdict(self)).encode())
+        write_private(self.file_of(runtime, pid, start_ticks), msgspec.json.encode(self))
 
     @classmethod
     def read(cls, runtime: Path, pid: int, start_ticks: int) -> FlightPlace | None:
         """Return what process `pid` said, None where it said nothing."""
         try:
-            document = read_json(cls.file_of(runtime, pid, start_ticks), _MAX_BYTES)
-            place = cls(str(document["pipe_stem"]), str(document["dump_stem"]), document["is_own"] is True)
-        except (OSError, ValueError, KeyError, TypeError):
+            return msgspec.json.decode(read_regular(cls.file_of(runtime, pid, start_ticks), _MAX_BYTES), type=cls)
+        except (OSError, ValueError, RecursionError):
             return None
-        return place if place.dump_stem else None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.responder import ask_responders
+from sglang_crashkit.capture.tracing import stopper_of
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import open_pidfd, signal_pidfd
 from sglang_crashkit.kernel.private_files import read_regular
@@ -158,13 +159,8 @@ def _ask(question: _Question) -> str:
     except OSError as error:
         return error.strerror or str(error)
     try:
-        stat = procfs.read_stat(hooks.pid, hooks.start_ticks)
-        if stat is None or stat.state in "ZX":
-            return "it has ended"
-        if stat.state in "Tt":
-            return "it is stopped, and would take the signal when it goes on"
-        if tracer := procfs.read_tracer(hooks.pid):
-            return f"process {tracer} traces it, and would take the signal"
+        if reason := stopper_of(hooks.pid, hooks.start_ticks):
+            return reason
         if not procfs.catches_signal(hooks.pid, hooks.signal):
             return f"it does not catch signal {hooks.signal} any more"
         thread = _thread_to_ask(hooks)

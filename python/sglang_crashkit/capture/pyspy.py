@@ -62,9 +62,7 @@ def sample_all(
     """Take the stacks of all of `pids` side by side; return a result for each, in the order given.
 
     Where they are too many to run at once, each gets an equal part of the time that is left when its turn comes: py-spy
-    of one that blocks, as in uninterruptible sleep, does not cost another its turn. Once all had theirs, those whose
-    part was too short are tried once more in the time that is left, but not with ``--native``: it may have left them
-    stopped.
+    of one that blocks, as in uninterruptible sleep, does not cost another its turn.
 
     py-spy is killed at the end of `deadline_secs`, and when `stop` is set. `on_start` has by process what is called
     with the pid of its py-spy, which is its process group's as well.
@@ -76,7 +74,6 @@ def sample_all(
 
     # Of many that share few cores none ends in time; of a few in turns most do.
     at_once = max(1, min(len(wanted), max(_LEAST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))))
-    cut_off = set[int]()
 
     def take(pid: int, turns: int) -> Sample:
         threads: tuple[Thread, ...] = ()
@@ -111,30 +108,21 @@ def sample_all(
             is_alike = outermost != "" and outermost == before
             if all(_worth(threads, pid)) or (threads and (is_alike or attempt >= _ATTEMPTS_AT_MAIN_THREAD)):
                 break
-        if not threads and time.monotonic() >= start + secs:
-            cut_off.add(pid)
         if threads:
             problem = ""
         return Sample(pid=pid, threads=threads, problem=problem, seconds=round(time.monotonic() - since, 4))
 
+    turns = math.ceil(len(wanted) / at_once)
+    taken: list[Future[Sample] | Sample] = []
     with ThreadPoolExecutor(at_once) as pool:
-
-        def take_all(pids: Sequence[int]) -> dict[int, Sample]:
-            turns = math.ceil(len(pids) / at_once)
-            taken: dict[int, Future[Sample] | Sample] = {}
-            for begun, pid in enumerate(pids):
+        try:
+            for begun, pid in enumerate(wanted):
                 try:
-                    taken[pid] = pool.submit(take, pid, turns - begun // at_once)
+                    taken.append(pool.submit(take, pid, turns - begun // at_once))
                 except RuntimeError as error:
                     # As at a container's limit of processes, which may be what the server died of.
-                    taken[pid] = Sample(pid=pid, problem=f"py-spy: {error}")
-            return {pid: one.result() if isinstance(one, Future) else one for pid, one in taken.items()}
-
-        try:
-            results = take_all(wanted)
-            if mode == "--nonblocking" and time.monotonic() < since + deadline_secs:
-                results |= take_all([pid for pid in wanted if pid in cut_off])
-            return list(results.values())
+                    taken.append(Sample(pid=pid, problem=f"py-spy: {error}"))
+            return [one.result() if isinstance(one, Future) else one for one in taken]
         finally:
             # Where this is interrupted, nothing waits for the rest.
             stop.set()

@@ -36,8 +36,8 @@ tracing.guard(sys.stdin)
 _END_SECS = 5.0
 
 
-def obstacle_of(pid: int, start_ticks: int) -> str:
-    """Return why a process must not be stopped by a tracer, empty where nothing speaks against it."""
+def stopper_of(pid: int, start_ticks: int) -> str:
+    """Return why a process can take no signal, or does not run on; empty where nothing speaks against a signal."""
     stat = procfs.read_stat(pid, start_ticks)
     if stat is None or stat.state in "ZX":
         return "it has ended"
@@ -45,6 +45,13 @@ def obstacle_of(pid: int, start_ticks: int) -> str:
         return "it is stopped, and must stay as it was found"
     if tracer := procfs.read_tracer(pid):
         return f"process {tracer} ({procfs.read_title(tracer)}) traces it already"
+    return ""
+
+
+def obstacle_of(pid: int, start_ticks: int) -> str:
+    """Return why a process must not be stopped by a tracer, empty where nothing speaks against it."""
+    if reason := stopper_of(pid, start_ticks):
+        return reason
     asleep = sorted(thread for thread, state in procfs.thread_states(pid).items() if state == "D")
     return f"thread {asleep[0]} is in uninterruptible sleep, and would not stop" if asleep else ""
 

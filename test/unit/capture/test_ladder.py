@@ -110,7 +110,7 @@ def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: P
         assert state_of(stopped.pid) == "T"
         assert int(procfs.read_status(stopped.pid)["ShdPnd"], 16) == 0, "a signal waits for it"
     assert not first.threads
-    assert first.problem.endswith("faulthandler: it is stopped, and would take the signal when it goes on")
+    assert first.problem.endswith("faulthandler: it is stopped, and must stay as it was found")
     assert second.threads
     assert second.seconds < LONG / 5
 
@@ -151,7 +151,7 @@ def ask(folder: Path, *targets: StackHooks, secs: float = LONG):
 def test_a_traced_process_is_not_asked(runtime: Path) -> None:
     with hooked(runtime, SLEEPER) as target, traced(target.pid) as tracer:
         (sample,) = ask(runtime, target)
-    assert sample.problem == f"process {tracer} traces it, and would take the signal"
+    assert sample.problem.startswith(f"process {tracer} (")
 
 
 def test_one_that_stopped_catching_the_signal_is_not_sent_it(runtime: Path) -> None:

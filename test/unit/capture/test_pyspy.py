@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture import pyspy
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.kernel import procfs
 from unit.support.targets import make_tool
@@ -53,17 +52,6 @@ def test_those_that_block_leave_the_others_their_turn(use_tool, monkeypatch: pyt
     results = sample_all(range(1, 25), 6.0)
     assert [bool(result.threads) for result in results] == [False] * 8 + [True] * 16
     assert all(result.problem.startswith("py-spy did not end within ") for result in results[:8])
-
-
-@pytest.mark.parametrize(("mode", "is_tried_again"), [("--nonblocking", True), ("--native", False)])
-def test_one_cut_off_at_its_share_is_tried_again(
-    tmp_path: Path, use_tool, monkeypatch: pytest.MonkeyPatch, mode: pyspy.Mode, is_tried_again: bool
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
-    use_tool(f"[ $5 = 1 ] && mkdir {tmp_path}/tried && exec sleep 600; echo '{GOOD}'")
-    results = sample_all(range(1, 10), 4.0, mode)
-    assert [bool(result.threads) for result in results] == [is_tried_again] + [True] * 8
-    assert [result.pid for result in results] == list(range(1, 10))
 
 
 @pytest.mark.parametrize("script", ["echo rubbish", "echo '{}'", "echo '[{\"frames\": []}]'", "exit 1", "kill -9 $$"])

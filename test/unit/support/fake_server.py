@@ -177,14 +177,14 @@ def sleep_in_the_kernel(fifo: str) -> None:
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=actions), 0)
 
 
-def start_cuda(seconds: str, fraction: str, then: str = "", what: str = "hung", steps: str = "10") -> None:
+def start_cuda(seconds: str, fraction: str, then: str = "", steps: str = "10") -> None:
     """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
     pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
     core = os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(os.getpid())).replace("%t", str(int(time.time())))
     driver = threading.Thread(
         target=cuda_driver.run,
         args=(pipe, core, float(seconds)),
-        kwargs={"fraction": float(fraction), "then": then, "what": what, "steps": int(steps)},
+        kwargs={"fraction": float(fraction), "then": then, "steps": int(steps)},
         daemon=True,
     )
     driver.start()

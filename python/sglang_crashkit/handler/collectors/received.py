@@ -175,10 +175,7 @@ class RequestJournals(HeldMemory):
     what = "request journal"
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put what the journals hold now into an incident.
-
-        `deadline` is when the rest is left out, by the monotonic clock; a full one of 32 MiB takes about a second.
-        """
+        """Put what the journals hold now into an incident; a full one of 32 MiB takes about a second."""
         if not self.held or run.problem:
             return
         # Before they are read: a process that ends meanwhile may have written more.
@@ -208,10 +205,7 @@ class StepRecords(HeldMemory):
     max_of_dead = 32
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put what the schedulers noted of their steps into an incident.
-
-        No other rank is begun with after `deadline`, by the monotonic clock; one takes about 0.1 s.
-        """
+        """Put what the schedulers noted of their steps into an incident; a rank takes about 0.1 s."""
         read_at, steps = time.monotonic(), dict[int, Sequence[Step]]()
         for process in run.tree:
             held = self.held.get(process)
@@ -316,11 +310,7 @@ class ProcessLogs(HeldMemory):
         self._most = most
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put the logs of the server's own processes into an incident, whose requests are there already.
-
-        What is not searched for secrets and prompts before `deadline`, by the monotonic clock, is withheld; a full log
-        takes about 0.1 s.
-        """
+        """Put the logs of the server's own processes into an incident, whose requests are there; each takes 0.1 s."""
         prompts = _prompts_in(run.path / REQUESTS)
         for process in run.tree:
             if process.matters:
@@ -427,10 +417,7 @@ class ServerEnvironment:
         return arguments if isinstance(arguments, dict) else {}
 
     def take(self, run: IncidentRun, deadline: float) -> None:
-        """Put ``environment.json`` into an incident that is about to be finished.
-
-        What is not read before `deadline`, by the monotonic clock, is left out; ten processes take about 0.05 s.
-        """
+        """Put ``environment.json`` into an incident that is about to be finished; ten processes take about 0.05 s."""
         document = self._gather(run.tree, deadline)
         run.incident.environment = lenient.read(_environment_in_short(document), incident.Surroundings)
         piece = write_piece("environment", run.folder.write_json, ENVIRONMENT, document)

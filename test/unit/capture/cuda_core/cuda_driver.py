@@ -9,19 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from unit.capture.cuda_core import synthetic_core
-
-#: What it writes: of a GPU on which a kernel hangs, of one that failed, or an ELF file that no GPU core would be.
-CORES = {
-    "hung": synthetic_core.hung_core,
-    "failed": synthetic_core.failed_core,
-    "foreign": lambda: synthetic_core.elf_bytes([synthetic_core.Part("x", synthetic_core.PROGBITS, bytes(4096))]),
-}
+from unit.capture.cuda_core.synthetic_core import core_bytes
 
 
-def run(
-    pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: str = "", what: str = "hung", steps: int = 10
-) -> None:
+def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: str = "", steps: int = 10) -> None:
     """Answer one trigger.
 
     Args:
@@ -30,7 +21,6 @@ def run(
         seconds: how long the writing takes.
         fraction: how much of the core is written.
         then: ``hang`` keeps the file open, ``die`` ends the process, when that much is written.
-        what: one of `CORES`.
         steps: in how many pieces it is written.
     """
     # It has its reader before it has its name: the process that sees the pipe may write to it.
@@ -39,7 +29,7 @@ def run(
     with os.fdopen(os.open(unnamed, os.O_RDWR), "rb", buffering=0) as trigger:
         unnamed.rename(pipe)
         trigger.read(1)
-    data = CORES[what]()
+    data = core_bytes()
     data = data[: int(len(data) * fraction)]
     step = len(data) // steps + 1
     with Path(core).open("wb", buffering=0) as file:

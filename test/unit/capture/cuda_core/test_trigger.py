@@ -13,15 +13,10 @@ from sglang_crashkit.capture.cuda_core import trigger as cuda_core
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.kernel.procfs import open_files
 from unit.capture.cuda_core import cuda_driver
-from unit.capture.cuda_core.synthetic_core import PROGBITS, Part, elf_bytes
+from unit.capture.cuda_core.synthetic_core import core_bytes
 from unit.support.waiting import spawned, wait_until
 
 Start = Callable[..., CoreRequest]
-
-
-def core_bytes(payload: int = 4096, *, many_sections: bool = False) -> bytes:
-    """Return a core that is whole and says nothing."""
-    return elf_bytes([Part("", PROGBITS, b"g" * payload)], many_sections=many_sections)
 
 
 ENABLED = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}

@@ -15,7 +15,7 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
 from sglang_crashkit.incident.exit_status import ServerExit
-from unit.capture.cuda_core.synthetic_core import failed_core
+from unit.capture.cuda_core.synthetic_core import core_bytes
 from unit.support.flight_dumps import document, entry, pickled
 from unit.support.server_driver import HOST, Server, crash, document_of, events_of, piece_of, report_of
 from unit.support.waiting import LONG, wait_until
@@ -73,9 +73,9 @@ def core_of(server: Server, document: dict[str, Any], title: str) -> dict[str, A
 @pytest.mark.parametrize(
     ("environ", "how", "status", "reason"),
     [
-        ({}, "0.1 1 - foreign", "captured", None),
+        ({}, "0.1 1", "captured", None),
         # One that grows is waited for beyond the wait.
-        ({WAIT: "2.5"}, "4 1 - hung 40", "captured", None),
+        ({WAIT: "2.5"}, "4 1 - 40", "captured", None),
         ({WAIT: "1.5"}, "0.1 0.5 hang", "failed", r"not whole, and nothing was written for 1.5 s: .* bytes so far"),
         ({WAIT: "1.5"}, "0.1 0 hang", "failed", "not whole, and nothing was written for 1.5 s: "),
         ({}, "0.2 0.5", "failed", ".*is no whole core"),
@@ -112,7 +112,7 @@ def test_a_core_is_waited_for_or_the_reason_is_said(
     assert reason is None or re.match(reason, piece["reason"]), piece
     if status == "skipped":
         assert list((tmp_path / "crash" / HOST).glob("core.cuda.*")) == []
-    if how.endswith("foreign"):
+    if how == "0.1 1":
         # Without cuda-gdb the core is kept, and how to read it is said.
         report = report_of(told, "scheduler_TP0")
         read = piece_of(report, "gpu_kernels")
@@ -156,7 +156,7 @@ def test_the_core_of_a_rank_whose_gpu_failed_is_read(
     server = start_gpu_server()
     pid = server.ranks["scheduler_TP1"]
     # The driver writes it, and then ends the process by SIGABRT, or has the call fail.
-    (tmp_path / "crash" / HOST / f"core.cuda.1795000000.{pid}").write_bytes(failed_core())
+    (tmp_path / "crash" / HOST / f"core.cuda.1795000000.{pid}").write_bytes(core_bytes())
     if raises:
         server.say("tell scheduler_TP1 raise CUDA error: an illegal memory access was encountered")
     else:
@@ -190,7 +190,7 @@ def test_a_core_that_cuda_gdb_does_not_bear_costs_no_more_than_its_account(
 
 def test_a_core_of_the_drivers_own_is_waited_for(start_gpu_server: Start, cuda_gdb: Behaves, tmp_path: Path) -> None:
     server = start_gpu_server()
-    assert server.ask("tell scheduler_TP0 cuda 5 1 - failed") == "listening"
+    assert server.ask("tell scheduler_TP0 cuda 5 1") == "listening"
     # As where the GPU of one rank failed, and the end of another one is noticed before it has written its core.
     (tmp_path / f"corepipe.cuda.{server.ranks['scheduler_TP0']}").write_bytes(b"1")
     folder = tmp_path / "crash" / HOST
@@ -204,7 +204,7 @@ def test_a_core_of_the_drivers_own_is_waited_for(start_gpu_server: Start, cuda_g
 def test_a_core_of_an_earlier_process_is_not_taken(start_gpu_server: Start, tmp_path: Path) -> None:
     server = start_gpu_server()
     path = tmp_path / "crash" / HOST / f"core.cuda.1.{server.ranks['scheduler_TP1']}"
-    path.write_bytes(failed_core())
+    path.write_bytes(core_bytes())
     os.utime(path, (1.0, 1.0))
     assert core_of(server, crash(server, status=ServerExit.KILLED), "scheduler_TP1") == {}
 
@@ -229,7 +229,7 @@ def test_the_flight_recorder_comes_before_the_core(start_gpu_server: Start, tmp_
 
 def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None:
     server = start_gpu_server(**{WAIT: "60", "SGLANG_CRASHKIT_EXIT_SECS": "8", "SGLANG_CRASHKIT_END_SECS": "1"})
-    assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
+    assert server.ask("tell scheduler_TP0 cuda 60 1 - 600") == "listening"
     before = time.monotonic()
     told = crash(server, status=ServerExit.KILLED)
     piece = core_of(server, told, "scheduler_TP0")
@@ -245,7 +245,7 @@ def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None
 
 def test_a_core_that_grows_too_long_is_cut_short(start_gpu_server: Start) -> None:
     server = start_gpu_server(SGLANG_CRASHKIT_MAX_CORE_MB="0.00195313")
-    assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
+    assert server.ask("tell scheduler_TP0 cuda 60 1 - 600") == "listening"
     told = crash(server, status=ServerExit.KILLED)
     piece = core_of(server, told, "scheduler_TP0")
     assert piece["status"] == "failed"

@@ -100,7 +100,7 @@ def test_faulthandler_tells_of_a_lock_held_in_c(
             "exit 1",
             "0",
             "failed",
-            "py-spy ended with status 1; faulthandler: it is stopped, and would take the signal when it goes on",
+            "py-spy ended with status 1; faulthandler: it is stopped, and must stay as it was found",
         ),
         (None, "1", "skipped", "it is stopped, and must stay as it was found"),
     ],
