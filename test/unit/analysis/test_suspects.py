@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,8 +235,6 @@ def between(
         # Others run between two steps, or may.
         (between(received=("a",), unfinished=2), ["a"], [("a", "unknown", RECEIVED)]),
         (between(received=("a",), left_out=1), ["a"], [("a", "unknown", RECEIVED)]),
-        (between(received=("a",), lost=1), ["a"], [("a", "unknown", RECEIVED)]),
-        (between(received=("a",), torn=1), ["a"], [("a", "unknown", RECEIVED)]),
         (between(received=("a",), reason="one was dropped"), ["a"], [("a", "unknown", RECEIVED)]),
         # Where the rank took in new ones, those that run are not it.
         (between(unfinished=2, takes_in=True), ["a"], [("a", "supported", ONLY_NEW)]),
@@ -363,33 +362,17 @@ def test_of_a_large_batch_the_unusual_one_is_first(odd: dict[str, Asked], reason
     assert (next(iter(told)) in odd) is bool(reason)
 
 
-class Compared(str):
-    """A text that counts how often one is compared with another."""
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-    times = 0
-
-    def __eq__(self, other: object) -> bool:
-        Compared.times += 1
-        return str.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-
-@pytest.mark.parametrize("unanswered", [0, 300])
-def test_judging_a_large_batch_takes_no_square_of_it(monkeypatch: pytest.MonkeyPatch, unanswered: int) -> None:
-    monkeypatch.setattr(Compared, "times", 0)
-    rids = [Compared(f"r{number}") for number in range(300)]
-    asked = {rid: asks(Compared(rid), Compared("top_k")) for rid in rids}
-    waiting = [Compared(f"w{number}") for number in range(unanswered)]
-    made = between(*rids) if unanswered else incident("r0", size=300)
+@pytest.mark.parametrize("unanswered", [0, 20_000])
+def test_judging_a_large_batch_takes_no_square_of_it(unanswered: int) -> None:
+    rids = [f"r{number}" for number in range(20_000)]
+    asked = {rid: asks(rid, "top_k") for rid in rids}
+    made = between(*rids) if unanswered else incident("r0", size=len(rids))
     steps_of(made).last.insert(0, step(8))
     steps_of(made).rids = {9: rids}
-    found, left_out = suspects_of(made, None, asked, waiting)
-    assert len(found) + left_out == 300 + unanswered
-    assert Compared.times < 10 * 300
+    began = time.process_time()
+    found, left_out = suspects_of(made, None, asked, [f"w{number}" for number in range(unanswered)])
+    assert time.process_time() - began < 4.0
+    assert len(found) + left_out == len(rids) + unanswered
 
 
 def test_of_a_large_batch_the_new_one_is_known() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -201,15 +200,11 @@ def test_an_answer_in_pieces_is_taken_when_it_is_whole(impostor) -> None:
         (b"-1 1.0\n" + DUMP, "^-1 1.0$"),
         (b"1" * 5000 + b" 1.0\n" + DUMP, "^1{200}$"),
         (b"1 nan\n" + DUMP, "^1 nan$"),
-        (HEAD, "cut off"),
         (HEAD + DUMP[:-9], "cut off"),
-        (HEAD + DUMP + b"more", "bytes follow its end"),
         (HEAD + b"\x80\x02cos\nsystem\n.", "builds no plain data"),
-        (HEAD + pickle.dumps([1], 2), "a list stands in it where a dict belongs"),
-        (HEAD + pickled(document([]) | {"version": "9.1"}), "nothing is known"),
         (HEAD + b"x" * (17 << 20), "more than 16 MiB"),
     ],
-    ids=range(12),
+    ids=range(8),
 )
 def test_what_is_no_answer_is_named_within_bounds(impostor, answer: bytes, words: str) -> None:
     request = GlooRequest(os.getpid(), impostor(answer))

@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -248,16 +246,3 @@ def test_names_of_later_pythons_and_unknown_lines_are_taken() -> None:
 def test_anything_else_holds_nothing(text: str) -> None:
     output = parse(text)
     assert (output.threads, output.is_whole, output.error) == ((), False, "")
-
-
-def test_what_this_python_writes_is_read() -> None:
-    code = "import faulthandler, os, sys, threading\n"
-    code += "def wait_long(): threading.Event().wait()\n"
-    code += "threading.Thread(target=wait_long, daemon=True).start()\n"
-    code += "print(threading.main_thread().ident, flush=True)\n"
-    code += "def fall(): faulthandler._sigsegv()\nfaulthandler.enable()\nfall()\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    output = parse_faulthandler(done.stderr, 100, int(done.stdout))
-    assert (output.error, output.is_whole) == ("Segmentation fault", True)
-    assert [frame.function for frame in output.threads[0].frames] == ["fall", "<module>"]
-    assert "wait_long" in [frame.function for frame in output.threads[1].frames]
