@@ -1,7 +1,7 @@
 """What surrounds a server: versions, its cgroup and the host's pressure, shared memory, and what each process has open.
 
 What cannot be read is left out, and nothing takes its place. Each file is read by `guarded_read`, so that a process or
-a file system that lets a read wait holds up none for long. Sources of the formats: proc(5), proc_pid_limits(5), and
+a file system that lets a read wait holds up none for long. Sources of the formats: proc(5), and
 cgroup-v1, cgroup-v2 and PSI in the kernel's admin guide.
 """
 
@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
@@ -53,12 +54,11 @@ _MEMORY_LIMIT = ("memory.limit_in_bytes", "memory.max")
 #: v1 writes a number about so large where there is no limit.
 _UNLIMITED = 1 << 60
 _LIMITS = {
-    "Max open files": "open_files",
-    "Max processes": "processes",
-    "Max locked memory": "locked_memory_bytes",
-    "Max address space": "address_space_bytes",
-    "Max core file size": "core_file_bytes",
-    "Max stack size": "stack_bytes",
+    "open_files": resource.RLIMIT_NOFILE,
+    "processes": resource.RLIMIT_NPROC,
+    "locked_memory_bytes": resource.RLIMIT_MEMLOCK,
+    "core_file_bytes": resource.RLIMIT_CORE,
+    "stack_bytes": resource.RLIMIT_STACK,
 }
 _SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/dev/shm/([^\n]+)$", re.MULTILINE)
 _MAX_SEGMENTS = 256
@@ -134,12 +134,10 @@ def read_process(pid: int) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         found["open_files"] = len(os.listdir(PROC / str(pid) / "fd"))  # noqa: PTH208
     limits = {}
-    for line in _text_of(PROC / str(pid) / "limits").splitlines():
-        # Columns of 25 and 20 characters, each with a space behind it.
-        name = _LIMITS.get(line[:25].strip())
-        if name is not None:
-            soft, hard = (_parse_number(column) for column in (line[26:46], line[47:67]))
-            limits[name] = _without_gaps({"soft": soft, "hard": hard})
+    for name, number in _LIMITS.items():
+        with contextlib.suppress(OSError):
+            values = zip(("soft", "hard"), resource.prlimit(pid, number), strict=True)
+            limits[name] = {which: value for which, value in values if value != resource.RLIM_INFINITY}
     return _without_gaps(found | {"limits": _without_gaps(limits)})
 
 

@@ -42,8 +42,6 @@ _PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
 _LEAST_SHARE = 0.15
 
 _POLL_SECS = 0.005
-#: Output that has not grown for this long, in seconds, is all there is, whatever it looks like.
-_STILL_SECS = 0.1
 _MAX_BYTES = 4 << 20
 _FATAL = re.compile(r"Fatal Python error: (.*)")
 _THREAD = re.compile(r"(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
@@ -109,49 +107,42 @@ def _take_in(results: dict[int, Sample], samples: Sequence[Sample], later_secs: 
         results[new.pid] = replace(new, problem="; ".join(problems), seconds=seconds, gil=gil)
 
 
-@dataclass
-class _Question:
-    hooks: StackHooks
-    file: Path
-    size: int = 0
-    grown_at: float = 0.0
-
-
 def ask_faulthandler(
     processes: Sequence[StackHooks], folders: Mapping[int, Path], deadline_secs: float
 ) -> list[Sample]:
     """Ask all processes side by side, each with its runtime folder; return a result for each, in the order given."""
     started = time.monotonic()
     results: dict[int, Sample] = {}
-    waiting: list[_Question] = []
+    waiting: dict[StackHooks, Path] = {}
     for hooks in processes:
-        question = _Question(hooks, HookFiles.of(folders[hooks.pid], hooks.pid, hooks.start_ticks).stack)
-        refusal = _ask(question)
-        if refusal:
+        file = HookFiles.of(folders[hooks.pid], hooks.pid, hooks.start_ticks).stack
+        if refusal := _ask(hooks, file):
             results[hooks.pid] = Sample(pid=hooks.pid, problem=refusal, source="faulthandler")
         else:
-            waiting.append(question)
+            waiting[hooks] = file
     while waiting:
         is_last = time.monotonic() >= started + deadline_secs
-        for question in list(waiting):
-            output = _read(question, is_last=is_last)
-            if output is not None:
-                waiting.remove(question)
-                pid, threads, problem = question.hooks.pid, output.threads, ""
-                seconds = round(time.monotonic() - started, 4)
+        for hooks, file in list(waiting.items()):
+            text = ""
+            with contextlib.suppress(OSError):
+                text = read_regular(file, _MAX_BYTES).decode(errors="replace")
+            output = parse_faulthandler(text, hooks.pid, hooks.main_thread, hooks.roots)
+            if output.is_whole or is_last:
+                del waiting[hooks]
+                threads, problem = output.threads, "" if output.is_whole else "what it wrote is not whole"
+                secs = round(time.monotonic() - started, 4)
                 if not any(thread.frames for thread in threads):
-                    threads, problem = (), f"it wrote nothing within {seconds:g} s"
-                elif not output.is_whole:
-                    problem = "what it wrote is not whole"
-                results[pid] = Sample(pid=pid, threads=threads, problem=problem, source="faulthandler", seconds=seconds)
+                    threads, problem = (), f"it wrote nothing within {secs:g} s"
+                results[hooks.pid] = Sample(
+                    pid=hooks.pid, threads=threads, problem=problem, source="faulthandler", seconds=secs
+                )
         if waiting:
             time.sleep(_POLL_SECS)
     return [results[hooks.pid] for hooks in processes]
 
 
-def _ask(question: _Question) -> str:
+def _ask(hooks: StackHooks, file: Path) -> str:
     """Send the signal; return why it was not sent, empty when it was."""
-    hooks = question.hooks
     if hooks.signal == 0:
         return "faulthandler has no signal there"
     try:
@@ -166,7 +157,7 @@ def _ask(question: _Question) -> str:
         thread = _thread_to_ask(hooks)
         if thread is None:
             return "no thread of it can take a signal now: all are in uninterruptible sleep or block it"
-        os.truncate(question.file, 0)
+        os.truncate(file, 0)
         _send(pidfd, hooks, thread)
     except OSError as error:
         return error.strerror or str(error)
@@ -193,24 +184,6 @@ def _send(pidfd: int, hooks: StackHooks, thread: int) -> None:
         signal_pidfd(pidfd, hooks.signal)
     elif tgkill(hooks.pid, thread, hooks.signal):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
-    """Return the output once it is whole or stands still, and what there is of it when this is the last look."""
-    now = time.monotonic()
-    with contextlib.suppress(OSError):
-        size = question.file.stat().st_size
-        if size != question.size:
-            question.size, question.grown_at = size, now
-    if question.size == 0 and not is_last:
-        return None
-    text = ""
-    with contextlib.suppress(OSError):
-        text = read_regular(question.file, _MAX_BYTES).decode(errors="replace")
-    hooks = question.hooks
-    output = parse_faulthandler(text, hooks.pid, hooks.main_thread, hooks.roots)
-    stands_still = question.size > 0 and now - question.grown_at >= _STILL_SECS
-    return output if output.is_whole or stands_still or is_last else None
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,9 @@ STILL_SECS = 1.0
 #: What is written to the pipe. SGLang writes one byte; vLLM writes 1 MB, since a short write was seen to do nothing.
 TRIGGER = b"1"
 _MAGIC = b"\x7fELF\x02\x01"
-#: Of an ELF header, where its two tables are, and the length and number of their rows; of a row its type, and where
-#: in the file what it names begins and how long it is.
-_HEADER, _SEGMENT, _SECTION = map(struct.Struct, ("<6s26xQQ6xHHHH2x", "<I4xQ16xQ16x", "<4xI16xQQ24x"))
-#: The type of a section that takes nothing of the file.
-_NO_BITS = 8
-#: Four times what a GPU of 148 SMs comes to with all its threads, and a row that grew.
-_MAX_ROWS, _MAX_ROW, _BYTES_AT_A_TIME = 4_000_000, 4096, 1 << 22
+#: Of an ELF header, where the table of its sections is, and the length and number of its rows; and of the first row the
+#: number of them where the header has no room for it.
+_HEADER, _COUNT = struct.Struct("<6s34xQ10xHH2x"), struct.Struct("<32xQ")
 #: The unit of stat(2)'s ``st_blocks``.
 _BLOCK_BYTES = 512
 
@@ -123,7 +119,7 @@ class CoreRequest:
         Raises:
             NoCoreError: the driver left a file that is no whole core.
         """
-        for path in set(self._files()) - self._before:
+        for path in self._new():
             if not self._has_settled(path) and not has_ended:
                 continue
             if is_whole_core(path):
@@ -135,17 +131,19 @@ class CoreRequest:
     @property
     def written(self) -> int:
         """How much of the core is on the disk, in bytes, of a file with holes also what fills them; it grows on."""
-        return sum(status.st_size + status.st_blocks * _BLOCK_BYTES for status in self._statuses())
+        return self.size_on_disk + sum(map(self._size_of, self._new()))
 
     @property
     def size_on_disk(self) -> int:
         """How many bytes of the disk the core takes by now."""
-        return sum(status.st_blocks * _BLOCK_BYTES for status in self._statuses())
-
-    def _statuses(self) -> Iterator[os.stat_result]:
-        for path in set(self._files()) - self._before:
+        size = 0
+        for path in self._new():
             with contextlib.suppress(OSError):
-                yield path.stat()
+                size += path.stat().st_blocks * _BLOCK_BYTES
+        return size
+
+    def _new(self) -> set[Path]:
+        return set(self._files()) - self._before
 
     @property
     def folder(self) -> Path:
@@ -167,7 +165,7 @@ class CoreRequest:
 
     def leftover(self) -> str:
         """Say what there is of a core that did not become whole."""
-        parts = sorted(set(self._files()) - self._before)
+        parts = sorted(self._new())
         return ", ".join(f"{path} has {self._size_of(path)} bytes so far" for path in parts) or "no file appeared"
 
     def _files(self) -> Iterator[Path]:
@@ -203,7 +201,7 @@ class CoreRequest:
 
 
 def is_whole_core(path: Path) -> bool:
-    """Say whether `path`, not a link, is a 64-bit ELF file that holds all that its headers name."""
+    """Say whether `path`, not a link, is a 64-bit ELF file with its table of sections, which the driver writes last."""
     try:
         # Not blocking: the open of a pipe would wait for somebody to write to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -211,35 +209,16 @@ def is_whole_core(path: Path) -> bool:
         return False
     try:
         status = os.fstat(descriptor)
-        return stat.S_ISREG(status.st_mode) and 0 < _end_of(descriptor, status.st_size) <= status.st_size
+        magic, table, row_size, count = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
+        if magic == _MAGIC and table and not count:
+            # More than the header can say: the first one says how many.
+            (count,) = _COUNT.unpack(os.pread(descriptor, _COUNT.size, table))
+        is_elf = stat.S_ISREG(status.st_mode) and magic == _MAGIC
+        return is_elf and 0 < table < table + count * row_size <= status.st_size
     except (OSError, struct.error):
         return False
     finally:
         os.close(descriptor)
-
-
-def _end_of(descriptor: int, size: int) -> int:
-    """Return where the last of what the headers of an ELF file name ends, in bytes; beyond `size` where they lie."""
-    magic, *fields = _HEADER.unpack(os.pread(descriptor, _HEADER.size, 0))
-    segments, sections, segment_size, segment_count, section_size, section_count = fields
-    if magic != _MAGIC:
-        return 0
-    if sections and not section_count:
-        # More than the header can say: the first one says how many.
-        section_count = _SECTION.unpack(os.pread(descriptor, _SECTION.size, sections))[2]
-    end = 0
-    tables = ((_SEGMENT, segments, segment_size, segment_count), (_SECTION, sections, section_size, section_count))
-    for row, table, row_size, count in tables:
-        end = max(end, table + count * row_size)
-        if count and not (row.size <= row_size <= _MAX_ROW and count <= _MAX_ROWS and end <= size):
-            return size + 1
-        rows = struct.Struct(f"{row.format}{row_size - row.size}x") if count else row
-        step = _BYTES_AT_A_TIME // _MAX_ROW
-        for first in range(0, count, step):
-            data = os.pread(descriptor, min(step, count - first) * row_size, table + first * row_size)
-            ends = [offset + length for kind, offset, length in rows.iter_unpack(data) if kind != _NO_BITS]
-            end = max([end, *ends])
-    return end
 
 
 def _is_fifo(path: Path) -> bool:
