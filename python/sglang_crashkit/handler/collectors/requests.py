@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -78,11 +79,11 @@ def export_requests(
             # One that is made to be read slowly leaves time for the others.
             share_secs = max(_LEAST_SECS, (deadline - now) / 2 / (len(journals) - place))
             reader = JournalReader(descriptor, now + share_secs)
-        except RingError as error:
-            problems.append(f"the journal of process {pid} {error.message}")
         except Exception as error:
-            logger.warning("the journal of process %d cannot be read", pid, exc_info=True)
-            problems.append(f"the journal of process {pid} cannot be read: {type(error).__name__}")
+            is_known = isinstance(error, RingError)
+            logger.warning("the journal of process %d cannot be read", pid, exc_info=not is_known)
+            why = error.message if isinstance(error, RingError) else f"cannot be read: {type(error).__name__}"
+            problems.append(f"the journal of process {pid} {why}")
         else:
             readers.append((pid, reader))
             if reader.is_cut:
@@ -93,7 +94,7 @@ def export_requests(
         make_private_folder((folder / REQUESTS).parent)
         (folder / REQUESTS).unlink(missing_ok=True)
         with create_private(folder / REQUESTS) as file:
-            _write_all(_in_order(readers, seconds - KEPT_SECS), _Metered(file, charge), result, deadline, found)
+            _write_all(_in_order(readers, seconds - KEPT_SECS), file, charge, result, deadline, found)
             file.flush()
             os.fsync(file.fileno())
         result.path = REQUESTS
@@ -107,42 +108,16 @@ def export_requests(
     return result
 
 
-class _Metered:
-    """A file that takes no more than it is allowed to."""
-
-    def __init__(self, file: BinaryIO, charge: Charge) -> None:
-        self._file = file
-        self._charge = charge
-        self._size = self._charged = 0
-        self._is_full = False
-
-    def write(self, line: bytes) -> bool:
-        """Write a line and say whether there was room for it."""
-        size = self._size + len(line)
-        if size > self._charged and not self._is_full:
-            self._is_full = not (self._may_take(size + _AT_A_TIME) or self._may_take(size))
-        if self._is_full:
-            return False
-        self._file.write(line)
-        self._size = size
-        return True
-
-    def _may_take(self, size: int) -> bool:
-        try:
-            self._charge(size - self._charged)
-        except NoRoomError:
-            return False
-        self._charged = size
-        return True
-
-
 def _write_all(
     requests: Iterable[tuple[int, JournalReader, JournaledRequest]],
-    file: _Metered,
+    file: BinaryIO,
+    charge: Charge,
     result: JournaledRequests,
     deadline: float,
     checks: dict[str, bool],
 ) -> None:
+    size = charged = 0
+    is_full = False
     for pid, reader, request in requests:
         if time.monotonic() > deadline:
             result.left_out += 1
@@ -154,9 +129,19 @@ def _write_all(
             logger.debug("a request of process %d cannot be read: %s", pid, error)
             result.left_out += 1
             continue
-        if line is not None and not file.write(line):
+        if line is None:
+            continue
+        size += len(line)
+        for wanted in (size + _AT_A_TIME, size):
+            if charged < size and not is_full:
+                with contextlib.suppress(NoRoomError):
+                    charge(wanted - charged)
+                    charged = wanted
+        is_full = is_full or charged < size
+        if is_full:
             result.left_out += 1
-        elif line is not None:
+        else:
+            file.write(line)
             result.finished += state == "finished"
             result.unfinished += state == "unfinished"
 
