@@ -1,8 +1,8 @@
 """What surrounds a server: versions, its cgroup and the host's pressure, shared memory, and what each process has open.
 
 What cannot be read is left out, and nothing takes its place. Each file is read by `guarded_read`, so that a process or
-a file system that lets a read wait holds up none for long. Sources of the formats: proc(5), and
-cgroup-v1, cgroup-v2 and PSI in the kernel's admin guide.
+a file system that lets a read wait holds up none for long. Sources of the formats: proc(5), and cgroup-v1, cgroup-v2
+and PSI in the kernel's admin guide.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import os
 import platform
 import re
 import resource
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.cgroup import find_group
 from sglang_crashkit.kernel.guarded_read import read_guarded
 
@@ -60,8 +58,6 @@ _LIMITS = {
     "core_file_bytes": resource.RLIMIT_CORE,
     "stack_bytes": resource.RLIMIT_STACK,
 }
-_SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/dev/shm/([^\n]+)$", re.MULTILINE)
-_MAX_SEGMENTS = 256
 #: Docker's and containerd's ids of containers, and Kubernetes' of a pod, as they stand in paths.
 _CONTAINER = re.compile(r"(?:docker|containers|cri-containerd|crio|libpod)[-/:]([0-9a-f]{64})")
 _POD = re.compile(r"pod(?:s/)?([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
@@ -141,36 +137,11 @@ def read_process(pid: int) -> dict[str, Any]:
     return _without_gaps(found | {"limits": _without_gaps(limits)})
 
 
-def read_shared_memory(pids: Iterable[int], timeout_secs: float) -> dict[str, Any]:
-    """Return the size of ``/dev/shm`` in bytes, and the segments that processes map, the largest first.
-
-    Processes that could not be asked within `timeout_secs` are listed as ``not_read``.
-    """
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError):
-        size = os.statvfs(SHARED_MEMORY)
-        found |= {
-            "total_bytes": size.f_blocks * size.f_frsize,
-            "used_bytes": (size.f_blocks - size.f_bfree) * size.f_frsize,
-        }
-    deadline, segments, not_read = time.monotonic() + timeout_secs, dict[tuple[int, bytes], dict[int, int]](), []
-    for pid in pids:
-        try:
-            maps = procfs.read_maps(pid) if time.monotonic() < deadline else None
-        except OSError:
-            maps = None
-        if maps is None:
-            not_read.append(pid)
-            continue
-        for begin, end, inode, name in _SHARED.findall(maps):
-            mapped = segments.setdefault((int(inode), name), {})
-            mapped[pid] = mapped.get(pid, 0) + int(end, 16) - int(begin, 16)
-    largest = sorted(segments.items(), key=lambda item: -max(item[1].values()))
-    found["segments"] = [
-        {"name": os.fsdecode(name), "mapped_bytes": max(mapped.values()), "pids": sorted(mapped)}
-        for (_inode, name), mapped in largest[:_MAX_SEGMENTS]
-    ]
-    return found | ({"not_read": not_read} if not_read else {})
+def read_shared_memory() -> dict[str, int]:
+    """Return the size of ``/dev/shm`` and what is used of it, in bytes."""
+    size = os.statvfs(SHARED_MEMORY)
+    used = size.f_blocks - size.f_bfree
+    return {"total_bytes": size.f_blocks * size.f_frsize, "used_bytes": used * size.f_frsize}
 
 
 def read_place(pid: int, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import mmap
 import os
 import resource
 from pathlib import Path
@@ -163,24 +162,6 @@ def test_where_a_process_runs(
 ) -> None:
     write(proc, files)
     assert environment.read_place(7, environ) == expected
-
-
-def test_unlinked_shared_memory_is_told_with_who_maps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = environment.SHARED_MEMORY / f"crashkit-test-{os.getpid()}"
-    path.write_bytes(bytes(8192))
-    try:
-        with path.open("r+b") as file, mmap.mmap(file.fileno(), 8192):
-            found = environment.read_shared_memory([os.getpid(), 1 << 22], 60)
-            path.unlink()
-            unlinked = environment.read_shared_memory([os.getpid()], 60)
-    finally:
-        path.unlink(missing_ok=True)
-    segment = {"name": path.name, "mapped_bytes": 8192, "pids": [os.getpid()]}
-    assert segment in found["segments"]
-    assert segment | {"name": f"{path.name} (deleted)"} in unlinked["segments"]
-    assert found["not_read"] == [1 << 22]
-    assert 0 < found["used_bytes"] <= found["total_bytes"]
-    assert environment.read_shared_memory([os.getpid()], 0)["not_read"] == [os.getpid()]
 
 
 def test_versions_are_read_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,7 +441,6 @@ class ServerEnvironment:
         # This process is in the same cgroups and the same container, and has the same environment.
         pid = root.pid if root.exited_at is None else os.getpid()
         started = procfs.started_at(root.handle.start_ticks)
-        living = [process for process in tree.alive() if process.matters]
         pieces: dict[str, Callable[[], Any]] = {
             "command_line": lambda: told.get("command_line") or redact_command(words, secrets_of_arguments(words)),
             "model": lambda: arguments.get("model_path"),
@@ -451,15 +450,12 @@ class ServerEnvironment:
             "cgroup": lambda: environment.read_cgroups(pid),
             "host": environment.read_host,
             "arguments": lambda: arguments,
+            "shared_memory": environment.read_shared_memory,
             "processes": lambda: [
                 {"pid": one.pid, "title": one.title} | environment.read_process(one.pid)
-                for one in living
-                if time.monotonic() < deadline
+                for one in tree.alive()
+                if one.matters and time.monotonic() < deadline
             ],
-            # Last, as it may take longest.
-            "shared_memory": lambda: environment.read_shared_memory(
-                [one.pid for one in living], max(0.0, deadline - time.monotonic())
-            ),
         }
         document: dict[str, Any] = {"schema_version": 1, "time": iso_time(now), "started": iso_time(started)}
         document["uptime_secs"] = round(max(0.0, time.time() - (now - (root.exited_at or now)) - started), 1)
