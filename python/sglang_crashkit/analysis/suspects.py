@@ -225,7 +225,7 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     steps, alone = _unfinished(first), ""
     is_beside = _may_be_beside(incident, first)
     if current is not None and not is_between:
-        is_sure = not is_beside or (not _has_grammars(first) and _under_way(incident) == 1)
+        is_sure = not is_beside or _under_way(incident) == 1
         alone = ALONE if is_sure and _size(steps) == 1 else ""
         if len(steps) > 1 and not is_beside and _is_of_thread(incident, first):
             steps = steps[:1]
@@ -236,8 +236,8 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     places = dict.fromkeys(rids, place) if place else {}
     received = _received(first) if is_between else []
     waited = [rid for rid in unanswered if rid not in listed] if is_between or is_beside or not rids else []
-    # Those of the step are as likely, unless a grammar is.
-    weight = _RECEIVED if is_between or not rids or _has_grammars(first) else 0
+    # Those of the step are as likely.
+    weight = _RECEIVED if is_between or not rids else 0
     places |= dict.fromkeys(waited, (weight, _WAITED if first.role == _SCHEDULER else UNANSWERED))
     places |= dict.fromkeys(received, (_RECEIVED, _RECEIVED_LAST))
     size, in_no_step = _size(steps) + len(waited), {*received, *waited}
@@ -282,14 +282,7 @@ def _may_be_beside(incident: Incident, process: ProcessReport) -> bool:
     if _exceptions(incident, process.pid) or process.hit_in_main:
         return False
     is_out_of_memory = process.exit is not None and process.exit.cause == "oom_kill"
-    # Grammars are compiled in threads of the scheduler.
-    return is_out_of_memory or process.hit_in_main is False or _has_grammars(process)
-
-
-def _has_grammars(process: ProcessReport) -> bool:
-    """Say whether requests waited for their grammars as the last batch was made."""
-    scheduled = [step for step in _steps_of(process).last if step.phase != "received"]
-    return bool(scheduled and scheduled[-1].decisions.get("grammar"))
+    return is_out_of_memory or process.hit_in_main is False
 
 
 def _under_way(incident: Incident) -> int | None:

@@ -32,7 +32,7 @@ Mode = Literal["--nonblocking", "--native"]
 #: How often it is tried: a snapshot without a pause may be torn, one with a pause is not.
 _ATTEMPTS: dict[Mode, int] = {"--nonblocking": 6, "--native": 1}
 #: How often it is taken without the whole main thread: a list of threads or frames that changes meanwhile may lose it,
-#: or its outermost frames, silently. What begins alike twice is no such one, but for example an interpreter that ends.
+#: or its outermost frames, silently. An interpreter that ends has no more.
 _ATTEMPTS_AT_MAIN_THREAD = 3
 #: So many run side by side on any machine: a host's ranks, of which some may be slow to read.
 _LEAST_AT_ONCE = 8
@@ -79,7 +79,6 @@ def sample_all(
         threads: tuple[Thread, ...] = ()
         problem = ""
         secs, start = deadline_secs, since
-        before = outermost = ""
         if turns > 1:
             start = time.monotonic()
             secs = round(max(0.0, since + deadline_secs - start) / turns, 2)
@@ -97,16 +96,13 @@ def sample_all(
             if run.status == 0:
                 try:
                     taken, problem = parse_pyspy(run.text), ""
-                    main = main_thread(taken, pid)
-                    before, outermost = outermost, main.frames[-1].function if main and main.frames else ""
                     threads = max(threads, taken, key=lambda some: _worth(some, pid))
                 except ValueError as error:
                     problem = f"py-spy's output: {error}"
             if run.status is None:
                 problem = run.reason or problem
                 break
-            is_alike = outermost != "" and outermost == before
-            if all(_worth(threads, pid)) or (threads and (is_alike or attempt >= _ATTEMPTS_AT_MAIN_THREAD)):
+            if all(_worth(threads, pid)) or (threads and attempt >= _ATTEMPTS_AT_MAIN_THREAD):
                 break
         if threads:
             problem = ""

@@ -25,8 +25,6 @@ _POLL_SECS = 0.1
 _REAP_SECS = 0.2
 #: A thousand threads fifty frames deep take 10 MB.
 MAX_OUTPUT = 32 << 20
-#: Killed and not gone yet; dropped unreaped, each would be a ResourceWarning later.
-_dying: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,6 @@ def run_tool(
     It is called off when `stop` is set, and given up after `max_output` bytes. `on_start` is called with its pid, which
     is its process group's as well. What it prints on standard error is kept `apart`, or in its place among the rest.
     """
-    for earlier in [process for process in _dying if process.poll() is not None]:
-        # Another thread may have seen it, too.
-        with contextlib.suppress(ValueError):
-            _dying.remove(earlier)
     started = time.monotonic()
     name = os.path.basename(argv[0])  # noqa: PTH119 - a name, not a path
     try:
@@ -179,4 +173,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_REAP_SECS)
     except subprocess.TimeoutExpired:
-        _dying.append(process)
+        # Dropped unreaped, it would be a ResourceWarning later. There may be no thread to be had.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=process.wait, daemon=True).start()

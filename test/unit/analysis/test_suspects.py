@@ -272,29 +272,24 @@ def test_outside_of_a_step_those_count_that_were_in_none(
 
 
 SEGFAULT, OUT_OF_MEMORY = Exit(None, "SIGSEGV", "signal", "", ""), Exit(None, "SIGKILL", "oom_kill", "", "")
-#: By whether another thread failed, whether requests waited for their grammars, and how many were under way.
+#: By whether another thread failed, which faulthandler tells where it can, and how many were under way.
 BESIDE = [
-    # A grammar is compiled in another thread, which faulthandler tells where it can.
-    (SEGFAULT, None, 1, 2, [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
-    (SEGFAULT, False, 1, 1, [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
-    (SEGFAULT, False, 0, 2, [("a", "unknown", IN_STEP), ("b", "unknown", WAITED)]),
-    (None, None, 1, 2, [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
+    (SEGFAULT, False, 2, [("a", "unknown", IN_STEP), ("b", "unknown", WAITED)]),
     # The scheduler's own.
-    (SEGFAULT, True, 1, 2, [("a", "supported", ALONE)]),
-    (SEGFAULT, None, 0, 2, [("a", "supported", ALONE)]),
+    (SEGFAULT, True, 2, [("a", "supported", ALONE)]),
+    (SEGFAULT, None, 2, [("a", "supported", ALONE)]),
     # One that waits may have taken the memory.
-    (OUT_OF_MEMORY, None, 0, 2, [("a", "unknown", IN_STEP), ("b", "unknown", WAITED)]),
+    (OUT_OF_MEMORY, None, 2, [("a", "unknown", IN_STEP), ("b", "unknown", WAITED)]),
 ]
 
 
-@pytest.mark.parametrize(("end", "in_main", "grammars", "unfinished", "expected"), BESIDE)
+@pytest.mark.parametrize(("end", "in_main", "unfinished", "expected"), BESIDE)
 def test_those_that_wait_count_where_no_step_need_be(
-    end: Exit | None, in_main: bool | None, grammars: int, unfinished: int, expected: list[tuple[str, str, str]]
+    end: Exit | None, in_main: bool | None, unfinished: int, expected: list[tuple[str, str, str]]
 ) -> None:
     made = incident("a")
     (rank,) = made.processes
     rank.exit, rank.hit_in_main = end, in_main
-    steps_of(made).last[-1] = replace(steps_of(made).last[-1], decisions={"grammar": grammars})
     made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished)
     found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made, unanswered=["b"])[0]]
     assert found == expected
