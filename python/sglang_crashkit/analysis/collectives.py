@@ -95,11 +95,9 @@ class _Group:
 
 
 def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
-    """Return which world each scheduler is in, by its pid.
+    """Return by pid which world each scheduler is in, by the ranks in the titles of all.
 
-    Args:
-        places: the ranks in the schedulers' titles, of all of them, by pid. Replicas number their ranks anew; with
-            data-parallel attention all are of one world.
+    Replicas number their ranks anew; with data-parallel attention all are of one world.
     """
     within = [tuple(sorted((axis, n) for axis, n in place.items() if axis != "dp")) for place in places.values()]
     if len(set(within)) == len(within):

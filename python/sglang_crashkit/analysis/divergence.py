@@ -1,11 +1,8 @@
 """Find the first step in which ranks differ that must run the same ones, and in what.
 
-Ranks of one pipeline stage and one data-parallel replica take in the same requests, make the same decisions and so run
-the same batches in the same order; where one does not, the next collective mixes up what does not belong together, or
-hangs. The stacks of that moment show the victim; the steps before show who went another way.
-
-The ranks are read at different moments, and one that died wrote less than the others: what one has and another has not
-yet is no difference.
+Ranks of one pipeline stage and one data-parallel replica run the same batches in the same order; where one does not,
+the next collective mixes up what does not belong together, or hangs. The stacks of that moment show the victim, the
+steps before who went another way. The ranks are read at different moments: what one has not yet is no difference.
 
 SGLang's own checker (``SGLANG_ENABLE_RANK_CONSENSUS_CHECKER``) compares what ranks must do alike, in order; where that
 differs, each rank logs its own events and ends with status 1, the healthy ones too, in any order.

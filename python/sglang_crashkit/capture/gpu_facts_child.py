@@ -1,9 +1,8 @@
 """What the library of the GPUs' driver says, read in a process of its own: a driver may hang, the libraries are big.
 
-A program, started by `gpu_facts`. It writes JSON objects, one a line, as it learns of them, so that what came before a
-call which hangs is there. With ``facts`` it reads all GPUs once: ``driver``, and a ``gpu`` each. With ``watch`` it
-writes ``start``, each GPU with its error counters of now, then an ``xid`` for each event, and lives as long as who
-started it.
+A program, started by `gpu_facts`. It writes JSON objects, one a line, as it learns of them: what came before a call
+that hangs is there. With ``facts``: ``driver``, then a ``gpu`` each. With ``watch``: ``start``, each GPU with its error
+counters of now, then an ``xid`` for each event, for as long as who started it lives.
 
 Names and units are those of NVIDIA's ``nvml.h``, but for power, which is in watts, and memory, which is in bytes. A GPU
 is named by its PCI bus id as ``domain:bus:device`` in lower-case hexadecimal. What a driver does not support is left

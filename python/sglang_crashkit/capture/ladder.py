@@ -9,10 +9,9 @@ The second and the third work for a process that prepared them at its start; see
 
 A signal handler runs when the kernel delivers the signal, whatever holds the GIL. faulthandler walks the frames of all
 threads without that lock; where another thread runs Python meanwhile it may read a frame that is being freed. So it is
-asked only when the GIL is not to be had, when nothing runs Python, and not of a stopped or traced process, which would
-take the signal whenever it goes on. The form of what it writes is that of ``Python/traceback.c`` and
-``Modules/faulthandler.c`` of CPython 3.10 to 3.14: threads from the newest to the oldest, so that the main thread comes
-last, at most 100 threads of at most 100 frames.
+asked only when the GIL is not to be had, or nothing runs Python, and not of a stopped or traced process. The form of
+what it writes is that of ``Python/traceback.c`` and ``Modules/faulthandler.c`` of CPython 3.10 to 3.14: the newest of
+at most 100 threads first, so that the main thread comes last, with at most 100 frames each.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Ask processes what only they can tell: each has a thread that answers at a socket in the runtime folder.
 
-Asked for its stacks, a process answers in the form of ``py-spy dump --json``. It needs no permission to trace, and it
-names every thread. Asked for its collectives, it answers as `capture.flight_request` says. Asked how a child of its own
-ended, which the kernel tells to a parent and to a tracer, it answers with a status as waitpid(2) has it. A
-process whose GIL is held, by C code or by a thread that is stuck, takes the connection and never answers; so does one
-that is stopped.
+It answers with its stacks, in the form of ``py-spy dump --json``, without a permission to trace; with its collectives,
+as `capture.flight_request` says; and with how a child of its own ended, as waitpid(2) has it, which the kernel tells to
+a parent and to a tracer only. One whose GIL is held, or that is stopped, takes the connection and never answers.
 """
 
 from __future__ import annotations

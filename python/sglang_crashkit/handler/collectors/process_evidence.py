@@ -21,7 +21,7 @@ from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import clock, procfs, titles
 from sglang_crashkit.kernel.private_files import read_json, read_regular
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_stack_hooks
-from sglang_crashkit.model.incident import Evidence, EvidenceKind, Exit, ProcessReport, iso_time
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, Exit, ExitCause, ProcessReport, iso_time
 from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
 from sglang_crashkit.policy import Capture
 
@@ -85,29 +85,28 @@ def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -
 
 def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
     """Return how a dead process ended and why, as far as the evidence goes."""
-    status, noticed = process.handle.exit_status(), iso_time(process.exited_at or 0.0)
+    status, code, signal = process.handle.exit_status(), None, None
+    cause: ExitCause
     if process.ended_with_parent:
+        cause, code, signal = "parent_ended", status.code, status.signal
         detail = "the process, or the thread of it, that had started it ended, and the kernel killed it for that"
-        return Exit(status.code, status.signal, "parent_ended", detail, noticed)
-    if not status.known:
-        detail = "its parent reaped it, and this kernel does not tell others"
+    elif not status.known:
+        cause, detail = "unknown", "its parent reaped it, and this kernel does not tell others"
         if procfs.read_stat(process.pid) is not None and not procfs.may_inspect(process.pid):
             detail = "the kernel tells it to a tracer of the process, and its parent did not answer"
-        return Exit(None, None, "unknown", detail, noticed)
-    core = ", the kernel wrote a core file" if status.core_dumped else ""
-    if status.signal == "SIGKILL":
-        counter = process.oom_counter
-        kills = counter.grown_by() if counter is not None else None
-        if counter is not None and kills:
-            detail = f"{counter.path} counts {kills} OOM kill(s) more than before"
-            return Exit(None, status.signal, "oom_kill", detail, noticed)
-        memory = "its memory cgroup counts no OOM kill" if kills == 0 else "no OOM counter could be read"
-        return Exit(None, status.signal, "signal", f"{memory}{core}", noticed)
-    if status.signal is not None:
-        return Exit(None, status.signal, "signal", f"no Python exception was reported{core}", noticed)
-    if raised:
-        return Exit(status.code, None, "exception", "it had reported a Python exception", noticed)
-    return Exit(status.code, None, "exit_status", "no Python exception was reported", noticed)
+    elif status.signal is not None:
+        cause, signal, detail = "signal", status.signal, "no Python exception was reported"
+        if signal == "SIGKILL":
+            counter = process.oom_counter
+            kills = counter.grown_by() if counter is not None else None
+            detail = "its memory cgroup counts no OOM kill" if kills == 0 else "no OOM counter could be read"
+            if counter is not None and kills:
+                cause, detail = "oom_kill", f"{counter.path} counts {kills} OOM kill(s) more than before"
+        detail += ", the kernel wrote a core file" if status.core_dumped else ""
+    else:
+        cause, code = "exception" if raised else "exit_status", status.code
+        detail = "it had reported a Python exception" if raised else "no Python exception was reported"
+    return Exit(code, signal, cause, detail, iso_time(process.exited_at or 0.0))
 
 
 def take_states(run: IncidentRun, _deadline: float) -> None:
@@ -289,18 +288,15 @@ def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 
 def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
+    """Return the innermost frames, and one that compiles, loads or writes a profile, wherever it is."""
     frames = _below_hooks(frames)
-    shown, telling = list(frames[:MAX_DOING]), next(filter(_takes_long, frames), None)
-    if telling is not None and telling not in shown:
-        # Who compiles waits for a compiler, which says nothing without what started it.
-        shown[-1] = telling
+    shown = list(frames[:MAX_DOING])
+    for frame in frames:
+        if _LONG_FILE.search(frame.file) or _LONG.match(frame.function.rpartition(".")[2]):
+            # Who compiles waits for a compiler, which says nothing without what started it.
+            shown[-1] = shown[-1] if frame in shown else frame
+            break
     return [str(frame) for frame in shown]
-
-
-def _takes_long(frame: Frame) -> bool:
-    """Say whether a function compiles, loads or writes a profile."""
-    function = frame.function.rpartition(".")[2]
-    return bool(_LONG_FILE.search(frame.file) or _LONG.match(function))
 
 
 def _keep(

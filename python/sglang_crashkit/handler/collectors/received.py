@@ -487,9 +487,10 @@ _MEMORY, _SHARED = ("limit_bytes", "used_bytes", "peak_bytes", "events"), ("tota
 
 
 def _environment_in_short(document: Mapping[str, Any]) -> dict[str, Any]:
-    def some(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        return {name: values[name] for name in names if name in values}
-
     memory, shared = document.get("cgroup", {}).get("memory", {}), document.get("shared_memory", {})
-    parts = {"memory": some(memory, _MEMORY), "shared_memory": some(shared, _SHARED)}
-    return {"path": ENVIRONMENT} | some(document, _IN_SHORT) | {name: part for name, part in parts.items() if part}
+    return {
+        "path": ENVIRONMENT,
+        **{name: document[name] for name in _IN_SHORT if name in document},
+        "memory": {name: memory[name] for name in _MEMORY if name in memory},
+        "shared_memory": {name: shared[name] for name in _SHARED if name in shared},
+    }

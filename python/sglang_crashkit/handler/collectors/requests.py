@@ -24,7 +24,7 @@ from sglang_crashkit.redact import redact_json
 
 logger = logging.getLogger(__name__)
 
-#: See `IncidentFolder.charge`.
+#: Is told by how many bytes the file will grow, before it does.
 Charge = Callable[[int], None]
 
 #: What SGLang's own health checks are in all releases: the start of the id, which any client may choose, too, and all
@@ -64,8 +64,7 @@ def export_requests(
         journals: the pid of each writer and a descriptor of its journal.
         folder: the incident's folder; see `IncidentFolder.opened`.
         timeout_secs: what is not written within this time, in seconds, is left out and counted.
-        charge: is told by how many bytes the file will grow, before it does; what it raises `NoRoomError` for is left
-            out and counted.
+        charge: see `IncidentFolder.charge`; what it raises `NoRoomError` for is left out and counted.
         checks: gets the ids of health checks, and false where another request has the same one.
         seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out.
     """
