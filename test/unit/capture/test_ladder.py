@@ -38,14 +38,6 @@ print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
 
 
-def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
-    with hooked(runtime, LOCK_HOLDER) as target:
-        settle_in_lock(target.pid)
-        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert (sample.source, sample.problem) == ("py-spy", "")
-    assert "hold_the_lock" in functions_of(sample.threads)
-
-
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -138,21 +139,14 @@ def test_native_frames_stand_between_pythons_and_the_target_runs_on() -> None:
     assert any("pause" in function for function in functions), functions
 
 
-def test_a_thread_in_uninterruptible_sleep_is_an_obstacle(runtime: Path) -> None:
-    with asleep(runtime) as target:
-        results, obstacles = capture(target.pid)
+def test_who_must_not_be_stopped_is_left_alone(runtime: Path) -> None:
+    with asleep(runtime) as target, child(SLEEPER) as process, traced(process.pid) as tracer:
+        results, obstacles = capture_native({one: start_ticks(one) for one in (target.pid, process.pid)}, LONG)
         runs_on(target.pid)
-    assert results == []
-    assert obstacles[target.pid] == f"thread {target.pid} is in uninterruptible sleep, and would not stop"
-
-
-def test_a_traced_target_is_left_to_its_tracer() -> None:
-    with child(SLEEPER) as process, traced(process.pid) as tracer:
-        results, obstacles = capture(process.pid)
         assert procfs.read_tracer(process.pid) == tracer
     assert results == []
-    assert obstacles[process.pid].startswith(f"process {tracer} (python")
-    assert obstacles[process.pid].endswith("traces it already")
+    assert obstacles[target.pid] == f"thread {target.pid} is in uninterruptible sleep, and would not stop"
+    assert re.fullmatch(rf"process {tracer} \(python.*\) traces it already", obstacles[process.pid])
 
 
 @pytest.mark.parametrize(
