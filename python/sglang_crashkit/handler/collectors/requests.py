@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
 from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
 from sglang_crashkit.memory.ring import RingError
+from sglang_crashkit.model import lenient
 from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
 from sglang_crashkit.redact import redact_json
 
@@ -186,12 +187,11 @@ def is_health_check(fields: Mapping[str, Any]) -> bool:
 
 def _in_order(
     readers: Sequence[tuple[int, JournalReader]], since: float
-) -> Iterator[tuple[int, JournalReader, JournaledRequest]]:
-    for has_ended in (False, True):
-        for pid, reader in readers:
-            for request in reader.requests:
-                if (request.ended is not None) == has_ended and (request.ended is None or request.ended > since):
-                    yield pid, reader, request
+) -> list[tuple[int, JournalReader, JournaledRequest]]:
+    """Return those that have not ended, then those that ended after a time."""
+    every = [(pid, reader, request) for pid, reader in readers for request in reader.requests]
+    kept = [one for one in every if one[2].ended is None or one[2].ended > since]
+    return sorted(kept, key=lambda one: one[2].ended is not None)
 
 
 def requests_of(fields: dict[str, Any]) -> Requests:
@@ -200,15 +200,12 @@ def requests_of(fields: dict[str, Any]) -> Requests:
     Args:
         fields: ``path`` of the file, ``finished`` and ``unfinished``; where nothing was saved ``error`` or ``reason``.
     """
-    path = fields.get("path")
-    reason = None if path else str(fields.get("error") or fields.get("reason") or "there were no requests to save")
-    return Requests(
-        finished=_count(fields.get("finished")),
-        unfinished=_count(fields.get("unfinished")),
-        path=str(path) if path else None,
-        reason=reason,
-        source="pickle" if path else None,
-    )
+    told = lenient.read({name: fields.get(name) for name in ("path", "finished", "unfinished")}, Requests)
+    if told.path:
+        told.source, told.reason = "pickle", None
+    else:
+        told.reason = str(fields.get("error") or fields.get("reason") or "there were no requests to save")
+    return told
 
 
 def add(before: Requests, now: Requests) -> Requests:
@@ -231,7 +228,3 @@ def add_journal(requests: Requests, told: JournaledRequests) -> None:
     requests.journal = told
     if requests.source is None and told.path:
         requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
