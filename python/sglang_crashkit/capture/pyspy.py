@@ -67,7 +67,7 @@ def sample_all(
     py-spy is killed at the end of `deadline_secs`, and when `stop` is set. `on_start` has by process what is called
     with the pid of its py-spy, which is its process group's as well.
     """
-    since, stop = time.monotonic(), stop or threading.Event()
+    since, call_off = time.monotonic(), stop or threading.Event()
     wanted, path = list(dict.fromkeys(pids)), find_pyspy()
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
@@ -86,7 +86,7 @@ def sample_all(
             run = run_tool(
                 [path, "dump", mode, "--json", "--pid", str(pid)],
                 secs,
-                stop,
+                call_off,
                 (on_start or {}).get(pid),
                 since=start,
                 apart=True,
@@ -121,7 +121,8 @@ def sample_all(
             return [one.result() if isinstance(one, Future) else one for one in taken]
         finally:
             # Where this is interrupted, nothing waits for the rest.
-            stop.set()
+            if stop is None:
+                call_off.set()
 
 
 def capture_native(

@@ -129,14 +129,17 @@ def test_cuda_gdb_is_found_where_the_toolkit_has_it(tmp_path: Path, monkeypatch:
     assert find_cuda_gdb(environ) is None
 
 
-def test_without_cuda_gdb_py_spy_takes_native_stacks() -> None:
-    with child(SLEEPER) as running, child(SLEEPER) as stopped:
-        settle_in_sleep(running.pid)
-        settle_in_sleep(stopped.pid)
+def test_without_cuda_gdb_py_spy_takes_native_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One after the other: that one has ended calls no other off.
+    monkeypatch.setattr("sglang_crashkit.capture.debugger.max_at_once", lambda: 1)
+    with child(SLEEPER) as first, child(SLEEPER) as running, child(SLEEPER) as stopped:
+        for each in (first, running, stopped):
+            settle_in_sleep(each.pid)
         stopped.send_signal(signal.SIGSTOP)
         settle(stopped.pid, "T")
         found: dict[int, Debugged] = {}
-        debug_all(None, {one.pid: start_ticks(one.pid) for one in (running, stopped)}, LONG, found.__setitem__)
+        processes = {one.pid: start_ticks(one.pid) for one in (first, running, stopped)}
+        debug_all(None, processes, LONG, found.__setitem__)
         runs_on(running.pid)
         assert state_of(stopped.pid) == "T"
     assert found[running.pid].problem == ""
