@@ -104,19 +104,20 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
     if not _say_ready(place):
         logger.info("server %d did not wait for its crash handler", args.server_pid)
         return 0
-    vanished = ""
+    say = handler.session.log.say
     for folder in place.earlier():
         try:
             for path in finish_abandoned(folder / "incidents", args.runtime.parent, settings.disk):
                 logger.info("incident %s of a killed crash handler is finished", path)
                 if (name := parse_name(path.name)) is not None and name.kind == VANISHED:
-                    vanished = f"an earlier server of this host ended without a word: incident {path}"
+                    say(f"an earlier server of this host ended without a word: incident {path}")
             handler.session.commands.catch_up(folder / "incidents")
         except Exception:
             # Whatever another handler left, this server is watched.
             logger.exception("what earlier crash handlers left in %s stays as it is", folder)
     remove_runtime_folders(args.runtime.parent)
-    handler.history = [line for line in (vanished, left_by_others()) if line]
+    if left := left_by_others():
+        say(left)
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
     undo.pop_all()
     handler.run()

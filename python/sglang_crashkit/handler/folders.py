@@ -221,20 +221,14 @@ def _make_folder_of(core_file: str, *, is_own: bool) -> None:
         raise OSError(errno.EACCES, "it cannot be written to", str(folder))
 
 
-class KeptFolder:
-    """The runtime folder of one server, locked; the kit's own two above it together with handlers of other servers."""
-
-    def __init__(self, runtime: Path) -> None:
-        above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
-        self._locks = [*(FolderLock(folder, shared=True) for folder in above), FolderLock(runtime)]
-        for lock in self._locks:
-            with contextlib.suppress(OSError):
-                lock.acquire(_LOCK_SECS)
-
-    def release(self) -> None:
-        """Let go of it."""
-        for lock in self._locks:
-            lock.release()
+def keep(runtime: Path) -> list[FolderLock]:
+    """Lock the runtime folder of a server, and with other handlers the kit's own two above it; return the locks."""
+    above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
+    locks = [*(FolderLock(folder, shared=True) for folder in above), FolderLock(runtime)]
+    for lock in locks:
+        with contextlib.suppress(OSError):
+            lock.acquire(_LOCK_SECS)
+    return locks
 
 
 class SharedMemory:
@@ -246,11 +240,12 @@ class SharedMemory:
         self._own: dict[int, int] = {}  # start times by pid
         self._noted_at = time.monotonic()
 
-    def act_on_time(self) -> None:
-        """Look at what the processes map, where that is due."""
+    def act_on_time(self) -> float:
+        """Look at what the processes map, where that is due, and return when it is due next."""
         interval = _MAPS_SECS if self._tree.settled else _MAPS_AFTER_A_CHANGE_SECS
         if time.monotonic() >= self._noted_at + interval:
             self.note()
+        return self._noted_at + interval
 
     def note(self) -> None:
         """Look at what the living processes map now."""

@@ -92,19 +92,7 @@ class HangDetector:
         self._hang: Hang | None = None
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
-        session.begin_hang_at_end = self.begin_at_end
-
-    def begin_at_end(self) -> None:
-        """Look for a hang of a server that is asked to end, which may be killed before one is noticed otherwise.
-
-        It may be no more than a long batch, so the incident is removed where the schedulers go on, or the server ends
-        in good order, before it is whole.
-        """
-        if self._hang is None:
-            # What was silent before counts at once.
-            self._heartbeats.silent(_AT_END_SECS)
-            self._looked_at, self._not_before = self._clock(), 0.0
-            self._look(0.0)
+        self._was_at_end = False
 
     @property
     def _is_at_end(self) -> bool:
@@ -118,39 +106,46 @@ class HangDetector:
     def _interval_secs(self) -> float:
         return min(_LOOK_AT_END_SECS if self._is_at_end else _LONGEST_INTERVAL_SECS, self._hang_secs / 10)
 
-    def next_due(self) -> float:
-        """Return when `act_on_time` has something to do, by the monotonic clock."""
-        if not self._heartbeats.followed:
-            return float("inf")
-        look = self._last_look + self._interval_secs
-        return look if self._hang is None else min(look, self._hang.next_snapshot)
-
-    def act_on_time(self) -> None:
-        """Do what is due by now."""
+    def act_on_time(self) -> float:
+        """Do what is due by now, and return when something is due next, by the monotonic clock."""
+        if self._is_at_end and not self._was_at_end and self._hang is None:
+            # It may be killed soon: what was silent before counts at once. It may be no more than a long batch, so the
+            # incident is removed where the schedulers go on, or the server ends in good order, before it is whole.
+            self._heartbeats.silent(_AT_END_SECS)
+            self._looked_at, self._not_before = self._clock(), 0.0
+            self._look(0.0)
+        self._was_at_end = self._is_at_end
         now, last_look = self._clock(), self._last_look
         if self._heartbeats.followed and now >= last_look + self._interval_secs:
             self._looked_at = now
             # A look that comes late saw nothing of what it missed.
             self._look(min(now - last_look, 2 * self._interval_secs))
         if self._hang is not None and self._clock() >= self._hang.next_snapshot:
-            if self._session.writing_cores:
-                # A snapshot may signal the processes.
-                self._hang.next_snapshot = self._clock() + self._interval_secs
-            elif not self._hang.run.is_open:
-                self._hang.next_snapshot = float("inf")
-            elif not self._hang.take_snapshot():
-                pass
-            elif self._hang.is_busy and self._session.is_withdrawable(self._hang.run):
-                logger.info("the schedulers are at work as the server is asked to end: it was no hang")
-                self._withdraw(self._hang)
-                self._not_before = self._clock() + _BUSY_AT_END_SECS
-            else:
-                self._session.finish_observed()
-                run = self._hang.run
-                if run.finished:
-                    for line in run.conclusion.lines if run.conclusion is not None else ():
-                        self._say(line)
-                    self._say(str(self._hang))
+            self._go_on(self._hang)
+        if not self._heartbeats.followed:
+            return float("inf")
+        look = self._last_look + self._interval_secs
+        return look if self._hang is None else min(look, self._hang.next_snapshot)
+
+    def _go_on(self, hang: Hang) -> None:
+        """Take the snapshot of a hang that is due; after the last one, finish its incident."""
+        if self._session.writing_cores:
+            # A snapshot may signal the processes.
+            hang.next_snapshot = self._clock() + self._interval_secs
+        elif not hang.run.is_open:
+            hang.next_snapshot = float("inf")
+        elif not hang.take_snapshot():
+            pass
+        elif hang.is_busy and self._session.is_withdrawable(hang.run):
+            logger.info("the schedulers are at work as the server is asked to end: it was no hang")
+            self._withdraw(hang)
+            self._not_before = self._clock() + _BUSY_AT_END_SECS
+        else:
+            self._session.finish_observed()
+            run = hang.run
+            if run.finished:
+                for line in (*(run.conclusion.lines if run.conclusion is not None else ()), str(hang)):
+                    self._say(line)
 
     @property
     def _last_look(self) -> float:

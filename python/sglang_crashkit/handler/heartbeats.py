@@ -285,16 +285,15 @@ class Pauses:
         self._said: dict[str, float] = {}
         self._due = 0.0
 
-    def next_due(self) -> float:
-        """Return when `act_on_time` has something to do, by the monotonic clock."""
+    def act_on_time(self) -> float:
+        """Look, where that is due, and return when it is due next, by the monotonic clock."""
+        if self._now() >= self._due:
+            self._due = self._now() + LOOK_SECS
+            self._look()
         return self._due if self._heartbeats.followed else float("inf")
 
-    def act_on_time(self) -> None:
-        """Look, where that is due."""
+    def _look(self) -> None:
         now = self._now()
-        if now < self._due:
-            return
-        self._due = now + LOOK_SECS
         living = {one.process.pid: one for one in self._heartbeats.living()}
         self._seen = {pid: sign for pid, sign in self._seen.items() if pid in living}
         self._noted = {pid: number for pid, number in self._noted.items() if pid in living}

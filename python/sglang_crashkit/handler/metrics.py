@@ -162,15 +162,14 @@ class MetricsPublisher:
         # The server reports its arguments, by which it is named, within this time.
         self._due = time.monotonic() + FIRST_SECS if self._file or os.environ.get(SHARED) else float("inf")
 
-    def next_due(self) -> float:
-        """Return when `act_on_time` has something to do, by the monotonic clock."""
+    def act_on_time(self) -> float:
+        """Publish, where it is time to, and return when it is next, by the monotonic clock."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + INTERVAL_SECS
+            self._publish_anew()
         return self._due
 
-    def act_on_time(self) -> None:
-        """Publish, where it is time to."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + INTERVAL_SECS
+    def _publish_anew(self) -> None:
         self.take_answer(0.0)
         if self.late and not is_reaped(self.late):
             return

@@ -17,6 +17,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 #: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
 _LAST_LOOK_SECS = 5.0
-_MAX_LINE = 3000
+_MAX_LINE, _MAX_UNSAID = 3000, 100
 #: How far back it looks for incidents without a command, in seconds.
 _RECENT_SECS = 3600.0
 #: A server in a crash loop, and commands that hang.
@@ -43,6 +44,8 @@ MAX_AT_ONCE = 4
 _AROUND_COMMAND_SECS = 30.0
 #: A child that is killed is gone a moment later, in seconds; one in uninterruptible sleep is left alone.
 _REAP_SECS, _LOOK_SECS = 1.0, 0.02
+#: Whether a child has ended that nobody waits for is looked at so often, in seconds.
+_LOOK_AGAIN_SECS = 2.0
 PAGE = "incident.html"
 #: Makes a page of the folder that comes behind it, in the file behind that.
 PROGRAM = (sys.executable, "-m", "sglang_crashkit.view.html")
@@ -113,19 +116,21 @@ class ServerLog:
 
     def __init__(self, root: TrackedProcess, runtime: Path) -> None:
         self._socket = HookFiles.of(runtime, root.pid, root.handle.start_ticks).say
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether the main process listens."""
-        return self._socket.exists()
+        self._unsaid: deque[str] = deque(maxlen=_MAX_UNSAID)
 
     def report_fault(self) -> None:
         """Have the main process copy what a dying worker wrote to its standard error, as upstream has it there."""
         self._notify(FAULT)
 
     def say(self, text: str) -> None:
-        """Have the main process write one line, when it gets to it; it may be the one that hangs."""
-        self._notify("say", text=text[:_MAX_LINE])
+        """Have the main process write one line, once it listens; it may be the one that hangs."""
+        self._unsaid.append(text[:_MAX_LINE])
+        self.say_rest()
+
+    def say_rest(self) -> None:
+        """Have it write the lines that came before it listened, where it does by now."""
+        while self._unsaid and self._socket.exists():
+            self._notify("say", text=self._unsaid.popleft())
 
     def show_metrics(self, gauges: Sequence[Any]) -> None:
         """Have the main process show gauges at SGLang's ``/metrics``; see `handler.metrics`."""
@@ -145,10 +150,9 @@ class Shortages:
     so that an incident can still be written.
     """
 
-    def __init__(self, log: ServerLog) -> None:
-        self._log = log
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
         self._told: set[int] = set()
-        self._unsaid: list[str] = []
         self._held: list[int] = []
 
     def raise_limit(self) -> None:
@@ -170,8 +174,6 @@ class Shortages:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             self.note(error)
-        while self._unsaid and self._log.is_heard:
-            self._log.say(self._unsaid.pop(0))
 
     def note(self, error: BaseException) -> bool:
         """Say whether an error is one of a resource that ran out, which is told the first time."""
@@ -185,10 +187,7 @@ class Shortages:
             what, next_step = _WORDS[number]
             words = f"the crash handler has no {what} left: incidents may lack evidence; next: {next_step}"
             logger.error("%s (%s)", words, error)
-            if self._log.is_heard:
-                self._log.say(words)
-            else:
-                self._unsaid.append(words)
+            self._say(words)
         return True
 
     def close(self) -> None:
@@ -218,8 +217,8 @@ class Commands:
         if self._is_wanted:
             self._waiting.insert(0, folder)
 
-    def act_on_time(self) -> None:
-        """Start what waits, the newest incident first, as far as there is room; what fails is logged."""
+    def act_on_time(self) -> float:
+        """Start what waits, the newest incident first, as far as there is room; return when to look again."""
         self._running, before = [], self._running
         for folder, tool in before:
             run = tool.look()
@@ -235,6 +234,7 @@ class Commands:
             self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, _MAX_OUTPUT)))
             # Only now: there may be no thread to be had.
             self._waiting.pop(0)
+        return time.monotonic() + _LOOK_AGAIN_SECS if self._running else float("inf")
 
     def catch_up(self, incidents: Path) -> None:
         """Have it run for the incidents of the last hour in a folder for which it was not."""
@@ -273,13 +273,14 @@ class HtmlPage:
         argv = [*PROGRAM, str(run.path), str(run.path / PAGE)]
         self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, _MAX_OUTPUT)
 
-    def act_on_time(self) -> None:
-        """Take in that the page is made, or that the time for it is over."""
+    def act_on_time(self) -> float:
+        """Take in that the page is made, or that the time for it is over; return when to look again."""
         made = self._maker.look() if self._maker is not None else None
         if made is not None:
             self._maker = None
             if made.reason:
                 logger.warning("no page of incident %s: its program %s", self._made, _words_of(made))
+        return time.monotonic() + _LOOK_AGAIN_SECS if self._maker is not None else float("inf")
 
     def wait(self) -> None:
         """Wait until the page is made, or the time for it is over."""

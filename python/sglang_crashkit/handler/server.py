@@ -13,7 +13,10 @@ import selectors
 import time
 from collections.abc import Callable
 
-from sglang_crashkit.handler.folders import KeptFolder, Place, SharedMemory
+from sglang_crashkit.handler.collectors.gpu import Driver
+from sglang_crashkit.handler.collectors.received import Received
+from sglang_crashkit.handler.evidence import collectors_of
+from sglang_crashkit.handler.folders import Place, SharedMemory, keep
 from sglang_crashkit.handler.hang_detector import HangDetector
 from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -55,23 +58,34 @@ class CrashHandler:
 
     def __init__(self, server_pid: int, mailbox: Mailbox, place: Place, settings: Settings) -> None:
         self.tree = ProcessTree(server_pid)
-        self.session = Session(self.tree, mailbox, place, settings)
+        received = Received(self.tree, settings)
+        self._driver = Driver(is_on=settings.gpu_facts)
+        collectors = collectors_of(received, self._driver)
+        self.session = session = Session(self.tree, mailbox, place, settings, received, collectors)
         self.mailbox = mailbox
         self._place = place
-        self._hangs = HangDetector(self.tree, self.session, settings, self.session.log.say)
-        #: Lines for the server's own log, written as soon as its main process listens.
-        self.history: list[str] = []
-        incidents, received = place.host_folder / "incidents", self.session.received
-        self._metrics = MetricsPublisher(self.tree, received, incidents, self.session.log.show_metrics)
-        self._kept = KeptFolder(place.runtime)
+        log = session.log
+        self._metrics = MetricsPublisher(self.tree, received, place.host_folder / "incidents", log.show_metrics)
         self._shared_memory = SharedMemory(self.tree)
-        self._marker = ServerMarker(place.spool, self.session.log.say)
-        self._pauses = received.pauses
-        self._pauses.say = self.session.log.say
+        self._locks = keep(place.runtime)
+        self._marker = ServerMarker(place.spool, log.say)
+        received.pauses.say = log.say
+        hangs = HangDetector(self.tree, session, settings, log.say)
+        #: Each does what is due of it, and returns when something is due next, by the monotonic clock.
+        self._parts = (
+            session,
+            hangs,
+            self._shared_memory,
+            self._metrics,
+            self._marker,
+            received.pauses,
+            session.page,
+            session.commands,
+        )
         #: Pids of senders that a look did not find among the server's processes.
         self._foreign: set[int] = set()
-        self._ignored = 0
-        self._retry_at = 0.0
+        self._has_ignored = False
+        self._due = self._retry_at = 0.0
         self._selector = selectors.DefaultSelector()
         for source in (mailbox, self.tree):
             self._selector.register(source, selectors.EVENT_READ)
@@ -82,17 +96,16 @@ class CrashHandler:
         next_scan = 0.0
         self._marker.create()
         self._guard("the limit of open files", self.session.shortages.raise_limit)
-        self._guard("the watch for Xid events", self.session.driver.watch)
+        self._guard("the watch for Xid events", self._driver.watch)
         try:
-            while not self._done():
+            while time.monotonic() < (over_at := self._over_at()):
                 if time.monotonic() >= next_scan:
                     self._foreign.clear()
                     self.session.shortages.look()
                     self._guard("the scan of the processes", self.look)
                     forked.reap()
                     next_scan = time.monotonic() + (_SCAN_SETTLED_SECS if self.tree.settled else _SCAN_STARTING_SECS)
-                due = max(min(next_scan, self._next_due()), self._retry_at)
-                self._selector.select(max(0.0, due - time.monotonic()))
+                self._selector.select(max(0.0, min(next_scan, self._due, over_at) - time.monotonic()))
                 # Before the exits: an announcement was sent before the processes that it speaks of were ended.
                 ended = self.tree.ended()
                 self.take_messages()
@@ -103,13 +116,15 @@ class CrashHandler:
                 self._act_on_time()
         finally:
             removed, left = self._shared_memory.clear()
-            self.session.close(removed=removed, left=left)
+            self.session.close(removed, left)
+            self._driver.close()
             self._place.remove_marker()
             if self.session.triage.shutdown.gone_at is not None:
                 # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
                 self._place.clean_up([server_key(each.pid, each.handle.start_ticks) for each in self.tree])
             self._guard("the last metrics", self._metrics.close)
-            self._kept.release()
+            for lock in self._locks:
+                lock.release()
             self.session.page.wait()
             logger.info("server %d is gone, so is its crash handler %d", self.tree.root.pid, os.getpid())
 
@@ -128,10 +143,7 @@ class CrashHandler:
             if all(process.exited_at is None for process in self.tree):
                 clock.follow_machine()
         self.tree.refresh()
-        if self.history and self.session.log.is_heard:
-            for line in self.history:
-                self.session.log.say(line)
-            self.history = []
+        self.session.log.say_rest()
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:
         """Take in a message. Where its sender is None, no process of this server, only a teardown is accepted."""
@@ -141,11 +153,10 @@ class CrashHandler:
         if event == "teardown":
             self._on_teardown(message, sender)
         elif sender is None:
-            self._ignored += 1
-            # The 1st, the 10th, the 100th and so on: their sender may never end.
-            if str(self._ignored).strip("0") == "1":
-                words = "message %.100r of process %d, not the server's, ignored (%d so far)"
-                logger.warning(words, event, message.pid, self._ignored)
+            # Said once: their sender may never end.
+            if not self._has_ignored:
+                logger.warning("message %.100r of process %d, not the server's, is ignored", event, message.pid)
+            self._has_ignored = True
         elif event == "launch" and sender.is_root:
             self._on_launch(message)
         elif event == "exiting" and sender.is_root:
@@ -253,25 +264,23 @@ class CrashHandler:
         return True
 
     def _act_on_time(self) -> None:
-        if time.monotonic() < self._retry_at:
+        """Have all parts do what is due, whichever fails, and take in when something is due next."""
+        now = time.monotonic()
+        if now < self._retry_at:
             return
-        session, others = self.session, (self._hangs, self._shared_memory, self._metrics, self._marker, self._pauses)
-        parts = (session, *others, session.page, session.commands)
-        # All of them, whichever fails.
-        went_well = [self._guard(f"what is due of {type(part).__name__}", part.act_on_time) for part in parts]
-        if not all(went_well):
-            self._retry_at = time.monotonic() + _RETRY_SECS
+        dues: list[float] = []
+        for part in self._parts:
+            act = functools.partial(lambda part: dues.append(part.act_on_time()), part)
+            if not self._guard(f"what is due of {type(part).__name__}", act):
+                self._retry_at = now + _RETRY_SECS
+        self._due = max(min(dues, default=0.0), self._retry_at)
 
-    def _next_due(self) -> float:
+    def _over_at(self) -> float:
+        """Return when there is nothing more to do: when the server is gone, with its processes or a while later."""
         triage = self.session.triage
-        if not triage.is_open and triage.shutdown.gone_at is not None:
-            return triage.shutdown.gone_at + _LINGER_SECS
-        return min(part.next_due() for part in (self.session, self._hangs, self._metrics, self._marker, self._pauses))
-
-    def _done(self) -> bool:
-        gone_at = self.session.triage.shutdown.gone_at
-        is_over = gone_at is not None and not self.session.triage.is_open
-        return is_over and (not self.tree.alive() or time.monotonic() >= (gone_at or 0.0) + _LINGER_SECS)
+        if triage.shutdown.gone_at is None or triage.is_open:
+            return float("inf")
+        return triage.shutdown.gone_at + (_LINGER_SECS if self.tree.alive() else 0.0)
 
 
 def _time_of(message: Message) -> float:

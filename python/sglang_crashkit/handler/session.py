@@ -13,11 +13,9 @@ from typing import Any
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.gpu import Driver
 from sglang_crashkit.handler.collectors.received import Received
-from sglang_crashkit.handler.evidence import collectors_of
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.incident import IncidentRun, Moment, secs_before_memory
+from sglang_crashkit.handler.incident import Collector, IncidentRun, Moment, secs_before_memory
 from sglang_crashkit.handler.notices import Answers, Commands, HtmlPage, ServerLog, Shortages
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.triage import Action, Do, Seen, Triage
@@ -64,19 +62,24 @@ class Subject:
 class Session:
     """The current incident, if there is one, and what `triage` decides to do about it."""
 
-    def __init__(self, tree: ProcessTree, mailbox: Mailbox, place: Place, settings: Settings) -> None:
+    def __init__(
+        self,
+        tree: ProcessTree,
+        mailbox: Mailbox,
+        place: Place,
+        settings: Settings,
+        received: Received,
+        collectors: Sequence[Collector],
+    ) -> None:
         self.triage = Triage(tree.root.pid, secs_before_memory(settings.budget_secs))
         self.run: IncidentRun | None = None  # what the incident gathered; None where nothing happened yet
         #: The incident of a hang that is not over; an incident that is opened meanwhile refers to it.
         self.hang: IncidentRun | None = None
-        #: Looks for a hang, as the server is asked to end.
-        self.begin_hang_at_end: Callable[[], None] = lambda: None
         self.log = ServerLog(tree.root, place.runtime)
-        self.received = Received(tree, settings)
-        self.driver = Driver(is_on=settings.gpu_facts)
+        self.received = received
         self.page = HtmlPage(settings.html)
         self.commands = Commands()
-        self.shortages = Shortages(self.log)
+        self.shortages = Shortages(self.log.say)
         self._lacking: set[str] = set()
         self._tree = tree
         self._mailbox = mailbox
@@ -87,7 +90,7 @@ class Session:
         self._dead_threads: deque[tuple[TrackedProcess, float, str, str, Sequence[str]]] = deque(maxlen=_MAX_THREADS)
         self._exiting: list[Message] = []
         self._raised: list[Message] = []
-        self._collectors = collectors_of(self.received, self.driver)
+        self._collectors = collectors
         self._failed_finishes = 0
         #: The incident of lost peers, when it began, and when the last loss came, by the monotonic clock.
         self._losses: IncidentRun | None = None
@@ -162,7 +165,6 @@ class Session:
             "forget_process": lambda: self._tree.forget(process),
             "learn_ranks": lambda: self._learn_ranks(subject),
             "drop_record": lambda: self._place.drop_record(record),
-            "look_for_silence": lambda: self.begin_hang_at_end(),
             "close_journals": self.received.forget_requests,
         }
         # What is to be answered, or added to an incident, is nothing without a message, or an incident.
@@ -303,7 +305,7 @@ class Session:
         else:
             run.discard()
 
-    def close(self, removed: Sequence[str] = (), left: Sequence[OrphanedSegment] = ()) -> None:
+    def close(self, removed: Sequence[str], left: Sequence[OrphanedSegment]) -> None:
         """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
@@ -319,7 +321,6 @@ class Session:
         self.received.close()
         if run is not None:
             run.give_up("the server ended")
-        self.driver.close()
         self.commands.act_on_time()
 
     def on_exiting(self, message: Message) -> None:
@@ -373,15 +374,8 @@ class Session:
 
     # -- time
 
-    def next_due(self) -> float:
-        """Return when `act_on_time` has something to do, by the monotonic clock."""
-        due = self.triage.next_due(workers_left=self._are_workers_left)
-        if self.run is None or not self.triage.is_open:
-            return due
-        return time.monotonic() if self._may_finish else min(due, self.run.next_look())
-
-    def act_on_time(self) -> None:
-        """Do what is due by now."""
+    def act_on_time(self) -> float:
+        """Do what is due by now, and return when something is due next, by the monotonic clock."""
         if self.run is not None and self.triage.is_open:
             self.run.look()
             self._answers.ask_all_to_wait(self._secs_left)
@@ -397,6 +391,10 @@ class Session:
                 self._place.remove_own()
                 answer(ack="clean")
                 logger.info("the server ends in good order")
+        due = self.triage.next_due(workers_left=self._are_workers_left)
+        if self.run is None or not self.triage.is_open:
+            return due
+        return time.monotonic() if self._may_finish else min(due, self.run.next_look())
 
     def _release_raised(self) -> None:
         """Answer those that raised and wait for the capture of the others, once they have told of gloo."""

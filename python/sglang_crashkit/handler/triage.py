@@ -57,9 +57,7 @@ _Answer = Literal[
     "answer", "answer_when_finished", "answer_captured", "answer_stacks", "answer_saved", "answer_orderly"
 ]
 #: What is to be done; what concerns the current incident, or answers a message, is nothing without one.
-Do: TypeAlias = (
-    _OfIncident | _Addition | _OfRequests | _OfProcess | _Answer | Literal["drop_record", "look_for_silence"]
-)
+Do: TypeAlias = _OfIncident | _Addition | _OfRequests | _OfProcess | _Answer | Literal["drop_record"]
 
 
 @dataclass(frozen=True)
@@ -435,8 +433,6 @@ class Triage:
             # Seconds may pass before it says so itself, and it may be killed before.
             self._make_room()
             self._open_at_end(UNHEALTHY, seen, now)
-        else:
-            self._add("look_for_silence")
         self._add("note", words=seen.what)
 
     def _on_teardown(self, seen: Seen, _now: float) -> None:

@@ -121,14 +121,13 @@ class ServerMarker:
         if self._lines:
             self._add(lambda: {"asked_to_end": seconds})
 
-    def next_due(self) -> float:
-        """Return when `act_on_time` has something to do, by the monotonic clock."""
+    def act_on_time(self) -> float:
+        """Touch it, where that is due, and return when it is due next, by the monotonic clock."""
+        if self._now() >= self._due:
+            self._look()
         return self._due
 
-    def act_on_time(self) -> None:
-        """Touch it, where that is due."""
-        if self._now() < self._due:
-            return
+    def _look(self) -> None:
         if self._call is not None and self._now() < self._begun + TOUCH_SECS and not is_reaped(self._pid):
             self._due = self._now() + _LOOK_SECS
             return

@@ -14,9 +14,9 @@ import pytest
 
 from sglang_crashkit.handler import folders
 from sglang_crashkit.handler.folders import (
-    KeptFolder,
     Place,
     SharedMemory,
+    keep,
     make_place,
 )
 from sglang_crashkit.handler.processes import ProcessTree
@@ -211,22 +211,25 @@ def may_be_cleaned(folder: Path) -> bool:
 
 
 def test_no_cleaner_goes_into_a_working_handlers_folder(runtime: Path) -> None:
-    kept = KeptFolder(runtime)
+    locks = keep(runtime)
     assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [False] * 3
     assert may_be_cleaned(runtime.parent.parent.parent)
-    kept.release()
+    for lock in locks:
+        lock.release()
     assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [True] * 3
 
 
 def test_servers_share_the_folders_above(runtime: Path) -> None:
     other = runtime.with_name("4-5-6")
     other.mkdir()
-    one, another = KeptFolder(runtime), KeptFolder(other)
-    one.release()
+    one, another = keep(runtime), keep(other)
+    for lock in one:
+        lock.release()
     assert may_be_cleaned(runtime)
     assert not may_be_cleaned(runtime.parent)
     assert not may_be_cleaned(other)
-    another.release()
+    for lock in another:
+        lock.release()
 
 
 DEAD = f"4194305-1-{own_namespace()}"

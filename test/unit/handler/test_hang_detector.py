@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.handler import hang_detector, incident
+from sglang_crashkit.handler.collectors.received import Received
+from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
-from sglang_crashkit.handler.heartbeats import Heartbeats
-from sglang_crashkit.handler.incident import Collector, IncidentRun, Moment
-from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.handler.triage import Seen, Triage
-from sglang_crashkit.incident.folder import NullFolder
+from sglang_crashkit.handler.incident import Awaited, Collector, IncidentRun, Moment
+from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.handler.session import Session, Subject
+from sglang_crashkit.handler.triage import Seen
 from sglang_crashkit.judge import verdict as verdict  # once, and not in each child that judges
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.forked import call_within
 from sglang_crashkit.memory.heartbeat import BEAT_SECS
-from sglang_crashkit.model.incident import Trigger
+from sglang_crashkit.model.incident import EvidenceKind
 from sglang_crashkit.model.sample import Sample, Thread
+from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.sources.incident import frames_in
 from unit.support.beating import EXTEND, ROOT, Beating
@@ -34,87 +36,24 @@ BATCH = "apply (sglang/srt/layers/quantization/unquant.py:1)"
 COMPILES, WAITS = "compile (triton/compiler/compiler.py:1)", "all_reduce (torch/distributed/distributed_c10d.py:1)"
 
 
-class Received:
-    def __init__(self, heartbeats: Heartbeats) -> None:
-        self.heartbeats = heartbeats
+class Core(Awaited):
+    """A GPU core that a rank writes as long as its world says so."""
 
+    def __init__(self, world: World) -> None:
+        self._world = world
 
-class Session:
-    """What the watch uses of the handler's session; its incidents are on no disk, and it takes nothing but a count."""
+    @property
+    def is_done(self) -> bool:
+        return not self._world.writes_core
 
-    def __init__(self, tree: ProcessTree, heartbeats: Heartbeats, settings: Settings) -> None:
-        self.run: IncidentRun | None = None
-        self.hang: IncidentRun | None = None
-        self.runs: list[IncidentRun] = []
-        self.triggers: list[int] = []
-        self.captures: list[IncidentRun] = []
-        self.is_free = True
-        self.expected = "no_progress"
-        self.received = Received(heartbeats)
-        self.begin_hang_at_end: Any = None
-        self.discarded: list[IncidentRun] = []
-        self.writing_cores: frozenset[int] = frozenset()
-        self.pages: list[IncidentRun] = []
-        self.page = self
-        self.withdrawable = False
-        self.triage = Triage(ROOT, 30.0)
-        self.dies = False
-        #: What the processes do, by pid.
-        self.doing: dict[int, str] = {}
-        #: What happens while a snapshot is taken, after what it sees.
-        self.meanwhile: Callable[[], object] = lambda: None
-        self._tree, self._settings = tree, settings
-        self._collectors = (Collector("stacks", Moment.CAPTURE, self._take),)
+    def pids_of(self, kind: EvidenceKind) -> Set[int]:
+        return {10} if kind == "cuda_core" else frozenset()
 
-    def _take(self, run: IncidentRun, _deadline: float) -> None:
-        self.captures.append(run)
-        for process in self._tree:
-            doing = [self.doing[process.pid]] if process.pid in self.doing else []
-            report = run.report(process)
-            report.doing = report.doing or doing
-            thread = Thread("MainThread", process.pid, active=True, owns_gil=False, frames=frames_in(doing))
-            its = {"pid": process.pid, "role": process.role, "ranks": process.rank, "threads": (thread,)}
-            # They use the CPU all the time.
-            secs = 2.0 * len(self.captures)
-            report.samples.append(Sample(time=secs, cpu_secs=secs, doing=tuple(doing), **its))
-        self.meanwhile()
+    def look(self) -> None:
+        pass
 
-    def begin(self, run: IncidentRun, again: bool) -> None:
-        self.pages.append(run)
-
-    def open_observed(self, seen: Seen, process: TrackedProcess) -> IncidentRun | None:
-        assert (seen.kind, seen.trigger, seen.pid) == ("hang", self.expected, process.pid)
-        self.triggers.append(process.pid)
-        if not self.is_free:
-            return None
-        trigger = Trigger(seen.trigger, "", process.pid, process.title)
-        self.run = IncidentRun(
-            "hang", trigger, self._tree, NullFolder("no disk"), Path(), self._settings, self._collectors
-        )
-        self.withdrawable = seen.withdrawable
-        self.runs.append(self.run)
-        return self.run
-
-    def capture(self) -> None:
-        assert self.run is not None
-        # The incident knows who is silent before anything else can happen to it.
-        assert silent_in(self.run)
-        assert self.hang is self.run
-        if self.dies:
-            self.run.finished = True
-        else:
-            self.run.take(Moment.CAPTURE)
-
-    def is_withdrawable(self, run: IncidentRun) -> bool:
-        return self.run is run and self.withdrawable
-
-    def withdraw(self, run: IncidentRun) -> None:
-        self.discarded.append(run)
-        run.discard()
-        self.run = None
-
-    def finish_observed(self) -> None:
-        self.run.finish()
+    def give_up(self, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 def silent_in(run: IncidentRun) -> list[int | None]:
@@ -132,19 +71,53 @@ def progress(run: IncidentRun) -> list[float]:
 
 
 class World(Beating):
-    """Two schedulers and the watch, which reads what the processes are in."""
+    """Two schedulers and the watch, which reads what the processes are in; what an incident takes is made up."""
+
+    place: Place
+    mailbox: Mailbox
 
     def __init__(self, hang_secs: float = 5.0) -> None:
         self.states = {ROOT: "S"}
         self.compiling: set[int] = set()
         #: CPU time that the main thread of each process has used, in seconds.
         self.cpu_secs: dict[int, float] = {}
+        #: What the processes do, by pid.
+        self.doing: dict[int, str] = {}
+        #: What happens while a snapshot is taken, after what it sees.
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.writes_core = False
+        self.captured: list[IncidentRun] = []
         super().__init__(is_on=hang_secs > 0)
         settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
-        self.session: Any = Session(self.tree, self.heartbeats, settings)
+        received = Received(self.tree, settings)
+        received.heartbeats = self.heartbeats
+        collectors = (Collector("stacks", Moment.CAPTURE, self._take),)
+        self.session = Session(self.tree, self.mailbox, self.place, settings, received, collectors)
         self.shutdown = self.session.triage.shutdown
         self.said: list[str] = []
         self.watch = HangDetector(self.tree, self.session, settings, self.said.append, lambda: self.now)
+
+    def _take(self, run: IncidentRun, _deadline: float) -> Core | None:
+        if run.incident.kind == "hang":
+            # The incident knows who is silent before anything else can happen to it.
+            assert silent_in(run)
+            assert self.session.hang is run
+        self.captured.append(run)
+        for process in (process for process in self.tree if process.pid in self.states):
+            doing = [self.doing[process.pid]] if process.pid in self.doing else []
+            report = run.report(process)
+            report.doing = report.doing or doing
+            thread = Thread("MainThread", process.pid, active=True, owns_gil=False, frames=frames_in(doing))
+            its = {"pid": process.pid, "role": process.role, "ranks": process.rank, "threads": (thread,)}
+            # They use the CPU all the time.
+            secs = 2.0 * len(self.captured)
+            report.samples.append(Sample(time=secs, cpu_secs=secs, doing=tuple(doing), **its))
+        self.meanwhile()
+        return Core(self) if self.writes_core else None
+
+    def close(self) -> None:
+        super().close()
+        self.session.shortages.close()
 
     def add(self, pid: int, title: str) -> TrackedProcess:
         self.states[pid] = "S"
@@ -167,29 +140,41 @@ class World(Beating):
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to the server."""
-        self.session.expected = "silent_at_sigterm"
         self.shutdown.draining = True
-        self.watch.begin_at_end()
+        self.watch.act_on_time()
+
+    def crash(self) -> None:
+        """Have a rank raise, which is an incident of its own."""
+        (rank, *_) = self.processes
+        self.session.take(Seen("exception", rank.pid, rank.role), Subject(rank, 1.0))
 
     @property
     def hangs(self) -> list[IncidentRun]:
-        runs: list[IncidentRun] = self.session.runs
-        return runs
+        return [run for run in dict.fromkeys(self.captured) if run.incident.kind == "hang"]
+
+    @property
+    def withdrawn(self) -> list[IncidentRun]:
+        return [run for run in self.hangs if not run.path.exists()]
 
     def captures(self, run: IncidentRun) -> int:
-        return sum(one is run for one in self.session.captures)
+        return sum(one is run for one in self.captured)
 
 
 @pytest.fixture(autouse=True)
-def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+def faked(monkeypatch: pytest.MonkeyPatch, short_folder: Path) -> Iterator[None]:
+    World.place = Place(short_folder / "host", short_folder / "spool", short_folder)
+
     def last() -> World:
         return World.made[-1]
 
     # A busy machine takes longer to judge than a server is kept waiting for it.
     monkeypatch.setattr(incident, "call_within", lambda _secs, work, most: call_within(LONG, work, most))
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in last().compiling)
-    monkeypatch.setattr(TrackedProcess, "state", property(lambda self: last().states[self.pid]))
+    monkeypatch.setattr(TrackedProcess, "state", property(lambda self: last().states.get(self.pid, "S")))
     monkeypatch.setattr(procfs, "main_thread_cpu_secs", lambda pid: last().cpu_secs.get(pid, 0.0))
+    with Mailbox.bind(short_folder / "sock") as receiver:
+        World.mailbox = Mailbox(receiver)
+        yield
 
 
 @pytest.fixture
@@ -211,8 +196,8 @@ def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
 
 def test_what_is_silent_at_sigterm_is_a_hang() -> None:
     world = asked_to_end()
-    assert [silent_in(run) for run in world.hangs] == [[10, 11]]
-    assert world.session.withdrawable
+    (run,) = world.hangs
+    assert (silent_in(run), run.incident.trigger.event) == ([10, 11], "silent_at_sigterm")
     world.pass_time(2.1)
     assert (world.captures(world.hangs[0]), world.hangs[0].finished) == (3, True)
     # It is the same one after the usual time.
@@ -224,10 +209,10 @@ def test_what_is_silent_at_sigterm_is_a_hang() -> None:
 def test_where_they_go_on_there_was_none(is_current: bool) -> None:
     world = asked_to_end()
     if not is_current:
-        world.session.run = None
+        world.crash()
     world.pass_time(5, world.beat)
     assert world.session.hang is None
-    assert world.session.discarded == (world.hangs if is_current else [])
+    assert world.withdrawn == (world.hangs if is_current else [])
 
 
 @pytest.mark.parametrize("silent_secs", [0.0, 1.0, 2.9])
@@ -267,7 +252,7 @@ def test_one_that_the_stacks_show_at_work_at_sigterm_is_withdrawn() -> None:
     (run,) = world.hangs
     compile_something(world)
     world.pass_time(2.1)
-    assert (world.session.discarded, run.finished) == ([run], False)
+    assert (world.withdrawn, run.finished) == ([run], False)
     # It is looked at again.
     world.pass_time(6)
     assert len(world.hangs) == 2
@@ -277,7 +262,7 @@ def test_where_they_are_dead_there_was_one() -> None:
     world = asked_to_end()
     world.die()
     world.pass_time(5)
-    assert world.session.discarded == []
+    assert world.withdrawn == []
 
 
 def test_a_hang_that_was_noticed_before_is_not_another_one(world: World) -> None:
@@ -315,7 +300,8 @@ def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     world.pass_time(10_000)
     assert len(world.hangs) == 1
     assert world.captures(run) == 3
-    assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: no disk"]
+    assert run.incident.trigger.event == "no_progress"
+    assert world.said == [*run.conclusion.lines, f"{run.incident.verdict.text} Incident: {run.path}"]
     assert len(world.said) <= 6
 
 
@@ -323,7 +309,7 @@ def test_the_one_that_was_silent_first_is_the_trigger(world: World) -> None:
     world.now += 0.2
     world.beat(10)
     world.pass_time(6.5)
-    assert world.session.triggers == [11]
+    assert [run.incident.trigger.pid for run in world.hangs] == [11]
 
 
 def test_progress_is_noted_when_all_go_on(world: World) -> None:
@@ -334,9 +320,9 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     world.pass_time(2, world.beat)
     (hung_secs,) = progress(first)
     assert 24 < hung_secs < 28
-    # It stays an incident, and its page tells of the progress.
-    assert (world.session.hang, world.session.discarded) == (None, [])
-    assert world.session.pages == [first]
+    # It stays an incident, and tells of the progress.
+    assert (world.session.hang, world.withdrawn) == (None, [])
+    assert "Progress returned after " in (first.path / "summary.md").read_text()
     world.pass_time(20)
     assert [progress(run) for run in world.hangs] == [progress(first), []]
     assert silent_in(world.hangs[1]) == [10, 11]
@@ -364,20 +350,14 @@ def test_snapshots_end_with_the_incident(world: World) -> None:
 
 
 def test_no_snapshot_is_taken_while_a_gpu_core_is_written(world: World) -> None:
-    world.pass_time(6.1)
-    world.session.writing_cores = frozenset({10})
-    world.pass_time(10)
-    assert world.captures(world.hangs[0]) == 1
-    world.session.writing_cores = frozenset()
-    world.pass_time(10)
-    assert world.captures(world.hangs[0]) == 3
-
-
-def test_a_death_before_the_first_snapshot_ends_the_snapshots(world: World) -> None:
-    world.session.dies = True
-    world.pass_time(10)
+    world.writes_core = True
+    world.pass_time(16)
     (run,) = world.hangs
-    assert (silent_in(run), world.captures(run)) == ([10, 11], 0)
+    assert world.captures(run) == 1
+    world.writes_core = False
+    run.look()
+    world.pass_time(10)
+    assert world.captures(run) == 3
 
 
 def test_a_hang_whose_schedulers_all_died_is_over(world: World) -> None:
@@ -386,14 +366,14 @@ def test_a_hang_whose_schedulers_all_died_is_over(world: World) -> None:
     world.pass_time(2)
     assert world.session.hang is None
     assert progress(world.hangs[0]) == []
-    assert world.watch.next_due() == float("inf")
+    assert world.watch.act_on_time() == float("inf")
 
 
 def test_an_incident_that_cannot_begin_is_tried_again(world: World) -> None:
-    world.session.is_free = False
+    world.crash()
     world.pass_time(30)
-    assert 2 <= len(world.session.triggers) <= 4
-    world.session.is_free = True
+    assert world.hangs == []
+    world.session.finish_observed()
     world.pass_time(11)
     assert len(world.hangs) == 1
 
@@ -403,7 +383,7 @@ def test_an_incident_that_cannot_begin_is_tried_again(world: World) -> None:
 
 def test_it_can_be_switched_off() -> None:
     world = World(hang_secs=0.0).follow()
-    assert world.watch.next_due() == float("inf")
+    assert world.watch.act_on_time() == float("inf")
 
 
 def test_a_limit_below_an_idle_servers_rounds_is_raised() -> None:
@@ -562,7 +542,7 @@ def test_a_first_batchs_hang_is_whole_before_upstreams_watchdog() -> None:
 
 def compile_something(world: World) -> None:
     """Let one scheduler be at work, and the other wait for it."""
-    world.session.doing = {10: WAITS, 11: COMPILES}
+    world.doing = {10: WAITS, 11: COMPILES}
 
 
 def test_what_is_busy_for_too_long_is_another_incident() -> None:
@@ -570,16 +550,15 @@ def test_what_is_busy_for_too_long_is_another_incident() -> None:
     compile_something(world)
     world.pass_time(15)
     (run,) = world.hangs
-    world.session.expected = "busy_too_long"
     world.pass_time(84)
     assert world.hangs == [run]
     world.pass_time(3)
-    assert len(world.hangs) == 2
-    assert world.session.discarded == [run]
+    assert [one.incident.trigger.event for one in world.hangs] == ["no_progress", "busy_too_long"]
+    assert world.withdrawn == [run]
     # By now it is a hang, which stays.
     world.pass_time(200)
     world.pass_time(5, world.beat)
-    assert (len(world.hangs), world.session.discarded) == (2, [run])
+    assert (len(world.hangs), world.withdrawn) == (2, [run])
 
 
 def go_on_in(world: World, snapshot: int) -> None:
@@ -587,11 +566,11 @@ def go_on_in(world: World, snapshot: int) -> None:
 
     def meanwhile() -> None:
         if world.captures(world.hangs[0]) == snapshot - 1:
-            world.session.doing = dict.fromkeys((10, 11), BATCH)
+            world.doing = dict.fromkeys((10, 11), BATCH)
         elif world.captures(world.hangs[0]) == snapshot:
             world.beat()
 
-    world.session.meanwhile = meanwhile
+    world.meanwhile = meanwhile
 
 
 @pytest.mark.parametrize("snapshot", [2, 3])
@@ -604,7 +583,7 @@ def test_what_compiled_until_a_snapshot_was_taken_is_withdrawn(snapshot: int) ->
     # It sees more than they did when they were silent.
     assert (world.captures(run), run.finished) == (snapshot, False)
     world.pass_time(5, world.beat)
-    assert (world.session.discarded, world.session.hang) == ([run], None)
+    assert (world.withdrawn, world.session.hang) == ([run], None)
     assert all(len(report.samples) == snapshot - 1 for report in run.incident.processes if report.is_rank)
 
 

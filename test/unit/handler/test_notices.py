@@ -12,13 +12,10 @@ import pytest
 
 from sglang_crashkit import protocol
 from sglang_crashkit.handler import notices
-from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.notices import PAGE, Answers, HtmlPage, ServerLog
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
 from sglang_crashkit.protocol import Mailbox, Message
-from sglang_crashkit.settings import Settings
 from unit.support.server_driver import Server
 from unit.support.targets import start_ticks
 from unit.support.tracked import begin_incident
@@ -115,31 +112,16 @@ def test_a_sender_that_reads_late_gets_its_answer(path: str, mailbox: Mailbox) -
     assert time.monotonic() - began < LONG / 2
 
 
-def test_a_line_goes_to_the_main_process_cut_short(short_folder: Path) -> None:
+def test_lines_wait_until_the_main_process_listens_and_are_cut(short_folder: Path) -> None:
     tree = ProcessTree(os.getpid())
-    path = HookFiles.of(short_folder, os.getpid(), start_ticks(os.getpid())).say
-    with Mailbox.bind(path) as receiver:
-        mailbox = Mailbox(receiver)
-        ServerLog(tree.root, short_folder).say("x" * 100_000)
-        (message,) = mailbox.receive()
-    tree.root.handle.close()
-    assert (message.event, message.fields["text"]) == ("say", "x" * 3000)
-
-
-def test_lines_of_the_start_wait_until_somebody_listens(short_folder: Path) -> None:
-    place = Place(short_folder / "host", short_folder / "spool", short_folder / "runtime")
-    place.runtime.mkdir()
-    with Mailbox.bind(place.runtime / "handler.sock") as messages:
-        handler = CrashHandler(os.getpid(), Mailbox(messages), place, Settings.from_environ({}))
-        handler.history = ["3 crashes in the last hour", "12 segments"]
-        handler.look()
-        with Mailbox.bind(HookFiles.of(place.runtime, os.getpid(), start_ticks(os.getpid())).say) as receiver:
-            handler.look()
-            handler.look()
-            messages_of_it = Mailbox(receiver).receive()
-        handler.close()
-    said = [(message.event, message.fields["text"]) for message in messages_of_it]
-    assert said == [("say", "3 crashes in the last hour"), ("say", "12 segments")]
+    log = ServerLog(tree.root, short_folder)
+    log.say("3 crashes in the last hour")
+    with Mailbox.bind(HookFiles.of(short_folder, os.getpid(), start_ticks(os.getpid())).say) as receiver:
+        log.say("x" * 100_000)
+        log.say_rest()
+        said = [(message.event, message.fields["text"]) for message in Mailbox(receiver).receive()]
+    tree.close()
+    assert said == [("say", "3 crashes in the last hour"), ("say", "x" * 3000)]
 
 
 #: Says who it is in the file that it is to write, and hangs.

@@ -138,7 +138,7 @@ def test_a_death_as_an_observed_incident_opens_ends_the_server(
         assert set(found) == {kind, "killed"}
         assert found["killed"]["verdict"]["first_failure"]["pid"] == rank.pid
         assert found[kind]["complete"] is True
-        wait_until(lambda: handler.session.act_on_time() or process.poll() is not None, "the server is told")
+        wait_until(lambda: handler.session.act_on_time() and process.poll() is not None, "the server is told")
         assert process.poll() == 7
 
 

@@ -123,17 +123,17 @@ STORIES: dict[str, list[Step]] = {
     ],
     "draining makes the orderly exits before it a shutdown": [
         (1.0, ended(RANK, 0), LEFT),
-        (1.2, told("draining"), "discard look_for_silence note:draining"),
+        (1.2, told("draining"), "discard note:draining"),
         (1.3, ended(OTHER, 0), "mark_exited forget_process"),
         (1.4, ended(ROOT, 0), "mark_exited"),
     ],
     "but not a crash before it": [
         (1.0, ended(RANK, 3), LEFT),
-        (1.2, told("draining"), "look_for_silence note:draining"),
+        (1.2, told("draining"), "note:draining"),
         (2.0, TICK, "send_sigquit"),
     ],
     "nor one after it": [
-        (1.0, told("draining"), "look_for_silence note:draining"),
+        (1.0, told("draining"), "note:draining"),
         (1.1, ended(RANK, 1), LEFT),
     ],
     "so does the main process's own orderly end": [
@@ -195,7 +195,7 @@ STORIES: dict[str, list[Step]] = {
         (1.0, told("thread_died", HELPER, matters=False), "drop_record"),
         (2.0, torn_down(RANK, tree_of=RANK), ""),
         (2.1, told("thread_died", RANK), "drop_record"),
-        (3.0, told("draining"), "look_for_silence note:draining"),
+        (3.0, told("draining"), "note:draining"),
         (3.1, told("thread_died", OTHER), "drop_record"),
     ],
     "its later exit joins it": [
@@ -237,7 +237,7 @@ STORIES: dict[str, list[Step]] = {
         (1.3, ended(WORKER, "SIGKILL"), "mark_exited add_exit finish"),
     ],
     "requests saved for others that were asked to end, too, are no crash": [
-        (1.0, told("draining"), "look_for_silence note:draining"),
+        (1.0, told("draining"), "note:draining"),
         (1.1, ended(RANK, "SIGTERM"), "mark_exited forget_process"),
         (1.2, told("crash_dump_begun"), ""),
         (1.3, told("crash_dump_ended"), "answer_orderly"),
@@ -305,12 +305,12 @@ STORIES: dict[str, list[Step]] = {
         (4.0, ended(RANK, "SIGKILL"), f"write forget {KILLED}"),
     ],
     "one that is asked to end while it is silent may end in good order": [
-        (0.9, told("draining"), "look_for_silence note:draining"),
+        (0.9, told("draining"), "note:draining"),
         (1.0, observed(withdrawable=True), "open:hang permit:observe"),
         (2.0, ended(OTHER, "SIGTERM"), "discard mark_exited forget_process"),
     ],
     "a rank that exits as it was asked to": [
-        (0.9, told("draining"), "look_for_silence note:draining"),
+        (0.9, told("draining"), "note:draining"),
         (1.0, told("exception", RANK, soft=True), "drop_record answer_captured"),
     ],
     "a rank that exits as it was announced": [
@@ -318,7 +318,7 @@ STORIES: dict[str, list[Step]] = {
         (1.0, told("exception", RANK, soft=True), "drop_record answer_captured"),
     ],
     "once its incident is whole it stays": [
-        (0.9, told("draining"), "look_for_silence note:draining"),
+        (0.9, told("draining"), "note:draining"),
         (1.0, observed(withdrawable=True, secs=5.0), "open:hang permit:observe"),
         (6.0, TICK, f"{WENT_ON} finish"),
         (7.0, ended(OTHER, "SIGTERM"), "write forget mark_exited forget_process"),
@@ -359,7 +359,7 @@ STORIES: dict[str, list[Step]] = {
         (2.0, told("draining", unhealthy=True), f"write forget {AT_END} note:draining"),
     ],
     "one that fails while it drains": [
-        (0.5, told("draining"), "look_for_silence note:draining"),
+        (0.5, told("draining"), "note:draining"),
         (1.0, told("crash_dump_begun", silent=True), f"{AT_END} permit:full note:crash_dump_begun"),
     ],
     "a new server of the same program begins anew": [

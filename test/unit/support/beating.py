@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_crashkit.handler.heartbeats import Heartbeats
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
 from sglang_crashkit.memory import heartbeat
 from sglang_crashkit.memory.heartbeat import HeartbeatWriter
 
@@ -41,6 +41,7 @@ class Beating:
 
     def add(self, pid: int, title: str) -> TrackedProcess:
         process = self.tree.add_reaped(pid, title, ExitStatus(), 0.0)
+        process.handle = ProcessHandle.of_reaped(pid, None)  # type: ignore[arg-type] - it has not ended
         process.exited_at = None
         return process
 
@@ -70,9 +71,9 @@ class Beating:
 
     def pass_with(self, watch: Any, secs: float, meanwhile: Callable[[], object] | None) -> None:
         """Let the handler's loop run a watch for so long; `meanwhile` happens before each of its turns."""
-        end = self.now + secs
+        end, due = self.now + secs, watch.act_on_time()
         while self.now < end:
-            self.now = min(end, max(self.now + 0.01, watch.next_due()))
+            self.now = min(end, max(self.now + 0.01, due))
             if meanwhile is not None:
                 meanwhile()
-            watch.act_on_time()
+            due = watch.act_on_time()

@@ -32,17 +32,6 @@ def test_without_descriptors_it_says_so_once_and_writes_the_incident(start_serve
     assert "Traceback" not in log
 
 
-class Log:
-    """The server's, which is heard or not."""
-
-    def __init__(self, *, is_heard: bool = True) -> None:
-        self.is_heard = is_heard
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-
 @pytest.mark.parametrize(
     ("error", "what"),
     [
@@ -58,37 +47,25 @@ class Log:
     ids=lambda value: str(value),
 )
 def test_whatever_runs_out_is_told_once(error: Exception, what: str) -> None:
-    log = Log()
-    shortages = Shortages(log)
+    told = list[str]()
+    shortages = Shortages(told.append)
     assert shortages.note(error)
     assert shortages.note(error)
-    (said,) = log.said
+    (said,) = told
     assert said.startswith(f"the crash handler has no {what} left: incidents may lack evidence; next: ")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOENT, "No such file"), RuntimeError("x"), ValueError("x")])
 def test_another_error_is_no_shortage(error: Exception) -> None:
-    log = Log()
-    assert not Shortages(log).note(error)
-    assert log.said == []
-
-
-def test_what_nobody_hears_yet_is_said_later() -> None:
-    log = Log(is_heard=False)
-    shortages = Shortages(log)
-    shortages.note(OSError(errno.EMFILE, "Too many open files"))
-    assert log.said == []
-    log.is_heard = True
-    shortages.look()
-    shortages.look()
-    assert len(log.said) == 1
-    shortages.close()
+    told = list[str]()
+    assert not Shortages(told.append).note(error)
+    assert told == []
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
-        Shortages(Log()).raise_limit()
+        Shortages(print).raise_limit()
         os._exit(0 if resource.getrlimit(resource.RLIMIT_NOFILE) == (512, 512) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
