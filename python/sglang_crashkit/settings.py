@@ -35,7 +35,7 @@ _LONGEST_SOCKET = "4194304-123456789012.sock"
 _MAX_SOCKET_PATH = 107
 #: What tells others of an incident, or of a server.
 _PUBLISHING = {
-    *("SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_METRICS_FILE", "SGLANG_CRASHKIT_HTML"),
+    *("SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_METRICS_FILE"),
     "PROMETHEUS_MULTIPROC_DIR",
 }
 _PREFIX = "SGLANG_CRASHKIT_"
@@ -155,8 +155,6 @@ class Settings:
     prompts: Prompts = _setting("SGLANG_CRASHKIT_PROMPTS", _PROMPTS, "full")  # noqa: RUF009 - a field
     #: The GPUs' driver is not asked when false.
     gpu_facts: bool = _setting("SGLANG_CRASHKIT_GPU_FACTS", _TRUTH, True)
-    #: Each incident has a page of HTML, too, when true.
-    html: bool = _setting("SGLANG_CRASHKIT_HTML", _TRUTH, False)
 
     @property
     def diagnostics(self) -> bool:

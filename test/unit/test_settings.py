@@ -27,14 +27,12 @@ from sglang_crashkit.settings import DiskLimits, Settings
         ("SGLANG_CRASHKIT_END_SECS", "9", "end_secs", 9.0),
         ("SGLANG_CRASHKIT_EXIT_STATUS", " Upstream", "keeps_exit_status", True),
         ("SGLANG_CRASHKIT_GPU_FACTS", "0", "gpu_facts", False),
-        ("SGLANG_CRASHKIT_HTML", "1", "html", True),
         ("SGLANG_CRASHKIT_JOURNAL", "0", "journal", False),
         ("SGLANG_CRASHKIT_STEPS", "0", "steps", False),
         ("SGLANG_CRASHKIT_LOG_RECORDS", "7", "log_records", 7),
         ("SGLANG_CRASHKIT_FULL_PER_FAULT", "0", "full_per_fault", 0),
         # What cannot be read counts as unset.
         *(("SGLANG_CRASHKIT_ENABLED", value, "enabled", True) for value in ("", "maybe", "2", "TRUE", " y ")),
-        *(("SGLANG_CRASHKIT_HTML", value, "html", False) for value in ("", "maybe", "2", "False", "N")),
         *(("SGLANG_CRASHKIT_HANG_SECS", value, "hang_secs", 60.0) for value in ("", "x", "-1", "nan", "inf", "1s")),
         *(("SGLANG_CRASHKIT_LOG_RECORDS", value, "log_records", 200) for value in ("", "x", "-1", "²", "9" * 5000)),
         # What is wanted of native stacks may be left to the case.

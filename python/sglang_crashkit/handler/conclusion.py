@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import re
 import shlex
 import time
@@ -49,8 +48,6 @@ logger = logging.getLogger(__name__)
 _MAX_UNANSWERED = 2000
 #: What each of the requests asks for is looked at for so long at most, in seconds.
 _LOOK_SECS = 1.0
-#: Of a problem that a child meets, with its traceback.
-_MAX_PROBLEM = 8000
 #: Of a request's line, with its prompt.
 _MAX_LINE = 4 << 20
 #: Of a process's log.
@@ -71,7 +68,6 @@ class Conclusion(msgspec.Struct):
     message: str  # of the container's termination
     is_redacted: bool = False  # the document was searched for secrets, which the texts always are
     spare: list[str] = []  # the files that are of no use any more, relative to the folder
-    problems: list[str] = []  # what went wrong, for the handler's own log
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,6 @@ class Counting:
 
     keep: int  # how many incidents of a fault are kept in full a day; 0 for all
     begun: Collection[str] = frozenset()  # the ids of the requests that were in a step of a rank
-    left_secs: float = math.inf  # how much of the time that it may take is left
 
 
 def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | None) -> Conclusion:
@@ -88,9 +83,6 @@ def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | No
 
     It takes a verdict of the judge's, and what users of the server wrote: so it runs in a child with a deadline.
     """
-    problems = Problems()
-    # Those of the parent write to files that are closed here.
-    logging.getLogger().handlers = [problems]
     incident.divergence = _disagreement(incident, folder.path) or incident.divergence
     incident.verdict, spare = judge(incident, folder.path), list[str]()
     if counting is not None:
@@ -104,14 +96,8 @@ def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | No
     incident.cause = explain(incident, folder.path)
     conclusion = render(incident, folder)
     conclusion.document = redact_json(json.loads(json.dumps(conclusion.document, default=str)))
-    conclusion.spare, conclusion.problems, conclusion.is_redacted = spare, problems.told, True
+    conclusion.spare, conclusion.is_redacted = spare, True
     return conclusion
-
-
-def conclude_plainly(incident: Incident, folder: IncidentFolder) -> Conclusion:
-    """Return what is told of an incident whose judging failed: who failed first."""
-    incident.verdict, incident.cause = judge(incident, None), None
-    return render(incident, folder)
 
 
 def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
@@ -126,18 +112,6 @@ def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
     )
     summary, message = format_summary(shown, folder.final_path), format_termination_message(shown, path)
     return Conclusion(incident.to_json(), summary, status, lines, ending, message)
-
-
-class Problems(logging.Handler):
-    """Keeps what a child logs, whose handler has no file any more."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
-        self.told.append(self.format(record)[:_MAX_PROBLEM])
 
 
 def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting) -> list[str]:
@@ -158,18 +132,16 @@ def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting)
         unanswered = _unanswered(folder.path / REQUESTS, counting.begun if first is not None and first.is_rank else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
-    deadline = time.monotonic() + min(_LOOK_SECS, counting.left_secs)
-    looked_at = _fields_of([one.rid for one in candidates], folder.path / REQUESTS, deadline)
+    deadline = time.monotonic() + _LOOK_SECS
+    asked, aborted = dict[str, Asked](), set[str]()
     # Not all at once in memory: their prompts may be long.
-    asked = {rid: _asked_by(fields) for rid, fields in looked_at}
-    is_whole = time.monotonic() <= deadline
+    for rid, fields in _fields_of([one.rid for one in candidates], folder.path / REQUESTS, deadline):
+        asked[rid] = Asked(fingerprint_of(fields), frozenset(parameters_of(fields)))
+        if was_aborted_before(fields, shown):
+            aborted.add(rid)
     # Of some of them it is not known that no other one asks for something.
-    compared = asked if is_whole else {}
+    compared = asked if time.monotonic() <= deadline else {}
     ranked, _more = _judged(incident, None, compared, unanswered, fingerprint.MAX_SUSPECTS) or ([], 0)
-    if not is_whole:
-        # The most suspicious are known again, wherever they stand in the file.
-        suspicious = [one.rid for one in ranked[:MAX_SUSPECTS]]
-        asked |= {rid: _asked_by(fields) for rid, fields in _fields_of(suspicious, folder.path / REQUESTS)}
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
@@ -180,16 +152,10 @@ def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting)
     listed = {suspect.rid for suspect in incident.suspects}
     if incident.fault is not None:
         incident.fault.seen = {rid: count for rid, count in seen.items() if rid in listed}
-    lines = dict(_fields_of(listed, folder.path / REQUESTS))
     for suspect in incident.suspects:
-        if was_aborted_before(lines.get(suspect.rid, {}), shown):
+        if suspect.rid in aborted:
             suspect.reasons.append(ABORTED)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
-
-
-def _asked_by(fields: Mapping[str, Any]) -> Asked:
-    """Return what a request asks for."""
-    return Asked(fingerprint_of(fields), frozenset(parameters_of(fields)))
 
 
 def name_suspects(
@@ -242,7 +208,7 @@ def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
     return list(newest)
 
 
-def _fields_of(rids: Collection[str], path: Path, deadline: float = math.inf) -> Iterator[tuple[str, dict[str, Any]]]:
+def _fields_of(rids: Collection[str], path: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what the incident has of some requests, and their ids; of two with one id what was not answered counts.
 
     No line is read after `deadline`, by the monotonic clock.

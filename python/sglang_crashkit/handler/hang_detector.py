@@ -1,27 +1,13 @@
 """Notice a hang by itself: the processes without which no request is answered beat.
 
-Every scheduler beats in each round of its event loop, idle, busy or paused; the event loop of each tokenizer manager
-once a second; a detokenizer with each message. One that is silent for ``SGLANG_CRASHKIT_HANG_SECS`` hangs, and so do
-those that wait for it. That becomes one incident of kind ``hang`` with several snapshots; nothing is killed, and the
-incident says when the server goes on.
+Every scheduler beats in each round of its event loop, idle, busy or paused, at least once a second; the event loop of
+each tokenizer manager once a second; a detokenizer with each message. One that is silent for
+``SGLANG_CRASHKIT_HANG_SECS`` hangs, and so do those that wait for it. That becomes one observed incident of kind
+``hang`` with several snapshots, which says when the server goes on. ``docs/hangs.md`` has what is no hang, and what has
+more time. A scheduler that cannot be followed is seen by the silence of those that wait for it.
 
-An idle server beats at least once a second in all supported releases (``--sleep-on-idle`` waits for 1000 ms at most), a
-long prompt with every chunk. Silence is not counted
-
-* before every scheduler is in its event loop, or one of them has begun a batch: they load the model, capture graphs;
-* while one is held by a debugger, or the whole server is stopped;
-* while the server is being ended.
-
-A scheduler that cannot be followed is seen by the silence of those that wait for it. A detokenizer that waits for the
-next message is not silent, unless it uses its CPU. One of the processes beside the schedulers that is stopped for as
-long hangs, whether it beats or not.
-
-More time is given to the first batches, which compile kernels, to later ones while a compiler runs for them, to
-very long prompts that are taken in at once, and with control requests, such as an update of the weights.
-
-Where the stacks then say that the rank which the others wait for is at work, because it compiles, loads weights,
-writes a profile, or takes in such a prompt, the incident says *busy*. It is withdrawn when the server goes on, and
-taken for a hang after a long time.
+Where the stacks then say that the rank which the others wait for is at work, the incident says *busy*. It is withdrawn
+when the server goes on, and taken for a hang after a long time.
 """
 
 from __future__ import annotations
@@ -30,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, by_last_sign
+from sglang_crashkit.handler.heartbeats import Followed, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun, Moment
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
@@ -154,7 +140,7 @@ class HangDetector:
     def _look(self, seen_secs: float) -> None:
         self._heartbeats.look(seen_secs)
         heartbeats, others = self._heartbeats.living(), list(self._heartbeats.others.values())
-        everybody: list[Followed] = [*heartbeats, *others]
+        everybody = [*heartbeats, *others]
         longest = max((one.silent_secs for one in everybody), default=0.0)
         if longest > 2 * self._interval_secs:
             states = {heartbeat.process.pid: heartbeat.process.state for heartbeat in heartbeats}
@@ -163,7 +149,7 @@ class HangDetector:
                     one.hold(seen_secs)
                 return
             limit = self._limit_secs * self._patience(states)
-            late: list[Followed] = [one for one in heartbeats if one.silent_secs >= limit]
+            late = [one for one in heartbeats if one.silent_secs >= limit]
             # Where no scheduler is late itself, none is counted into a hang of the processes beside them.
             patient = () if late else heartbeats
             # The main process may wait for its schedulers as it ends.
@@ -197,7 +183,6 @@ class HangDetector:
                 self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
         else:
             hang.run.refresh()
-            self._session.page.begin(hang.run, again=True)
             self._hang = self._session.hang = None
 
     def _withdraw(self, hang: Hang) -> None:
@@ -239,7 +224,7 @@ class HangDetector:
         if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
             return False
         # The schedulers' own are among the descendants of the main process.
-        if any(has_compiler(one.process.pid) for one in silent if isinstance(one, FollowedHeartbeat)):
+        if any(has_compiler(one.process.pid) for one in silent if one.is_rank):
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
@@ -282,10 +267,8 @@ class Hang:
             if heartbeat not in self._heartbeats:
                 heartbeat.signs = 0
                 self._heartbeats.append(heartbeat)
-                if isinstance(heartbeat, FollowedHeartbeat):
-                    self.run.add_silence(heartbeat.process, heartbeat.sign, heartbeat.silent_secs)
-                else:
-                    self.run.add_silence(heartbeat.process, None, heartbeat.silent_secs, heartbeat.how)
+                sign = heartbeat.sign if heartbeat.is_rank else None
+                self.run.add_silence(heartbeat.process, sign, heartbeat.silent_secs, heartbeat.how)
 
     def take_silence(self) -> None:
         """Take in who did not go on while a snapshot was taken: only of these it shows what they hang in."""
@@ -349,12 +332,12 @@ class Hang:
 
 def _goes_on(one: Followed) -> bool:
     """Say whether a scheduler gave a sign since it was looked at last."""
-    return isinstance(one, FollowedHeartbeat) and one.last() != one.sign
+    return one.is_rank and one.last() != one.sign
 
 
 def _is_together(one: Followed, longest: float) -> bool:
     """Say whether one hangs with that which was silent longest; a loop goes on between two of its beats."""
-    is_between = isinstance(one, FollowedProcess) and one.silent_secs <= 2 * BEAT_SECS
+    is_between = not one.is_rank and one.silent_secs <= 2 * BEAT_SECS
     return one.silent_secs >= _TOGETHER * longest and not is_between
 
 

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
 
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import clock, procfs
@@ -44,117 +43,86 @@ class Followed:
     """Counts for how long a process was seen not to go on.
 
     What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no
-    CPU, it saw nothing.
+    CPU, it saw nothing. A scheduler goes on where its heartbeat does. Another process does not go on where it is
+    stopped. One that beats also does not where its loop does not come round, where it works at one message, or where it
+    says that it waits for the next one but uses its CPU or is in an uninterruptible sleep.
     """
 
-    def __init__(self, process: TrackedProcess, sign: Heartbeat) -> None:
-        self.process = process
-        self.sign = sign  # what it said when it was last seen to go on, and when
+    def __init__(self, process: TrackedProcess, reader: HeartbeatReader | None, now: float) -> None:
+        self.process, self.is_rank = process, process.role == "scheduler"
+        self._reader = reader  # of its heartbeat; None where it has none
+        self.sign = self.last() if self.is_rank else _sign_at(now)  # what it said when it was last seen to go on
         self.silent_secs = 0.0  # for how long it was seen not to go on since
         self.signs = 0  # at how many looks it had gone on since this was last set to 0
         self.how = ""  # of one that is no scheduler, how it did not go on when it was last seen so, in words
-
-    def hold(self, seen_secs: float) -> None:
-        """Do not count the time since the last look."""
-        self.silent_secs = max(0.0, self.silent_secs - seen_secs)
-
-    def _count(self, sign: Heartbeat | None, seen_secs: float) -> None:
-        """Take in a sign, or that the process gave none for `seen_secs`."""
-        if sign is None:
-            self.silent_secs += seen_secs
-        else:
-            self.sign, self.silent_secs, self.signs = sign, 0.0, self.signs + 1
-
-
-class FollowedHeartbeat(Followed):
-    """Counts for how long a scheduler was silent, by what its heartbeat says."""
-
-    def __init__(self, process: TrackedProcess, reader: HeartbeatReader) -> None:
-        super().__init__(process, reader.read())
-        self._reader = reader
+        self._said: Heartbeat | None = None
+        self._cpu_secs = 0.0
 
     def follow(self, reader: HeartbeatReader) -> None:
         """Read another heartbeat from now on, as it was announced anew."""
         self.close()
         self._reader = reader
 
-    def look(self, seen_secs: float) -> None:
-        """Take in what it says now, `seen_secs` after the last look."""
-        sign = self._reader.read()
-        self._count(sign if sign != self.sign else None, seen_secs)
-
-    def catch_up(self, now: float) -> None:
-        """Take in what it says now, and count all of the time since its last sign, seen or not."""
-        self.look(0.0)
-        self.silent_secs = max(0.0, now - self.sign.at)
-
     def last(self) -> Heartbeat:
-        """Return what it says now, or said last, without taking it for a sign."""
+        """Return what its heartbeat says now, or said last, without taking it for a sign."""
+        assert self._reader is not None
         return self._reader.read()
 
-    def close(self) -> None:
-        """Give the memory back."""
-        self._reader.close()
-
-
-class FollowedProcess(Followed):
-    """Counts for how long a process other than a scheduler did not go on.
-
-    It does not go on where it is stopped. One that beats also does not where its loop does not come round, where it
-    works at one message, or where it says that it waits for the next one but uses its CPU or is in an uninterruptible
-    sleep.
-    """
-
-    def __init__(self, process: TrackedProcess, now: float) -> None:
-        super().__init__(process, _sign_at(now))
-        self.reader: HeartbeatReader | None = None  # of its heartbeat, where it has one
-        self._said: Heartbeat | None = None
-        self._cpu_secs = 0.0
-
     def look(self, seen_secs: float, now: float) -> None:
-        """Take in what is seen of it now, `seen_secs` after the last look; see `FollowedHeartbeat.look`."""
-        said = self.reader.read() if self.reader is not None else None
-        # That of the others does not tell anything.
-        uses_cpu = said is not None and said.is_waiting
-        cpu_secs = procfs.main_thread_cpu_secs(self.process.pid) if uses_cpu else 0.0
-        how = self._stands(self.process.state, said, cpu_secs - self._cpu_secs, seen_secs)
-        self._said, self._cpu_secs = said, cpu_secs
-        self.how = how or self.how
-        self._count(None if how else _sign_at(now), seen_secs)
+        """Take in what is seen of it now, `seen_secs` after the last look."""
+        said = self._reader.read() if self._reader is not None else None
+        goes_on = said != self.sign if self.is_rank else not self._stands(said, seen_secs)
+        if goes_on:
+            self.sign = said if self.is_rank and said is not None else _sign_at(now)
+            self.silent_secs, self.signs = 0.0, self.signs + 1
+        else:
+            self.silent_secs += seen_secs
+
+    def catch_up(self, now: float) -> None:
+        """Take in what a scheduler says now, and count all of the time since its last sign, seen or not."""
+        self.look(0.0, now)
+        self.silent_secs = max(0.0, now - self.sign.at)
+
+    def hold(self, seen_secs: float) -> None:
+        """Do not count the time since the last look."""
+        self.silent_secs = max(0.0, self.silent_secs - seen_secs)
 
     def close(self) -> None:
         """Give the memory back."""
-        if self.reader is not None:
-            self.reader.close()
+        if self._reader is not None:
+            self._reader.close()
 
-    def _stands(self, state: str, said: Heartbeat | None, used_secs: float, seen_secs: float) -> str:
-        """Return how it did not go on since the last look, in words; empty where it did."""
+    def _stands(self, said: Heartbeat | None, seen_secs: float) -> bool:
+        """Say whether one that is no scheduler did not go on since the last look, and note how."""
+        # The CPU time of one that does not wait does not tell anything.
+        waits = said is not None and said.is_waiting
+        cpu_secs = procfs.main_thread_cpu_secs(self.process.pid) if waits else 0.0
+        state, how = self.process.state, ""
         if state == "T":
-            return "was stopped"
-        # Of one that a debugger holds nothing is known.
-        if said is None or said != self._said or said.is_off or state == "t":
-            return ""
-        if not said.is_waiting:
+            how = "was stopped"
+        elif said is None or said != self._said or said.is_off or state == "t":
+            # Of one that a debugger holds nothing is known.
+            pass
+        elif not waits:
             is_loop = self.process.role in _WITH_LOOPS
-            return "did not come back to its event loop" if is_loop else "worked at one message"
-        # A process that waits for a message sleeps, and can be interrupted.
-        is_awake = used_secs >= _AWAKE * seen_secs > 0
-        return "did not come to the next message" if is_awake or state == "D" else ""
+            how = "did not come back to its event loop" if is_loop else "worked at one message"
+        elif state == "D" or cpu_secs - self._cpu_secs >= _AWAKE * seen_secs > 0:
+            # A process that waits for a message sleeps, and can be interrupted.
+            how = "did not come to the next message"
+        self._said, self._cpu_secs, self.how = said, cpu_secs, how or self.how
+        return how != ""
 
 
 def _sign_at(now: float) -> Heartbeat:
     return Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
 
 
-SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
-
-
 class Heartbeats:
     """Follows the heartbeats of one server, unless that is switched off."""
 
     def __init__(self, tree: ProcessTree, *, is_on: bool = True, now: Callable[[], float] = time.monotonic) -> None:
-        self.followed: dict[int, FollowedHeartbeat] = {}  # those of schedulers, by pid
-        self.others: dict[int, FollowedProcess] = {}  # processes beside them without which no request is answered
+        self.followed: dict[int, Followed] = {}  # schedulers with a heartbeat, by pid
+        self.others: dict[int, Followed] = {}  # processes beside them without which no request is answered
         self.began_at = 0.0  # since when any of these is followed, by the clock
         #: Pids of schedulers that have begun their loop and cannot be followed, or are not any more.
         self.unfollowed: set[int] = set()
@@ -184,25 +152,21 @@ class Heartbeats:
             words = "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s"
             logger.warning(words, process.title, process.pid, error)
             return
-        if process.role != "scheduler":
-            other = self.others.setdefault(process.pid, FollowedProcess(process, self._now()))
-            other.close()
-            other.reader = reader
-            return
-        if (known := self.followed.get(process.pid)) is not None:
+        if process.role == "scheduler" and not self.followed:
+            self.began_at = self._now()
+        those = self.followed if process.role == "scheduler" else self.others
+        if (known := those.get(process.pid)) is not None:
             # A hang that is not over holds it.
             known.follow(reader)
-            return
-        if not self.followed:
-            self.began_at = self._now()
-        self.followed[process.pid] = FollowedHeartbeat(process, reader)
+        else:
+            those[process.pid] = Followed(process, reader, self._now())
 
     def look(self, seen_secs: float) -> None:
-        """Take in what all say now, and let go of those that say no more; see `FollowedHeartbeat.look`."""
+        """Take in what is seen of all now, `seen_secs` after the last look, and let go of those that say no more."""
         for pid, heartbeat in list(self.followed.items()):
             is_dead = heartbeat.process.exited_at is not None
             if not is_dead:
-                heartbeat.look(seen_secs)
+                heartbeat.look(seen_secs, self._now())
             if is_dead or heartbeat.sign.is_off:
                 # One that lives beats no more, for a reason that it has logged.
                 self.unfollowed.add(pid)
@@ -213,13 +177,13 @@ class Heartbeats:
         for pid in self.others.keys() - needed.keys():
             self.others.pop(pid).close()
         for pid, process in needed.items():
-            self.others.setdefault(pid, FollowedProcess(process, self._now())).look(seen_secs, self._now())
+            self.others.setdefault(pid, Followed(process, None, self._now())).look(seen_secs, self._now())
 
-    def living(self) -> list[FollowedHeartbeat]:
+    def living(self) -> list[Followed]:
         """Return those of processes whose exit was not noticed."""
         return [heartbeat for heartbeat in self.followed.values() if heartbeat.process.exited_at is None]
 
-    def silent(self, secs: float) -> list[FollowedHeartbeat]:
+    def silent(self, secs: float) -> list[Followed]:
         """Return those that gave no sign in the last `secs` seconds, that first which fell silent first.
 
         That one is silent does not mean that it hangs.
@@ -234,7 +198,7 @@ class Heartbeats:
         return self._last | {pid: heartbeat.last() for pid, heartbeat in self.followed.items()}
 
 
-def by_last_sign(heartbeats: Iterable[SomeFollowed]) -> list[SomeFollowed]:
+def by_last_sign(heartbeats: Iterable[Followed]) -> list[Followed]:
     """Return heartbeats in the order in which they gave their last signs."""
     return sorted(heartbeats, key=lambda heartbeat: (heartbeat.sign.at, heartbeat.process.pid))
 

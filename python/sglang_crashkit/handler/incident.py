@@ -19,9 +19,9 @@ import msgspec
 
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, requests_of
-from sglang_crashkit.handler.conclusion import Conclusion, Counting, conclude, conclude_plainly
+from sglang_crashkit.handler.conclusion import Conclusion, Counting, conclude
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, reports_crash
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.judging import judge, order_failures
 from sglang_crashkit.incident.marker import server_info
@@ -43,6 +43,7 @@ from sglang_crashkit.model.incident import (
 from sglang_crashkit.model.log import LOG, IncidentLog
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.policy import Capture
+from sglang_crashkit.redact import redact_text
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,11 @@ _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"}
 _MAX_PEERS, _MAX_WAITING = 64, 1024
 #: So many of the innermost frames of a thread that ended are told.
 _MAX_THREAD_FRAMES = 16
-#: The longest that an incident is judged and rendered, or only rendered, and that the judge is asked while others wait,
-#: in seconds; and what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
-_CONCLUDE_SECS, _PLAIN_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 5.0, 2.0, 16 << 20
+#: The longest that an incident is judged and rendered, and that the judge is asked while others wait, in seconds; and
+#: what comes of it, in bytes. Of 512 ranks it takes 0.6 s, and is 1 MB.
+_CONCLUDE_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 2.0, 16 << 20
+#: The standard error, which is the crash handler's log: a child goes on writing it.
+_LOG = 2
 #: The longest that native stacks may take, in seconds.
 _NATIVE_SECS = 5.0
 #: What is left of an incident's time for writing it, in seconds.
@@ -305,27 +308,26 @@ class IncidentRun:
     def _conclude(self, counting: Counting | None) -> Conclusion | None:
         """Have the incident judged and rendered in a child; None where that fails."""
         make = functools.partial(conclude, self.incident, self.folder, counting)
-        return self._made_within(_CONCLUDE_SECS, Conclusion, make, "judged", _MAX_CONCLUSION)
+        return self._made_within(_CONCLUDE_SECS, Conclusion, make, _MAX_CONCLUSION)
 
     def _conclude_plainly(self) -> Conclusion:
-        """Return who failed first, without the judge; where even that fails, that nothing can be told."""
-        make = functools.partial(conclude_plainly, self.incident, self.folder)
-        if (made := self._made_within(_PLAIN_SECS, Conclusion, make, "rendered")) is not None:
-            return made
-        words = "The incident could not be judged: the crash handler's log says why."
-        self.incident.verdict = Verdict("unknown", None, "unknown", words, [words])
+        """Return who failed first, without the judge."""
+        verdict = self.incident.verdict = judge(self.incident, None)
+        self.incident.cause = None
+        words = redact_text(f"{verdict.text} The incident could not be judged: the crash handler's log says why.")
         summary = f"# {self.incident.kind}\n\n{words}\n"
-        return Conclusion(self.incident.to_json(), summary, None, [words], [words], words)
+        return Conclusion(self.incident.to_json(), summary, exit_status_of(self.incident), [words], [words], words)
 
     def _made_within(
-        self, secs: float, kind: type[_Made], make: Callable[[], _Made], done: str, most: int = MAX_ANSWER
+        self, secs: float, kind: type[_Made], make: Callable[[], _Made], most: int = MAX_ANSWER
     ) -> _Made | None:
         """Return what a child makes within so many seconds; None where it fails, which the log then says."""
         try:
-            answer = call_within(secs, lambda: json.dumps(msgspec.to_builtins(make()), default=str).encode(), most)
+            work = lambda: json.dumps(msgspec.to_builtins(make()), default=str).encode()  # noqa: E731
+            answer = call_within(secs, work, most, keep=[_LOG])
             return msgspec.convert(json.loads(answer), kind)
         except (OSError, ValueError, RecursionError) as error:
-            logger.error("incident %s could not be %s: %s", self.path, done, error)
+            logger.error("incident %s could not be judged: %s", self.path, error)
             return None
 
     def _take(self, made: Conclusion) -> None:
@@ -334,8 +336,6 @@ class IncidentRun:
         Raises:
             OSError: the disk is full or the folder is gone.
         """
-        for problem in made.problems:
-            logger.error("%s", problem)
         whole = Incident.of(made.document)
         for report in whole.processes:
             if (before := self.incident.process(report.pid)) is not None:
@@ -385,7 +385,7 @@ class IncidentRun:
 
     def ask(self) -> None:
         """Judge in a forked process what is known by now, such as whether ranks are at work, and keep the verdict."""
-        told = self._made_within(_ASK_SECS, Verdict, lambda: judge(self.incident, self.folder.path), "judged")
+        told = self._made_within(_ASK_SECS, Verdict, lambda: judge(self.incident, self.folder.path))
         self.incident.verdict = told or judge(self.incident, None)
 
     def add_exit(self, process: TrackedProcess) -> None:
@@ -572,9 +572,7 @@ class IncidentRun:
         self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.checkpoint()
         self.incident.complete = True
-        left_secs = self.opened + self.settings.budget_secs - time.monotonic()
-        counting = Counting(self.settings.full_per_fault, self.begun, left_secs)
-        made = self._conclude(counting) or self._conclude_plainly()
+        made = self._conclude(Counting(self.settings.full_per_fault, self.begun)) or self._conclude_plainly()
         self._take(made)
         with contextlib.suppress(OSError):
             for name in made.spare:

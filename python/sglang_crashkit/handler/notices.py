@@ -1,11 +1,11 @@
-"""Who is told of an incident: those who wait for it, the server's log, the user's command, and readers of a page.
+"""Who is told of an incident: those who wait for it, the server's log, and the user's command.
 
 The server's log is written by its main process: the crash handler holds none of it open. It also has what the crash
 handler itself is short of.
 
-The command and a page follow once the incident is whole, each by a child that no server and no incident waits for.
-Whatever becomes of a child, the incident is as it was. Where a container ends with its server, they end with that, too;
-so the next crash handler on the same crash folder runs the command for the last hour's incidents that had none.
+The command follows once the incident is whole, by a child that no server and no incident waits for. Where a container
+ends with its server, the child ends with that, too; so the next crash handler on the same crash folder runs the command
+for the last hour's incidents that had none.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
-from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler import on_incident
-from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.store import is_finished, parse_name
 from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
@@ -42,19 +40,9 @@ _RECENT_SECS = 3600.0
 MAX_AT_ONCE = 4
 #: What comes before the command and after it takes no longer than this, in seconds, also on a busy machine.
 _AROUND_COMMAND_SECS = 30.0
-#: A child that is killed is gone a moment later, in seconds; one in uninterruptible sleep is left alone.
-_REAP_SECS, _LOOK_SECS = 1.0, 0.02
-#: Whether a child has ended that nobody waits for is looked at so often, in seconds.
-_LOOK_AGAIN_SECS = 2.0
-PAGE = "incident.html"
-#: Makes a page of the folder that comes behind it, in the file behind that.
-PROGRAM = (sys.executable, "-m", "sglang_crashkit.view.html")
-#: The longest page that it writes, in bytes, and with 512 ranks twice what one takes.
-_MAX_BYTES = 8 << 20
-#: Of 512 ranks it takes two seconds of processor time. It gives way to all others: where two processes for each core
-#: keep a machine busy, each of those seconds takes two minutes.
-PAGE_SECS = 300.0
-#: What these programs print is a line or two, in bytes.
+#: Whether a command has ended is looked at so often, in seconds.
+_LOOK_SECS = 2.0
+#: What it prints is a line or two, in bytes.
 _MAX_OUTPUT = 1 << 20
 #: One incident takes fewer at a time: a tool with its pipes, files of the incident, sockets for answers.
 _HELD_BACK = 48
@@ -234,7 +222,7 @@ class Commands:
             self._running.append((folder, BackgroundTool("crashkit-command", argv, secs, _MAX_OUTPUT)))
             # Only now: there may be no thread to be had.
             self._waiting.pop(0)
-        return time.monotonic() + _LOOK_AGAIN_SECS if self._running else float("inf")
+        return time.monotonic() + _LOOK_SECS if self._running else float("inf")
 
     def catch_up(self, incidents: Path) -> None:
         """Have it run for the incidents of the last hour in a folder for which it was not."""
@@ -248,54 +236,6 @@ class Commands:
                 is_recent = 0 <= time.time() - name.seconds < _RECENT_SECS
                 if is_recent and is_finished(path.name) and not (path / on_incident.OUTCOME).exists():
                     self.begin(path)
-
-
-class HtmlPage:
-    """Makes the page of one incident at a time, where it is wanted."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
-        self._made = ""
-        self._maker: BackgroundTool | None = None
-
-    def begin(self, run: IncidentRun, *, again: bool = False) -> None:
-        """Have the page of a finished incident made; `again`, as something was added, also where it is there."""
-        if not self._wanted or not run.finished or run.problem or (self._made == run.incident.id and not again):
-            return
-        self.cancel()
-        self._made = run.incident.id
-        try:
-            # It counts as any other file of the incident does.
-            run.folder.charge(_MAX_BYTES)
-        except (OSError, CrashkitError) as error:
-            logger.warning("no page of incident %s: %s", run.path, error)
-            return
-        argv = [*PROGRAM, str(run.path), str(run.path / PAGE)]
-        self._maker = BackgroundTool("crashkit-page", argv, PAGE_SECS, _MAX_OUTPUT)
-
-    def act_on_time(self) -> float:
-        """Take in that the page is made, or that the time for it is over; return when to look again."""
-        made = self._maker.look() if self._maker is not None else None
-        if made is not None:
-            self._maker = None
-            if made.reason:
-                logger.warning("no page of incident %s: its program %s", self._made, _words_of(made))
-        return time.monotonic() + _LOOK_AGAIN_SECS if self._maker is not None else float("inf")
-
-    def wait(self) -> None:
-        """Wait until the page is made, or the time for it is over."""
-        while self._maker is not None:
-            time.sleep(_LOOK_SECS)
-            self.act_on_time()
-
-    def cancel(self) -> None:
-        """End what makes a page, where something does."""
-        if self._maker is not None:
-            self._maker.cancel()
-            deadline = time.monotonic() + _REAP_SECS
-            while self._maker.look() is None and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECS)
-            self._maker = None
 
 
 def _words_of(run: ToolRun) -> str:

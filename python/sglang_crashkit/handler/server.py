@@ -79,7 +79,6 @@ class CrashHandler:
             self._metrics,
             self._marker,
             received.pauses,
-            session.page,
             session.commands,
         )
         #: Pids of senders that a look did not find among the server's processes.
@@ -125,7 +124,6 @@ class CrashHandler:
             self._guard("the last metrics", self._metrics.close)
             for lock in self._locks:
                 lock.release()
-            self.session.page.wait()
             logger.info("server %d is gone, so is its crash handler %d", self.tree.root.pid, os.getpid())
 
     def close(self) -> None:

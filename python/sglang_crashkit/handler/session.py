@@ -16,7 +16,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.received import Received
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import Collector, IncidentRun, Moment, secs_before_memory
-from sglang_crashkit.handler.notices import Answers, Commands, HtmlPage, ServerLog, Shortages
+from sglang_crashkit.handler.notices import Answers, Commands, ServerLog, Shortages
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.triage import Action, Do, Seen, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, write_termination_message
@@ -41,8 +41,8 @@ _MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapsho
 #: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
 _LOSS_SECS = 2.0
 #: A loss that comes so soon after the last one, in seconds, belongs to its incident, as where servers are restarted one
-#: after the other; but none does once the incident is as old as the longer time.
-_SAME_LOSS_SECS, _LONGEST_LOSS_SECS = 600.0, 3600.0
+#: after the other.
+_SAME_LOSS_SECS = 600.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ class Session:
         self.hang: IncidentRun | None = None
         self.log = ServerLog(tree.root, place.runtime)
         self.received = received
-        self.page = HtmlPage(settings.html)
         self.commands = Commands()
         self.shortages = Shortages(self.log.say)
         self._lacking: set[str] = set()
@@ -92,9 +91,9 @@ class Session:
         self._raised: list[Message] = []
         self._collectors = collectors
         self._failed_finishes = 0
-        #: The incident of lost peers, when it began, and when the last loss came, by the monotonic clock.
+        #: The incident of lost peers, and when the last loss came, by the monotonic clock.
         self._losses: IncidentRun | None = None
-        self._losses_began = self._lost_at = 0.0
+        self._lost_at = 0.0
 
     # -- what happens, and what is decided
 
@@ -248,8 +247,6 @@ class Session:
                 run.finished = True
                 self.triage.done("finish", time.monotonic())
         self._answers.give(self._answer)
-        if run is not None:
-            self.page.begin(run)
 
     def _gather_the_rest(self, run: IncidentRun) -> bool:
         """Take what is taken last, and write the incident; say whether it is written."""
@@ -298,7 +295,6 @@ class Session:
 
     def withdraw(self, run: IncidentRun) -> None:
         """Remove an incident, the current one or an earlier one, that proved to be a false alarm."""
-        self.page.cancel()
         if self.run is run:
             self.triage.stage = None
             self._discard()
@@ -317,7 +313,6 @@ class Session:
                 run.note(clock.now(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             run.checkpoint()
             run.refresh()
-            self.page.begin(run, again=True)
         self.received.close()
         if run is not None:
             run.give_up("the server ended")
@@ -349,7 +344,7 @@ class Session:
             logger.info("the server ends: %s", text)
             return
         # The exits that are looked for as one is opened may be an incident of their own, which is current then.
-        run = self._run_of_loss(now) or self._open_for_loss(sender, now) or self._run_of_loss(now)
+        run = self._run_of_loss(now) or self._open_for_loss(sender) or self._run_of_loss(now)
         if run is not None and run.add_peer(time.time(), peer):
             self._lost_at = now
             logger.error("%s", text)
@@ -359,15 +354,14 @@ class Session:
         """Return the incident that a loss of now belongs to."""
         if self.run is not None and not self.run.finished:
             return self.run
-        is_same = now < self._lost_at + _SAME_LOSS_SECS and now < self._losses_began + _LONGEST_LOSS_SECS
-        return self._losses if is_same else None
+        return self._losses if now < self._lost_at + _SAME_LOSS_SECS else None
 
-    def _open_for_loss(self, witness: TrackedProcess, now: float) -> IncidentRun | None:
+    def _open_for_loss(self, witness: TrackedProcess) -> IncidentRun | None:
         what, event = "peer_lost", Event.PEER_LOST
         its = Seen("observed", witness.pid, witness.role, kind=what, trigger=what, event=event, secs=_LOSS_SECS)
         run = self.open_observed(its, witness)
         if run is not None:
-            self._losses, self._losses_began = run, now
+            self._losses = run
             # Who is there and in which state, without stacks: what happened, happened elsewhere.
             self.capture()
         return run

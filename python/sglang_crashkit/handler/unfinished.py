@@ -21,7 +21,7 @@ from pathlib import Path
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import RESERVE, SUMMARY, IncidentFolder, new_id
 from sglang_crashkit.incident.judging import explain, judge, read_log
-from sglang_crashkit.incident.marker import MARKER, TOUCH_SECS, VANISHED, Marker, incident_of, read_marker
+from sglang_crashkit.incident.marker import MARKER, VANISHED, Marker, incident_of, read_marker
 from sglang_crashkit.incident.store import MAX_JSON, PARTIAL, REMOVING, parse_name
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.forked import call_within
@@ -34,7 +34,7 @@ from sglang_crashkit.kernel.private_files import (
     write_private,
 )
 from sglang_crashkit.model import SCHEMA_VERSION
-from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident, ServerInfo, Trigger, iso_time
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, Incident
 from sglang_crashkit.model.log import LOG, IncidentLog
 from sglang_crashkit.settings import ENDED, DiskLimits
 from sglang_crashkit.view.markdown import format_summary
@@ -46,11 +46,10 @@ SPOOL = ".spool-"
 
 #: Where a process has these in the folder.
 _PIECES: dict[EvidenceKind, str] = {"stack": "stacks/*-{}.txt", "exception": "ranks/*-{}.exception.json"}
-_WORDS = "The crash handler was killed before it was done."
 #: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
 AGE_SECS = 10.0
-#: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
-_AGE_WITHOUT_LOCKS_SECS, _AGE_UNSEEN_SECS = 300.0, 3600.0
+#: Where there are no locks, a writer may be anywhere; it is done after this long, in seconds.
+_AGE_WITHOUT_LOCKS_SECS = 300.0
 MAX_FINISHED, _MAX_FREE = 100, 1000
 #: The longest that one of them may take, and all together, in seconds. What is left then is tried at the next start.
 _EACH_SECS, _ALL_SECS = 5.0, 10.0
@@ -84,11 +83,8 @@ def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimit
     if opened is not None:
         left = _own_folders(opened.path, MAX_FINISHED, PARTIAL, REMOVING)
         folders = [folder for folder in left if parse_name(folder.name.removeprefix(REMOVING)) is not None]
-        end, empty = time.monotonic() + _ALL_SECS, [folder for folder in folders if _is_empty(folder)]
-        finished += _finish_each([folder for folder in folders if folder not in empty], incidents, end)
+        finished += _finish_each(folders, incidents, time.monotonic() + _ALL_SECS)
         finished += _take_markers(incidents, opened.path, run, limits)
-        # Empty ones last: by now there is an incident of each server that vanished.
-        finished += _finish_each(empty, incidents, end)
     for spool in _free_folders(incidents, SPOOL):
         # The record of an exception may be in it.
         if _is_of_a_dead_server(spool.name.removeprefix(SPOOL)) is not False:
@@ -105,7 +101,7 @@ def _finish_each(folders: Sequence[Path], incidents: Path, end: float) -> Iterat
                 shutil.rmtree(folder)
             # In a child, with a deadline: anybody may have written it, and a server waits to be watched. The way to it
             # is by an open descriptor, and the child has this process's log.
-            elif call_within(max(0.0, secs), partial(_finished, folder, final), keep=[_LOG, int(folder.parent.name)]):
+            elif call_within(max(0.0, secs), partial(_finish, folder, final), keep=[_LOG, int(folder.parent.name)]):
                 yield final
         except OSError as error:
             logger.warning("the unfinished incident %s stays as it is: %s", incidents / folder.name, error)
@@ -160,7 +156,7 @@ def _write_vanished(incidents: Path, spool: Path, marker: Marker, limits: DiskLi
 
 
 def _own_folders(parent: Path, most: int, *prefixes: str) -> Iterator[Path]:
-    """Yield this user's folders in `parent` whose names begin so, the last ones."""
+    """Yield this user's folders in `parent` whose names begin so, so many of the last ones."""
     try:
         names = sorted(entry.name for entry in os.scandir(parent) if entry.name.startswith(prefixes))
     except OSError:
@@ -203,33 +199,25 @@ def _is_of_a_dead_server(key: str) -> bool | None:
     return None if namespace != procfs.own_namespace() else not procfs.is_running(pid, start_ticks)
 
 
-def _finished(folder: Path, final: Path) -> bytes:
-    return b"finished" if _finish(folder, final) else b""
-
-
-def _finish(folder: Path, final: Path) -> bool:
-    """Finish one incident unless somebody writes it; say whether it is finished, and called `final` then."""
+def _finish(folder: Path, final: Path) -> bytes:
+    """Finish one incident unless somebody may write it; return nothing where it is not, and called `final`, then."""
     lock = FolderLock(folder)
     state = lock.acquire()
     try:
         incident = _read(folder)
-        if state == "taken" or not _is_abandoned(folder, incident, has_locks=state == "held"):
-            return False
+        least = _AGE_WITHOUT_LOCKS_SECS if state != "held" else AGE_SECS if incident is None else 0.0
+        if state == "taken" or time.time() - folder.lstat().st_mtime < least:
+            return b""
         name = parse_name(folder.name)
         is_of_marker = name is not None and name.kind == VANISHED
-        if is_of_marker and (incident is None or (_spool_of(incident, folder) / MARKER).exists()):
-            # It is made of that anew.
+        if incident is None or (is_of_marker and (_spool_of(incident, folder) / MARKER).exists()):
+            # It holds nothing, or is made of that anew.
             shutil.rmtree(folder)
-            return False
-        if incident is None and name is not None and _has_vanished(folder.parent, name.seconds):
-            # Its server was killed as it was begun.
-            shutil.rmtree(folder)
-            return False
+            return b""
         (folder / RESERVE).unlink(missing_ok=True)
         for torn in folder.rglob(".*.new"):
             torn.unlink(missing_ok=True)
-        if incident is None or not incident.complete:
-            incident = incident or _empty(folder)
+        if not incident.complete:
             _mark_incomplete(incident, folder)
             write_json(folder / "incident.json", incident.to_json(), sync=True)
             summary = format_summary(incident.shown(), final)
@@ -240,17 +228,7 @@ def _finish(folder: Path, final: Path) -> bool:
         sync_folder(folder.parent)
     finally:
         lock.release()
-    return True
-
-
-def _is_empty(folder: Path) -> bool:
-    return not any((folder / name).exists() for name in (LOG, "incident.json"))
-
-
-def _has_vanished(incidents: Path, seconds: float) -> bool:
-    """Say whether a server is told to have vanished at that time, which its marker tells within a touch or two."""
-    names = filter(None, (parse_name(path.name) for path in incidents.iterdir()))
-    return any(name.kind == VANISHED and 0 <= seconds - name.seconds <= 2 * TOUCH_SECS for name in names)
+    return b"finished"
 
 
 def _read(folder: Path) -> Incident | None:
@@ -261,29 +239,6 @@ def _read(folder: Path) -> Incident | None:
     if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"its incident.json is not of schema_version {SCHEMA_VERSION}")
     return Incident.of(document)
-
-
-def _is_abandoned(folder: Path, incident: Incident | None, *, has_locks: bool) -> bool:
-    age = time.time() - folder.lstat().st_mtime
-    if incident is None:
-        return age > AGE_SECS
-    if has_locks:
-        return True
-    if incident.server.pid_namespace not in (None, procfs.own_namespace()):
-        # Of another container, or an earlier one: its processes cannot be seen.
-        return age > _AGE_UNSEEN_SECS
-    handler = incident.handler
-    writer = procfs.read_stat(handler.pid) if handler is not None else None
-    is_alive = writer is not None and handler is not None and writer.start_ticks == handler.start_ticks
-    return not is_alive and age > _AGE_WITHOUT_LOCKS_SECS
-
-
-def _empty(folder: Path) -> Incident:
-    """Return what is known of an incident whose handler had written nothing of it."""
-    name = parse_name(folder.name)
-    assert name is not None
-    trigger = Trigger("unknown", iso_time(name.seconds), 0, "unknown")
-    return Incident(name.id, name.kind, trigger, ServerInfo(0, "unknown", "unknown", "unknown"))
 
 
 def _mark_incomplete(incident: Incident, folder: Path) -> None:
@@ -299,14 +254,10 @@ def _mark_incomplete(incident: Incident, folder: Path) -> None:
             process.evidence.append(Evidence(kind, "captured" if name else "failed", name, None if name else REASON))
     if incident.requests.path is None:
         incident.requests.reason = REASON
-    incident.remarks.append(_WORDS)
-    if incident.verdict is None or incident.failures or incident.peers:
-        incident.verdict = judge(incident, folder)
+    incident.remarks.append("The crash handler was killed before it was done.")
+    incident.verdict = judge(incident, folder)
+    if incident.failures or incident.peers:
         incident.cause = explain(incident, folder)
-    else:
-        # An older kit's, which kept no failures.
-        incident.verdict.text = f"{incident.verdict.text} {_WORDS}".strip()
-        incident.verdict.basis.append(_WORDS)
     incident.note(time.time(), "finished_by_another_handler")
 
 

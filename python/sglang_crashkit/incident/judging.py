@@ -287,7 +287,7 @@ def _judge_hang(
     by_name = {name_of(process): process for process in by_likelihood}
     named = by_name.get(answer.first or "")
     # Where the judge names no rank, it is the one that was silent.
-    named = named or _late_in_collectives(incident) or alone or _in_own_code(asked)
+    named = named or _late_in_collectives(incident) or alone
     motion = _motion(named) if named is not None else ""
     is_busy = answer.kind == "busy" or (_take_in(incident, silent) and not motion.startswith(_STUCK))
     if is_busy and trigger.event in _NOTICED and all(event.kind == "hang" for event in ordered):
@@ -371,17 +371,6 @@ def _compared(incident: Incident, *, of_hang: bool = False) -> list[str]:
     told = [divergence.statement] if divergence is not None and (of_hang or divergence.is_one) else []
     findings = collectives.findings if collectives is not None else []
     return told + [one.statement for one in findings if one.level != "unknown"][:_MAX_COLLECTIVES]
-
-
-def _in_own_code(processes: Sequence[ProcessReport]) -> ProcessReport | None:
-    """Return the one rank that runs code of its own in each sample while the others wait for a rank; else None."""
-    from sglang_crashkit.judge.activity import of_frames
-
-    ranks = [one for one in processes if one.is_rank and one.samples]
-    did = {one.pid: [of_frames(tuple(_main_frames(sample))) for sample in one.samples] for one in ranks}
-    own = [one for one in ranks if all(activity.kind == "own" for activity in did[one.pid])]
-    others = [one for one in ranks if one not in own and all(each.waits == "ranks" for each in did[one.pid])]
-    return own[0] if len(own) == 1 and others and len(others) + 1 == len(ranks) else None
 
 
 def _late_in_collectives(incident: Incident) -> ProcessReport | None:

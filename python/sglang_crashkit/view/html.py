@@ -3,18 +3,12 @@
 Texts of stacks, logs and requests are not trusted. Each is escaped by the template engine, and shown with what is not
 seen, or turns text around, spelled out. The page allows its own style by its hash; a script that got in nevertheless
 would not run, and nothing may be fetched or sent.
-
-``python -m sglang_crashkit.view.html FOLDER FILE`` writes it by itself, as a crash handler has it do.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import os
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,10 +40,6 @@ _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS = 100, 1000, 24, 500
 _MAX_CALLS, _MAX_DEPTH, _THINNEST = 4000, 200, 0.12
 #: Characters of an enumeration of ranks, and how many sets of ranks of a tree are told.
 _MAX_NAMES, _MAX_SETS = 60, 24
-#: As long as a crash handler makes room for.
-_MAX_BYTES = 8 << 20
-#: A child of a crash handler that takes more memory has gone astray.
-_MAX_MEMORY = 1 << 30
 #: What a part of an incident raises that has another form than any kit version wrote.
 _ODD = (ArithmeticError, AttributeError, CrashkitError, LookupError, RecursionError, TypeError, ValueError)
 #: The tone of events that tell of a failure, and of the crash handler's own work.
@@ -271,19 +261,3 @@ def _inlined(files: IncidentFiles, incident: Incident, *, prompts: bool) -> list
             left -= len(text)
         shown[name] = {"name": name, "folder": name.rpartition("/")[0], "size": size, "text": text, "why": why}
     return [shown[name] for name in files.listed]
-
-
-def _step_back() -> None:
-    """Give way to a server that may live on: in processor time, in memory, and where the kernel has to end one."""
-    with contextlib.suppress(OSError):
-        os.nice(19)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    for which, most in ((resource.RLIMIT_AS, _MAX_MEMORY), (resource.RLIMIT_FSIZE, _MAX_BYTES)):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(which, (most, most))
-
-
-if __name__ == "__main__":
-    _step_back()
-    write_html(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -76,12 +76,12 @@ def test_a_request_with_a_unique_parameter_comes_first(tmp_path: Path, others: i
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
 
 
-@pytest.mark.parametrize(("left_secs", "is_compared"), [(60.0, True), (-1.0, False)])
-def test_requests_are_compared_while_the_budget_lasts(tmp_path: Path, left_secs: float, is_compared: bool) -> None:
-    made, folder = incident(*WITH_ODD), IncidentFolder(tmp_path / "host" / "incidents", "killed", new_id(), NOON)
-    folder.write_text(REQUESTS, "".join(line_of(rid, line) for rid, line in WITH_ODD.items()))
-    count_repeat(made, folder, Counting(0, left_secs=left_secs))
-    assert (made.suspects[0].rid == "odd") is is_compared
+@pytest.mark.parametrize(("secs", "is_compared"), [(60.0, True), (-1.0, False)])
+def test_requests_are_compared_where_all_are_read_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secs: float, is_compared: bool
+) -> None:
+    monkeypatch.setattr(conclusion, "_LOOK_SECS", secs)
+    assert (finish(tmp_path, WITH_ODD).suspects[0].rid == "odd") is is_compared
 
 
 def test_a_judgement_that_fails_leaves_the_suspects_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,9 @@ def faked(monkeypatch: pytest.MonkeyPatch, short_folder: Path) -> Iterator[None]
         return World.made[-1]
 
     # A busy machine takes longer to judge than a server is kept waiting for it.
-    monkeypatch.setattr(incident, "call_within", lambda _secs, work, most: call_within(LONG, work, most))
+    monkeypatch.setattr(
+        incident, "call_within", lambda _secs, work, *more, **keep: call_within(LONG, work, *more, **keep)
+    )
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in last().compiling)
     monkeypatch.setattr(TrackedProcess, "state", property(lambda self: last().states.get(self.pid, "S")))
     monkeypatch.setattr(procfs, "main_thread_cpu_secs", lambda pid: last().cpu_secs.get(pid, 0.0))

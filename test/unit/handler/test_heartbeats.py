@@ -34,7 +34,7 @@ def test_another_process_that_the_server_needs_is_no_scheduler(role: str) -> Non
     world.beat(10, is_waiting=True)
     for _again in range(2):
         heartbeats.follow(process, world.writers[10].fd)
-    said = heartbeats.others[12].reader.read()
+    said = heartbeats.others[12].last()
     assert (said.is_waiting, said.loop_at) == (True, world.now)
     assert (heartbeats.followed, heartbeats.last_signs()) == ({}, {})
 

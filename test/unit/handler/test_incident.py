@@ -85,7 +85,9 @@ def check(folder: Path, pid: int, reached: str) -> None:
     records = [*incidents.glob(".spool-*/*"), *incidents.glob("*/ranks/*")]
     assert len(records) == 1, "a rank's own record is lost, or there twice"
     assert json.loads(records[0].read_text()) == {"traceback": ["forward (model.py:7)"]}
-    if not left:
+    if before is None:
+        # It held nothing.
+        assert find_incidents(incidents) == []
         return
     (after,) = find_incidents(incidents)
     assert after.finished
@@ -97,7 +99,7 @@ def check(folder: Path, pid: int, reached: str) -> None:
         for piece in process["evidence"]:
             assert piece["reason"] or piece["status"] == "captured"
             assert piece["path"] is None or (after.path / piece["path"]).is_file()
-    is_whole = before is not None and before["complete"]
+    is_whole = before["complete"]
     # A kill while the server's end is added to a finished one leaves a copy that no one reads.
     hidden = [path.name for path in after.path.rglob("*") if path.name.startswith(".")]
     assert hidden == [] or reached == "finished"

@@ -1,24 +1,20 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit import protocol
-from sglang_crashkit.handler import notices
-from sglang_crashkit.handler.notices import PAGE, Answers, HtmlPage, ServerLog
+from sglang_crashkit.handler.notices import Answers, ServerLog
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, HookFiles
 from sglang_crashkit.protocol import Mailbox, Message
-from unit.support.server_driver import Server
 from unit.support.targets import start_ticks
-from unit.support.tracked import begin_incident
 from unit.support.waiting import LONG, wait_until
 
 STEP = 20.0
@@ -122,35 +118,3 @@ def test_lines_wait_until_the_main_process_listens_and_are_cut(short_folder: Pat
         said = [(message.event, message.fields["text"]) for message in Mailbox(receiver).receive()]
     tree.close()
     assert said == [("say", "3 crashes in the last hour"), ("say", "x" * 3000)]
-
-
-#: Says who it is in the file that it is to write, and hangs.
-HANGS = (sys.executable, "-c", "import os, sys, time; open(sys.argv[2], 'w').write(str(os.getpid())); time.sleep(1000)")
-
-
-def test_one_that_hangs_is_killed_at_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(notices, "PROGRAM", HANGS)
-    monkeypatch.setattr(notices, "PAGE_SECS", 0.5)
-    tree, page = ProcessTree(os.getpid()), HtmlPage(wanted=True)
-    run = begin_incident(tree, tmp_path)
-    path = run.finish()
-    tree.close()
-    before = (path / "incident.json").read_bytes()
-    page.begin(run)
-    page.wait()
-    assert "did not end within 0.5 s" in caplog.text
-    wait_until((path / PAGE).exists, "it has begun")
-    assert not Path("/proc", wait_until((path / PAGE).read_text, "it has said who it is")).exists()
-    assert (path / "incident.json").read_bytes() == before
-
-
-def test_a_crash_leaves_a_page_with_its_end(start_server: Callable[..., Server]) -> None:
-    server = start_server(environ={"SGLANG_CRASHKIT_HTML": "1"})
-    server.kill("scheduler_TP1")
-    incident = server.wait_for_the_end()
-    assert (incident.path / PAGE).stat().st_mode & 0o777 == 0o600
-    page = (incident.path / PAGE).read_text()
-    assert "server exited" in page
-    assert "SIGKILL" in page

@@ -5,8 +5,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from sglang_crashkit.view.first_screen import first_screen
 from sglang_crashkit.view.html import render, write_html
 from sglang_crashkit.view.markdown import format_summary
 from unit.support.stored import make_incident
-from unit.support.waiting import LONG
 from unit.view.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
 
 #: What a page of an incident may be made of.
@@ -229,15 +226,3 @@ def test_the_file_is_for_its_owner_alone(ranks: Path, tmp_path: Path) -> None:
     assert output.read_text().startswith("<!doctype html>")
     with pytest.raises(CrashkitError, match="nowhere"):
         write_html(ranks, tmp_path / "nowhere" / "page.html")
-
-
-def test_the_program_gives_way_to_all_others(ranks: Path, tmp_path: Path) -> None:
-    code = (
-        "import atexit, os, resource, runpy; file_size = lambda: resource.getrlimit(resource.RLIMIT_FSIZE)[0];"
-        "atexit.register(lambda: print(os.nice(0), open('/proc/self/oom_score_adj').read(), file_size()));"
-        "runpy.run_module('sglang_crashkit.view.html', run_name='__main__')"
-    )
-    argv = [sys.executable, "-c", code, str(ranks), str(tmp_path / "page.html")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=LONG)
-    assert PROMPT not in (tmp_path / "page.html").read_text()
-    assert done.stdout.split() == ["19", "1000", str(8 << 20)]
