@@ -48,10 +48,8 @@ logger = logging.getLogger(__name__)
 _MAX_UNANSWERED = 2000
 #: What each of the requests asks for is looked at for so long at most, in seconds.
 _LOOK_SECS = 1.0
-#: Of a request's line, with its prompt.
-_MAX_LINE = 4 << 20
-#: Of a process's log.
-_MAX_LOG = 4 << 20
+#: Of a request's line, with its prompt, and of a process's log.
+_MAX_LINE = _MAX_LOG = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
@@ -115,10 +113,10 @@ def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
 
 
 def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting) -> list[str]:
-    """Count the fault of a judged incident that is about to be written for the last time, and say what is not kept.
+    """Count the fault of a judged incident that is about to be written for the last time.
 
     Returns:
-        The files that are of no use any more, relative to the folder, to be removed when the incident is written.
+        The files that are of no use any more, relative to the folder.
     """
     shown = incident.shown()
     fault = fault_of(shown) if not folder.problem else None

@@ -1,8 +1,7 @@
 """The folders that a crash handler works in, made, kept and removed; and what a killed server leaves in shared memory.
 
-The crash folder may lie on a network disk whose server is gone; what touches it then stands still for as long as
-that lasts, and no signal ends it. So each is made in a child process, which is left to itself where it takes too long.
-Nothing is changed of what was there before: an operator's folder keeps its permissions.
+The crash folder may lie on a network disk whose server is gone; what touches it then stands still, and no signal ends
+it. So each is made in a child process. An operator's folder keeps its permissions.
 
 ``systemd-tmpfiles`` removes what was not touched for ten days, sockets included, but leaves a folder alone, with all
 that is below it, which somebody has locked by flock(2); see tmpfiles.d(5).
@@ -36,9 +35,8 @@ from sglang_crashkit.settings import RUN, DiskLimits, fallback_folder
 
 logger = logging.getLogger(__name__)
 
-#: A disk that answers does it within this time, a busy network disk included, in seconds. A server that gives up on its
-#: crash folder as it starts has none for as long as it lives. All disks that it names share that time, as the launch
-#: waits for it; one that is asked when that is over has a second.
+#: A disk that answers does it within this time, a busy network disk included, in seconds. All disks that a server names
+#: share it, as the launch waits; one that is asked when that is over has a second.
 ANSWER_SECS, _LEAST_SECS = 10.0, 1.0
 #: A cleaner that looks at a folder just now has it locked for a moment, in seconds.
 _LOCK_SECS = 0.5
@@ -60,11 +58,9 @@ class Place:
     warnings: list[str] = field(default_factory=list)  # what could not be made, for the server's log
 
     def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
-        """Make the folder of an incident that happened at `seconds`, since the epoch.
+        """Make the folder of an incident of `seconds` since the epoch, in the other place where the crash folder fails.
 
-        Returns:
-            One in another place where the crash folder cannot be used; where there is no place at all, one that keeps
-            nothing, and says why.
+        Where there is no place at all, it keeps nothing, and says why.
         """
         pid, problems = self.runtime.name.partition("-")[0], []
         server = int(pid) if pid.isdecimal() else 0
@@ -77,11 +73,7 @@ class Place:
         return NullFolder("; ".join(problems))
 
     def earlier(self) -> list[Path]:
-        """Return the folders in which an earlier server on this host may have left incidents.
-
-        Where its crash folder could not be used when it began, that is the host's folder in the other place; where it
-        could not be used when an incident began, that place itself.
-        """
+        """Return the folders in which an earlier server on this host may have left incidents."""
         fallback = fallback_folder()
         return list(dict.fromkeys([self.host_folder, fallback / self.host_folder.name, fallback]))
 
@@ -114,8 +106,7 @@ class Place:
     def clean_up(self, keys: Collection[str]) -> None:
         """Remove what is of no use without the server's processes, whose keys these are (see `procfs.server_key`).
 
-        A record that no one took in stays. A request dump that one of them could not finish is torn, and no pickle. The
-        host's folder may be another server's, too, in which all pids may be the same.
+        The host's folder may be another server's, too, in which all pids may be the same.
         """
         self.remove_own()
         torn = (dump for dump in self.host_folder.glob(".crash_dump_*.partial") if dump.name.split(".")[-2] in keys)

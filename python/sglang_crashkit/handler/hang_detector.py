@@ -33,9 +33,8 @@ _LONGEST_INTERVAL_SECS = 2.0
 _SHORTEST_SECS = 2.0
 #: Control requests move all the weights: so many times as long they may take.
 _BUSY_FACTOR = 10
-#: The first batches compile kernels. Compilers that run as processes are seen (below), and get more time; this is for
-#: what a scheduler compiles itself, by Triton, NVRTC or the driver. With the default it is a hang after 180 s, whose
-#: stacks are on disk before upstream's watchdog ends the server, which it does after 300 s.
+#: The first batches compile kernels, also without a process that is a compiler. With the default that is a hang after
+#: 180 s, whose stacks are on disk before upstream's watchdog ends the server, after 300 s.
 _FIRST_BATCHES, _FIRST_FACTOR = 8, 3
 #: FlashInfer's and DeepGEMM's larger kernels take nvcc minutes each.
 _COMPILING_FACTOR = 20
@@ -298,7 +297,7 @@ class Hang:
 
     @property
     def _living(self) -> list[Followed]:
-        """Those of which something is known yet."""
+        """Those of which something is known yet: they live, and their heartbeat was not switched off."""
         return [one for one in self._heartbeats if one.process.exited_at is None and not one.sign.is_off]
 
     @property
@@ -314,10 +313,7 @@ class Hang:
         return f"{words} Incident: {run.problem or run.path}"
 
     def is_over(self) -> bool:
-        """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not.
-
-        Of one whose heartbeat was switched off nothing more is known.
-        """
+        """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not."""
         living = self._living
         if any(heartbeat.signs < _SIGNS_OF_PROGRESS for heartbeat in living):
             return False

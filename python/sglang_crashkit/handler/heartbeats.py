@@ -1,8 +1,7 @@
 """The heartbeats of a server's processes, as the handler follows them, and the pauses that they tell of.
 
-A pause is shorter than a hang: a long garbage collection of a scheduler, or a step far longer than others. Both are
-read from memory that the schedulers write anyway. A step is looked for in the record of steps only where a heartbeat
-stood still for as long as a slow step takes.
+A pause is shorter than a hang: a long garbage collection of a scheduler, or a step far longer than others. The record
+of steps is read only where a heartbeat stood still for as long as a slow step takes.
 """
 
 from __future__ import annotations
@@ -133,9 +132,9 @@ class Heartbeats:
         self._last: dict[int, Heartbeat] = {}
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
-        """Follow the heartbeat that a process passed on, if the server needs it; its descriptor stays open.
+        """Follow the heartbeat that a process passed on, if the server needs it; `modes` came with it.
 
-        `modes` has names of the forward modes by their number, as they came, and may be anything.
+        Its descriptor stays open.
         """
         if descriptor is None or not self._is_on:
             return
@@ -184,10 +183,7 @@ class Heartbeats:
         return [heartbeat for heartbeat in self.followed.values() if heartbeat.process.exited_at is None]
 
     def silent(self, secs: float) -> list[Followed]:
-        """Return those that gave no sign in the last `secs` seconds, that first which fell silent first.
-
-        That one is silent does not mean that it hangs.
-        """
+        """Return those that gave no sign in the last `secs` seconds, that first which fell silent first."""
         living, now = self.living(), self._now()
         for heartbeat in living:
             heartbeat.catch_up(now)
@@ -226,10 +222,7 @@ class Pause:
 
 
 class Pauses:
-    """Notes the pauses of one server.
-
-    `steps_of` returns the last steps of a scheduler, and `now` is a monotonic clock, in seconds.
-    """
+    """Notes the pauses of one server; `now` is a monotonic clock, in seconds."""
 
     def __init__(
         self,

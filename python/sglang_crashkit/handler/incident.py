@@ -59,10 +59,8 @@ _MAX_THREAD_FRAMES = 16
 _CONCLUDE_SECS, _ASK_SECS, _MAX_CONCLUSION = 10.0, 2.0, 16 << 20
 #: The standard error, which is the crash handler's log: a child goes on writing it.
 _LOG = 2
-#: The longest that native stacks may take, in seconds.
-_NATIVE_SECS = 5.0
-#: What is left of an incident's time for writing it, in seconds.
-_WRITING_SECS = 1.0
+#: The longest that native stacks may take, and what is left for writing then, in seconds.
+_NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 #: Of an incident's time so many seconds, or such a share where that is less, are kept for what is held in memory. Where
 #: more is left it may take up to the last number; of eight ranks it takes about one second.
 _KEPT_SECS, _KEPT_SHARE, _MEMORY_SECS = 3.0, 0.25, 6.0
@@ -132,9 +130,7 @@ class IncidentRun:
     """Gathers one incident: what comes is logged in its folder, and written as a whole at the end; later events join.
 
     Args:
-        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost``,
-            ``thread_died`` or ``snapshot``. A crash is opened with the kind of the event that was seen first. Once it
-            is finished, ``killed``, ``exited``, ``exception`` and ``child_failure`` are that of the first failure.
+        kind: of the event that was seen first; a crash that is finished has the kind of its first failure.
         runtime: where the server's processes say which stack hooks they have.
         collectors: the table; see `handler.evidence`.
         note_error: is told which of them failed, and why: one that fails costs no other.
@@ -209,7 +205,7 @@ class IncidentRun:
         return Moment.CAPTURE in self.moments
 
     def take(self, moment: Moment) -> None:
-        """Take what is taken at a moment, all but samples once."""
+        """Take what is taken at a moment, all but samples once; what fails costs nothing else."""
         if moment in self.moments and moment is not Moment.CAPTURE:
             return
         self.moments.add(moment)
@@ -219,7 +215,7 @@ class IncidentRun:
                 try:
                     if (awaited := one.take(self, self._deadline_of(moment, began))) is not None:
                         self._awaited.append(awaited)
-                except Exception as error:  # noqa: BLE001 - told in the log and the incident
+                except Exception as error:  # noqa: BLE001 - noted
                     self._note_error(one.name, error)
         self._awaited = [one for one in self._awaited if not one.is_done]
 
@@ -433,10 +429,7 @@ class IncidentRun:
         )
 
     def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
-        """Take in an exception that a process of the server reported, in one line; once finished, it is noted only.
-
-        `record`, the file that the process wrote of itself, is moved into the incident.
-        """
+        """Take in an exception, in one line, and the record that the process wrote; once finished, it is noted only."""
         report = self.report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
         message = message.encode(errors="backslashreplace").decode()
@@ -459,10 +452,7 @@ class IncidentRun:
     def add_dead_thread(
         self, process: TrackedProcess, seconds: float, thread: str, message: str, record: Path | None
     ) -> list[str]:
-        """Take in that a process goes on without a thread, of a name, that an exception ended; return its frames.
-
-        `record`, the file that the process wrote of it, is moved into the incident.
-        """
+        """Take in that a process goes on without a thread that raised, and its record; return the thread's frames."""
         report, frames = self.report(process), list[str]()
         message, thread = (text.encode(errors="backslashreplace").decode() for text in (message, thread))
         if record is not None:
@@ -507,10 +497,7 @@ class IncidentRun:
         return True
 
     def add_requests(self, fields: dict[str, Any]) -> None:
-        """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
-
-        One that knows of no requests itself has ``workers``, how many others do; see `requests.requests_of`.
-        """
+        """Take in what a process says of the requests that it saved; one without any says how many ``workers`` have."""
         before = self.incident.requests
         if "workers" not in fields:
             self.set_requests(fields, before)
@@ -526,10 +513,7 @@ class IncidentRun:
         self.checkpoint()
 
     def add_silence(self, process: TrackedProcess, sign: Heartbeat | None, secs: float, how: str = "") -> None:
-        """Take in that a scheduler gave no sign for so many seconds, the last of which was `sign`.
-
-        Of another process that is None, and `how` has in words how it did not go on for so long.
-        """
+        """Take in that a scheduler gave no sign for so many seconds after `sign`, or how another process stood still."""
         now = clock.now()
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
         message = f"{how} for {secs:.1f} s"

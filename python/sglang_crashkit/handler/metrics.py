@@ -1,10 +1,8 @@
 """Tell Prometheus how the server and its crash handler are: in SGLang's own ``/metrics``, and in a file.
 
-The server's main process shows them at ``/metrics`` (see `srt.metrics`). The file is for the textfile collector of
-node_exporter: it is there without that page, and where the server is down.
-
-What is counted on disk is counted by a short-lived child, as that disk may not answer. It also imports
-prometheus_client, which the crash handler has no memory for.
+The server's main process shows them at ``/metrics`` (see `srt.metrics`). The file, for the textfile collector of
+node_exporter, is there where the server is down, too. A short-lived child counts what is on disk, which may not answer,
+and imports prometheus_client, which the crash handler has no memory for.
 """
 
 from __future__ import annotations
@@ -144,10 +142,7 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
 
 
 class MetricsPublisher:
-    """Measures and publishes every `INTERVAL_SECS`, where anybody wants that.
-
-    `incidents` is this host's folder of them, and `show` hands gauges to the server's main process.
-    """
+    """Measures and publishes, where anybody wants that; `show` hands gauges to the server's main process."""
 
     def __init__(
         self, tree: ProcessTree, received: Received, incidents: Path, show: Callable[[list[Gauge]], None]

@@ -31,23 +31,17 @@ from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbo
 
 logger = logging.getLogger(__name__)
 
-#: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
-_LAST_LOOK_SECS = 5.0
+_LAST_LOOK_SECS = 5.0  # what comes after the last GPU core, up to the answer, takes no longer
 _MAX_LINE, _MAX_UNSAID = 3000, 100
-#: How far back it looks for incidents without a command, in seconds.
-_RECENT_SECS = 3600.0
-#: A server in a crash loop, and commands that hang.
-MAX_AT_ONCE = 4
-#: What comes before the command and after it takes no longer than this, in seconds, also on a busy machine.
-_AROUND_COMMAND_SECS = 30.0
+_RECENT_SECS = 3600.0  # how far back it looks for incidents without a command
+MAX_AT_ONCE = 4  # of a server in a crash loop, and commands that hang
+_AROUND_COMMAND_SECS = 30.0  # what comes before and after a command takes no longer, also on a busy machine
 #: Whether a command has ended is looked at so often, in seconds.
 _LOOK_SECS = 2.0
 #: What it prints is a line or two, in bytes.
 _MAX_OUTPUT = 1 << 20
-#: One incident takes fewer at a time: a tool with its pipes, files of the incident, sockets for answers.
-_HELD_BACK = 48
-#: More than a crash handler ever has.
-_MAX_DESCRIPTORS = 1 << 16
+#: One incident takes fewer descriptors at a time than are held back; more than the latter a handler never has.
+_HELD_BACK, _MAX_DESCRIPTORS = 48, 1 << 16
 _WORDS = {
     errno.EMFILE: ("file descriptors", "raise the limit of open files (ulimit -n)"),
     errno.ENFILE: ("file descriptors on this machine", "raise fs.file-max"),
@@ -59,16 +53,12 @@ _WORDS = {
 
 
 class Answers:
-    """Those who wait for the current incident.
-
-    Args:
-        mailbox: how they are answered.
-        step_secs: who waits is told the new end of the wait only when it has moved by so many seconds: of a sender that
-            reads nothing, as it is stopped, the kernel keeps ten answers and loses the last.
-    """
+    """Those who wait for the current incident, and are answered by a mailbox."""
 
     def __init__(self, mailbox: Mailbox, step_secs: float) -> None:
         self._mailbox = mailbox
+        #: A new end of the wait is told only when it has moved by so much: of a sender that reads nothing, as it is
+        #: stopped, the kernel keeps ten answers and loses the last.
         self._step_secs = step_secs
         self._waiting: list[Message] = []
         self._asked_until = 0.0
@@ -132,10 +122,9 @@ class ServerLog:
 
 
 class Shortages:
-    """Notices that this process runs out of something: descriptors, memory, processes, room on the disk.
+    """Tells once, in the server's log, what this process runs out of: descriptors, memory, processes, room on the disk.
 
-    Each is told once, in the server's log. Some descriptors are held back. They are given up where no others are left,
-    so that an incident can still be written.
+    Some descriptors are held back, and given up where no others are left: an incident can still be written.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:

@@ -28,22 +28,17 @@ _QUIET_SECS, _LONG_SECS = 30.0, 300.0
 _MAX_ANCESTORS = 8
 #: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
 _PYTHON_NAMES = ("python", "pt_main_thread")
-#: A child that died before it had a title has to do with what happens within this time, in seconds.
-_UNEXPLAINED_SECS = 60.0
-#: Where the server says that a child failed, it may have been that one; a start may take so long, in seconds.
-_KEPT_SECS = 3600.0
-_MAX_UNEXPLAINED = 64
+#: A child that died before it had a title has to do with what happens within this time, in seconds; and so long one
+#: may be meant where the server says that a child failed.
+_UNEXPLAINED_SECS, _KEPT_SECS, _MAX_UNEXPLAINED = 60.0, 3600.0, 64
 _PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 #: More than one machine's server ever waits for, and more than an exit status or a signal.
 _MAX_RANKS, _MAX_CODE = 1024, 256
 #: By so much, in seconds, something came before something else of which no more is known.
 _A_MOMENT_SECS = 0.001
-#: Once its main thread is gone, the rest of a process follows within this time, in seconds.
-_LAST_THREAD_SECS = 0.2
-#: A process that was sent SIGKILL is gone within this time, in seconds.
-_KILLED_SECS = 1.0
-#: A process that can tell at all how its child ended does it within this time, in seconds.
-ASK_SECS = 0.3
+#: Within these times, in seconds, a process is gone whose main thread is, or that was sent SIGKILL; and one that can
+#: tell how its child ended does it.
+_LAST_THREAD_SECS, _KILLED_SECS, ASK_SECS = 0.2, 1.0, 0.3
 
 
 @dataclass(eq=False)
@@ -54,13 +49,9 @@ class TrackedProcess:
     title: str  # when it was last read; the last known one after its death
     is_root: bool  # it is the process that launched the server
     is_python: bool  # it runs a Python interpreter, so it has a stack to capture
-    #: The count of OOM kills of its memory cgroup at an earlier time, to compare with; the newer one takes its place at
-    #: the next refresh.
-    oom_counter: cgroup.OomCounter | None
-    newer_oom_counter: cgroup.OomCounter | None = None
-    #: Its command line was empty each time that it was read, since it was dead, or in execve(2): only the name of its
-    #: executable is known.
-    is_nameless: bool = False
+    oom_counter: cgroup.OomCounter | None  # of its memory cgroup, at an earlier time
+    newer_oom_counter: cgroup.OomCounter | None = None  # takes its place when it is old enough
+    is_nameless: bool = False  # its command line was always empty, as it was dead or in execve(2)
     is_awaited: bool = False  # the server named it as one that it waits for, which is its title until it sets one
     parent: TrackedProcess | None = None  # of the server; None for the root, and where that was gone already
     is_own: bool = False  # the launch registered it as a process of this server
@@ -79,8 +70,7 @@ class TrackedProcess:
     def role(self) -> str:
         """Its role; see `titles.role_of`."""
         role = titles.role_of(self.title, is_root=self.is_root)
-        # An unregistered process with a worker's title is a worker's helper, or belongs to another server. A child of a
-        # scheduler, such as one of a compiler's pool, is a helper, too.
+        # An unregistered one with a worker's title is its helper, or another server's; so is a child of a scheduler.
         is_early = role == "starting" and (self.parent is None or self.parent.role != "scheduler")
         return role if self.is_own or self.is_root or is_early else "helper"
 
@@ -107,10 +97,7 @@ class TrackedProcess:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it is a child that has not said yet what it is, or was not seen after that.
-
-        Between fork and exec it is called as its parent is.
-        """
+        """Whether it has not said yet what it is: between fork and exec it is called as its parent is."""
         return self.is_starting or (not self.matters and (self.is_nameless or self.has_parents_title))
 
     @property
@@ -153,8 +140,6 @@ class TrackedProcess:
 class ProcessTree:
     """All processes of the server, dead ones included; not those of another server that one of them started.
 
-    Its descriptor has something to read when `ended` has something to return.
-
     Raises:
         ProcessLookupError: there is no process `root_pid`.
     """
@@ -169,7 +154,7 @@ class ProcessTree:
         self._changed_at = self._registered_at = self._aged_at = self._reread_at = time.monotonic()
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the descriptor that is readable when `ended` has something to return."""
         return self._epoll.fileno()
 
     def __iter__(self) -> Iterator[TrackedProcess]:
@@ -201,10 +186,7 @@ class ProcessTree:
 
     @property
     def settled(self) -> bool:
-        """Whether for some seconds no process appeared or changed its title, or for longer none of the server's own.
-
-        The server has started then. What its program runs beside it may come and go for ever.
-        """
+        """Whether the server has started: what its program runs beside it may come and go for ever."""
         now = time.monotonic()
         return now > self._changed_at + _QUIET_SECS or now > self._registered_at + _LONG_SECS
 
@@ -234,8 +216,7 @@ class ProcessTree:
         if time.monotonic() >= self._reread_at + _REREAD_SECS:
             self._reread_at, young_since = time.monotonic(), 0.0
         for process in self.alive():
-            # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to do so.
-            # One that did not let itself be read is known by the first letters of its title.
+            # SGLang sets its titles once. One that did not let itself be read is known by the first letters of it.
             is_titled = process.title.startswith("sglang::") and len(process.title) != procfs.COMM_BYTES
             if (process.has_parents_title or not is_titled) and process.seen_at >= young_since:
                 self.reread_title(process)
@@ -258,10 +239,9 @@ class ProcessTree:
             self._changed_at = time.monotonic()
 
     def register(self, pid: int, start_ticks: int) -> TrackedProcess | None:
-        """Take a process for the server's own, which the launch says that it started, if there is such a one.
+        """Take a process for the server's own, as the launch says; its start time is 0 where it says so itself.
 
-        Its start time is 0 where the process itself says so; see `procfs.ProcStat`. Returns the process if it had
-        already died and its exit was handled as a helper's.
+        Returns the process if it had died and its exit was handled as a helper's.
         """
         process = self._processes.get(pid)
         if process is None or process.is_root or start_ticks not in (0, process.handle.start_ticks):
@@ -274,9 +254,7 @@ class ProcessTree:
         return process if was_ignorable else None
 
     def adopt(self, pid: int, title: str) -> None:
-        """Take in a process that says itself what it is: no process of the server started it, or SGLang titles it not.
-
-        Its `title` is the one given until it has one of SGLang's.
+        """Take in a process that says itself what it is, by a title that it has until it has one of SGLang's.
 
         Raises:
             OSError: it cannot be watched, or is gone.
@@ -287,10 +265,7 @@ class ProcessTree:
         self._changed_at = self._registered_at = time.monotonic()
 
     def started_by_own(self, process: TrackedProcess) -> bool:
-        """Say whether the main process or one of the server's own started a process, and no other in between.
-
-        A program that is no Python may be in between, such as one that binds memory to a socket.
-        """
+        """Say whether one of the server's own started a process, directly or by programs that are no Python."""
         above, seen = procfs.read_stat(process.pid), 0
         while above is not None and above.ppid and seen < _MAX_ANCESTORS:
             parent = self._processes.get(above.ppid)
@@ -340,11 +315,7 @@ class ProcessTree:
             self.forget(process)
 
     def recent_unexplained(self) -> list[TrackedProcess]:
-        """Return the children that died lately before they said what they are; forget those that died long ago.
-
-        Those of which nothing is known are among them once the server named them as its own. None is a rank where there
-        are tokenizer workers: the ranks are ready by then, and it is a tokenizer, which the HTTP server starts anew.
-        """
+        """Return the children that died lately before they said what they are; forget those that died long ago."""
         now, recent = clock.now(), []
         for process in self:
             if process.exited_at is None or not (process.is_unknown or process.is_awaited):
@@ -354,6 +325,7 @@ class ProcessTree:
                 self.forget(process)
             elif age < _UNEXPLAINED_SECS and (process.is_starting or process.is_awaited):
                 recent.append(process)
+        # Where there are tokenizer workers, the ranks are ready, and it is one of these, which is started anew.
         return [] if any(process.role == "tokenizer_worker" for process in self) else recent
 
     def _forget_earlier(self, pid: int) -> None:
@@ -367,9 +339,8 @@ class ProcessTree:
     def _age_oom_counters(self) -> None:
         """Compare with a count of half a minute to a minute ago, and pass over the kills of others.
 
-        An older one would blame a kill of today on another process that was killed last week; a newer one may already
-        hold the kill in question, because a large process takes seconds to die. A kill of which none of these
-        processes is dying was that of a neighbour in the container.
+        A newer one may already hold the kill in question, because a large process takes seconds to die. A kill of which
+        none of these processes is dying was that of a neighbour in the container.
         """
         living = self.alive()
         if time.monotonic() >= self._aged_at + OOM_AGE_SECS:
@@ -409,16 +380,11 @@ class ProcessTree:
 def learn_ranks(
     tree: ProcessTree, fields: Mapping[str, Any], seconds: float, expected: Collection[int]
 ) -> list[tuple[TrackedProcess, bool]]:
-    """Take in the main process's word for ranks that failed while it started.
-
-    A worker has no title in its first moments: for the handler it may be any helper then. Where it dies before, and
-    multiprocessing reaps it when it starts the next one, the handler may not have seen it at all.
+    """Take in the main process's word for ranks that failed while it started: without a title, or unseen.
 
     The fields are ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them, said at `seconds`
-    since the epoch; the end of those `expected` was announced.
-
-    Returns:
-        The ranks that turn out to have failed, and of each whether its exit is not known by now.
+    since the epoch; the end of those `expected` was announced. Returns the ranks that turn out to have failed, and of
+    each whether its exit is not known by now.
     """
     codes, found = fields.get("exit_codes", {}), []
     for key, title in list(fields.get("titles", {}).items())[:_MAX_RANKS]:
@@ -443,20 +409,14 @@ def learn_ranks(
 
 
 def ended_before(tree: ProcessTree, process: TrackedProcess) -> Iterator[TrackedProcess]:
-    """Yield those that may have started a process and ended before it, whose exits were not taken in.
-
-    The ranks ask the kernel for a signal when the main process ends, so their end is a consequence.
-    """
+    """Yield those whose exits were not taken in, and for whose end the kernel may have ended a process."""
     for earlier in (tree.root, process.parent):
         if earlier is not None and earlier is not process and earlier.exited_at is None and _has_ended(earlier):
             yield earlier
 
 
 def learn_exit_status(process: TrackedProcess, runtime: Path) -> None:
-    """Learn from its parent how a process ended, where this one may not know: that takes the right to trace it.
-
-    `runtime` is where the parent says how it is asked.
-    """
+    """Learn from its parent how a process ended, where this one may not: that takes the right to trace it."""
     parent = process.parent
     if parent is None or parent.exited_at is not None or parent.is_stuck or process.handle.exit_status().known:
         return
@@ -471,10 +431,7 @@ def learn_exit_status(process: TrackedProcess, runtime: Path) -> None:
 
 
 def _has_ended(process: TrackedProcess) -> bool:
-    """Say whether a process has ended, of which the kernel may tell only later.
-
-    A child is sent its signal when the thread that started it is gone; a process has ended when its last thread is.
-    """
+    """Say whether a process has ended: the kernel may signal its children before its last thread is gone."""
     if process.handle.has_exited():
         return True
     if procfs.is_ending(process.pid):

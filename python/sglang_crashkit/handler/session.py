@@ -114,10 +114,7 @@ class Session:
                 self.take_exit(process)
 
     def take_exit(self, process: TrackedProcess, *, again: bool = False) -> None:
-        """Take in an exit, once, after those that it follows from; what goes wrong with it ends no other exit.
-
-        `again` is for an exit that was handled as a helper's before the launch registered the process.
-        """
+        """Take in an exit once, after those that it follows from, or `again`, as it was taken for a helper's."""
         try:
             for earlier in ended_before(self._tree, process) if process.exited_at is None else ():
                 self.take_exit(earlier)
@@ -319,10 +316,9 @@ class Session:
         self.commands.act_on_time()
 
     def on_exiting(self, message: Message) -> None:
-        """Take in that the main process is about to end in good order, and with it maybe this process.
+        """Take in that the main process is about to end in good order.
 
-        Where the main process is process 1 of a container, or what it runs below ends with it, such as ``tini`` or a
-        shell, the kernel kills everything that is in the container at that moment. So what is left goes before.
+        Where a container ends with it, the kernel kills this process at that moment, too. So what is left goes before.
         """
         if self.triage.is_open and is_host_namespace():
             # This process outlives it, and takes the time that the incident needs.

@@ -1,14 +1,9 @@
-"""Decide what is done about what happens to a server: (state, event, now) → actions.
+"""Decide what is done about what happens to a server: (state, event, now) → actions, which `session` carries out.
 
-Nothing here reads a clock, a process or a file. `session` carries the actions out, in their order.
-
-What ends without being expected opens an incident. Expected is what a process of the server announced: a teardown
-(``kill_process_tree``), or an orderly exit while the server drains after SIGTERM. So is the end of the server's main
-process by SIGTERM or another signal that asks for it, as long as it has no handler for it. An exit by an orderly signal
-or by a status is *soft*: it may be a shutdown whose announcement is on its way, so it is captured at once and judged a
-moment later.
-
-All times are by the monotonic clock, in seconds.
+Nothing here reads a clock, a process or a file; all times are by the monotonic clock, in seconds. What ends without
+being expected opens an incident. Expected is what a process of the server announced: a teardown
+(``kill_process_tree``), or an orderly exit while the server drains after SIGTERM. An exit by an orderly signal or by a
+status is *soft*: it may be a shutdown whose announcement is on its way, so it is judged a moment later.
 """
 
 from __future__ import annotations
@@ -24,18 +19,12 @@ from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.incident import NOT_SERVING
 from sglang_crashkit.policy import Capture, Event, Mode
 
-#: A soft exit is a shutdown when it is announced within this time.
-SOFT_SECS = 1.0
-#: A rank that raised tells the server itself; after this time the handler does.
-EXCEPTION_GRACE_SECS = 0.5
-#: The server answers SIGQUIT by saving its requests; this long is waited for it to begin.
-ANSWER_SECS = 5.0
-#: An incident of a server that goes on, such as of a soft watchdog, is finished this long after it was captured.
-OBSERVED_SECS = 5.0
-#: A server that lives on this long after an incident may have another one.
-NEXT_INCIDENT_SECS = 60.0
-#: One sample does not tell who stays where he is from who passes by. The second one is taken this much later, as
-#: upstream ends such a server within 5 s.
+SOFT_SECS = 1.0  # a soft exit is a shutdown when it is announced within this time
+EXCEPTION_GRACE_SECS = 0.5  # a rank that raised tells the server itself; after this time the handler does
+ANSWER_SECS = 5.0  # the server answers SIGQUIT by saving its requests; so long is waited for it to begin
+OBSERVED_SECS = 5.0  # an incident of a server that goes on is finished so long after it was captured
+NEXT_INCIDENT_SECS = 60.0  # a server that lives on so long after an incident may have another one
+#: One sample does not tell who stays from who passes by. Upstream ends a server that is unhealthy within 5 s.
 SECOND_SAMPLE_SECS = 0.7
 #: After the main process has ended, other processes are waited for the shorter time, and the server's own workers for
 #: the longer one: they write their stacks then, and on a busy machine take seconds to give their memory back.
@@ -107,9 +96,7 @@ class Shutdown:
     expected: set[int] = field(default_factory=set)  # the processes whose end was announced
     draining: bool = False  # it was asked to end and finishes its requests
     has_left: bool = False  # a process of it ended for that, too
-    #: Its main process ended in good order: with status 0 or by a signal that asks it to end; that of somebody's own
-    #: program with any status.
-    ended_well: bool = False
+    ended_well: bool = False  # its main process ended in good order; a program of a user's with any status
     gone_at: float | None = None  # when the end of its main process was noticed; None while it lives
 
 
@@ -129,10 +116,8 @@ class IncidentStage:
     observed: bool = False  # the server goes on, so that what comes next is another incident
     observed_until: float | None = None  # when such a one is whole
     may_end: bool = False  # upstream may end it for what happened, which would then belong to the same incident
-    #: The server was asked to end before, and it is no incident where it goes on or ends in good order.
-    withdrawable: bool = False
-    #: Until when an announced shutdown may still explain the exits seen so far; None where something else was seen.
-    soft_until: float | None = None
+    withdrawable: bool = False  # it is no incident where the server goes on or ends in good order
+    soft_until: float | None = None  # until when a shutdown may explain all that was seen; None where it cannot
     sigquit_secs: float | None = None  # when SIGQUIT is sent after the capture; None where it is not, or was
     answer_by: float | None = None  # when the server, which was told, should have begun to save its requests
     dump_begun: bool = False  # somebody saved its requests
@@ -410,10 +395,7 @@ class Triage:
             self._apply(stage, seen.event)
 
     def _make_room_for_hang(self, seen: Seen) -> None:
-        """Let a hang be an incident of its own, unless what it belongs to is gathered at this moment.
-
-        Schedulers hang together, as they wait for each other; any other process hangs by itself.
-        """
+        """Let a hang be an incident of its own; schedulers hang together, any other process by itself."""
         stage = self.stage
         if stage is None:
             return
@@ -452,10 +434,7 @@ class Triage:
         self.shutdown.expected |= seen.members
 
     def _on_launch(self, seen: Seen, _now: float) -> None:
-        """Begin anew: what was announced before concerned an earlier server of the same program.
-
-        Of those whose end was announced before, some may end still: releases before 0.5.11 do not wait for it.
-        """
+        """Begin anew; of those whose end was announced, some may end still: before 0.5.11 nothing waits for it."""
         if not seen.others_serve:
             # Where no server of before is left, nothing that it was asked is under way.
             self._add("close_journals")
@@ -481,7 +460,7 @@ class Triage:
     # -- what was done, and time
 
     def done(self, do: Do, now: float) -> None:
-        """Take in that an action was carried out, which may take a while: what follows from it counts from `now`."""
+        """Take in that an action was carried out: what follows from it counts from `now`."""
         stage = self.stage
         if stage is None:
             return
@@ -554,10 +533,7 @@ class Triage:
         return self.stage
 
     def _join(self, kind: str, trigger: str, seen: Seen, now: float, event: Event) -> IncidentStage:
-        """Join the current incident, captured; open one of `kind` if there is no incident.
-
-        One that is finished is that of a server which ends for it.
-        """
+        """Join the current incident, captured; open one of `kind` if there is no incident."""
         stage = self.stage or self._open(kind, trigger, seen, now)
         if not stage.finished:
             self._apply(stage, event)

@@ -1,9 +1,8 @@
 """Finish the incidents that a killed crash handler left half-written, from their logs.
 
 What is there stays as it is, the incident says that it is not complete and why, and the folder gets its final name. Of
-a server that was killed together with its handler, as with process 1 of a container, nothing is left but its marker, of
-which an incident is made (see `marker`), and empty folders, which are removed. A writer that may be at work has a lock
-on its folder.
+a server that was killed together with its handler nothing is left but its marker, of which an incident is made (see
+`marker`), and empty folders, which are removed. A writer that may be at work has a lock on its folder.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ SPOOL = ".spool-"
 
 #: Where a process has these in the folder.
 _PIECES: dict[EvidenceKind, str] = {"stack": "stacks/*-{}.txt", "exception": "ranks/*-{}.exception.json"}
-#: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
-AGE_SECS = 10.0
-#: Where there are no locks, a writer may be anywhere; it is done after this long, in seconds.
-_AGE_WITHOUT_LOCKS_SECS = 300.0
+#: The owner of a folder may be about to lock it for so long, and where there are no locks it is done after so long, in
+#: seconds.
+AGE_SECS, _AGE_WITHOUT_LOCKS_SECS = 10.0, 300.0
 MAX_FINISHED, _MAX_FREE = 100, 1000
 #: The longest that one of them may take, and all together, in seconds. What is left then is tried at the next start.
 _EACH_SECS, _ALL_SECS = 5.0, 10.0
@@ -62,8 +60,8 @@ _MAX_VANISHED = 16
 def finish_abandoned(incidents: Path, run: Path | None = None, limits: DiskLimits | None = None) -> list[Path]:
     """Finish the incidents in folder `incidents` whose writer died, and return the folders' final names.
 
-    An incident that cannot be finished is named in the log and left as it is. Those that another process writes are
-    left alone, and so is what is not this user's. Empty spools that no crash handler uses are removed.
+    One that cannot be finished is named in the log and left as it is. Those that another process writes, or that are
+    not this user's, are left alone. Empty spools that no crash handler uses are removed.
 
     Args:
         incidents: the folder of all incidents of this host.
@@ -169,10 +167,7 @@ def _own_folders(parent: Path, most: int, *prefixes: str) -> Iterator[Path]:
 
 
 def remove_runtime_folders(run: Path) -> None:
-    """Remove the runtime folders below `run` of servers of this PID namespace that are gone with their handlers.
-
-    A server that lives on without its handler still has its sockets there.
-    """
+    """Remove the runtime folders below `run` of servers of this PID namespace that are gone with their handlers."""
     for folder in _free_folders(run, ""):
         if _is_of_a_dead_server(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
