@@ -513,7 +513,7 @@ class IncidentRun:
         self.checkpoint()
 
     def add_silence(self, process: TrackedProcess, sign: Heartbeat | None, secs: float, how: str = "") -> None:
-        """Take in that a scheduler gave no sign for so many seconds after `sign`, or how another process stood still."""
+        """Take in that a scheduler gave no sign for so many seconds after `sign`, or how another one stood still."""
         now = clock.now()
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
         message = f"{how} for {secs:.1f} s"
