@@ -7,7 +7,7 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,22 +121,26 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(
     assert "did not answer within 1 s" in made.warnings[0]
 
 
-def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "make_private_folder", lambda _folder: time.sleep(600))
-    with pytest.raises(OSError, match="did not answer within"):
-        make(tmp_path, secs=0.2)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda _folder: time.sleep(600), "did not answer within"),
+        (lambda _folder: os.kill(os.getpid(), 9), "the process that tried died"),
+    ],
+    ids=["no disk answers", "the child dies"],
+)
+def test_where_no_folder_can_be_made_it_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None], words: str
+) -> None:
+    monkeypatch.setattr(folders, "make_private_folder", fault)
+    with pytest.raises(OSError, match=words):
+        make(tmp_path, secs=0.5)
 
 
 def test_without_a_crash_folder_the_fallback_needs_no_warning(fallback: Path) -> None:
     made = make_place(None, Path("1-2-3"), secs=LONG)
     assert made.host_folder == fallback / "host"
     assert made.warnings == []
-
-
-def test_a_child_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "make_private_folder", lambda _folder: os.kill(os.getpid(), 9))
-    with pytest.raises(OSError, match="the process that tried died"):
-        make(tmp_path)
 
 
 @pytest.mark.parametrize(

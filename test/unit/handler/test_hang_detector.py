@@ -260,19 +260,6 @@ def test_one_that_the_stacks_show_at_work_at_sigterm_is_withdrawn() -> None:
     assert len(world.hangs) == 2
 
 
-def test_where_they_are_dead_there_was_one() -> None:
-    world = asked_to_end()
-    world.die()
-    world.pass_time(5)
-    assert world.withdrawn == []
-
-
-def test_a_hang_that_was_noticed_before_is_not_another_one(world: World) -> None:
-    world.pass_time(7)
-    world.ask_to_end()
-    assert len(world.hangs) == 1
-
-
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_one_held_or_followed_by_nobody_does_not_hang(is_followed: bool) -> None:
     world = World(60.0)
@@ -328,13 +315,6 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     world.pass_time(20)
     assert [progress(run) for run in world.hangs] == [progress(first), []]
     assert silent_in(world.hangs[1]) == [10, 11]
-
-
-def test_one_sign_is_no_progress(world: World) -> None:
-    world.pass_time(7)
-    world.beat()
-    world.pass_time(7)
-    assert [progress(run) for run in world.hangs] == [[]]
 
 
 def test_whoever_falls_silent_later_joins_the_hang(world: World) -> None:
@@ -530,13 +510,6 @@ def test_a_heartbeat_switched_off_in_a_hang_ends_it(world: World) -> None:
     world.pass_time(5, lambda: world.beat(10))
     assert world.session.hang is None
     assert len(progress(world.hangs[0])) == 1
-
-
-def test_a_first_batchs_hang_is_whole_before_upstreams_watchdog() -> None:
-    world = World(Settings.from_environ({}).hang_secs).follow()
-    world.batch(number=1)
-    world.pass_time(240)
-    assert [run.finished for run in world.hangs] == [True]
 
 
 # -- busy
@@ -783,6 +756,12 @@ STORIES: dict[str, tuple[str, Story, list[list[int]]]] = {
         )
         for state in "tT"
     },
+    "what was noticed before it is asked to end is not another one": (
+        "world",
+        [7, do("ask_to_end"), 4],
+        [[10, 11]],
+    ),
+    "one sign is no progress": ("world", [7, do("beat"), 7], [[10, 11]]),
     "a paused server goes round": ("world", [beats(600, paused=True)], []),
     "one that announces its heartbeat anew does so": ("world", [do("follow"), beats(600, paused=True)], []),
     "between two compilers there may be none": (

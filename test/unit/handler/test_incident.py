@@ -158,42 +158,6 @@ def test_what_was_left_in_the_fallback_is_finished_later(start_server: Callable[
     assert (finished.document["requests"]["journal"], finished.document["requests"]["reason"]) == (None, REASON)
 
 
-#: An orchestrator kills so many seconds after it asked for the end.
-GRACE_SECS = 30.0
-
-
-def test_essential_evidence_is_there_before_the_grace_period_ends(
-    start_server: Callable[..., Server], tmp_path: Path
-) -> None:
-    """A pod is ended in the middle of a dump that takes long; no one, the handler included, outlives that."""
-    server = start_server(dump_secs=LONG)
-    server.kill("scheduler_TP1")
-    assert server.line() == "sigquit"
-    os.kill(server.pid, signal.SIGTERM)
-    wait_until(lambda: is_told(server), "the essential evidence is on disk", GRACE_SECS)
-    for pid in (server.pid, server.handler.pid):
-        os.kill(pid, signal.SIGKILL)
-    server.wait_for_handler()
-    (partial,) = server.incidents()
-    document = partial.document
-    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
-    assert document["verdict"]["kind"] == "signal"
-    for process in document["processes"]:
-        paths = [piece["path"] for piece in process["evidence"] if piece["kind"] == "stack"]
-        assert process["exit"] is not None or [(partial.path / path).is_file() for path in paths] == [True]
-
-
-def is_told(server: Server) -> bool:
-    """Say whether the server's only incident has the end or the stack of each of its processes."""
-    documents = [one.document for one in server.incidents()]
-    pieces = [
-        (process["exit"] is not None, [piece["path"] for piece in process["evidence"] if piece["kind"] == "stack"])
-        for document in documents
-        for process in (document or {"processes": []})["processes"]
-    ]
-    return bool(pieces) and all(has_ended or any(paths) for has_ended, paths in pieces)
-
-
 FORKS = """
 import ctypes, os, signal
 for number in range(3):

@@ -157,21 +157,6 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
     wait_until(lambda: is_reaped(made.late), "the child is gone")
 
 
-def test_a_refused_process_costs_no_descriptor(
-    publisher: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> int:
-        raise BlockingIOError("no more processes")
-
-    made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
-    before = list(Path("/proc/self/fd").iterdir())
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fork", refuse)
-        with pytest.raises(BlockingIOError):
-            made.act_on_time()
-    assert len(list(Path("/proc/self/fd").iterdir())) == len(before)
-
-
 def test_a_disk_that_is_gone_is_not_taken_for_one_without_incidents(tmp_path: Path) -> None:
     assert causes_in(tmp_path / "incidents", {}) == {}
     assert causes_in(tmp_path / "gone" / "incidents", {}) is None

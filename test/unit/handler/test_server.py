@@ -222,30 +222,6 @@ def test_a_hard_watchdog_has_all_ranks_captured_first(start_server: Start) -> No
     assert [event for event in events_of(document) if event in wanted] == wanted
 
 
-def test_stacks_can_be_asked_for(start_server: Start) -> None:
-    server = start_server()
-    # What it has by now is no answer to another question, which is an incident of its own.
-    for count in (1, 2):
-        assert server.ask("tell scheduler_TP0 snapshot") == "the handler"
-        found = wait_until(lambda count=count: finished(server)[count - 1 :], "the incident is finished")[0]
-        assert (found["kind"], found["verdict"]["kind"]) == ("snapshot", "unknown")
-        assert piece_of(report_of(found, "scheduler_TP1"), "stack")["status"] == "captured"
-
-
-# -- several tokenizers
-
-
-def test_a_tokenizer_that_is_killed_does_not_end_the_server(start_server: Start) -> None:
-    server = start_server()
-    server.ranks["worker"] = int(server.ask("start sglang::tokenizer_worker:1"))
-    server.settle()
-    server.kill("worker")
-    document = server.incident().document
-    assert (document["kind"], document["requests"]["reason"]) == ("killed", "the server went on")
-    assert "sigquit_sent" not in events_of(document)
-    assert server.process.poll() is None
-
-
 @pytest.mark.parametrize("how", ["kill", "exit 0"])
 def test_a_node_that_waits_for_its_ranks_ends_with_any(start_server: Start, how: str) -> None:
     server = start_server(launching=True)
@@ -261,18 +237,6 @@ def test_a_node_that_waits_for_its_ranks_ends_with_any(start_server: Start, how:
     assert piece_of(report_of(document, "scheduler_TP0"), "stack")["status"] == "captured"
 
 
-# -- a node of rank above 0, and the data-parallel controller
-
-
-def test_a_rank_below_the_data_parallel_controller_is_watched(start_server: Start) -> None:
-    server = start_server()
-    pid = int(server.ask("tell scheduler_TP1 become_hooked_controller sglang::scheduler_DP1_TP0"))
-    server.settle()
-    os.kill(pid, signal.SIGKILL)
-    document = document_of(server)
-    assert document["verdict"]["first_failure"] == {"pid": pid, "title": "sglang::scheduler_DP1_TP0"}
-
-
 # -- one quiet server for what is no incident and changes nothing
 
 
@@ -284,18 +248,6 @@ def test_a_forked_copy_with_its_parents_title_may_end(quiet_server: Server) -> N
     os.kill(copies[0], signal.SIGUSR1)
     os.kill(copies[1], signal.SIGKILL)
     wait_until(lambda: not set(copies) & server.watched(), "the handler lets go of the copies")
-    assert server.incidents() == []
-
-
-SPAWNED = "python -c multiprocessing.spawn"
-
-
-def test_a_child_that_dies_unknown_opens_no_incident(start_server: Start) -> None:
-    server = start_server()
-    pid = int(server.ask(f"start {SPAWNED}"))
-    wait_until(lambda: pid in server.watched(), "the handler sees the child")
-    os.kill(pid, signal.SIGKILL)
-    server.settle()
     assert server.incidents() == []
 
 
