@@ -13,7 +13,6 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,25 +67,19 @@ class Conclusion(msgspec.Struct):
     spare: list[str] = []  # the files that are of no use any more, relative to the folder
 
 
-@dataclass(frozen=True)
-class Counting:
-    """How the fault of an incident is counted."""
-
-    keep: int  # how many incidents of a fault are kept in full a day; 0 for all
-    begun: Collection[str] = frozenset()  # the ids of the requests that were in a step of a rank
-
-
-def conclude(incident: Incident, folder: IncidentFolder, counting: Counting | None) -> Conclusion:
-    """Judge an incident and render it; with `counting` for the first time.
+def conclude(
+    incident: Incident, folder: IncidentFolder, keep: int, begun: Collection[str], *, again: bool
+) -> Conclusion:
+    """Judge an incident and render it; for the first time count its fault, see `count_repeat`, or do it `again`.
 
     It takes a verdict of the judge's, and what users of the server wrote: so it runs in a child with a deadline.
     """
     incident.divergence = _disagreement(incident, folder.path) or incident.divergence
     incident.verdict, spare = judge(incident, folder.path), list[str]()
-    if counting is not None:
+    if not again:
         name_suspects(incident)
         try:
-            spare = count_repeat(incident, folder, counting)
+            spare = count_repeat(incident, folder, keep, begun)
         except Exception:
             # It is kept in full.
             logger.exception("whether the fault was seen before is not known")
@@ -112,8 +105,14 @@ def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
     return Conclusion(incident.to_json(), summary, status, lines, ending, message)
 
 
-def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting) -> list[str]:
+def count_repeat(incident: Incident, folder: IncidentFolder, keep: int, begun: Collection[str] = ()) -> list[str]:
     """Count the fault of a judged incident that is about to be written for the last time.
+
+    Args:
+        incident: judged.
+        folder: the incident's.
+        keep: how many incidents of a fault are kept in full a day; 0 for all.
+        begun: the ids of the requests that were in a step of a rank.
 
     Returns:
         The files that are of no use any more, relative to the folder.
@@ -127,7 +126,7 @@ def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting)
     unanswered: list[str] = []
     if not is_by_others(incident):
         first = incident.first_failure
-        unanswered = _unanswered(folder.path / REQUESTS, counting.begun if first is not None and first.is_rank else ())
+        unanswered = _unanswered(folder.path / REQUESTS, begun if first is not None and first.is_rank else ())
     # Of a large batch any may be the one.
     candidates, _more = _judged(incident, None, None, unanswered, _MAX_UNANSWERED) or ([], 0)
     deadline = time.monotonic() + _LOOK_SECS
@@ -143,7 +142,7 @@ def count_repeat(incident: Incident, folder: IncidentFolder, counting: Counting)
     rids = [one.rid for one in reversed(ranked)]
     suspects = {rid: asked[rid].content for rid in rids if rid in asked and asked[rid].content}
     incident.fault = count_fault(
-        folder.path.parent, fault, incident.id, folder.name, counting.keep, has_core=has_core, suspects=suspects
+        folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
     seen = incident.fault.seen if incident.fault is not None else {}
     name_suspects(incident, seen, compared, unanswered)
@@ -236,7 +235,7 @@ def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
 
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores, None if absent; see `Counting`."""
+    """Return the id of an earlier incident of the same fault that has GPU cores, None if absent."""
     incident.verdict = incident.verdict or judge(incident, None)
     fault = fault_of(incident.shown()) if keep and not folder.problem else None
     return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None

@@ -43,7 +43,7 @@ _LOCK_SECS = 0.5
 #: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
 _MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
 #: Runs what makes folders in a child process, and returns what went wrong; empty where nothing did.
-_Make = Callable[[Callable[[], object]], str]
+_Make = Callable[[Callable[[], bytes]], str]
 
 
 @dataclass
@@ -136,13 +136,9 @@ def make_place(
     hostname = os.getenv("HOSTNAME", socket.gethostname())
     fallback, deadline = fallback_folder() / hostname, time.monotonic() + secs
 
-    def make(make_them: Callable[[], object]) -> str:
-        def work() -> bytes:
-            make_them()
-            return b""
-
+    def make(make_them: Callable[[], bytes]) -> str:
         try:
-            call_within(max(_LEAST_SECS, deadline - time.monotonic()), work)
+            call_within(max(_LEAST_SECS, deadline - time.monotonic()), make_them)
         except OSError as error:
             return str(error.strerror)
         return ""
@@ -173,10 +169,11 @@ def make_place(
     return place
 
 
-def _make_each(*folders: Path) -> None:
+def _make_each(*folders: Path) -> bytes:
     # One after the other: a link that somebody put in a shared crash folder is not followed.
     for folder in folders:
         make_private_folder(folder)
+    return b""
 
 
 def _make_core_folder(place: Place, crash_folder: str | None, make: _Make, *, moved: bool) -> None:
@@ -198,10 +195,10 @@ def _make_core_folder(place: Place, crash_folder: str | None, make: _Make, *, mo
         make(functools.partial(_make_folder_of, place.core_file, is_own=True))
 
 
-def _make_folder_of(core_file: str, *, is_own: bool) -> None:
+def _make_folder_of(core_file: str, *, is_own: bool) -> bytes:
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.stat(core_file).st_mode):  # noqa: PTH116
-            return
+            return b""
     folder = Path(os.path.dirname(core_file).replace("%h", socket.gethostname()))  # noqa: PTH120 - may be empty
     if "%" in str(folder):
         raise OSError(errno.EINVAL, "only %h is supported in the directory part of CUDA_COREDUMP_FILE", str(folder))
@@ -210,6 +207,7 @@ def _make_folder_of(core_file: str, *, is_own: bool) -> None:
         make_private_folder(folder)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OSError(errno.EACCES, "it cannot be written to", str(folder))
+    return b""
 
 
 def keep(runtime: Path) -> list[FolderLock]:

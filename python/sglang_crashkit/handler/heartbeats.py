@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from statistics import median
 
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -209,18 +208,6 @@ def modes_of(value: object) -> dict[int, str]:
 # -- pauses
 
 
-@dataclass(frozen=True)
-class Pause:
-    """A time in which a scheduler stood still; `words` say why, and `details` the same as fields."""
-
-    kind: str
-    process: TrackedProcess
-    ended: float  # in seconds of the monotonic clock
-    secs: float
-    words: str
-    details: Mapping[str, object]
-
-
 class Pauses:
     """Notes the pauses of one server; `now` is a monotonic clock, in seconds."""
 
@@ -233,7 +220,8 @@ class Pauses:
         self.say: Callable[[str], object] = logger.info  # writes a line to the server's log
         self.counts: Counter[tuple[str, str]] = Counter()  # how many there were, by title and kind
         self._heartbeats, self._steps_of, self._now = heartbeats, steps_of, now
-        self._kept: deque[Pause] = deque(maxlen=_MAX_KEPT)
+        #: When each ended, by the monotonic clock, its kind, and what is told of it.
+        self._kept: deque[tuple[float, str, dict[str, object]]] = deque(maxlen=_MAX_KEPT)
         self._seen: dict[int, Heartbeat] = {}
         #: Whose steps are to be looked at, one at a time, by pid.
         self._late: dict[int, TrackedProcess] = {}
@@ -262,7 +250,7 @@ class Pauses:
             if sign.long_collections > before.long_collections:
                 secs = min(sign.collection_secs, now)
                 words = f"stood still for {secs:.1f} s in a garbage collection of Python"
-                self._note(Pause(LONG_COLLECTION, one.process, sign.collection_ended, secs, words, {}))
+                self._note(LONG_COLLECTION, one.process, sign.collection_ended, secs, words)
             if sign.at > before.at and now - before.at > SLOW_SECS and not (before.paused or before.is_busy):
                 self._late[pid] = one.process
         if self._late:
@@ -285,20 +273,24 @@ class Pauses:
                 words = f"was in step {step.number} ({step.mode}, {step.size} requests) for {secs:.1f} s"
                 words += f", {secs / max(usual, 1e-6):,.0f} times the median of {len(others)} such steps"
                 details = {"step": step.number, "mode": step.mode, "median": round(usual, 6)}
-                self._note(Pause(SLOW_STEP, process, step.ended or 0.0, secs, words, details))
+                self._note(SLOW_STEP, process, step.ended or 0.0, secs, words, **details)
 
-    def _note(self, pause: Pause) -> None:
-        self._kept.append(pause)
+    def _note(
+        self, kind: str, process: TrackedProcess, ended: float, secs: float, words: str, **details: object
+    ) -> None:
+        self._kept.append(
+            (ended, kind, {"pid": process.pid, "title": process.title, "seconds": round(secs, 3)} | details)
+        )
         # A process says itself what it is called.
         if len(self.counts) < _MAX_COUNTS:
-            self.counts[pause.process.title, pause.kind] += 1
+            self.counts[process.title, kind] += 1
         now = self._now()
-        if now - self._said.get(pause.kind, float("-inf")) >= _SAY_SECS:
-            self._said[pause.kind] = now
-            self.say(f"{pause.process.title} (pid {pause.process.pid}) {pause.words}")
+        if now - self._said.get(kind, float("-inf")) >= _SAY_SECS:
+            self._said[kind] = now
+            self.say(f"{process.title} (pid {process.pid}) {words}")
 
     def add_to(self, note: Callable[..., object]) -> None:
         """Put those of the last ten minutes into the timeline of an incident, by its `note`."""
-        for one in (pause for pause in self._kept if self._now() - pause.ended <= _KEPT_SECS):
-            its = {"pid": one.process.pid, "title": one.process.title, "seconds": round(one.secs, 3)}
-            note(clock.at(one.ended), one.kind, **its, **one.details)
+        for ended, kind, told in self._kept:
+            if self._now() - ended <= _KEPT_SECS:
+                note(clock.at(ended), kind, **told)

@@ -19,7 +19,7 @@ import msgspec
 
 from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, requests_of
-from sglang_crashkit.handler.conclusion import Conclusion, Counting, conclude
+from sglang_crashkit.handler.conclusion import Conclusion, conclude
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, reports_crash
 from sglang_crashkit.incident.folder import IncidentFolder
@@ -295,15 +295,16 @@ class IncidentRun:
             return
         self._is_stale = False
         # What was judged before stands where it cannot be judged now; the fact is in the log.
-        if (made := self._conclude(None)) is not None:
+        if (made := self._conclude(again=True)) is not None:
             try:
                 self._take(made)
             except OSError as error:
                 logger.warning("incident %s cannot be written for now: %s", self.path, error)
 
-    def _conclude(self, counting: Counting | None) -> Conclusion | None:
+    def _conclude(self, *, again: bool) -> Conclusion | None:
         """Have the incident judged and rendered in a child; None where that fails."""
-        make = functools.partial(conclude, self.incident, self.folder, counting)
+        arguments = self.incident, self.folder, self.settings.full_per_fault, self.begun
+        make = functools.partial(conclude, *arguments, again=again)
         return self._made_within(_CONCLUDE_SECS, Conclusion, make, _MAX_CONCLUSION)
 
     def _conclude_plainly(self) -> Conclusion:
@@ -556,7 +557,7 @@ class IncidentRun:
         self.note(clock.now(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.checkpoint()
         self.incident.complete = True
-        made = self._conclude(Counting(self.settings.full_per_fault, self.begun)) or self._conclude_plainly()
+        made = self._conclude(again=False) or self._conclude_plainly()
         self._take(made)
         with contextlib.suppress(OSError):
             for name in made.spare:

@@ -117,26 +117,23 @@ def write_metrics_file(target: Path, gauges: list[Gauge], port: str) -> None:
         OSError: it cannot be written.
         ImportError: there is no prometheus_client.
     """
+    # In this child, values are not those of the server's own page.
+    os.environ.pop(SHARED, None)
     # Imported here: it takes 8 MB, and this is a child of a process that has to stay small.
     from prometheus_client import CollectorRegistry, write_to_textfile
-    from prometheus_client.core import GaugeMetricFamily
-    from prometheus_client.registry import Collector
-
-    class Measurements(Collector):
-        def collect(self) -> list[GaugeMetricFamily]:
-            families = []
-            for name, words, samples in gauges:
-                families.append(GaugeMetricFamily(name, words, labels=list(samples[0][0]) if samples else None))
-                for labels, value in samples:
-                    families[-1].add_metric(list(labels.values()), value)
-            return families
+    from prometheus_client import Gauge as Metric
 
     path = target / f"sglang_crashkit_{port}.prom" if target.is_dir() else target
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise CrashkitError(f"{path} is there and is no file")
     registry = CollectorRegistry()
-    registry.register(Measurements())
+    for name, words, samples in gauges:
+        if samples:
+            # Without any it would have the value 0.
+            metric = Metric(name, words, list(samples[0][0]), registry=registry)
+            for labels, value in samples:
+                metric.labels(**labels).set(value)
     os.umask(0o022)
     write_to_textfile(str(path), registry)
 

@@ -154,7 +154,9 @@ class Shortages:
 
     def note(self, error: BaseException) -> bool:
         """Say whether an error is one of a resource that ran out, which is told the first time."""
-        number = _number_of(error)
+        number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+        if "start new thread" in str(error):
+            number = errno.EAGAIN
         if number not in _WORDS:
             return False
         if number in (errno.EMFILE, errno.ENFILE):
@@ -171,14 +173,6 @@ class Shortages:
         """Give up what is held back."""
         while self._held:
             os.close(self._held.pop())
-
-
-def _number_of(error: BaseException) -> int:
-    if isinstance(error, MemoryError):
-        return errno.ENOMEM
-    if isinstance(error, RuntimeError) and "start new thread" in str(error):
-        return errno.EAGAIN
-    return (error.errno or 0) if isinstance(error, OSError) else 0
 
 
 class Commands:

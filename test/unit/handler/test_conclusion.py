@@ -16,7 +16,7 @@ from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler import conclusion
 from sglang_crashkit.handler.collectors import received
 from sglang_crashkit.handler.collectors.received import divergence_of
-from sglang_crashkit.handler.conclusion import Counting, count_repeat, incident_with_core, name_suspects
+from sglang_crashkit.handler.conclusion import count_repeat, incident_with_core, name_suspects
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.judging import explain
 from sglang_crashkit.judge import verdict
@@ -53,7 +53,7 @@ def keep(made: Incident, crash_folder: Path, lines: str, number: int = 1, begun:
     made.suspects, _left_out = suspects_of(made)
     folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", f"{number:08}", NOON + number)
     folder.write_text(REQUESTS, lines)
-    count_repeat(made, folder, Counting(0, begun))
+    count_repeat(made, folder, 0, begun)
     folder.publish()
     return made
 
@@ -396,7 +396,7 @@ def test_stacks_of_a_repeated_fault_are_given_up(tmp_path: Path) -> None:
         folder = IncidentFolder(tmp_path, "killed", new_id(), number)
         incident = stored(folder, names)
         before = incident.to_json()["processes"]
-        spare = count_repeat(incident, folder, Counting(2))
+        spare = count_repeat(incident, folder, 2)
         assert incident.fault.count == number + 1
         ids.append(folder.id)
         if number < 2:
@@ -417,11 +417,11 @@ def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
     first, second = (IncidentFolder(tmp_path, "killed", new_id(), number) for number in range(2))
     incident, repeated = stored(first, []), stored(second, [])
     assert incident_with_core(repeated, second, keep=3) is None
-    count_repeat(incident, first, Counting(3))
+    count_repeat(incident, first, 3)
     # The first one had none.
     assert incident_with_core(repeated, second, keep=3) is None
     incident.processes[1].evidence.append(Evidence("cuda_core", "captured", path="../../core.cuda.1.9"))
-    count_repeat(incident, first, Counting(3))
+    count_repeat(incident, first, 3)
     assert incident_with_core(repeated, second, keep=3) == first.id
     assert incident_with_core(repeated, second, keep=0) is None
     assert incident_with_core(repeated, NullFolder("full"), keep=3) is None
