@@ -21,7 +21,7 @@ from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.handler.folders import Place, left_by_others, make_place
+from sglang_crashkit.handler.folders import left_by_others, make_place
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.handler.unfinished import finish_abandoned, remove_runtime_folders
 from sglang_crashkit.incident.marker import VANISHED
@@ -79,7 +79,7 @@ def main() -> int:
         except Exception as error:
             # Before it is known that there is no handler; a reader has one line.
             undo.close()
-            _answer(1, error=" ".join(f"{type(error).__name__}: {error}".split()))
+            _answer(error=" ".join(f"{type(error).__name__}: {error}".split()))
             logger.exception("the crash handler cannot work")
             return 1
 
@@ -101,7 +101,19 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
     guard_reads(GuardedReader())
     settings = Settings.from_environ()
     handler = CrashHandler(args.server_pid, mailbox, place, settings)
-    if not _say_ready(place):
+    is_heard = _answer(
+        host_folder=str(place.host_folder),
+        spool=str(place.spool),
+        core_file=place.core_file,
+        flight_folder=str(place.flight_folder or ""),
+        warnings=place.warnings,
+    )
+    logging.basicConfig(
+        handlers=[LogFile(place.host_folder / "crash_handler.log")],
+        level=logging.INFO,
+        format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
+    )
+    if not is_heard:
         logger.info("server %d did not wait for its crash handler", args.server_pid)
         return 0
     say = handler.session.log.say
@@ -130,30 +142,10 @@ def _remove_if_own(runtime: Path) -> None:
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-def _say_ready(place: Place) -> bool:
-    """Tell the server where this process works, and write to its own log from now on; say whether it was heard."""
-    answer = os.dup(sys.stdout.fileno())
+def _answer(**fields: Any) -> bool:
+    """Tell the server in a line of JSON what became of this process, and say whether it was heard."""
     try:
-        logging.basicConfig(
-            handlers=[LogFile(place.host_folder / "crash_handler.log")],
-            level=logging.INFO,
-            format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
-        )
-        return _answer(
-            answer,
-            host_folder=str(place.host_folder),
-            spool=str(place.spool),
-            core_file=place.core_file,
-            flight_folder=str(place.flight_folder or ""),
-            warnings=place.warnings,
-        )
-    finally:
-        os.close(answer)
-
-
-def _answer(descriptor: int, **fields: Any) -> bool:
-    try:
-        os.write(descriptor, json.dumps(fields).encode() + b"\n")
+        os.write(sys.stdout.fileno(), json.dumps(fields).encode() + b"\n")
     except OSError:
         return False
     return True

@@ -85,14 +85,6 @@ def conclude(
             logger.exception("whether the fault was seen before is not known")
     # It asks what all of the above found.
     incident.cause = explain(incident, folder.path)
-    conclusion = render(incident, folder)
-    conclusion.document = redact_json(json.loads(json.dumps(conclusion.document, default=str)))
-    conclusion.spare, conclusion.is_redacted = spare, True
-    return conclusion
-
-
-def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
-    """Return what a judged incident is in words."""
     shown, status = incident.shown(), exit_status_of(incident)
     path = "not written" if folder.problem else str(folder.final_path)
     where = "" if folder.problem else shlex.quote(str(folder.final_path.absolute()))
@@ -102,7 +94,8 @@ def render(incident: Incident, folder: IncidentFolder) -> Conclusion:
         for end in (None, ends_with)
     )
     summary, message = format_summary(shown, folder.final_path), format_termination_message(shown, path)
-    return Conclusion(incident.to_json(), summary, status, lines, ending, message)
+    document = redact_json(json.loads(json.dumps(incident.to_json(), default=str)))
+    return Conclusion(document, summary, status, lines, ending, message, is_redacted=True, spare=spare)
 
 
 def count_repeat(incident: Incident, folder: IncidentFolder, keep: int, begun: Collection[str] = ()) -> list[str]:
