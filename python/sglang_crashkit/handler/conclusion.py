@@ -13,6 +13,7 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,10 @@ def _judged(
 
 def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
     """Return the ids of the newest requests that were not answered, latest first, without those of `begun`."""
-    newest: deque[str] = deque(maxlen=_MAX_UNANSWERED)
-    for state, rid, _line in _requests_in(path):
-        # Those that were not answered stand first in the file.
-        if state != b"unfinished":
-            break
-        if rid not in begun:
-            newest.appendleft(rid)
-    return list(newest)
+    # Those that were not answered stand first in the file.
+    unfinished = takewhile(lambda one: one[0] == b"unfinished", _requests_in(path))
+    newest = deque((rid for _state, rid, _line in unfinished if rid not in begun), _MAX_UNANSWERED)
+    return [*reversed(newest)]
 
 
 def _fields_of(rids: Collection[str], path: Path, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -155,7 +155,9 @@ class HangDetector:
             others = [one for one in others if not (self._is_at_end and one.process.is_root)]
             late += [one for one in others if one.silent_secs >= self._limit_secs]
             silent = by_last_sign(late)
-            together = by_last_sign(one for one in everybody if _is_together(one, longest))
+            # The loop of one beside the schedulers goes on between two of its beats.
+            stuck = (one for one in everybody if one.is_rank or one.silent_secs > 2 * BEAT_SECS)
+            together = by_last_sign(one for one in stuck if one.silent_secs >= _TOGETHER * longest)
             if self._hang is None:
                 is_compiling = self._is_compiling(together, longest, limit)
                 if silent and not is_compiling and self._looked_at >= self._not_before:
@@ -271,8 +273,8 @@ class Hang:
 
     def take_silence(self) -> None:
         """Take in who did not go on while a snapshot was taken: only of these it shows what they hang in."""
-        silent = [one.process.pid for one in self._living if not one.signs and not _goes_on(one)]
-        self._silent_in |= dict.fromkeys(silent, self._snapshots)
+        silent = [one for one in self._living if not one.signs and not (one.is_rank and one.last() != one.sign)]
+        self._silent_in |= dict.fromkeys((one.process.pid for one in silent), self._snapshots)
 
     def judge_silence(self) -> None:
         """Judge what those that go on by now did as long as they were silent."""
@@ -324,17 +326,6 @@ class Hang:
             self.ended = f"Progress returned after {secs:.1f} s"
             self.run.add_remark(f"{self.ended}.")
         return True
-
-
-def _goes_on(one: Followed) -> bool:
-    """Say whether a scheduler gave a sign since it was looked at last."""
-    return one.is_rank and one.last() != one.sign
-
-
-def _is_together(one: Followed, longest: float) -> bool:
-    """Say whether one hangs with that which was silent longest; a loop goes on between two of its beats."""
-    is_between = not one.is_rank and one.silent_secs <= 2 * BEAT_SECS
-    return one.silent_secs >= _TOGETHER * longest and not is_between
 
 
 #: As the kernel names them, in at most 15 bytes.
