@@ -8,6 +8,7 @@ a server that was killed together with its handler nothing is left but its marke
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -205,6 +206,8 @@ def _finish(folder: Path, final: Path) -> bytes:
             return b""
         name = parse_name(folder.name)
         is_of_marker = name is not None and name.kind == VANISHED
+        if incident is None and any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise OSError(errno.EIO, "its log cannot be read")
         if incident is None or (is_of_marker and (_spool_of(incident, folder) / MARKER).exists()):
             # It holds nothing, or is made of that anew.
             shutil.rmtree(folder)

@@ -129,6 +129,15 @@ def test_one_that_holds_nothing_is_removed(tmp_path: Path) -> None:
     assert not folder.path.exists()
 
 
+def test_one_whose_log_is_gone_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    partial = abandon(tmp_path, processes=[REPORT], pieces={"stacks/x-8.txt": "x"})
+    (partial / "events.jsonl").unlink()
+    age(partial)
+    assert finish_abandoned(tmp_path) == []
+    assert (partial / "stacks/x-8.txt").exists()
+    assert "its log cannot be read" in caplog.text
+
+
 def test_one_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
     with child(HOLD, str(tmp_path)) as writer:
         (partial,) = tmp_path.iterdir()

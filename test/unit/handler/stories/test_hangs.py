@@ -344,37 +344,17 @@ def test_a_silent_rank_is_named_before_the_server_is_killed(start_server: Start)
     assert (named(last.document), last.document["complete"]) == ("scheduler_TP1", True)
 
 
-def tear_down(server: Server) -> None:
-    os.kill(server.pid, signal.SIGTERM)
-
-
-def let_the_ranks_end_first(server: Server) -> None:
-    server.say("tell scheduler_TP0 exit 0")
-    server.say("join scheduler_TP0")
-    server.say("leave 0")
-
-
-def go_on(server: Server) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_goes_on_and_ends_in_order_has_no_hang_but_one_that_is_whole(start_server: Start, is_whole: bool) -> None:
+    server, _stored = hang_at_sigterm(start_server)
+    if is_whole:
+        wait_until(lambda: any(one.finished for one in server.incidents()), "the incident is finished")
     server.kill("scheduler_TP1", signal.SIGCONT)
     assert server.ask("tell scheduler_TP0 beat") == "beating"
     wait_until(lambda: all(one.finished and is_over(one) for one in server.incidents()), "it is removed, or over")
     server.say("leave 0")
-
-
-@pytest.mark.parametrize("finished", [False, True])
-@pytest.mark.parametrize(
-    "end", [tear_down, lambda server: server.say("leave 0"), let_the_ranks_end_first, go_on], ids=range(4)
-)
-def test_what_ends_in_order_has_no_hang_but_one_that_is_whole(
-    start_server: Start, end: Callable[[Server], None], finished: bool
-) -> None:
-    server, _stored = hang_at_sigterm(start_server)
-    if finished:
-        wait_until(lambda: any(one.finished for one in server.incidents()), "the incident is finished")
-    end(server)
     server.process.wait(LONG)
     server.wait_for_handler()
     # Others were told of one that is whole, which it may just have become.
     left = server.incidents()
-    assert all(one.finished for one in left)
-    assert len(left) == 1 if finished else len(left) <= 1
+    assert len(left) == 1 if is_whole else len(left) <= 1
