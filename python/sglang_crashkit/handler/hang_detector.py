@@ -129,7 +129,9 @@ class HangDetector:
             self._session.finish_observed()
             run = hang.run
             if run.finished:
-                for line in (*(run.conclusion.lines if run.conclusion is not None else ()), str(hang)):
+                words = run.incident.verdict.text if run.incident.verdict is not None else "no progress."
+                last = f"{words} Incident: {run.problem or run.path}"
+                for line in (*(run.conclusion.lines if run.conclusion is not None else ()), last):
                     self._say(line)
 
     @property
@@ -307,12 +309,6 @@ class Hang:
         """Whether the stacks say that the schedulers are at work."""
         verdict = self.run.incident.verdict
         return verdict is not None and verdict.kind == "busy"
-
-    def __str__(self) -> str:
-        """Return in one line what is known of it and where."""
-        run = self.run
-        words = run.incident.verdict.text if run.incident.verdict is not None else "no progress."
-        return f"{words} Incident: {run.problem or run.path}"
 
     def is_over(self) -> bool:
         """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not."""

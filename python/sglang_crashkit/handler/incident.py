@@ -399,7 +399,7 @@ class IncidentRun:
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before its stacks could be taken"))
         self._note_exit(process)
         is_first = not self.incident.failures
-        if process.matters or process.is_starting:
+        if process.matters or process.role == "starting":
             self.count_exit(process)
         # A capture takes a moment, in which this process may be killed, too.
         if self.captured or (is_first and self.incident.failures):

@@ -91,14 +91,9 @@ class TrackedProcess:
         return self.is_awaited or self.is_own or self.is_root
 
     @property
-    def is_starting(self) -> bool:
-        """Whether it is a child of Python's multiprocessing that has not said yet what it is."""
-        return self.role == "starting"
-
-    @property
     def is_unknown(self) -> bool:
         """Whether it has not said yet what it is: between fork and exec it is called as its parent is."""
-        return self.is_starting or (not self.matters and (self.is_nameless or self.has_parents_title))
+        return self.role == "starting" or (not self.matters and (self.is_nameless or self.has_parents_title))
 
     @property
     def may_be_worker(self) -> bool:
@@ -114,7 +109,7 @@ class TrackedProcess:
     @property
     def is_ignorable(self) -> bool:
         """Whether it is dead and was not said to be more than a helper."""
-        return self.exited_at is not None and not self.matters and not self.is_starting
+        return self.exited_at is not None and not self.matters and self.role != "starting"
 
     @property
     def is_foreign(self) -> bool:
@@ -323,7 +318,7 @@ class ProcessTree:
             age = now - process.exited_at
             if age >= _KEPT_SECS:
                 self.forget(process)
-            elif age < _UNEXPLAINED_SECS and (process.is_starting or process.is_awaited):
+            elif age < _UNEXPLAINED_SECS and (process.role == "starting" or process.is_awaited):
                 recent.append(process)
         # Where there are tokenizer workers, the ranks are ready, and it is one of these, which is started anew.
         return [] if any(process.role == "tokenizer_worker" for process in self) else recent

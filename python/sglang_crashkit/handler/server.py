@@ -126,12 +126,6 @@ class CrashHandler:
                 lock.release()
             logger.info("server %d is gone, so is its crash handler %d", self.tree.root.pid, os.getpid())
 
-    def close(self) -> None:
-        """Give the descriptors of a handler back that does not run."""
-        self.tree.close()
-        self.session.shortages.close()
-        self._selector.close()
-
     # -- what happens
 
     def look(self) -> None:

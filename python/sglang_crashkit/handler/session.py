@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 #: A scheduler whose server's health check failed is silent when it gave no sign for so long, in seconds: an idle one
 #: gives one every second.
 SILENT_SECS = 2.0
-#: An incident that could not be finished so many times is left as its last checkpoint has it.
-_MAX_FINISHES = 3
 #: So many threads that ended are remembered; and kinds of incidents that have nothing to do with those before.
 _MAX_THREADS, _OF_NO_THREAD = 8, frozenset({"thread_died", "peer_lost", "snapshot"})
 #: An incident of lost peers is whole after this time, in seconds: every rank of a server reports the same one.
@@ -90,7 +88,6 @@ class Session:
         self._exiting: list[Message] = []
         self._raised: list[Message] = []
         self._collectors = collectors
-        self._failed_finishes = 0
         #: The incident of lost peers, and when the last loss came, by the monotonic clock.
         self._losses: IncidentRun | None = None
         self._lost_at = 0.0
@@ -235,11 +232,7 @@ class Session:
                 if not self._gather_the_rest(run):
                     return
             except Exception as error:  # noqa: BLE001 - as above
-                self._failed_finishes += 1
                 self.note_error("finish", error)
-                if self._failed_finishes < _MAX_FINISHES:
-                    # The next turn tries again.
-                    return
                 # It stays as its last checkpoint has it, for `unfinished`.
                 run.finished = True
                 self.triage.done("finish", time.monotonic())
@@ -382,9 +375,7 @@ class Session:
                 answer(ack="clean")
                 logger.info("the server ends in good order")
         due = self.triage.next_due(workers_left=self._are_workers_left)
-        if self.run is None or not self.triage.is_open:
-            return due
-        return time.monotonic() if self._may_finish else min(due, self.run.next_look())
+        return min(due, self.run.next_look()) if self.run is not None and self.triage.is_open else due
 
     def _release_raised(self) -> None:
         """Answer those that raised and wait for the capture of the others, once they have told of gloo."""
@@ -529,5 +520,5 @@ class Session:
     def _forget(self) -> None:
         if self.run is not None:
             self.run.give_up("it is over")
-        self.run, self._failed_finishes = None, 0
+        self.run = None
         self._tree.forget_dead()

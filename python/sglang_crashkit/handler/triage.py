@@ -108,8 +108,7 @@ class IncidentStage:
     first: Seen  # what opened it
     opened: float
     captured_at: float | None = None  # when what the living did was captured
-    sample_again: bool = False  # a second sample of the stacks is due, at `sample_again_at`
-    sample_again_at: float | None = None
+    sample_again_at: float | None = None  # when a second sample of the stacks is due; not before the first one
     finishes_then: bool = False  # the incident is finished after that sample
     finishing: bool = False  # nothing more is to come but evidence that is waited for
     finished: bool = False  # it is written; what is added still is written anew
@@ -451,7 +450,7 @@ class Triage:
         stage = self.stage or self._open("hang", trigger, seen, now)
         self._apply(stage, Event.HUNG_AT_END)
         if is_new:
-            stage.sample_again = True
+            stage.sample_again_at = float("inf")
             self._add("add_silence")
         if stage.captured_at is None:
             self._add("capture")
@@ -470,7 +469,7 @@ class Triage:
                 stage.soft_until = now + SOFT_SECS
             if stage.observed and stage.observed_until is None:
                 stage.observed_until = now + OBSERVED_SECS
-            if stage.sample_again:
+            if stage.sample_again_at is not None:
                 stage.sample_again_at = now + SECOND_SAMPLE_SECS
         elif do == "send_sigquit":
             stage.answer_by = now + ANSWER_SECS

@@ -110,7 +110,8 @@ def handling(
         try:
             yield handler, process
         finally:
-            handler.close()
+            handler.tree.close()
+            handler.session.shortages.close()
 
 
 @contextlib.contextmanager
