@@ -34,7 +34,6 @@ from sglang_crashkit.model.incident import (
     Verdict,
     iso_time,
 )
-from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.step import Step, StepRequest
 from sglang_crashkit.view.markdown import format_summary
 from unit.analysis.test_suspects import incident, step
@@ -333,15 +332,6 @@ def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("2026-01-01T00:00:00Z ERROR uvicorn.error: [Errno 98] x\n")
     found = explain(incident, tmp_path)
     assert (without.kind, found.kind) == ("exited", "startup_port")
-
-
-def test_a_process_that_its_cgroup_froze_is_stopped(tmp_path: Path) -> None:
-    incident = make_incident("hang")
-    incident.timeline.clear()
-    incident.processes[0].state = {"State": "S (sleeping)", "wchan": "do_freezer_trap"}
-    incident.processes[0].samples = [Sample(pid=8, role="scheduler", state="S", time=float(at)) for at in (1, 3)]
-    found = explain(incident, tmp_path)
-    assert (found.kind, found.level) == ("stopped_process", "established")
 
 
 def test_a_broken_rule_book_does_not_cost_the_incident(

@@ -78,13 +78,6 @@ def server() -> Iterator[Server]:
         process.wait(LONG)
 
 
-def test_there_is_no_tree_of_a_process_that_is_gone() -> None:
-    process = subprocess.Popen(["true"])
-    process.wait(LONG)
-    with pytest.raises(ProcessLookupError):
-        ProcessTree(process.pid)
-
-
 def test_another_server_that_a_process_started_is_not_this_servers(server: Server) -> None:
     # A program that only uses an engine, and runs a whole server as a subprocess.
     code = "import os, setproctitle, signal, sys; pid = os.fork(); "
