@@ -405,15 +405,6 @@ class IncidentRun:
         if self.captured or (is_first and self.incident.failures):
             self.checkpoint()
 
-    def name_unknown(self) -> None:
-        """Where a child failed and it is not known which, take it for one that died before it said what it is."""
-        if self.finished or self.incident.failures:
-            return
-        for process in self.tree:
-            if process.exited_at is not None and process.may_be_worker:
-                process.is_awaited = True
-                self.add_exit(process)
-
     def count_exit(self, process: TrackedProcess) -> None:
         """Take an exit for a failure, of a process that turned out to be more than a helper."""
         status = process.handle.exit_status()

@@ -26,8 +26,6 @@ _YOUNG_SECS, _REREAD_SECS = 60.0, 4.0
 _QUIET_SECS, _LONG_SECS = 30.0, 300.0
 #: More are not between a process and the one that started its program.
 _MAX_ANCESTORS = 8
-#: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
-_PYTHON_NAMES = ("python", "pt_main_thread")
 #: A child that died before it had a title has to do with what happens within this time, in seconds; and so long one
 #: may be meant where the server says that a child failed.
 _UNEXPLAINED_SECS, _KEPT_SECS, _MAX_UNEXPLAINED = 60.0, 3600.0, 64
@@ -94,12 +92,6 @@ class TrackedProcess:
     def is_unknown(self) -> bool:
         """Whether it has not said yet what it is: between fork and exec it is called as its parent is."""
         return self.role == "starting" or (not self.matters and (self.is_nameless or self.has_parents_title))
-
-    @property
-    def may_be_worker(self) -> bool:
-        """Whether it is unknown, and may have been a worker of the server: a Python process that the root started."""
-        name = self.title.startswith(_PYTHON_NAMES)
-        return self.is_unknown and self.parent is not None and self.parent.is_root and (name or self.has_parents_title)
 
     @property
     def has_parents_title(self) -> bool:

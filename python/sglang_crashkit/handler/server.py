@@ -214,7 +214,6 @@ class CrashHandler:
             soft=fields.get("soft") is True,
             unhealthy=fields.get("unhealthy") is True,
             silent=may_be_silent and bool(self.session.received.heartbeats.silent(SILENT_SECS)),
-            names_ranks=event != "child_failed" and bool(fields.get("titles")),
         )
         self.session.take(seen, Subject(sender, _time_of(message), message))
 

@@ -183,7 +183,6 @@ class Session:
                 "add_requests": lambda: run.add_requests(fields),
                 "set_requests": lambda: run.set_requests({"reason": action.words}),
                 "add_silence": lambda: self._add_silence(run),
-                "name_unknown": run.name_unknown,
                 "write": lambda: self._write(run),
             }
         steps.get(action.do, lambda: None)()

@@ -39,7 +39,7 @@ _UNKNOWN = ExitStatus()
 _OfIncident = Literal[
     "open", "permit", "capture", "capture_again", "write", "forget", "discard", "finish", "send_sigquit"
 ]
-_Addition = Literal["note", "add_exit", "add_exception", "add_dead_thread", "add_hang", "add_silence", "name_unknown"]
+_Addition = Literal["note", "add_exit", "add_exception", "add_dead_thread", "add_hang", "add_silence"]
 _OfRequests = Literal["add_requests", "set_requests", "close_journals"]
 _OfProcess = Literal["mark_exited", "keep_process", "forget_process", "learn_ranks"]
 _Answer = Literal[
@@ -74,7 +74,6 @@ class Seen:
     soft: bool = False  # the watchdog ends nothing; the exception only ends a process, such as ``SystemExit``
     unhealthy: bool = False  # the server's health check failed
     silent: bool = False  # a scheduler gave no sign for a while
-    names_ranks: bool = False  # the message names ranks that failed
     tree_of: int = 0  # the process whose tree is ended
     members: Set[int] = frozenset()  # processes whose end is announced, or, of a launch, those that are there
     mode: Mode = Mode.LIBRARY
@@ -343,8 +342,6 @@ class Triage:
             self._add("learn_ranks")
         self._join("failed_start" if is_start else "child_failure", seen.what, seen, now, Event.FAILED)
         self._add("note", words=seen.what)
-        if not seen.names_ranks:
-            self._add("name_unknown")
         # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
         self._add("set_requests", words=NOT_SERVING if is_start else "the server's main process held no requests")
         self._add("answer_when_finished")

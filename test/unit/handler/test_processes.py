@@ -351,19 +351,6 @@ def test_a_rank_that_died_before_the_launch_named_it_failed_first(launching: Cas
     assert len(ends) == len({one["pid"] for one in ends})
 
 
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_known_failure_is_preferred_to_one_without_title(launching: Case, is_named: bool) -> None:
-    kill_as(launching, launching.handler.tree.root.title)
-    launching.kill(launching.titled)
-    assert launching.failures() == [launching.titled]
-    pid = launching.starting
-    if is_named:
-        launching.fail({str(pid): "Rank 1 scheduler"}, exit_codes={str(pid): -9})
-    else:
-        launching.fail({}, event="child_failed")
-    assert launching.failures() == [launching.titled, *([pid] if is_named else [])]
-
-
 @pytest.mark.parametrize(
     ("pid", "codes"),
     [
@@ -375,24 +362,6 @@ def test_a_known_failure_is_preferred_to_one_without_title(launching: Case, is_n
 )
 def test_what_is_no_pid_or_exit_code_is_passed_over(launching: Case, pid: str, codes: Any) -> None:
     assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes=codes)
-
-
-@pytest.mark.parametrize("event", ["child_failed", "launch_failed"])
-def test_an_unexplained_failure_is_of_one_without_title(early_case: Case, event: str) -> None:
-    # However long ago that is: other ranks take minutes to load, and only then the server looks at its children.
-    for one in early_case.handler.tree:
-        one.exited_at = one.exited_at and one.exited_at - 1800.0
-    early_case.handler.look()
-    early_case.fail({}, event=event)
-    verdict = early_case.verdict()
-    assert (verdict.first_failure.pid, verdict.kind) == (early_case.starting, "signal")
-    assert early_case.failures() == [early_case.starting]
-
-
-def test_a_helper_that_died_is_not_taken_for_a_worker(launching: Case) -> None:
-    kill_as(launching, "ldconfig", is_nameless=True)
-    launching.fail({}, event="child_failed")
-    assert launching.verdict().first_failure is None
 
 
 @pytest.mark.parametrize("title", [7, ""])

@@ -244,20 +244,20 @@ STORIES: dict[str, list[Step]] = {
     ],
     "a failed start": [
         (1.0, ended(RANK, 1), LEFT),
-        (1.1, told("launch_failed", names_ranks=True), f"learn_ranks permit:full note:launch_failed {UNSTARTED}"),
+        (1.1, told("launch_failed"), f"learn_ranks permit:full note:launch_failed {UNSTARTED}"),
     ],
     "of which no one else knows": [
         (
             1.0,
             told("startup_timeout"),
-            f"learn_ranks open:failed_start permit:full capture note:startup_timeout name_unknown {UNSTARTED}",
+            f"learn_ranks open:failed_start permit:full capture note:startup_timeout {UNSTARTED}",
         ),
     ],
     "a failed child of a main process without requests": [
         (
             1.0,
             told("child_failed"),
-            "open:child_failure permit:full capture note:child_failed name_unknown "
+            "open:child_failure permit:full capture note:child_failed "
             "set_requests:the server's main process held no requests answer_when_finished finish",
         ),
     ],
@@ -392,7 +392,7 @@ OF_MODES: dict[str, tuple[Mode, list[Step]]] = {
         [
             (
                 1.0,
-                told("launch_failed", names_ranks=True),
+                told("launch_failed"),
                 f"learn_ranks open:failed_start permit:observe capture note:launch_failed {UNSTARTED}",
             ),
             (2.0, Seen("launch", mode=Mode.LIBRARY), "forget"),
