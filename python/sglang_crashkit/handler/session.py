@@ -331,8 +331,15 @@ class Session:
         if self._tree.root.pid in shutdown.expected or (shutdown.draining and not peer.count):
             logger.info("the server ends: %s", text)
             return
-        # The exits that are looked for as one is opened may be an incident of their own, which is current then.
-        run = self._run_of_loss(now) or self._open_for_loss(sender) or self._run_of_loss(now)
+        if (run := self._run_of_loss(now)) is None:
+            what, event = "peer_lost", Event.PEER_LOST
+            its = Seen("observed", sender.pid, sender.role, kind=what, trigger=what, event=event, secs=_LOSS_SECS)
+            if (opened := self.open_observed(its, sender)) is not None:
+                self._losses = opened
+                # Who is there and in which state, without stacks: what happened, happened elsewhere.
+                self.capture()
+            # The exits that are looked for as one is opened may be an incident of their own, which is current then.
+            run = opened or self._run_of_loss(now)
         if run is not None and run.add_peer(time.time(), peer):
             self._lost_at = now
             logger.error("%s", text)
@@ -343,16 +350,6 @@ class Session:
         if self.run is not None and not self.run.finished:
             return self.run
         return self._losses if now < self._lost_at + _SAME_LOSS_SECS else None
-
-    def _open_for_loss(self, witness: TrackedProcess) -> IncidentRun | None:
-        what, event = "peer_lost", Event.PEER_LOST
-        its = Seen("observed", witness.pid, witness.role, kind=what, trigger=what, event=event, secs=_LOSS_SECS)
-        run = self.open_observed(its, witness)
-        if run is not None:
-            self._losses = run
-            # Who is there and in which state, without stacks: what happened, happened elsewhere.
-            self.capture()
-        return run
 
     # -- time
 
